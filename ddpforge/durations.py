@@ -1,0 +1,85 @@
+"""Durations with units, as recipes write them: "5ep", "100st", "30s", "10m", "2h"."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core import CoreSchema
+
+_FORM = re.compile(r"(\d+(?:\.\d+)?)(ep|st|h|m|s)")
+_SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0}
+_LIMIT = 1e15
+
+
+@dataclass(frozen=True)
+class Duration:
+    """An amount of training (epochs or steps) or of wall time (hours, minutes, seconds)."""
+
+    value: float
+    unit: str
+
+    FORM: ClassVar[str] = 'a duration such as "5ep" (epochs), "100st" (steps), "30s", "10m" or "2h"'
+
+    @classmethod
+    def parse(cls, text: str) -> "Duration":
+        """Reads `text`; raises ValueError when it is not a duration."""
+        match = _FORM.fullmatch(text)
+        if not match:
+            raise ValueError(f"must be {cls.FORM}")
+
+        duration = cls(float(match[1]), match[2])
+        if duration.value > _LIMIT:
+            raise ValueError(f"must be at most {_LIMIT:g}{duration.unit}")
+        if duration.unit == "st" and not duration.value.is_integer():
+            raise ValueError("must be a whole number of steps")
+        return duration
+
+    def __str__(self) -> str:
+        return f"{self.value:.15g}{self.unit}"
+
+    @property
+    def is_time(self) -> bool:
+        """True for hours, minutes and seconds."""
+        return self.unit in _SECONDS
+
+    @property
+    def seconds(self) -> float:
+        """The wall time in seconds; only for time units."""
+        return self.value * _SECONDS[self.unit]
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: "GetCoreSchemaHandler") -> "CoreSchema":
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(
+            cls.parse,
+            core_schema.str_schema(),
+            serialization=core_schema.to_string_ser_schema(),
+        )
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """How long a run is, in optimizer steps: what turns durations into step counts.
+
+    `steps_per_epoch` is None for a stream without a length; `total` is None when the run's length is a wall time.
+    """
+
+    total: int | None
+    steps_per_epoch: int | None
+
+    def steps(self, duration: Duration) -> int:
+        """`duration` in optimizer steps; a fraction of an epoch is rounded up to a whole step.
+
+        Raises ValueError for wall time, and for epochs of a stream without a length.
+        """
+        if duration.unit == "st":
+            return int(duration.value)
+        if duration.is_time:
+            raise ValueError(f"{duration} is a wall time; expected epochs or steps")
+        if self.steps_per_epoch is None:
+            raise ValueError(f"{duration} needs to know how long an epoch is, and this data has no length; use steps")
+        return math.ceil(round(duration.value * self.steps_per_epoch, 9))

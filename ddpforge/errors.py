@@ -1,0 +1,81 @@
+"""Every error that ddpforge raises on purpose, and the exit code each one ends the process with.
+
+    ForgeError                 1   training failed
+    ├── UsageError             2   the command line, or a path it names, is wrong
+    │   └── RecipeError        2   the recipe is wrong; carries every problem that was found
+    ├── EnvironmentProblem     3   launcher, devices, disk or an installed package
+    │   ├── PluginError        3   a component cannot be loaded, or breaks its contract
+    │   ├── StrategyError      3   what runs is not what the recipe asked for
+    │   └── CheckpointError    3   a checkpoint cannot be written, read or trusted
+    └── Diverged               4   a non-finite loss or gradient, and the recipe says stop
+
+Exceptions carry facts: what was found, and `hints`, each a way to mend it. The command line phrases them.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ddpforge.recipe.report import Problem
+
+
+class ExitCode(IntEnum):
+    """What a finished `ddpforge` process says to its caller; `status.json` carries the same number."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    ENVIRONMENT = 3
+    DIVERGED = 4
+    STOPPED = 75        # EX_TEMPFAIL: a checkpoint was saved, start me again
+    INTERRUPTED = 130   # interrupted before anything was saved
+
+
+class ForgeError(Exception):
+    """An expected failure: shown as a message with hints, never as a traceback."""
+
+    exit_code = ExitCode.FAILED
+
+    def __init__(self, message: str, *, hints: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hints = tuple(hints)
+
+
+class UsageError(ForgeError):
+    """The command line, or a path it names, is wrong."""
+
+    exit_code = ExitCode.USAGE
+
+
+class RecipeError(UsageError):
+    """A recipe that cannot be run; `problems` holds everything that is wrong with it, in order of appearance."""
+
+    def __init__(self, problems: "Sequence[Problem]") -> None:
+        super().__init__("; ".join(problem.message for problem in problems))
+        self.problems = tuple(problems)
+
+
+class EnvironmentProblem(ForgeError):
+    """The recipe may be right, but this machine, launcher or installation cannot run it."""
+
+    exit_code = ExitCode.ENVIRONMENT
+
+
+class PluginError(EnvironmentProblem):
+    """A component cannot be loaded, or does not keep the contract of its kind."""
+
+
+class StrategyError(EnvironmentProblem):
+    """What runs is not what the recipe asked for."""
+
+
+class CheckpointError(EnvironmentProblem):
+    """A checkpoint cannot be written, read or trusted."""
+
+
+class Diverged(ForgeError):
+    """A loss or gradient became non-finite and the recipe says `on_nonfinite = "stop"`."""
+
+    exit_code = ExitCode.DIVERGED

@@ -1,0 +1,318 @@
+"""Everything the author of a component reads: the value objects and base classes that ddpforge's own parts use too.
+
+Models are plain `torch.nn.Module`s, optimizers plain `torch.optim.Optimizer`s and schedules plain functions of the
+step; the contracts of the other kinds are below. This module does not import torch when it runs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+from ddpforge.durations import Duration, Horizon
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from ddpforge.recipe.schema import TrainSection
+
+__all__ = [
+    "Callback",
+    "CanonicalState",
+    "Contract",
+    "Data",
+    "Duration",
+    "Horizon",
+    "Metric",
+    "Schedule",
+    "StepInfo",
+    "Strategy",
+    "Task",
+    "Total",
+    "Tracker",
+    "World",
+]
+
+T = TypeVar("T")
+Schedule = Callable[[int], float]
+"""Maps a step (0 for the first) to the factor on the recipe's learning rate. A pure function: nothing to save."""
+
+
+# ---------------------------------------------------------------------------------------------- value objects
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Who this process is among all processes of the run.
+
+    `data_rank` and `data_size` count the ranks that see different data. They equal `rank` and `size` unless a
+    strategy splits one model over several ranks.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    data_rank: int
+    data_size: int
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that writes logs, trackers and manifests."""
+        return self.rank == 0
+
+
+class Total(NamedTuple):
+    """A quantity on its way to a mean: add up `sum` and `count` over batches and ranks, divide once at the end."""
+
+    sum: Tensor
+    count: Tensor | int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInfo:
+    """What is known after an optimizer step; the numbers are already reduced over ranks.
+
+    `metrics` holds the row that was logged at this step and is empty at steps that log nothing (reading a metric
+    waits for the device). `samples` counts every sample the run has trained on. `seconds` is the wall time a step
+    took, averaged over the steps since the last row.
+    """
+
+    step: int
+    samples: int
+    lr: float
+    seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """What a strategy promises, in words for people: shown by `ddpforge show`."""
+
+    shards: str                 # "nothing", or what each rank holds only a part of
+    master_dtype: str           # dtype of the weights that the optimizer updates
+    reduce_dtype: str           # dtype in which gradients are summed over ranks
+    clips: str                  # who clips the gradient norm, and when
+    accumulates: str            # who adds up micro-batches
+
+
+@dataclass
+class CanonicalState:
+    """A model and its optimizer by parameter name, the same whatever strategy trained them.
+
+    Names are those of the bare model (no wrapper prefixes). A tied parameter appears once, under the first of its
+    names; `aliases` maps the other names to it. `optimizer` maps parameter name → key → tensor or plain number;
+    a parameter that never got a gradient is simply absent.
+    """
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, dict[str, Tensor | int | float | bool | None]]
+    aliases: dict[str, str] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------------------------------------- components
+@runtime_checkable
+class Data(Protocol):
+    """A map-style dataset: `len(data)` samples, fetched a batch at a time.
+
+    A dataset with `__getitem__` alone works too: its samples are stacked by torch's `default_collate`. Optional:
+
+    - `__getitems__(ids: list[int])` fetches a whole batch at once (what it returns goes to `collate`);
+    - `collate(samples)` makes a batch out of what was fetched; return it unchanged when it already is one;
+    - `random = False` says that fetching draws no random numbers, which saves seeding per sample. Otherwise
+      python's, numpy's and torch's generators are seeded from (recipe seed, epoch, sample) before each sample, or
+      from (recipe seed, epoch, first sample) before each `__getitems__`;
+    - `batch_size(batch)`: samples in a batch, where it is not the length of the batch's first tensor.
+
+    An iterable dataset has `__iter__` and no `__getitem__`. It must yield the same samples in the same order on
+    every rank and in every worker; ddpforge deals them out so that each is used once. Its `set_epoch(epoch: int)`,
+    if it has one, is called before each pass. Do the expensive part of loading in `collate`, which sees only the
+    samples that this rank keeps.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Metric(ABC):
+    """A quantity worth averaging over samples, computed from a task's outputs."""
+
+    name: str
+
+    @abstractmethod
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
+        """The sum over the batch and how many items it covers; no gradients, no waiting for the device."""
+
+
+class Task(ABC):
+    """What is learnt: the loss of a batch, and what to report about it."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """The loss *summed* over the batch's items (0-d, with gradients), and the outputs that `metrics` reads.
+
+        Return a sum, not a mean: gradients are divided once, by the number of items in the whole global batch,
+        so that accumulation, ranks and uneven ends all weigh every item the same.
+        """
+
+    def count(self, batch: Any) -> Tensor | None:
+        """How many items the loss of `batch` sums over (0-d integer tensor on the batch's own device).
+
+        None means one per sample, which needs no communication. Tasks that weigh tokens or pixels override it.
+        The batch is still on the CPU when this is called.
+        """
+        return None
+
+    def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total]:
+        """Further quantities of a batch, computed at evaluation and at the steps that log; never for training."""
+        return {}
+
+    def finish(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Turns averaged metrics into what is reported, e.g. adds a perplexity; keys have no `train/` prefix yet."""
+        return metrics
+
+    def check(self, model: nn.Module, data: Any) -> None:
+        """Raises ValueError when model and data cannot belong together (classes, vocabulary), before training."""
+
+
+class Tracker:
+    """Where metrics go. This base class is the null tracker. Only the main rank has real ones.
+
+    No method may raise into training or block it for long: a tracker is a mirror, `metrics.jsonl` is the truth.
+    """
+
+    def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
+        """Called once before the first step; `resumed_at` is the step that training goes on from."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row: metrics of `step`, with their `train/` and `eval/` prefixes."""
+
+    def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
+        """Called once at the end; `state` is that of `status.json` (done, failed, stopped, diverged)."""
+
+
+class Callback:
+    """Something that watches the run; every method does nothing by default.
+
+    Callbacks run on every rank. What they are told is already reduced over ranks, so a decision made from it is
+    the same everywhere; returning True from `on_step` or `on_eval` ends training after this step.
+    """
+
+    def on_start(self, model: nn.Module, world: World) -> None:
+        """Before the first step and before a checkpoint is restored; `model` is the bare model."""
+
+    def on_step(self, info: StepInfo) -> bool | None:
+        """After every optimizer step."""
+
+    def on_log(self, info: StepInfo) -> Mapping[str, float]:
+        """At every step that logs: further columns for the row."""
+        return {}
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool | None:
+        """After every evaluation."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Wraps every evaluation, e.g. to swap in averaged weights; must restore them even when it raises."""
+        return nullcontext()
+
+    def on_checkpoint(self, step: int, folder: Path) -> None:
+        """After a checkpoint was committed."""
+
+    def on_end(self, error: BaseException | None) -> None:
+        """After the last step, also when training failed."""
+
+    def state(self) -> Mapping[str, Tensor | int | float | str | bool | None]:
+        """What a checkpoint must hold so that a resumed run goes on as if nothing had happened."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `state` gave; tensors arrive on the CPU."""
+
+
+class Strategy(ABC):
+    """How one model becomes many: joins the ranks, wraps the model, and steps the optimizer.
+
+    The order of calls is the order of this class. A strategy touches the model and the optimizer and nothing else:
+    sample order and learning rate are functions of the step and belong to the trainer.
+    """
+
+    contract: ClassVar[Contract]
+
+    # -- before the loop
+    @abstractmethod
+    def setup(self, train: TrainSection) -> World:
+        """Joins the process group and proves that it is the one that was asked for; raises StrategyError if not."""
+
+    def building(self) -> AbstractContextManager[Any]:
+        """Wraps the construction of the model, e.g. to build it on the meta device."""
+        return nullcontext()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Shards or replaces the model, before the optimizer is built from its parameters."""
+        return model
+
+    @abstractmethod
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """Makes both ready for training; the model comes back placed on the device and synchronised over ranks."""
+
+    # -- one step
+    def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+        """Wraps forward and backward of one micro-batch; gradients are summed over ranks in the last one only."""
+        return nullcontext()
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of `loss`, which the trainer has scaled so that averaging over data ranks is right."""
+
+    @abstractmethod
+    def step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
+        """Clips, updates the weights and clears the gradients; returns the norm before clipping (0-d, float32).
+
+        When the norm is not finite the update must not happen, on any rank. No host-device synchronisation.
+        """
+
+    # -- agreement
+    @abstractmethod
+    def reduce(self, totals: Mapping[str, Total]) -> dict[str, float]:
+        """Means over all data ranks, in one fused all-reduce; NaN where nothing was counted."""
+
+    @abstractmethod
+    def total(self, count: Tensor) -> Tensor:
+        """`count` summed over data ranks, on the device, without waiting for it."""
+
+    @abstractmethod
+    def broadcast(self, value: T) -> T:
+        """Rank 0's `value` on every rank; a small picklable object."""
+
+    def sync_buffers(self, model: nn.Module) -> None:
+        """Makes the buffers equal on all ranks: BatchNorm's statistics their mean over ranks, others rank 0's."""
+
+    # -- to disk and back
+    @abstractmethod
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The bare model, as the recipe's component built it."""
+
+    @abstractmethod
+    def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState:
+        """Model and optimizer by parameter name; called on every rank."""
+
+    @abstractmethod
+    def load_state(self, model: nn.Module, optimizer: Optimizer, state: CanonicalState) -> None:
+        """Takes back what `state` gave, possibly under another strategy; raises CheckpointError on any mismatch."""
+
+    def loop_state(self) -> Mapping[str, int | float]:
+        """Further numbers a checkpoint must hold, e.g. the loss scale of fp16."""
+        return {}
+
+    def load_loop_state(self, state: Mapping[str, int | float]) -> None:
+        """Takes back what `loop_state` gave; empty after a change of precision."""
+
+    def close(self) -> None:
+        """Leaves the process group; not called when training failed, where peers may be gone."""
+
+

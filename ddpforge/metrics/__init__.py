@@ -1,0 +1,1 @@
+"""Built-in metrics: sums and counts over samples."""

@@ -1,0 +1,1 @@
+"""Built-in optimizers, learning-rate schedules and parameter groups."""

@@ -1,0 +1,1 @@
+"""Data-parallel and single-process strategies."""
