@@ -3,6 +3,7 @@
     ForgeError                 1   training failed
     ├── UsageError             2   the command line, or a path it names, is wrong
     │   └── RecipeError        2   the recipe is wrong; carries every problem that was found
+    ├── PeerFailed             …   another rank failed and has reported it
     ├── EnvironmentProblem     3   launcher, devices, disk or an installed package
     │   ├── PluginError        3   a component cannot be loaded, or breaks its contract
     │   ├── StrategyError      3   what runs is not what the recipe asked for
@@ -79,3 +80,11 @@ class Diverged(ForgeError):
     """A loss or gradient became non-finite and the recipe says `on_nonfinite = "stop"`."""
 
     exit_code = ExitCode.DIVERGED
+
+
+class PeerFailed(ForgeError):
+    """Rank 0 failed and has said why; this rank ends with the same exit code and says nothing."""
+
+    def __init__(self, exit_code: ExitCode) -> None:
+        super().__init__("rank 0 failed")
+        self.exit_code = exit_code

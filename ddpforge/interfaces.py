@@ -192,6 +192,9 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row: metrics of `step`, with their `train/` and `eval/` prefixes."""
 
+    def rewind(self, step: int) -> None:
+        """Training went back to `step`: rows after it are superseded and will be logged again."""
+
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
         """Called once at the end; `state` is that of `status.json` (done, failed, stopped, diverged)."""
 
@@ -265,6 +268,10 @@ class Strategy(ABC):
         """Wraps forward and backward of one micro-batch; gradients are summed over ranks in the last one only."""
         return nullcontext()
 
+    def forward(self) -> AbstractContextManager[Any]:
+        """Wraps every forward pass and its loss, in training and evaluation, e.g. in autocast."""
+        return nullcontext()
+
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of `loss`, which the trainer has scaled so that averaging over data ranks is right."""
@@ -275,6 +282,10 @@ class Strategy(ABC):
 
         When the norm is not finite the update must not happen, on any rank. No host-device synchronisation.
         """
+
+    def overflowed(self) -> bool:
+        """True when the last non-finite norm only means that fp16's loss scale was too high and has been lowered."""
+        return False
 
     # -- agreement
     @abstractmethod

@@ -1,0 +1,30 @@
+# `make run` and `make test` are all a fresh clone needs: both make the virtual environment first.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: run test test-fast lint clean
+
+run: $(VENV)/installed    ## train the digits recipe on 2 processes
+	$(BIN)/ddpforge launch digits --nproc 2 --fresh
+
+test: lint                ## everything: style, types, all tests
+	$(BIN)/python -m pytest
+
+test-fast: $(VENV)/installed    ## without the tests that take tens of seconds
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ddpforge needs Python 3.11 or newer: make PYTHON=python3.11 …")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,98 @@
+"""An exponential moving average of the weights, which evaluates better than the weights themselves."""
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from ddpforge.errors import CheckpointError
+from ddpforge.interfaces import Callback, StepInfo, World
+
+logger = logging.getLogger("ddpforge")
+
+
+class EMA(Callback):
+    """Keeps `average = decay * average + (1 - decay) * weight` for every trainable parameter.
+
+    Averages start at the initial weights, or at those of the first step where an earlier run goes on that kept
+    none, and are held in fp32 at least. Buffers are the live model's. A parameter that is frozen at the start is
+    left out: its average is itself.
+    """
+
+    def __init__(
+        self,
+        decay: Annotated[
+            float, Field(gt=0, lt=1, description="How much of the old average an update keeps.")
+        ],
+        every: Annotated[int, Field(ge=1, le=2**31, description="Optimizer steps per update.")] = 1,
+        evaluate: Annotated[
+            bool, Field(description="Evaluate the averaged weights, not the live ones.")
+        ] = True,
+    ) -> None:
+        self._every = every
+        self._evaluate = evaluate
+        self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+
+    def on_start(self, model: nn.Module, world: World) -> None:
+        """Copies the initial weights."""
+        self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._averages = {name: _at_least_fp32(p).clone() for name, p in self._weights.items()}
+        self._begun = False
+
+    def on_step(self, info: StepInfo) -> None:
+        """Moves the averages towards the weights, in one fused operation."""
+        averages = list(self._averages.values())
+        if not self._begun and info.step > 1:
+            logger.warning("ema: the checkpoint holds no averages; they start at step %d", info.step)
+            _copy(averages, self._weights.values())
+        self._begun = True
+        if info.step % self._every == 0:
+            self._update(averages, [_at_least_fp32(p) for p in self._weights.values()], 0)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Holds the averages in the model's own parameters; costs one more copy of the weights meanwhile."""
+        if not self._evaluate:
+            yield
+            return
+
+        weights = list(self._weights.values())
+        live = [p.detach().clone() for p in weights]
+        try:
+            _copy(weights, self._averages.values())
+            yield
+        finally:
+            _copy(weights, live)
+
+    def state(self) -> Mapping[str, Tensor]:
+        """The averages by parameter name."""
+        return self._averages
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from saved averages; raises CheckpointError unless they are of exactly this model."""
+        expected = {name: tuple(average.shape) for name, average in self._averages.items()}
+        found = {name: tuple(average.shape) for name, average in state.items()}
+        if found != expected:
+            names = sorted(name for name in expected | found if expected.get(name) != found.get(name))
+            raise CheckpointError(
+                f"the averaged weights in the checkpoint are not of this model: {', '.join(names)} differ",
+                hints=["resume with the model and the ema callback that the checkpoint was made with"],
+            )
+        for name, average in self._averages.items():
+            average.copy_(state[name])
+        self._begun = True
+
+
+@torch.no_grad()
+def _copy(targets: Collection[Tensor], sources: Collection[Tensor]) -> None:
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def _at_least_fp32(weight: Tensor) -> Tensor:
+    """`weight` itself where its dtype is wide enough; without gradients."""
+    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32))

@@ -1,0 +1,91 @@
+"""Every operation that changes a disk, and the few sequences of them that survive a crash.
+
+The first half is the whole vocabulary: to know what a killed process can leave behind, interrupt these seven
+functions and no others. The tests do.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+
+# ---------------------------------------------------------------------------------------------- operations
+def make_folder(path: Path) -> None:
+    """Creates one folder that must not exist."""
+    path.mkdir()
+
+
+def create(path: Path) -> BinaryIO:
+    """Opens a file for writing that must not exist."""
+    return path.open("xb")
+
+
+def write(file: BinaryIO, data: bytes | memoryview) -> None:
+    """Appends all of `data`."""
+    file.write(data)
+
+
+def sync(file: BinaryIO) -> None:
+    """Waits until the file's contents would survive a power cut."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Waits until the names in a folder would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Moves within one file system, in one instant; an existing file at `new` is replaced."""
+    old.rename(new)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, or a folder with everything in it; what is gone already is no error."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------------------- sequences
+def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Writes a new file and waits for the disk; returns its size in bytes and the sha256 of its data."""
+    size, digest = 0, hashlib.sha256()
+    with create(path) as file:
+        for chunk in chunks:
+            write(file, chunk)
+            digest.update(chunk)
+            size += len(chunk)
+        sync(file)
+    return size, digest.hexdigest()
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Gives a small file new contents; a reader sees the old ones or the new ones, also after a crash."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    remove(temporary)  # of an attempt that was killed here
+    write_new(temporary, [data])
+    rename(temporary, path)
+    sync_folder(path.parent)
+
+
+def discard(path: Path) -> None:
+    """Removes a folder with all it holds; a crash leaves garbage, never half a folder of that name."""
+    trash = path.with_name(f".trash-{path.name.lstrip('.')}")
+    rename(path, trash)
+    remove(trash)
+
+
+def sha256(path: Path) -> str:
+    """The sha256 of a file's contents."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,75 @@
+"""The command line. `--help` imports click and nothing else; a command's module is imported when it is run."""
+
+import os
+import sys
+from importlib import import_module
+from typing import Any
+
+import click
+
+from ddpforge import __version__
+from ddpforge.errors import ExitCode, ForgeError, PeerFailed
+
+_COMMANDS = {
+    "run": ("run", "Train a recipe; continues an interrupted run by itself."),
+    "launch": ("launch", "Start several processes on this machine and train a recipe in them."),
+    "check": ("check", "Find every error in a recipe; starts nothing."),
+    "show": ("show", "Print the resolved recipe and where each value came from."),
+    "eval": ("evaluate", "Evaluate a run's checkpoint."),
+    "export": ("export", "Write a run's weights as plain safetensors."),
+    "recipes": ("recipes", "List or copy the recipes that come with ddpforge."),
+    "plugins": ("plugins", "List components, or show one and its options."),
+    "schema": ("schema", "Print the recipe's JSON Schema, for editors."),
+    "completion": ("completion", "Print a shell completion script."),
+}
+
+
+class _Commands(click.Group):
+    """Commands are stubs, a name and one line, until one of them is called."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, stub, rest = super().resolve_command(ctx, args)
+        return name, _load(name) if name and stub else stub, rest
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Phrases ddpforge's own errors; everything else is a bug and keeps its traceback."""
+        try:
+            return super().main(*args, **kwargs)
+        except ForgeError as error:
+            complain(error)
+            sys.exit(error.exit_code)
+
+
+def _load(name: str) -> click.Command:
+    module, _ = _COMMANDS[name]
+    command: click.Command = getattr(import_module(f"ddpforge.cli.{module}"), module)
+    return command
+
+
+def complain(error: ForgeError) -> None:
+    """Writes an error the way users see it, to stderr; what every rank finds out alike, only rank 0 says."""
+    from ddpforge.recipe.report import render
+
+    rank = int(os.environ.get("RANK", "0"))
+    if rank == 0:
+        click.echo(render(error), err=True)
+    elif error.exit_code != ExitCode.USAGE and not isinstance(error, PeerFailed):
+        click.echo(f"[rank {rank}] {render(error)}", err=True)
+
+
+@click.group(
+    cls=_Commands,
+    commands={name: click.Command(name, short_help=line) for name, (_, line) in _COMMANDS.items()},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="ddpforge")
+def main() -> None:
+    """One TOML recipe becomes a correct, fast, distributed PyTorch training run.
+
+    \b
+    ddpforge run digits                       the bundled digits recipe, in this process
+    ddpforge launch recipe.toml --nproc 8     one process per GPU
+    accelerate launch -m ddpforge run recipe.toml
+    """

@@ -1,0 +1,64 @@
+"""Where the messages of many ranks go: rank 0's to stderr, each rank's to its own file in the run folder."""
+
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+
+logger = logging.getLogger("ddpforge")
+
+
+def setup_logging(rank: int, folder: Path | None = None, level: int = logging.INFO) -> None:
+    """Directs the "ddpforge" logger; call again once the run's `folder` is known.
+
+    Rank 0 writes records of at least `level` to stderr. Other ranks write only warnings and errors, marked
+    `[rank 3]`, or `[rank 3 node07]` when the job spans several nodes. Everything from INFO on (or from `level`,
+    if that is lower) is appended to `logs/rank-N.log` in `folder`.
+    """
+    logger.setLevel(min(level, logging.INFO))
+    logger.propagate = False  # a library's basicConfig() would print every rank's messages once more
+    for handler in logger.handlers[:]:
+        logger.removeHandler(handler)
+        handler.close()
+
+    stderr = _Stderr(level if rank == 0 else max(level, logging.WARNING))
+    stderr.setFormatter(_Formatter(_prefix(rank)))
+    logger.addHandler(stderr)
+
+    if folder is not None:
+        path = folder / "logs" / f"rank-{rank}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(path, encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger.addHandler(file)
+
+
+class _Stderr(logging.Handler):
+    """Looks stderr up at each record: a progress bar replaces it while it is on screen."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+class _Formatter(logging.Formatter):
+    """The message alone; from warnings on, the level in front of it."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self._prefix = prefix
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        return f"{self._prefix}{level}{record.message}"
+
+
+def _prefix(rank: int) -> str:
+    if rank == 0:
+        return ""
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or 1)
+    host = f" {socket.gethostname()}" if nodes > 1 else ""
+    return f"[rank {rank}{host}] "

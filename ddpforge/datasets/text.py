@@ -1,0 +1,226 @@
+"""Text as blocks of tokens for language models: held in memory, or streamed from disk."""
+
+import random
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+
+from ddpforge.errors import EnvironmentProblem
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets: int64, each [B, T]."""
+
+_BlockSize = Annotated[int, Field(ge=1, le=2**24, description="Tokens per sample.")]
+_Suffixes = Annotated[
+    Sequence[str],
+    Field(description='Read only the files of a folder whose names end so, e.g. [".txt"]; empty: all.'),
+]
+_Pieces = list[NDArray[np.integer]]
+
+_NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"}
+_CHUNK = 1 << 20  # bytes per read of a stream
+
+
+class Text:
+    """A text file, or a folder of them, in samples: a block of tokens and the same block one token later.
+
+    Without a `path` the text is the source of the interpreter's own standard library (tests left out), about
+    10 MB that every machine has, a little different in every version of Python. The files of a folder are
+    read recursively, in the order of their paths, and joined without a separator. Held out for evaluation
+    are whole files, evenly spread over that order, or the tail of a single file.
+
+    With T for `block_size`, sample i is (tokens[i·T : i·T + T], tokens[i·T + 1 : i·T + T + 1]); a batch is
+    (inputs [B, T], targets [B, T]), both int64. What is left over at the end of the text is not used.
+
+    `level` says what a token is: a byte (of any file), or the place of a character in `alphabet`, the sorted
+    characters of the whole text (empty for bytes).
+
+    Raises EnvironmentProblem when there is no such file, and ValueError when the text is too short for a
+    sample, no file has one of the suffixes, or characters are wanted of a file that is not UTF-8.
+    """
+
+    random = False
+
+    def __init__(
+        self,
+        *,
+        split: Annotated[Literal["train", "eval"], Field(description="Which part of the text.")],
+        path: Annotated[
+            Path | None, Field(description="A text file or a folder; absent: Python's standard library.")
+        ] = None,
+        block_size: _BlockSize = 256,
+        level: Annotated[Literal["bytes", "characters"], Field(description="What a token is.")] = "bytes",
+        eval_fraction: Annotated[
+            float, Field(gt=0, lt=1, description="Share of the files, or of a single file, for evaluation.")
+        ] = 0.1,
+        suffixes: _Suffixes = (),
+    ) -> None:
+        self.block_size, self.level = block_size, level
+
+        files = _text_files(path, suffixes)
+        pieces = [_bytes(file) if level == "bytes" else _characters(file) for file in files]
+        tokens = np.concatenate(_part(pieces, split, eval_fraction))
+        self.vocab_size, self.alphabet = 256, ""
+        if level == "characters":
+            values = np.unique(np.concatenate(pieces))
+            self.vocab_size, self.alphabet = len(values), "".join(map(chr, values))
+            tokens = np.searchsorted(values, tokens)
+
+        self._samples = (len(tokens) - 1) // block_size
+        if self._samples < 1:
+            raise ValueError(
+                f"the {split} part of {path or 'the standard library'} holds {len(tokens)} {level};"
+                f" one sample of block_size = {block_size} needs {block_size + 1}"
+            )
+        used = tokens[: self._samples * block_size + 1]
+        self._tokens = torch.from_numpy(used.astype(np.uint8 if self.vocab_size <= 256 else np.int32))
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> Batch:
+        """Inputs [T] and targets [T] of one sample."""
+        inputs, targets = self.__getitems__([index])
+        return inputs[0], targets[0]
+
+    def __getitems__(self, ids: list[int]) -> Batch:
+        """The whole batch at once: the rows of two views on the same tokens."""
+        rows = torch.tensor(ids)
+        inputs, targets = (
+            part.view(-1, self.block_size)[rows].long() for part in (self._tokens[:-1], self._tokens[1:])
+        )
+        return inputs, targets
+
+    def collate(self, batch: Batch) -> Batch:
+        """What `__getitems__` returns is a batch already."""
+        return batch
+
+
+class StreamedText:
+    """The bytes of a text file or a folder, read while training: for text that does not fit into memory.
+
+    An iterable dataset with the samples of `Text` at the level of bytes, without a held-out part: keep text
+    for evaluation in a file or folder of its own. A sample is the `block_size + 1` bytes of a block, which
+    `collate` turns into (inputs [B, T], targets [B, T]), both int64.
+
+    Raises EnvironmentProblem when there is no such file, and ValueError when the text is too short for a
+    sample or no file has one of the suffixes.
+    """
+
+    level = "bytes"
+    vocab_size = 256
+
+    def __init__(
+        self,
+        *,
+        path: Annotated[Path, Field(description="A text file or a folder, read recursively.")],
+        block_size: _BlockSize = 256,
+        suffixes: _Suffixes = (),
+        shuffle_files: Annotated[
+            bool, Field(description="Read the files in another order every epoch.")
+        ] = False,
+    ) -> None:
+        self.block_size = block_size
+        self._files = _text_files(path, suffixes)
+        self._shuffle_files = shuffle_files
+        self._epoch = 0
+
+        size = sum(file.stat().st_size for file in self._files)
+        if size <= block_size:
+            raise ValueError(
+                f"{path} holds {size} bytes; one sample of block_size = {block_size} needs {block_size + 1}"
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the files, the same on every rank."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[bytes]:
+        pending = b""
+        for chunk in self._chunks():
+            pending += chunk
+            end = max(0, len(pending) - 1) // self.block_size * self.block_size
+            for start in range(0, end, self.block_size):
+                yield pending[start : start + self.block_size + 1]
+            pending = pending[end:]
+
+    def collate(self, samples: Sequence[bytes]) -> Batch:
+        """A batch out of samples."""
+        tokens = torch.frombuffer(bytearray().join(samples), dtype=torch.uint8).view(len(samples), -1).long()
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def _chunks(self) -> Iterator[bytes]:
+        files = list(self._files)
+        if self._shuffle_files:
+            random.Random(self._epoch).shuffle(files)
+        for file in files:
+            with file.open("rb") as stream:
+                while chunk := stream.read(_CHUNK):
+                    yield chunk
+
+
+# ---------------------------------------------------------------------------------------------- files
+def _text_files(path: Path | None, suffixes: Sequence[str]) -> list[Path]:
+    """One file, the files below a folder, or the standard library's, in the order of their paths."""
+    if suffixes and (path is None or path.is_file()):
+        raise ValueError(f"suffixes chooses among the files of a folder, but path is {path or 'absent'}")
+    if path is None:
+        return _standard_library()
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise EnvironmentProblem(f"no such file or folder: {path}", hints=[f"looked in {Path.cwd()}"])
+
+    files = [
+        file
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and file.name.endswith(tuple(suffixes) or "")
+    ]
+    if not files:
+        raise ValueError(
+            f"the folder {path} holds no files" + (f" ending in {list(suffixes)}" if suffixes else "")
+        )
+    return files
+
+
+def _standard_library() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [
+        file for file in sorted(root.rglob("*.py")) if _NOT_LIBRARY.isdisjoint(file.relative_to(root).parts)
+    ]
+    if not files:
+        raise EnvironmentProblem(
+            f"this Python keeps no sources in {root}", hints=["set path to a text file or folder"]
+        )
+    return files
+
+
+def _bytes(file: Path) -> NDArray[np.integer]:
+    return np.frombuffer(file.read_bytes(), dtype=np.uint8)
+
+
+def _characters(file: Path) -> NDArray[np.integer]:
+    """The code points of a UTF-8 file."""
+    try:
+        text = file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f'{file} is not UTF-8: {error}; level = "bytes" reads any file') from error
+    return np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+
+
+def _part(pieces: _Pieces, split: str, eval_fraction: float) -> _Pieces:
+    """The pieces of one split: whole files (at least one in either split), or a part of the only file."""
+    if len(pieces) == 1:
+        cut = round(len(pieces[0]) * (1 - eval_fraction))
+        return [pieces[0][:cut] if split == "train" else pieces[0][cut:]]
+
+    held_out = min(max(1, round(len(pieces) * eval_fraction)), len(pieces) - 1)
+    chosen = {(2 * n + 1) * len(pieces) // (2 * held_out) for n in range(held_out)}
+    return [piece for n, piece in enumerate(pieces) if (n in chosen) == (split == "eval")]

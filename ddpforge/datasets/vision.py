@@ -1,0 +1,222 @@
+"""torchvision's image datasets by name, with a pipeline of its transforms (v2)."""
+
+import os
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from inspect import isclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+from torchvision import datasets
+from torchvision.transforms import v2
+
+from ddpforge.errors import EnvironmentProblem
+
+_Name = Literal["CIFAR10", "CIFAR100", "MNIST", "FashionMNIST", "ImageFolder", "FakeData"]
+
+_TRANSFORMS: dict[str, type[v2.Transform]] = {
+    name: value
+    for name, value in vars(v2).items()
+    if isclass(value) and issubclass(value, v2.Transform) and value.__module__ != v2.Compose.__module__
+}
+
+
+def torchvision_dataset(
+    *,
+    name: Annotated[_Name, Field(description="Which dataset of `torchvision.datasets`.")],
+    split: Annotated[
+        Literal["train", "val", "test"],
+        Field(description='Which part; "val" only where an ImageFolder has one.'),
+    ],
+    root: Annotated[
+        Path | None,
+        Field(description="The folder that holds the files; every dataset but FakeData needs it."),
+    ] = None,
+    transforms: Annotated[
+        Sequence[str | Mapping[str, Any]],
+        Field(
+            description="Transforms of `torchvision.transforms.v2` in order, by name or with options, e.g."
+            ' ["RandomHorizontalFlip", { use = "RandomCrop", size = 32, padding = 4 }].'
+        ),
+    ] = (),
+    mean: Annotated[
+        Sequence[Annotated[float, Field(ge=-1e6, le=1e6)]],
+        Field(description="Per channel, subtracted from pixels in [0, 1]; goes with `std`."),
+    ] = (),
+    std: Annotated[
+        Sequence[Annotated[float, Field(gt=0, le=1e6)]],
+        Field(description="Per channel, what is left is divided by; goes with `mean`."),
+    ] = (),
+    download: Annotated[
+        bool, Field(description="Fetch missing files; only in a run of one process, and not for ImageFolder.")
+    ] = False,
+) -> "Images":
+    """Labelled images: float32 [C, H, W] in [0, 1] before normalisation, and an int64 label.
+
+    The pipeline is ToImage, `transforms`, ToDtype(float32, scale), Normalize; it is tried on the first image
+    at once. ImageFolder reads `root/<split>/<class>/<image>`; FakeData is 1,000 random images of 3 x 224 x 224
+    in 10 classes. The others are held in memory and, without transforms, fetched a batch at a time.
+
+    Several processes never download: they would write the same files at the same time.
+
+    Raises EnvironmentProblem when files are missing, and ValueError for options that do not fit together,
+    unknown transforms, and a pipeline that does not make images.
+    """
+    if bool(mean) != bool(std):
+        raise ValueError("mean and std go together: set both or neither")
+
+    source, classes = _open(name, split, root, download)
+    pipeline = _pipeline(transforms, mean, std, source[0][0])
+    in_memory = isinstance(source, TensorDataset)
+    return (ImageBatches if in_memory and not transforms else Images)(source, classes, pipeline)
+
+
+class Images:
+    """Images and labels, one at a time; random, because transforms may be."""
+
+    random = True
+
+    def __init__(self, source: Dataset[Any], classes: int, pipeline: v2.Compose) -> None:
+        self.source, self.classes, self.pipeline = source, classes, pipeline
+
+    def __len__(self) -> int:
+        return len(self.source)  # type: ignore[arg-type]  # Dataset does not declare its length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image, label = self.source[index]
+        return self.pipeline(image), torch.as_tensor(label)
+
+
+class ImageBatches(Images):
+    """Images in memory that need no transforms: a batch is one index into a tensor."""
+
+    random = False
+
+    def __getitems__(self, ids: list[int]) -> tuple[Tensor, Tensor]:
+        """Images [B, C, H, W] and labels [B]."""
+        images, labels = self.source[torch.tensor(ids)]
+        return self.pipeline(images), labels
+
+    def collate(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """What `__getitems__` returns is a batch already."""
+        return batch
+
+
+# ---------------------------------------------------------------------------------------------- files
+def _open(name: str, split: str, root: Path | None, download: bool) -> tuple[Dataset[Any], int]:
+    """The samples, as (uint8 or PIL image, label), and the number of classes."""
+    if download and name in ("ImageFolder", "FakeData"):
+        raise ValueError(f"{name} cannot be downloaded; leave out `download`")
+    if split == "val" and name != "ImageFolder":
+        raise ValueError(f'{name} has no split "val"; it has "train" and "test"')
+
+    if name == "FakeData":
+        if root is not None:
+            raise ValueError("FakeData is made up, not read; leave out `root`")
+        return datasets.FakeData(random_offset=0 if split == "train" else 10**6), 10
+    if root is None:
+        raise ValueError(f"{name} needs `root`, the folder that holds its files")
+    if name == "ImageFolder":
+        return _image_folder(root, split)
+    return _in_memory(name, split, root, download)
+
+
+def _image_folder(root: Path, split: str) -> tuple[Dataset[Any], int]:
+    try:
+        source = datasets.ImageFolder(root / split)
+        expected = datasets.folder.find_classes(root / "train")[0] if split != "train" else source.classes
+    except FileNotFoundError as error:
+        raise EnvironmentProblem(
+            f"ImageFolder cannot read {root.absolute()}: {error}",
+            hints=[
+                f"it reads images from {root}/{split}/<class>/, with a folder for every class of {root}/train"
+            ],
+        ) from error
+
+    # A label is the place of a folder among its sisters: one folder less would shift the labels after it.
+    if source.classes != expected:
+        differing = sorted(set(source.classes) ^ set(expected))
+        raise ValueError(
+            f"{root}/{split} and {root}/train have different classes: {', '.join(differing[:5])}"
+        )
+    return source, len(expected)
+
+
+def _in_memory(name: str, split: str, root: Path, download: bool) -> tuple[TensorDataset, int]:
+    data = _stored(name, split, root, download)
+    images, labels = torch.as_tensor(data.data), torch.as_tensor(data.targets)
+    images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
+    return TensorDataset(images, labels), len(data.classes)
+
+
+def _stored(name: str, split: str, root: Path, download: bool) -> datasets.VisionDataset:
+    """torchvision's dataset, which checks that its files are there (and undamaged, for CIFAR)."""
+    dataset, train = getattr(datasets, name), split == "train"
+    try:
+        return dataset(root, train=train)
+    except RuntimeError as error:
+        missing = EnvironmentProblem(
+            f"{name} is missing or incomplete in {root.absolute()}",
+            hints=["set download = true"]
+            if not download
+            else [
+                "several processes must not download side by side; fetch it once:"
+                f" python -c 'from torchvision.datasets import {name}; {name}(\"{root}\", download=True)'"
+            ],
+        )
+        if not download or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise missing from error
+
+    try:
+        return dataset(root, train=train, download=True)
+    except (OSError, RuntimeError) as error:
+        raise EnvironmentProblem(f"{name} could not be downloaded to {root.absolute()}: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------- transforms
+def _pipeline(
+    transforms: Sequence[str | Mapping[str, Any]], mean: Sequence[float], std: Sequence[float], image: object
+) -> v2.Compose:
+    """The pipeline, tried on `image`, so that what cannot work fails now and not in a loader process."""
+    steps = [
+        v2.ToImage(),
+        *map(_transform, transforms),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.ToPureTensor(),
+    ]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            tried = v2.Compose(steps)(image)
+    except Exception as error:
+        raise ValueError(
+            f"the transforms fail on the first image: {type(error).__name__}: {error}"
+        ) from error
+
+    if not isinstance(tried, Tensor) or tried.ndim != 3 or not tried.is_floating_point():
+        raise ValueError(
+            f"the transforms make {type(tried).__name__}, not one image [channels, height, width]"
+        )
+    if mean and not len(mean) == len(std) == len(tried):
+        raise ValueError(
+            f"the images have {len(tried)} channels, but mean has {len(mean)} values and std has {len(std)}"
+        )
+    return v2.Compose([*steps, v2.Normalize(mean, std)] if mean else steps)
+
+
+def _transform(spec: str | Mapping[str, Any]) -> v2.Transform:
+    options = {"use": spec} if isinstance(spec, str) else dict(spec)
+    name = options.pop("use", None)
+    if name not in _TRANSFORMS:
+        near = get_close_matches(str(name), _TRANSFORMS, n=1)
+        raise ValueError(
+            f"torchvision.transforms.v2 has no transform `{name}` that a recipe can name"
+            + (f"; did you mean `{near[0]}`?" if near else "")
+        )
+    try:
+        return _TRANSFORMS[name](**options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the transform {name} refuses {options}: {error}") from error

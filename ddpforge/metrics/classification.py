@@ -1,0 +1,49 @@
+"""How often a classifier is right."""
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ddpforge.interfaces import Metric, Total
+
+
+class TopK(Metric):
+    """The share of samples whose class is among the `k` largest logits, reported as `top<k>`.
+
+    Takes logits [..., C] and int64 classes [...]; every target counts, a negative one as a miss. Raises ValueError
+    when there are fewer than `k` classes.
+    """
+
+    def __init__(
+        self, *, k: Annotated[int, Field(ge=1, le=2**20, description="How many guesses a sample has.")]
+    ) -> None:
+        self.k = k
+        self.name = f"top{k}"
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
+        if outputs.shape[-1] < self.k:
+            raise ValueError(f"{self.name} needs at least {self.k} classes; the outputs have {outputs.shape[-1]}")
+        hits = outputs.topk(self.k, dim=-1).indices == targets.unsqueeze(-1)
+        return Total(hits.sum(dtype=torch.float32), targets.numel())
+
+
+class Top5(TopK):
+    """The share of samples whose class is among the five largest logits; see `TopK`."""
+
+    def __init__(self) -> None:
+        super().__init__(k=5)
+
+
+class Accuracy(Metric):
+    """The share of samples whose class has the largest logit.
+
+    Takes logits [..., C] and int64 classes [...]; every target counts, a negative one as a miss.
+    """
+
+    name = "accuracy"
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
+        hits = outputs.argmax(dim=-1) == targets
+        return Total(hits.sum(dtype=torch.float32), targets.numel())

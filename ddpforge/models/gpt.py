@@ -1,0 +1,147 @@
+"""A decoder-only transformer in the manner of GPT-2 (Radford et al. 2019): pre-norm, learnt positions."""
+
+import math
+from typing import Annotated, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+_STD = 0.02  # of all initial weights, as in GPT-2
+
+
+class GPT(nn.Module):
+    """Predicts the next token at every position: [B, T] int64 → logits [B, T, vocab_size], T ≤ block_size.
+
+    Initial weights are N(0, 0.02²), those of the layers that write to the residual stream scaled down by
+    √(2·layers); biases are zero. Every layer initialises itself in its own `reset_parameters`, so that calling
+    those initialises a model that was built on the meta device. With tied embeddings the output layer has no
+    parameter of its own: one parameter used twice cannot come apart when modules are materialised or sharded.
+
+    Raises ValueError when `heads` does not divide `width`.
+    """
+
+    repeated: ClassVar[tuple[str, ...]] = ("blocks",)
+    """The `nn.ModuleList`s whose members make up most of the model: what a strategy shards one by one."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: Annotated[int, Field(ge=2, le=2**24, description="Number of different tokens.")] = 256,
+        block_size: Annotated[int, Field(ge=1, le=2**24, description="Longest sequence, in tokens.")] = 256,
+        layers: Annotated[int, Field(ge=1, le=1000, description="Number of transformer blocks.")] = 4,
+        heads: Annotated[
+            int, Field(ge=1, le=1024, description="Attention heads per block; must divide `width`.")
+        ] = 4,
+        width: Annotated[int, Field(ge=1, le=2**17, description="Channels of the residual stream.")] = 128,
+        dropout: Annotated[
+            float,
+            Field(
+                ge=0,
+                lt=1,
+                description="Dropout probability: embeddings, attention weights, residual branches.",
+            ),
+        ] = 0.0,
+        tie_embeddings: Annotated[
+            bool, Field(description="Use the token embedding as the weights of the output layer too.")
+        ] = True,
+        bias: Annotated[bool, Field(description="Give linear layers and LayerNorms a bias.")] = True,
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"heads = {heads} does not divide width = {width}: {_nearest(width, heads)}")
+        self.vocab_size, self.block_size = vocab_size, block_size
+
+        self.tokens = _Embedding(vocab_size, width)
+        self.positions = _Embedding(block_size, width)
+        self.dropout = nn.Dropout(dropout)
+        residual_std = _STD / math.sqrt(2 * layers)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout, bias, residual_std) for _ in range(layers))
+        self.norm = nn.LayerNorm(width, bias=bias)
+        self.head = None if tie_embeddings else _Linear(width, vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, T] int64 → [B, T, vocab_size]; raises ValueError when T exceeds `block_size`."""
+        length = tokens.shape[1]
+        if length > self.block_size:
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than the model's block_size = {self.block_size}"
+            )
+
+        x = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
+        x = self.dropout(x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        logits: Tensor = F.linear(x, self.tokens.weight) if self.head is None else self.head(x)
+        return logits
+
+
+class Block(nn.Module):
+    """Attention, then a two-layer perceptron; each reads a normalised copy of the stream and adds to it."""
+
+    def __init__(self, width: int, heads: int, dropout: float, bias: bool, residual_std: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width, bias=bias)
+        self.attention = Attention(width, heads, dropout, bias, residual_std)
+        self.mlp_norm = nn.LayerNorm(width, bias=bias)
+        self.mlp = nn.Sequential(
+            _Linear(width, 4 * width, bias=bias),
+            nn.GELU(),
+            _Linear(4 * width, width, bias=bias, std=residual_std),
+            nn.Dropout(dropout),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, width] → [B, T, width]."""
+        x = x + self.attention(self.attention_norm(x))
+        x = x + self.mlp(self.mlp_norm(x))
+        return x
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention: a position sees itself and what came before."""
+
+    def __init__(self, width: int, heads: int, dropout: float, bias: bool, residual_std: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = _Linear(width, 3 * width, bias=bias)
+        self.projection = _Linear(width, width, bias=bias, std=residual_std)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, width] → [B, T, width]."""
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, T, width / heads]
+        dropout = self.dropout.p if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        out: Tensor = self.dropout(self.projection(mixed.transpose(1, 2).flatten(2)))
+        return out
+
+
+class _Linear(nn.Linear):
+    """A linear layer that starts with N(0, std²) weights and zero biases."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float = _STD) -> None:
+        self.std = std  # first, because nn.Linear initialises itself
+        super().__init__(inputs, outputs, bias=bias)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class _Embedding(nn.Embedding):
+    """An embedding that starts with N(0, 0.02²) weights."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=_STD)
+
+
+def _nearest(width: int, heads: int) -> str:
+    """Which numbers of heads would do."""
+    divisors = (n for n in range(1, width + 1) if width % n == 0)
+    nearest = sorted(divisors, key=lambda n: abs(n - heads))[:2]
+    return f"use heads = {' or '.join(map(str, sorted(nearest)))}, or a width that is a multiple of {heads}"

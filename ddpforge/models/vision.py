@@ -1,0 +1,44 @@
+"""torchvision's classifiers by name, untrained, with a head of the wanted size."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any
+
+from pydantic import Field
+from torch import nn
+from torchvision import models
+
+# Unless told otherwise they return auxiliary outputs beside the logits, and warn about their initial weights.
+_WITH_AUXILIARY_OUTPUTS = {"googlenet", "inception_v3"}
+
+
+def torchvision_model(
+    *,
+    arch: Annotated[str, Field(max_length=200, description='A torchvision classifier, e.g. "resnet50".')],
+    classes: Annotated[int, Field(ge=1, le=2**20, description="Number of classes.")],
+    options: Annotated[
+        Mapping[str, Any],
+        Field(description="Keywords of the architecture, e.g. { image_size = 32 } for a ViT."),
+    ] = {},
+) -> nn.Module:
+    """An untrained classifier: [B, 3, H, W] → logits [B, classes].
+
+    Raises ValueError for an unknown architecture and for options that its builder refuses.
+    """
+    known = models.list_models(module=models)
+    if arch not in known:
+        near = get_close_matches(arch, known, n=3)
+        raise ValueError(
+            f"torchvision.models has no classifier `{arch}`"
+            + (f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else "")
+        )
+
+    keywords = {"aux_logits": False, "init_weights": True} if arch in _WITH_AUXILIARY_OUTPUTS else {}
+    try:
+        model: nn.Module = models.get_model(arch, weights=None, num_classes=classes, **keywords, **options)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ValueError(
+            f"torchvision cannot build `{arch}` with options {dict(options)}: {error}"
+        ) from error
+    model.outputs = classes  # type: ignore[assignment]  # any attribute may be set on a module
+    return model

@@ -1,0 +1,193 @@
+"""Says in a recipe's own words what is wrong with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from ddpforge.errors import PluginError
+from ddpforge.recipe.foreign import FOREIGN_USE
+from ddpforge.recipe.layers import Layers, Table, kind_at
+from ddpforge.recipe.origins import KeyPath, Place
+from ddpforge.recipe.report import Problem, did_you_mean, dotted, kind_of, shown
+from ddpforge.recipe.vocabulary import Vocabulary
+from ddpforge.registry import Registry
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    **dict.fromkeys(("string_type", "path_type"), "a string"),
+    **dict.fromkeys(("list_type", "tuple_type", "set_type", "frozen_set_type"), "an array"),
+    **dict.fromkeys(("dict_type", "model_type", "dataclass_type", "mapping_type", "model_attributes_type"), "a table"),
+}
+_LIMITS = {
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "multiple_of": "a multiple of {multiple_of}",
+    "string_too_short": "at least {min_length} characters long",
+    "string_too_long": "at most {max_length} characters long",
+    "too_short": "at least {min_length} elements long",
+    "too_long": "at most {max_length} elements long",
+    "finite_number": "a finite number",
+}
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*)?\.?\d+([eE][-+]?\d+)?")
+
+
+class Explainer:
+    """Collects the problems of one recipe, each with its place and with ways to mend it."""
+
+    def __init__(self, layers: Layers, file: str, registry: Registry) -> None:
+        self.layers = layers
+        self.file = file
+        self.registry = registry
+        self.vocabulary = Vocabulary()
+        self._problems: list[Problem] = []
+        self._missing: dict[KeyPath, Problem] = {}
+        self._meant: set[KeyPath] = set()
+
+    def problems(self) -> list[Problem]:
+        """What was found; nothing is called missing when an unknown key was probably meant to be it."""
+        return [*self._problems, *(problem for path, problem in self._missing.items() if path not in self._meant)]
+
+    def add(self, path: KeyPath, message: str, *hints: str, on_key: bool = False) -> None:
+        """Reports a problem with the value, or the key, at `path`."""
+        self._problems.append(self._problem(path, path, message, hints, on_key))
+
+    def explain(self, errors: Iterable[ErrorDetails], table: Table, at: KeyPath = ()) -> None:
+        """Reports what pydantic found in `table`, which stands at `at`."""
+        by_path: dict[KeyPath, list[ErrorDetails]] = {}
+        for error in errors:
+            by_path.setdefault((*at, *_keys_in(error, table)), []).append(error)
+        for path, alternatives in by_path.items():
+            # Of a union pydantic reports every member: the one that got furthest is the one that was meant.
+            if not any(other != path and other[: len(path)] == path for other in by_path):
+                self._explain(path, alternatives)
+
+    def _explain(self, path: KeyPath, alternatives: list[ErrorDetails]) -> None:
+        error = next((one for one in alternatives if one["type"] not in _EXPECTED), alternatives[0])
+        kind, value, context = error["type"], error["input"], error.get("ctx", {})
+        name, cause = f"`{dotted(path)}`", context.get("error")
+
+        if kind == "extra_forbidden":
+            self.unknown(path, value)
+        elif kind == "missing":
+            self.missing(path)
+        elif isinstance(cause, PluginError):
+            self.add(path, cause.message, *cause.hints)
+        elif kind in ("literal_error", "enum"):
+            choices = re.split(r", | or ", str(context["expected"]).replace("'", ""))
+            near = did_you_mean(value, choices) if isinstance(value, str) else []
+            self.add(path, f"{name} cannot be {shown(value)}", *near, f"one of: {', '.join(choices)}")
+        elif kind in _LIMITS:
+            limits = {key: f"{bound:.15g}" if isinstance(bound, float) else bound for key, bound in context.items()}
+            self.add(path, f"{name} must be {_LIMITS[kind].format_map(limits)}, not {shown(value)}")
+        elif kind in _EXPECTED:
+            self._wrong_type(path, value, list(dict.fromkeys(_EXPECTED[one["type"]] for one in alternatives)))
+        else:
+            reason = str(cause) if cause else error["msg"][:1].lower() + error["msg"][1:]
+            needs_unit = self.vocabulary.takes_duration(path) and _NUMBER.fullmatch(str(value))
+            self.add(path, f"{name} cannot be {shown(value)}: {reason}", *([_unit(path, value)] if needs_unit else []))
+
+    # -- keys
+    def unknown(self, path: KeyPath, value: object) -> None:
+        """Reports a key, or a section, that its table does not have."""
+        section = isinstance(value, dict) and kind_at(path[:-1]) is None
+        hints, meant = self.vocabulary.suggest(path, section=section)
+        self._meant |= meant
+        what = f"section [{dotted(path)}]" if section else f"key `{dotted(path[-1:])}` {self._in(path[:-1])}"
+        self.add(path, f"unknown {what}", *hints, on_key=True)
+
+    def missing(self, path: KeyPath) -> None:
+        """Reports a key, or a section, that must be there."""
+        table, key = path[:-1], str(path[-1])
+        field = self.vocabulary.field(path)
+        if kind := kind_at(path):
+            message = f"missing section [{dotted(path)}]"
+            hints = [f'add [{dotted(path)}] with `use = "…"`; one of: {self._names(kind)}']
+        elif model := self.vocabulary.models.get(path):
+            required = [f"`{name}`" for name, inner in model.model_fields.items() if inner.is_required()]
+            message = f"missing section [{dotted(path)}]"
+            hints = [f"add [{dotted(path)}] with {' and '.join(required)}"]
+        elif key == "use" and (kind := kind_at(table)):
+            message = f"missing key `use` in [{dotted(table)}]"
+            hints = [*self._instead_of_use(table), f"one of: {self._names(kind)}"]
+        else:
+            message = f"missing key `{key}` {self._in(table)}"
+            hints = [f"{key}: {field.description}"] if field and field.description else []
+        self._missing[path] = self._problem(path, table, message, hints, on_key=True)
+
+    # -- values
+    def _wrong_type(self, path: KeyPath, value: object, expected: list[str]) -> None:
+        if self.vocabulary.takes_duration(path):
+            hints = [_unit(path, value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
+            self.add(path, f"`{dotted(path)}` must be a duration, not {kind_of(value)}", *hints)
+            return
+        name = f"[{dotted(path)}]" if expected == ["a table"] else f"`{dotted(path)}`"
+        hints = [hint for one in expected for hint in self._remedy(path, value, one)]
+        self.add(path, f"{name} must be {' or '.join(expected)}, not {kind_of(value)}", *hints)
+
+    def _remedy(self, path: KeyPath, value: object, expected: str) -> Iterable[str]:
+        key = f"{dotted(path[-1:])} = " if isinstance(path[-1], str) else ""
+        through = [name for name, _ in self.layers.origin(path).through if name.startswith("env:")]
+        if through and expected != "a string":
+            yield f"environment variables are text: --set {dotted(path)}=… takes numbers, true and false"
+        elif isinstance(value, str) and expected in ("an integer", "a number") and _NUMBER.fullmatch(value):
+            yield f"remove the quotes: {key}{value}"
+        elif isinstance(value, str) and expected == "true or false" and value.lower() in ("true", "false"):
+            yield f"write {key}{value.lower()}"
+        elif isinstance(value, float) and expected == "an integer" and value.is_integer():
+            yield f"write {key}{int(value)}"
+        elif isinstance(value, bool | int | float) and expected == "a string":
+            yield f'add quotes: {key}"{shown(value)}"'
+        elif expected == "an array" and not isinstance(value, dict):
+            yield f"put it in brackets: {key}[{shown(value)}]"
+        elif kind_at(path) and isinstance(value, str):
+            yield f"a component is named by `use`: [{dotted(path)}] and below it use = {shown(value)}"
+
+    # -- places and names
+    def _problem(
+        self, path: KeyPath, at: KeyPath, message: str, hints: Iterable[str], on_key: bool = False
+    ) -> Problem:
+        place = self.layers.origin(at).place(key=on_key) or Place(self.file)
+        return Problem(message, dotted(path), place, tuple(hints))
+
+    def _in(self, table: KeyPath) -> str:
+        if not table:
+            return "at the top of the recipe"
+        used: Any = self.layers.tables
+        for key in table:
+            used = used[key]
+        use = used.get("use") if kind_at(table) else None
+        return f"in [{dotted(table)}]" + (f", which uses {shown(use)}" if use else "")
+
+    def _names(self, kind: str) -> str:
+        return ", ".join(self.registry.names(kind))
+
+    def _instead_of_use(self, table: KeyPath) -> list[str]:
+        inner: Any = self.layers.tables
+        for key in table:
+            inner = inner[key]
+        found = [key for key in inner if key.lower() in FOREIGN_USE and isinstance(inner[key], str)]
+        return [f"instead of `{key}`, write use = {shown(inner[key])}" for key in found]
+
+
+def _keys_in(error: ErrorDetails, table: Table) -> KeyPath:
+    """The part of pydantic's location that stands in the recipe, without the names of union members."""
+    path: KeyPath = ()
+    value: Any = table
+    for part in error["loc"]:
+        if isinstance(value, dict) and part in value or isinstance(value, list) and part in range(len(value)):
+            value = value[part]
+            path = (*path, part)
+    return (*path, error["loc"][-1]) if error["type"] == "missing" else path
+
+
+def _unit(path: KeyPath, value: object) -> str:
+    key = dotted(path[-1:])
+    return f'it needs a unit: {key} = "{value}ep" (epochs), "{value}st" (steps), "{value}m" (minutes; or s, h)'

@@ -1,0 +1,96 @@
+"""What other tools call the things that a recipe says: hints for the keys that people bring along."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ddpforge.recipe.origins import KeyPath
+
+
+class Foreign(NamedTuple):
+    """A hint for another tool's key, and the path of its namesake here (empty where it has none)."""
+
+    hint: str
+    path: KeyPath = ()
+
+
+# (section, what to write) → what other tools call it
+_KEYS = {
+    ("", 'name = "my-run"'): "run_name experiment experiment_name run title",
+    ("", 'output_dir = "runs"'): "out output out_dir save_dir log_dir logdir work_dir default_root_dir",
+    ("train", 'length = "5ep"'): "epoch epochs num_epochs n_epochs max_epochs num_train_epochs",
+    ("train", 'length = "1000st"'): (
+        "step steps max_steps num_steps total_steps train_steps iterations max_iters num_iterations"
+    ),
+    ("train", 'length = "2h"'): "max_time max_duration time_limit",
+    ("train", "global_batch = 256"): "batch_size batchsize train_batch_size effective_batch_size global_batch_size",
+    ("train", "micro_batch = 32"): (
+        "micro_batch_size per_device_train_batch_size per_device_batch_size batch_size_per_gpu"
+        " train_micro_batch_size_per_gpu"
+    ),
+    ("train", "eval_batch = 64"): "eval_batch_size per_device_eval_batch_size val_batch_size test_batch_size",
+    ("train", 'eval_every = "1ep"'): "eval_steps eval_interval val_check_interval val_every eval_strategy",
+    ("train", 'precision = "bf16"'): "mixed_precision amp amp_dtype use_amp fp16 bf16 dtype half",
+    ("train", "clip_norm = 1.0"): (
+        "max_grad_norm gradient_clipping gradient_clip_val grad_clip grad_clip_norm clip_grad clip_grad_norm max_norm"
+    ),
+    ("train", "seed = 0"): "random_seed manual_seed rng_seed",
+    ("train", 'compile = "default"'): "torch_compile compile_mode",
+    ("train", "sync_batchnorm = true"): "sync_bn sync_batch_norm convert_sync_batchnorm",
+    ("train", 'timeout = "10m"'): "ddp_timeout nccl_timeout process_group_timeout",
+    ("optimizer", "lr = 1e-3"): "learning_rate learningrate base_lr initial_lr max_lr peak_lr",
+    ("optimizer", "weight_decay = 0.01"): "wd decay l2 weightdecay",
+    ("optimizer", 'no_decay = ["bias", "norm"]'): "no_weight_decay skip_weight_decay exclude_from_decay",
+    ("schedule", 'warmup = "100st"'): "warmup_steps num_warmup_steps warmup_ratio warmup_epochs warm_up",
+    ("data", "workers = 4"): "num_workers dataloader_num_workers n_workers",
+    ("data", "prefetch = 2"): "prefetch_factor",
+    ("checkpoint", 'every = "1ep"'): (
+        "save_every save_steps save_interval save_freq checkpoint_every checkpoint_interval save_strategy"
+    ),
+    ("checkpoint", "keep = { last = 3 }"): "save_total_limit keep_last max_to_keep total_limit max_checkpoints",
+    ("checkpoint", 'keep = { best = 1, by = "eval/loss" }'): "save_best save_top_k keep_best monitor",
+    ("track", 'every = "10st"'): "log_every logging_steps log_interval log_every_n_steps log_freq",
+}
+_ACCUMULATION = (
+    "accumulate accumulation accumulation_steps accumulate_grad_batches grad_accum grad_accum_steps"
+    " gradient_accumulation gradient_accumulation_steps"
+)
+_WORLD = (
+    "num_processes world_size devices gpus n_gpus num_gpus ngpus nproc nproc_per_node num_nodes nodes ranks num_machines"
+)
+_SECTIONS = {
+    "train": "trainer training training_args fit",
+    "optimizer": "optim optimiser optimizers",
+    "schedule": "scheduler lr_scheduler lr_schedule",
+    "data.train": "train_data train_dataset training_data dataset datasets dataloader loader",
+    "data.eval": "val valid validation test val_data eval_data eval_dataset validation_data",
+    "model": "net network module arch architecture",
+    "task": "loss criterion objective",
+    "strategy": "distributed parallel parallelism accelerator deepspeed fsdp ddp",
+    "checkpoint": "checkpoints checkpointing save saving",
+    "track": "logger loggers logging log tracking trackers tracker",
+    "track.wandb": "wandb weights_and_biases",
+    "callbacks": "callback hooks",
+}
+
+
+def _hints() -> dict[str, Foreign]:
+    hints = {}
+    for (section, text), aliases in _KEYS.items():
+        where = f"in [{section}]" if section else "at the top of the recipe"
+        key = text.partition(" ")[0]
+        entry = Foreign(f"ddpforge writes `{text}` {where}", (section, key) if section else (key,))
+        hints |= dict.fromkeys(aliases.split(), entry)
+    derived = Foreign("accumulation is derived: global_batch / (micro_batch × ranks); `ddpforge show` prints it")
+    launched = Foreign("the launcher decides how many ranks there are: torchrun, accelerate or `ddpforge launch`")
+    return hints | dict.fromkeys(_ACCUMULATION.split(), derived) | dict.fromkeys(_WORLD.split(), launched)
+
+
+FOREIGN_KEYS = _hints()
+"""Another tool's key, in lower case → what to do instead."""
+
+FOREIGN_SECTIONS = {alias: section for section, aliases in _SECTIONS.items() for alias in aliases.split()}
+"""What another tool calls a section, in lower case → the section."""
+
+FOREIGN_USE = frozenset({"name", "type", "kind", "target", "_target_", "class", "class_name", "class_path", "cls"})
+"""What other tools write where a recipe says `use`."""

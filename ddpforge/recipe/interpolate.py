@@ -1,0 +1,124 @@
+"""Fills in `${vars.x}` and `${env:NAME}` in the strings of a recipe."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from ddpforge.recipe.layers import Layers, Table, strings
+from ddpforge.recipe.origins import KeyPath, Origin
+from ddpforge.recipe.report import Problem, did_you_mean, dotted, kind_of
+
+_REFERENCE = re.compile(r"(?P<escaped>\$)?\$\{(?:(?P<body>[^{}]*)\})?")
+_ENV = re.compile(r"env:(?P<name>\w+)(?::-(?P<default>.*))?", re.DOTALL)
+_FORMS = "a reference is `${vars.name}`, `${env:NAME}` or `${env:NAME:-default}`; a literal `${` is written `$${`"
+
+
+def escape(text: str) -> str:
+    """`text` as a recipe writes it, so that nothing in it is filled in."""
+    return text.replace("${", "$${")
+
+
+def interpolate(layers: Layers) -> list[Problem]:
+    """Fills in all references in place, takes [vars] out of the tables, and returns what is wrong.
+
+    A string that is one `${vars.x}` and nothing else takes the variable's type.
+    """
+    filling = _Filling(layers)
+    filling.read_variables()
+    for path, text in list(strings(layers.tables)):
+        filling.fill(path, text, layers.tables)
+    filling.report_unused()
+    return filling.problems
+
+
+_Used = list[tuple[str, Origin | None]]
+
+
+class _Filling:
+    def __init__(self, layers: Layers) -> None:
+        self.layers = layers
+        self.problems: list[Problem] = []
+        self.variables: Table = {}
+
+    def read_variables(self) -> None:
+        table = self.layers.tables.pop("vars", {})
+        if not isinstance(table, dict):
+            self.report(("vars",), f"[vars] must be a table, not {kind_of(table)}")
+            return
+        for name, value in table.items():
+            if isinstance(value, dict | list):
+                self.report(("vars", name), f"`{dotted(('vars', name))}` must be a single value, not {kind_of(value)}")
+            elif isinstance(value, str):
+                self.fill(("vars", name), value, {"vars": table})
+        self.variables = table
+
+    def fill(self, path: KeyPath, text: str, tables: Any) -> None:
+        """Replaces the string at `path` in `tables` by what it stands for."""
+        if "${" not in text:
+            return
+        used: _Used = []
+        whole = _REFERENCE.fullmatch(text)
+        if whole and not whole["escaped"]:
+            value = self.value(path, whole, used)
+        else:
+            value = _REFERENCE.sub(lambda match: _written(self.value(path, match, used)), text)
+
+        *parents, last = path
+        for key in parents:
+            tables = tables[key]
+        tables[last] = value
+        origin = self.layers.origin(path)
+        self.layers.origins[path] = Origin(origin.source, origin.path, tuple(used))
+
+    def value(self, path: KeyPath, match: re.Match[str], used: _Used) -> Any:
+        """What one reference stands for; itself, with a problem reported, if that cannot be told."""
+        body = match["body"]
+        if match["escaped"]:
+            return match[0][1:]
+        if body is None:
+            self.report(path, f"`{dotted(path)}`: `${{` without its `}}`", _FORMS)
+        elif body.startswith("vars.") and path[0] != "vars":
+            name = body.removeprefix("vars.")
+            if name in self.variables:
+                used.append((f"vars.{name}", self.layers.origin(("vars", name))))
+                return self.variables[name]
+            known = f"variables: {', '.join(self.variables)}" if self.variables else f"add [vars] and `{name} = …`"
+            self.report(path, f"`{dotted(path)}`: no variable named `{name}`", *did_you_mean(name, self.variables), known)
+        elif env := _ENV.fullmatch(body):
+            return self.environment(path, match[0], env, used)
+        elif body.startswith("vars."):
+            self.report(path, f"`{dotted(path)}`: a variable cannot refer to a variable")
+        else:
+            self.report(path, f"`{dotted(path)}`: `{match[0]}` is not a reference", _FORMS)
+        return match[0]
+
+    def environment(self, path: KeyPath, reference: str, env: re.Match[str], used: _Used) -> str:
+        name, default = env["name"], env["default"]
+        value = os.environ.get(name)
+        if default is not None and not value:       # as in the shell, `:-` stands in for an empty variable too
+            used.append((f"env:{name} unset", None))
+            return default
+        if value is None:
+            hint = f"set it, or give a default: ${{env:{name}:-value}}"
+            self.report(path, f"`{dotted(path)}`: the environment variable {name} is not set", hint)
+            return reference
+        if not value.isprintable():
+            self.report(path, f"`{dotted(path)}`: the environment variable {name} holds unprintable characters")
+            return reference
+        used.append((f"env:{name}", None))
+        return value
+
+    def report_unused(self) -> None:
+        for name in self.variables:
+            if name not in self.layers.variables:
+                self.report(("vars", name), f"`{dotted(('vars', name))}` is never used", f"refer to it as ${{vars.{name}}}, or remove it", on_key=True)
+
+    def report(self, path: KeyPath, message: str, *hints: str, on_key: bool = False) -> None:
+        place = self.layers.origin(path).place(key=on_key)
+        self.problems.append(Problem(message, dotted(path), place, hints))
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

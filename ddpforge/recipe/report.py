@@ -1,0 +1,125 @@
+"""What is wrong with a recipe, and how that is told: the place, the line with a caret under it, and ways to mend it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddpforge.errors import ForgeError, RecipeError
+from ddpforge.recipe.origins import KeyPath, Place
+
+_WIDEST = 160       # columns of a source line that are shown
+_LONGEST = 60       # characters of a value that are quoted
+_TYPES = {bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "an array", dict: "a table"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a recipe: what, at which key, where that is written, and how to mend it."""
+
+    message: str
+    key: str = ""
+    place: Place | None = None
+    hints: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The problem for machines: message, key, file, line, column (null where there is none) and hints."""
+        place = self.place or Place("")
+        return {
+            "message": self.message,
+            "key": self.key or None,
+            "file": place.file or None,
+            "line": place.line or None,
+            "column": place.column or None,
+            "hints": list(self.hints),
+        }
+
+
+def render(error: ForgeError | Problem) -> str:
+    """The text that people read; for a RecipeError all of its problems and how many there are."""
+    if isinstance(error, RecipeError):
+        count = len(error.problems)
+        total = f"{count} error{'s' * (count > 1)} in the recipe; nothing was started."
+        return "\n\n".join([*map(render, error.problems), total])
+
+    lines = [f"error: {error.message}"]
+    margin = " "
+    if isinstance(error, Problem) and error.place:
+        margin = " " * len(str(error.place.line))
+        lines += _excerpt(error.place, margin)
+    lines += [f"{margin} = help: {hint}".replace("\n", f"\n{margin}         ") for hint in error.hints]
+    return "\n".join(lines)
+
+
+def _excerpt(place: Place, margin: str) -> list[str]:
+    head = f"{margin}--> {place}"
+    if not place.line:
+        return [head]
+
+    from rich.cells import cell_len     # a caret belongs under what it means, also after wide characters
+
+    start = place.column - 1
+    shift = max(0, start - _WIDEST // 2)        # of an endless line, show the part that matters
+    line = printable(place.text[shift : shift + _WIDEST])
+    before, marked = line[: start - shift], line[start - shift :][: place.width]
+    caret = " " * cell_len(before) + "^" * max(1, cell_len(marked))
+    return [head, f"{margin} |", f"{place.line} | {line}".rstrip(), f"{margin} | {caret}"]
+
+
+# ---------------------------------------------------------------------------------------------- wording
+def printable(text: str) -> str:
+    """`text` on one line, with a blank for every tab and a replacement character for what has no glyph."""
+    return "".join(c if c.isprintable() else "�" for c in text.replace("\t", " "))
+
+
+def shown(value: object) -> str:
+    """A value as TOML writes it, shortened where it is long."""
+    if isinstance(value, list):
+        text = f"[{', '.join(map(shown, value))}]"
+    elif isinstance(value, dict):
+        text = f"{{ {', '.join(f'{dotted((key,))} = {shown(inner)}' for key, inner in value.items())} }}"
+    elif isinstance(value, str | bool):
+        text = printable(json.dumps(value, ensure_ascii=False))
+    else:
+        text = printable(str(value))
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def kind_of(value: object) -> str:
+    """What TOML calls the type of `value`, with its article."""
+    return _TYPES.get(type(value), "a date or time")
+
+
+def dotted(path: KeyPath) -> str:
+    """`path` as TOML writes it: data.train."my key"; elements of arrays as hidden[2]."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+            continue
+        bare = re.fullmatch(r"[A-Za-z0-9_-]+", part)
+        text += ("." if text else "") + (part if bare else printable(json.dumps(part, ensure_ascii=False)))
+    return text
+
+
+def listed(names: Iterable[object]) -> str:
+    """Names in a row, each in the form that `shown` gives it unless it is a plain word."""
+    return ", ".join(name if isinstance(name, str) else shown(name) for name in names)
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """The one of `known` that `name` was probably meant to be."""
+    text = str(name)
+    by_folded: Mapping[str, str] = {one.casefold(): one for one in known}
+    matches = difflib.get_close_matches(text[:100].casefold(), by_folded, n=1, cutoff=0.6)
+    return by_folded[matches[0]] if matches else None
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> list[str]:
+    """A hint with the nearest of `known`, or none."""
+    near = nearest(name, known)
+    return [f"did you mean `{near}`?"] if near else []

@@ -1,0 +1,83 @@
+"""What may be written where in one recipe: the schemas of its sections, and of the components it uses."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from ddpforge.durations import Duration
+from ddpforge.recipe.foreign import FOREIGN_KEYS, FOREIGN_SECTIONS
+from ddpforge.recipe.layers import FRAMEWORK_KEYS, kind_at
+from ddpforge.recipe.origins import KeyPath
+from ddpforge.recipe.report import dotted, nearest
+from ddpforge.recipe.schema import CheckpointSection, DataSection, KeepSection, Recipe, TrackSection, TrainSection
+
+_SECTIONS: dict[KeyPath, type[BaseModel]] = {
+    (): Recipe,
+    ("data",): DataSection,
+    ("train",): TrainSection,
+    ("checkpoint",): CheckpointSection,
+    ("checkpoint", "keep"): KeepSection,
+    ("track",): TrackSection,
+}
+_READ_EARLIER = ["extends", "vars"]     # keys of the top table that are gone before validation
+
+
+class Vocabulary:
+    """The keys of every table whose schema is known; `models` gains one entry for each component that is found."""
+
+    def __init__(self) -> None:
+        self.models = dict(_SECTIONS)
+
+    def keys(self, table: KeyPath) -> list[str]:
+        """The keys that `table` may have; empty where that is not known."""
+        if table not in self.models:
+            return []
+        names = [name for name in self.models[table].model_fields if (*table, name) != ("track", "trackers")]
+        if kind_at(table):
+            return ["use", *FRAMEWORK_KEYS.get(table, ()), *names]
+        return names if table else [*names, *_READ_EARLIER]
+
+    def field(self, path: KeyPath) -> FieldInfo | None:
+        """The declaration of the key at `path`."""
+        model = self.models.get(path[:-1])
+        return model.model_fields.get(str(path[-1])) if model else None
+
+    def takes_duration(self, path: KeyPath) -> bool:
+        """Whether the key at `path` is a Duration."""
+        field = self.field(path)
+        return field is not None and _mentions(field.annotation, Duration)
+
+    def suggest(self, path: KeyPath, *, section: bool) -> tuple[list[str], set[KeyPath]]:
+        """Hints for an unknown key, or section, at `path`, and the keys that were probably meant."""
+        table, key = path[:-1], str(path[-1])
+        hints: list[str] = []
+        meant: set[KeyPath] = set()
+
+        if section and (name := FOREIGN_SECTIONS.get(key.lower())):
+            hints.append(f"did you mean [{name}]?")
+            meant.add(tuple(name.split(".")))
+        elif near := nearest(key, self.keys(table)):
+            hints.append(f"did you mean [{dotted((*table, near))}]?" if section else f"did you mean `{near}`?")
+            meant.add((*table, near))
+
+        foreign = FOREIGN_KEYS.get(key.lower())
+        if foreign and not section and foreign.path not in meant:
+            hints.append(foreign.hint)
+            meant.add(foreign.path)
+
+        others = [other for other in self.models if other != table and key in self.keys(other)]
+        hints += [f"`{key}` is a key {_of(other)}" for other in others]
+        if keys := self.keys(table):
+            hints.append(f"keys {_of(table)}: {', '.join(keys)}")
+        return hints, meant
+
+
+def _of(table: KeyPath) -> str:
+    return f"of [{dotted(table)}]" if table else "at the top of the recipe"
+
+
+def _mentions(annotation: Any, wanted: type) -> bool:
+    return annotation is wanted or any(_mentions(inner, wanted) for inner in get_args(annotation))

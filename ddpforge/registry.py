@@ -1,0 +1,386 @@
+"""Which components there are, and how a name in a recipe becomes one; nothing is imported until asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache, partial
+from importlib import metadata
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ddpforge.errors import PluginError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ddpforge.options import Nested
+    from ddpforge.recipe.schema import Component
+
+__all__ = [
+    "GIVEN",
+    "KINDS",
+    "PLUGIN_API",
+    "AmbiguousComponent",
+    "BrokenComponent",
+    "Entry",
+    "Registry",
+    "UnknownComponent",
+]
+
+KINDS = ("model", "data", "task", "metric", "optimizer", "schedule", "strategy", "tracker", "callback")
+
+GIVEN: Mapping[str, frozenset[str]] = MappingProxyType(
+    {kind: frozenset[str]() for kind in KINDS}
+    | {
+        "optimizer": frozenset({"params"}),
+        "schedule": frozenset({"horizon"}),
+        "data": frozenset({"seed"}),
+    }
+)
+"""What ddpforge itself hands to the components of a kind; a recipe may not set it."""
+
+PLUGIN_API = 1
+"""The newest version of the component contracts that this ddpforge keeps."""
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """A registered component: what an installed distribution declares, nothing of it imported."""
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    target: str  # "pkg.mod:attr"
+
+    @property
+    def source(self) -> str:
+        """The distribution and its version, for people."""
+        return f"{self.distribution} {self.version}"
+
+
+# ----------------------------------------------------------------------------------------------------- errors
+class UnknownComponent(PluginError):
+    """No installed distribution registers this name; `known` are the names of this kind."""
+
+    def __init__(self, kind: str, use: str, known: Sequence[str]) -> None:
+        near = get_close_matches(use.rpartition(":")[2], known, n=1, cutoff=0.5)
+        super().__init__(
+            f"there is no {kind} named `{use}`",
+            hints=[
+                *(f"did you mean `{name}`?" for name in near),
+                f"known names: {', '.join(known) or 'none'}",
+                "unregistered code is named by `package.module:Name` or `./file.py:Name`",
+            ],
+        )
+        self.kind = kind
+        self.use = use
+        self.known = tuple(known)
+
+
+class AmbiguousComponent(PluginError):
+    """Several installed distributions register this name; `providers` are their entries."""
+
+    def __init__(self, kind: str, use: str, providers: Sequence[Entry]) -> None:
+        super().__init__(
+            f"{kind} `{use}` is provided by {' and by '.join(entry.source for entry in providers)}",
+            hints=[f'to choose this one: use = "{entry.distribution}:{entry.name}"' for entry in providers],
+        )
+        self.kind = kind
+        self.use = use
+        self.providers = tuple(providers)
+
+
+class BrokenComponent(PluginError):
+    """A component that is there and cannot be used.
+
+    `where` is "file:line" of the plugin's own statement that failed, `missing` the module that it did not
+    find, `cause` the exception behind it; each is None where there is none.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        use: str,
+        problem: str,
+        *,
+        entry: Entry | None = None,
+        cause: BaseException | None = None,
+        where: str | None = None,
+        missing: str | None = None,
+        hints: Sequence[str] = (),
+    ) -> None:
+        source = f" of {entry.source}" if entry else ""
+        super().__init__(f"{kind} `{use}`{source} {problem}", hints=hints)
+        self.kind = kind
+        self.use = use
+        self.entry = entry
+        self.cause = cause
+        self.where = where
+        self.missing = missing
+
+
+# --------------------------------------------------------------------------------------------------- registry
+class Registry:
+    """The components that can be named in a recipe.
+
+    `use` is, in this order: a registered name; `distribution:name`, which decides between several providers;
+    `package.module:Name`; or `./file.py:Name`, relative to `base`, the folder of the recipe that says it.
+    """
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        self._entries = sorted(entries)
+
+    @classmethod
+    def installed(cls) -> Registry:
+        """What the installed distributions register, without those named in DDPFORGE_DISABLE_PLUGINS."""
+        return _installed(tuple(sys.path), os.environ.get("DDPFORGE_DISABLE_PLUGINS", ""))
+
+    def entries(self, kind: str | None = None) -> list[Entry]:
+        """All entries, or those of one kind, sorted; a name with several providers appears once for each."""
+        return [entry for entry in self._entries if kind in (None, entry.kind)]
+
+    def names(self, kind: str) -> list[str]:
+        """The registered names of a kind, sorted."""
+        return sorted({entry.name for entry in self.entries(kind)})
+
+    def load(self, kind: str, use: str, base: Path = Path()) -> Callable[..., Any]:
+        """Imports the component; raises UnknownComponent, AmbiguousComponent or BrokenComponent."""
+        entry = self._find(kind, use)
+        broken = partial(BrokenComponent, kind, use, entry=entry)
+        location, _, attribute = (entry.target if entry else use).partition(":")
+        if not attribute:
+            raise broken("names a module, not what to use of it", hints=[f"write `{location}:Name`"])
+
+        file = _local_file(location, base, broken) if _is_file(location) else None
+        with _importing(location, file, broken):
+            module = _import_file(file) if file else importlib.import_module(location)
+            component: object = module
+            for name in attribute.split("."):
+                component = getattr(component, name, _ABSENT)
+
+        api = getattr(module, "ddpforge_plugin_api", PLUGIN_API)
+        if not (isinstance(api, int) and api <= PLUGIN_API):
+            raise broken(
+                f"is written for plugin API {api}; this ddpforge keeps version {PLUGIN_API}",
+                hints=["update ddpforge, or install an older version of the plugin"],
+            )
+        if component is _ABSENT:
+            near = get_close_matches(attribute, dir(module), n=1)
+            raise broken(
+                f"cannot be found: {location} has no `{attribute}`",
+                hints=[f"did you mean `{name}`?" for name in near],
+            )
+        if not callable(component):
+            raise broken(f"is a value of type `{type(component).__name__}`, which cannot be called")
+        return component
+
+    def options_model(self, kind: str, use: str, base: Path = Path()) -> type[BaseModel]:
+        """The schema of a component's options, made from its signature; raises what `load` raises.
+
+        Validate with `model_validate_json(json.dumps(table))`; `dict(model)` is then what `Component.options`
+        holds. A parameter that asks for another component takes a name or a table with `use`. What is wrong
+        inside is located there; where the inner component cannot be loaded, the error's type is "component"
+        and its `ctx["error"]` the PluginError.
+        """
+        from ddpforge.options import options_model
+
+        component = self.load(kind, use, base)
+        try:
+            return options_model(component, GIVEN[kind], self, base)
+        except PluginError as breach:
+            raise BrokenComponent(
+                kind,
+                use,
+                breach.message,
+                entry=self._find(kind, use),
+                cause=breach.__cause__,
+                hints=["every option of a component is a keyword parameter with a type that TOML can write"],
+            ) from breach
+
+    def build(self, kind: str, component: Component | Nested, **given: Any) -> Any:
+        """Calls the component with its validated options, and with those of `given` that its signature names.
+
+        Raises PluginError when the component refuses its options; any other exception of its own passes.
+        """
+        function = self.load(kind, component.use, component.base)
+        if taken := sorted(component.options.keys() & GIVEN[kind]):
+            raise PluginError(
+                f"`{taken[0]}` is not an option of {kind} `{component.use}`: ddpforge hands it over",
+                hints=[f"remove `{taken[0]}` from the recipe"],
+            )
+
+        options = {name: self._build_nested(value, given) for name, value in component.options.items()}
+        accepted = inspect.signature(function).parameters
+        try:
+            return function(**options, **{name: value for name, value in given.items() if name in accepted})
+        except (TypeError, ValueError) as error:
+            raise PluginError(
+                f"{kind} `{component.use}` refused its options: {error}",
+                hints=[f"`ddpforge plugins show {component.use} --kind {kind}` documents them"],
+            ) from error
+
+    def _build_nested(self, value: object, given: Mapping[str, Any]) -> object:
+        from ddpforge.options import Nested
+
+        match value:
+            case Nested():
+                return self.build(
+                    value.kind, value, **{name: given[name] for name in given.keys() & GIVEN[value.kind]}
+                )
+            case list():
+                return [self._build_nested(item, given) for item in value]
+            case tuple() if type(value) is tuple:  # not a NamedTuple, which is a value of its own
+                return tuple(self._build_nested(item, given) for item in value)
+            case dict():
+                return {key: self._build_nested(item, given) for key, item in value.items()}
+            case _:
+                return value
+
+    def _find(self, kind: str, use: str) -> Entry | None:
+        """The entry that `use` names, or None when it locates unregistered code."""
+        owner, colon, name = use.partition(":")
+        if not colon:
+            owner, name = "", use
+
+        providers = [entry for entry in self.entries(kind) if entry.name == name]
+        if owner:
+            providers = [entry for entry in providers if _normalise(entry.distribution) == _normalise(owner)]
+        if len(providers) > 1:
+            raise AmbiguousComponent(kind, use, providers)
+        if providers:
+            return providers[0]
+        if _is_file(use) or (owner and all(part.isidentifier() for part in owner.split("."))):
+            return None
+        raise UnknownComponent(kind, use, self.names(kind))
+
+
+# ---------------------------------------------------------------------------------------- the installed index
+@cache
+def _installed(path: tuple[str, ...], disabled: str) -> Registry:
+    # Parsing a hundred distributions' metadata takes longer than everything else that a recipe needs, so only
+    # those whose raw text mentions a group of ours are looked at.
+    names = {
+        _normalise(found.name)
+        for found in metadata.distributions(path=list(path))
+        if "ddpforge." in (found.read_text("entry_points.txt") or "")
+        and found.name  # absent in the remains of an interrupted uninstall, which pip does not see either
+    }
+    names -= {_normalise(name) for name in disabled.split(",")}
+    return Registry(entry for name in names for entry in _declared(name, path))
+
+
+def _declared(name: str, path: tuple[str, ...]) -> Iterable[Entry]:
+    # The first distribution of a name on the path is the one that imports, whatever another one registers.
+    distribution = next(iter(metadata.distributions(name=name, path=list(path))))
+    for point in distribution.entry_points:
+        kind = point.group.removeprefix("ddpforge.")
+        if point.group.startswith("ddpforge.") and kind in KINDS:
+            target = f"{point.module}:{point.attr}"
+            yield Entry(kind, point.name, distribution.name, distribution.version, target)
+
+
+def _normalise(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
+
+
+# -------------------------------------------------------------------------------------------------- importing
+_ABSENT = object()
+
+
+@contextmanager
+def _importing(location: str, file: Path | None, broken: Callable[..., BrokenComponent]) -> Iterator[None]:
+    """Turns whatever a plugin's code raises while it is imported into a BrokenComponent that says where."""
+    try:
+        yield
+    except (Exception, SystemExit) as cause:  # a script without a main guard exits
+        where = _innermost(cause, _local_name(file) if file else location.partition(".")[0])
+        missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
+        if missing and "." in missing:
+            missing = None  # the requirement is there, in a version without this module
+        raise broken(
+            f"cannot be imported: {type(cause).__name__}: {cause}" + (f" ({where})" if where else ""),
+            cause=cause,
+            where=where,
+            missing=missing,
+            hints=_ways_to_provide(missing, file) if missing else (),
+        ) from cause
+
+
+def _innermost(cause: BaseException, package: str) -> str | None:
+    """The plugin's own line that `cause` came through last, as "file:line"."""
+    if isinstance(cause, SyntaxError) and cause.filename:
+        return f"{cause.filename}:{cause.lineno}"
+    lines = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(cause.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] == package
+    ]
+    return lines[-1] if lines else None
+
+
+def _ways_to_provide(missing: str, file: Path | None) -> list[str]:
+    if file and (file.parent / f"{missing}.py").exists():
+        return ["a local file cannot import its neighbours: put the folder on PYTHONPATH, or make a package"]
+    return [f"install what provides the module `{missing}`"]
+
+
+# ------------------------------------------------------------------------------------------------ local files
+def _is_file(location: str) -> bool:
+    return "/" in location or location.partition(":")[0].endswith(".py")
+
+
+def _local_file(location: str, base: Path, broken: Callable[..., BrokenComponent]) -> Path:
+    """The file that a recipe in `base` names; it must lie there, also after following links."""
+    try:
+        folder = base.resolve()
+        file = (folder / location).resolve()
+        exists = file.is_file()
+    except (OSError, RuntimeError, ValueError) as cause:  # a name too long, a loop of links, a null character
+        raise broken(f"cannot be loaded: {cause}", cause=cause) from cause
+
+    if not file.is_relative_to(folder):
+        raise broken(
+            f"leaves the recipe's folder {folder}",
+            hints=["move the file next to the recipe, or install it as a package: `package.module:Name`"],
+        )
+    if not exists or file.suffix != ".py":
+        raise broken(f"cannot be loaded: {file} is not a Python file")
+    return file
+
+
+def _local_name(file: Path) -> str:
+    stem = re.sub(r"\W", "_", file.stem)
+    return f"ddpforge_local_{stem}_{hashlib.sha256(os.fsencode(file)).hexdigest()[:12]}"
+
+
+def _import_file(file: Path) -> ModuleType:
+    # One name per path, and in sys.modules, so that the file's classes pickle into forked loader workers.
+    # A spawned worker starts without this entry and could not unpickle them: it needs an installed package.
+    name = _local_name(file)
+    if name in sys.modules:
+        return sys.modules[name]
+
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None  # both are there for every file that ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

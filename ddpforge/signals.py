@@ -1,0 +1,43 @@
+"""Requests to stop, made by signals and carried out between two steps."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+__all__ = ["StopRequests"]
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+log = logging.getLogger("ddpforge")
+
+
+class StopRequests:
+    """While entered, SIGTERM, SIGINT and SIGUSR1 raise a flag; a second SIGINT interrupts at once.
+
+    A flag on one rank is enough: the trainer agrees on it with the others before anybody stops.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
+
+    def __enter__(self) -> StopRequests:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT and self.requested:
+            raise KeyboardInterrupt
+        if not self.requested:
+            log.info("%s: finishing this step, then saving a checkpoint", signal.Signals(number).name)
+        self.requested = True

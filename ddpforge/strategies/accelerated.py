@@ -1,0 +1,292 @@
+"""The base of strategies that let Accelerate form the world and wrap the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, KwargsHandler
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import CanonicalState, Strategy, Total, World
+from ddpforge.strategies import replicated
+from ddpforge.strategies.precision import precision_for
+
+if TYPE_CHECKING:
+    from ddpforge.recipe.schema import TrainSection
+
+__all__ = ["AcceleratedStrategy"]
+
+T = TypeVar("T")
+
+
+class AcceleratedStrategy(Strategy):
+    """A replicated model in a world that Accelerate set up.
+
+    A subclass says what it adds with `handlers` (Accelerator options) and checks what it got with `check`; that is
+    all a strategy of this family needs. Loaders, schedules and optimizers never enter Accelerate.
+    """
+
+    allows_unused_parameters: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.world: World
+        self.accelerator: Accelerator
+
+    # -- for subclasses
+    def handlers(self) -> list[KwargsHandler]:
+        """Options for the Accelerator."""
+        return []
+
+    def check(self, model: nn.Module) -> None:
+        """Raises StrategyError when the prepared `model` is not what the recipe asked for."""
+
+    # -- before the loop
+    def setup(self, train: TrainSection) -> World:
+        """Joins the gloo (CPU) or NCCL (CUDA) process group that the launcher announced, and checks its size."""
+        _refuse_contradictions(train)
+        on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" or not torch.cuda.is_available()
+        group = InitProcessGroupKwargs(timeout=timedelta(seconds=train.timeout.seconds))
+        self.accelerator = Accelerator(
+            cpu=on_cpu, mixed_precision="no", kwargs_handlers=[group, *self.handlers()]
+        )
+        self._check_world()
+
+        state = self.accelerator
+        self.world = World(
+            rank=state.process_index,
+            size=state.num_processes,
+            local_rank=max(0, state.local_process_index),
+            device=state.device,
+            data_rank=state.process_index,
+            data_size=state.num_processes,
+        )
+        self.train = train
+        self.precision = precision_for(train.precision, self.world.device)
+        return self.world
+
+    def _check_world(self) -> None:
+        promised = int(os.environ.get("WORLD_SIZE", "1"))
+        got = self.accelerator.num_processes
+        expected = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+        if got != promised or self.accelerator.distributed_type not in expected:
+            raise StrategyError(
+                f"the launcher started {promised} processes, but Accelerate formed a world of {got} "
+                f"({self.accelerator.distributed_type})",
+                hints=["unset ACCELERATE_* variables, or start with `ddpforge launch RECIPE --nproc N`"],
+            )
+        asked = processes_asked_for()
+        if got < asked:
+            raise StrategyError(
+                f"`accelerate launch` was asked for {asked} processes and started {got}; on a machine without GPUs "
+                "it starts several only with --multi_gpu",
+                hints=[
+                    f"ddpforge launch RECIPE --nproc {asked}",
+                    f"torchrun --nproc-per-node {asked} -m ddpforge run RECIPE",
+                    f"accelerate launch --multi_gpu --num_processes {asked} -m ddpforge run RECIPE",
+                ],
+            )
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Converts BatchNorm to SyncBatchNorm where the recipe asks for it."""
+        if not self.train.sync_batchnorm:
+            return model
+        if self.world.device.type != "cuda":
+            raise StrategyError(
+                f"train.sync_batchnorm needs CUDA, and this run is on {self.world.device.type}",
+                hints=["torch.nn.SyncBatchNorm has no CPU implementation; leave train.sync_batchnorm out"],
+            )
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return converted
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """Moves the model to the device, wraps it, and compiles it where the recipe asks for it."""
+        self._parameters = list(model.parameters())
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        self._bare = model
+
+        prepared: nn.Module = self.accelerator.prepare_model(model)
+        self.check(prepared)
+        if self.train.compile != "off":
+            # In place, and on the wrapper: state keeps its names, and DDP's buckets still overlap with backward.
+            prepared.compile(mode=self.train.compile)
+        return prepared, optimizer
+
+    # -- one step
+    def forward(self) -> AbstractContextManager[Any]:
+        """Autocast for bf16 and fp16; nothing for fp32."""
+        return self.precision.forward()
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of `loss`, scaled up for fp16."""
+        self.precision.backward(loss)
+
+    def step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
+        """Unscales, measures the norm, clips, updates, clears: in this order at every precision."""
+        self.precision.unscale(optimizer)
+        norm = torch.nn.utils.get_total_norm(self._gradients())
+        if self.train.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._trained, self.train.clip_norm, norm)
+
+        self.precision.update(optimizer, norm)
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def overflowed(self) -> bool:
+        """True when a non-finite norm only lowered fp16's loss scale."""
+        return self.precision.overflowed()
+
+    def _gradients(self) -> list[Tensor]:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if len(gradients) != len(self._trained):
+            self._explain_gradients()
+        return gradients
+
+    def _explain_gradients(self) -> None:
+        """A gradient is missing, or is where none should be; counting them is free, so every step is checked."""
+        frozen = {id(p) for p in self._parameters} - {id(p) for p in self._trained}
+        thawed = [self._names[id(p)] for p in self._parameters if p.grad is not None and id(p) in frozen]
+        if thawed:
+            raise StrategyError(
+                f"parameter `{thawed[0]}` was frozen when the model was wrapped and gets gradients now; they are not "
+                "synchronised over ranks, nor does the optimizer know it",
+                hints=["leave requires_grad alone during a run; freeze and unfreeze between runs"],
+            )
+
+        unused = [self._names[id(p)] for p in self._trained if p.grad is None]
+        if unused and not self.allows_unused_parameters:
+            more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+            raise StrategyError(
+                f"parameter `{unused[0]}`{more} got no gradient on rank {self.world.rank}: forward did not use it",
+                hints=[
+                    "remove it from the model, or set requires_grad = False",
+                    "or set strategy.find_unused_parameters = true, which costs a walk of the graph at every step",
+                ],
+            )
+
+    # -- agreement
+    def reduce(self, totals: Mapping[str, Total]) -> dict[str, float]:
+        """Sums and counts travel together, as float64."""
+        device = self.world.device
+        values = [value for total in totals.values() for value in total]
+        flat = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).detach() for value in values])
+        if self.world.size > 1:
+            dist.all_reduce(flat)
+
+        numbers: list[float] = flat.tolist()
+        pairs = zip(numbers[::2], numbers[1::2], strict=True)
+        return {name: sum_ / count if count else float("nan") for name, (sum_, count) in zip(totals, pairs, strict=True)}
+
+    def total(self, count: Tensor) -> Tensor:
+        """`count` summed over ranks."""
+        count = count.to(self.world.device, non_blocking=True)
+        if self.world.size > 1:
+            dist.all_reduce(count)
+        return count
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's `value`."""
+        if self.world.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.world.device)
+        return box[0]
+
+    def sync_buffers(self, model: nn.Module) -> None:
+        """BatchNorm statistics become their mean over ranks (each rank has seen other data); others rank 0's.
+
+        Running statistics are linear in the batches, so when they are averaged does not change what they become.
+        """
+        if self.world.size == 1:
+            return
+        averaged = list(_running_statistics(self._bare))
+        ids = {id(buffer) for buffer in averaged}
+        for buffer in self._bare.buffers():
+            if id(buffer) in ids:
+                dist.all_reduce(buffer)
+                buffer /= self.world.size
+            else:
+                dist.broadcast(buffer, src=0)
+
+    # -- to disk and back
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The bare model."""
+        return self._bare
+
+    def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState:
+        """Every rank holds everything."""
+        return replicated.capture(self._bare, optimizer)
+
+    def load_state(self, model: nn.Module, optimizer: Optimizer, state: CanonicalState) -> None:
+        """Every rank takes everything."""
+        replicated.restore(self._bare, optimizer, state)
+
+    def loop_state(self) -> Mapping[str, int | float]:
+        """The loss scale of fp16."""
+        return self.precision.state()
+
+    def load_loop_state(self, state: Mapping[str, int | float]) -> None:
+        """The loss scale of fp16."""
+        self.precision.load_state(state)
+
+    def close(self) -> None:
+        """Waits for all ranks, then leaves the process group."""
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def _running_statistics(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            for buffer in (module.running_mean, module.running_var):
+                if buffer is not None:
+                    yield buffer
+
+
+def _refuse_contradictions(train: TrainSection) -> None:
+    """The recipe owns training, the launcher owns the world: where the launcher says otherwise, show both."""
+    environment = os.environ
+    said = {
+        "ACCELERATE_MIXED_PRECISION": ("no", {"fp32": "no"}.get(train.precision, train.precision), "train.precision"),
+        "ACCELERATE_USE_DEEPSPEED": ("false", "false", "strategy.use"),
+        "ACCELERATE_USE_FSDP": ("false", "false", "strategy.use"),
+        "ACCELERATE_DYNAMO_BACKEND": ("no", "no", "train.compile"),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "1", "train.micro_batch"),
+    }
+    for variable, (default, wanted, key) in said.items():
+        value = environment.get(variable, default).lower()
+        if value not in (default, wanted):
+            raise StrategyError(
+                f"the launcher says {variable}={environment[variable]}, which `{key}` in the recipe decides",
+                hints=[f"leave it out of the launcher's flags and `accelerate config`, and set `{key}`"],
+            )
+
+
+def processes_asked_for() -> int:
+    """How many processes `accelerate launch` was told to start, when this process is the only one it started.
+
+    It hands a lone process no WORLD_SIZE, so its own command line is the only place that says what was wanted.
+    """
+    if "WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        return 1
+    try:
+        words = psutil.Process().parent().cmdline()
+    except (psutil.Error, AttributeError):
+        return 1
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        flag, _, value = word.replace("_", "-").partition("=")
+        if flag == "--num-processes" and (value or following).isdigit():
+            return int(value or following)
+    return 1

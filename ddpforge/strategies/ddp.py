@@ -1,0 +1,99 @@
+"""Native data parallelism: every rank holds the model, gradients are averaged while backward still runs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Annotated, Any, ClassVar, Literal
+
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, KwargsHandler
+from pydantic import Field
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import Contract
+from ddpforge.strategies.accelerated import AcceleratedStrategy
+
+__all__ = ["DDP"]
+
+_HOOKS = {
+    "none": DDPCommunicationHookType.NO,
+    "fp16": DDPCommunicationHookType.FP16,
+    "bf16": DDPCommunicationHookType.BF16,
+    "powersgd": DDPCommunicationHookType.POWER_SGD,
+}
+
+
+class DDP(AcceleratedStrategy):
+    """torch's DistributedDataParallel: NCCL on CUDA, gloo on CPUs.
+
+    See https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html and Li et al.,
+    "PyTorch Distributed" (VLDB 2020).
+    """
+
+    contract: ClassVar[Contract] = Contract(
+        shards="nothing: every rank holds weights, gradients and optimizer state whole",
+        master_dtype="fp32",
+        reduce_dtype="fp32 (fp16 or bf16 with strategy.compression)",
+        clips="every rank alike, after the all-reduce, by the norm of all gradients",
+        accumulates="autograd, in the parameters' .grad; one all-reduce per step, in the last micro-batch",
+    )
+
+    def __init__(
+        self,
+        *,
+        bucket_cap_mb: Annotated[
+            int, Field(ge=1, le=100_000, description="Size in MiB of the buckets in which gradients are all-reduced.")
+        ] = 25,
+        find_unused_parameters: Annotated[
+            bool, Field(description="Allow parameters that a forward pass does not use; walks the graph at every step.")
+        ] = False,
+        static_graph: Annotated[
+            bool, Field(description="Promise that every step uses the same parameters in the same order.")
+        ] = False,
+        gradient_as_bucket_view: Annotated[
+            bool, Field(description="Let .grad point into the buckets, which saves one copy of the gradients.")
+        ] = True,
+        compression: Annotated[
+            Literal["none", "fp16", "bf16", "powersgd"],
+            Field(description="Compress gradients for the all-reduce; the result is no longer that of one process."),
+        ] = "none",
+        powersgd_rank: Annotated[
+            int, Field(ge=1, le=1024, description="Rank of PowerSGD's approximation (Vogels et al., 2019).")
+        ] = 1,
+        powersgd_start: Annotated[
+            int, Field(ge=2, le=2**31, description="Steps of plain all-reduce before PowerSGD begins.")
+        ] = 1000,
+    ) -> None:
+        super().__init__()
+        self.allows_unused_parameters = find_unused_parameters or static_graph  # type: ignore[misc]
+        powersgd = {"matrix_approximation_rank": powersgd_rank, "start_powerSGD_iter": powersgd_start}
+        self.options = DistributedDataParallelKwargs(
+            # Buffers are made equal when somebody reads them (evaluation, checkpoints), not at every forward pass.
+            broadcast_buffers=False,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            comm_hook=_HOOKS[compression],
+            comm_state_option=powersgd if compression == "powersgd" else {},
+        )
+
+    def handlers(self) -> list[KwargsHandler]:
+        """The DDP options."""
+        return [self.options]
+
+    def check(self, model: nn.Module) -> None:
+        """With several ranks the model must have become a DistributedDataParallel."""
+        if self.world.size > 1 and not isinstance(model, DistributedDataParallel):
+            raise StrategyError(
+                f"asked for DDP over {self.world.size} ranks, but the prepared model is a {type(model).__name__}",
+                hints=["a model without trainable parameters has nothing to synchronise"],
+            )
+
+    def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+        """Holds the all-reduce back until the step's last micro-batch."""
+        if last or not isinstance(model, DistributedDataParallel):
+            return nullcontext()
+        held: AbstractContextManager[Any] = model.no_sync()
+        return held

@@ -1,0 +1,83 @@
+"""State by parameter name, for strategies under which every rank holds the whole model and its whole optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddpforge.errors import CheckpointError
+from ddpforge.interfaces import CanonicalState
+
+__all__ = ["capture", "restore"]
+
+
+def capture(model: nn.Module, optimizer: Optimizer) -> CanonicalState:
+    """The state of the bare `model` and of its `optimizer`; tensors are references, not copies."""
+    names = _names(model)
+    weights: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(
+                f"`{name}` in the model's state_dict is a {type(tensor).__name__}, not a tensor",
+                hints=["a checkpoint holds tensors only; keep other state in a buffer, or rebuild it from the recipe"],
+            )
+        first = names.get(id(tensor), name)
+        if first == name:
+            weights[name] = tensor.detach()
+        else:
+            aliases[name] = first
+
+    state = {names[id(parameter)]: dict(entry) for parameter, entry in optimizer.state.items() if entry}
+    return CanonicalState(weights, state, aliases)
+
+
+def restore(model: nn.Module, optimizer: Optimizer, state: CanonicalState) -> None:
+    """Copies `state` into `model` and `optimizer` in place; the optimizer keeps the recipe's hyper-parameters."""
+    current = capture(model, optimizer)
+    _match(set(current.model), set(state.model) - set(state.aliases))
+
+    with torch.no_grad():
+        for name, tensor in current.model.items():
+            saved = state.model[name]
+            if saved.shape != tensor.shape:
+                raise CheckpointError(
+                    f"`{name}` has shape {list(tensor.shape)} in the model and {list(saved.shape)} in the checkpoint"
+                )
+            tensor.copy_(saved)
+
+    # torch's own loader moves each tensor to its parameter's device and gives `step` the form the optimizer wants.
+    packed = optimizer.state_dict()
+    indices = dict(_indices(optimizer, _names(model)))
+    unknown = sorted(set(state.optimizer) - set(indices))
+    if unknown:
+        raise CheckpointError(f"the checkpoint holds optimizer state of `{unknown[0]}`, which is not trained here")
+    packed["state"] = {indices[name]: dict(entry) for name, entry in state.optimizer.items()}
+    optimizer.load_state_dict(packed)
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """Parameter identity → the first of its names."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _indices(optimizer: Optimizer, names: dict[int, str]) -> Iterator[tuple[str, int]]:
+    """Name → number of the parameter in the optimizer's state_dict, which counts through the groups."""
+    parameters: list[Any] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(parameters):
+        yield names[id(parameter)], index
+
+
+def _match(expected: set[str], found: set[str]) -> None:
+    missing, unexpected = sorted(expected - found), sorted(found - expected)
+    if missing or unexpected:
+        facts = [
+            f"{what}: {', '.join(names[:5])}{' …' if len(names) > 5 else ''}"
+            for what, names in (("missing from the checkpoint", missing), ("not in the model", unexpected))
+            if names
+        ]
+        raise CheckpointError(f"the checkpoint is of another model ({'; '.join(facts)})")

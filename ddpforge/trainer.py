@@ -1,0 +1,415 @@
+"""The training loop: one optimizer step, what ranks agree on, evaluation, and what happens between steps."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddpforge.checkpoint import Checkpoint, Checkpoints
+from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
+from ddpforge.durations import Horizon
+from ddpforge.errors import Diverged, UsageError
+from ddpforge.interfaces import Callback, Schedule, StepInfo, Strategy, Task, Total, Tracker, World
+from ddpforge.pace import Alarm, Cadence, Window
+from ddpforge.recipe.schema import Recipe
+from ddpforge.signals import StopRequests
+
+__all__ = ["Progress", "Trainer"]
+
+log = logging.getLogger("ddpforge")
+
+_AGREE_SECONDS = 1.0    # how long a stop request on one rank may go unnoticed by the others
+_MOST_SKIPS = 100       # steps in a row without a finite gradient, after which skipping is no longer training
+_MOST_ROLLBACKS = 10
+_FORWARD = 0xF03A       # keeps the random numbers of forward passes apart from those of the data
+
+
+@dataclass
+class Progress:
+    """Where a run stands. With the recipe's seed this is the whole state of data order and randomness."""
+
+    step: int = 0
+    samples: int = 0
+    seconds: float = 0.0                                # wall time, over all attempts
+    skipped: int = 0                                    # steps whose gradient was not finite
+    left_out: set[int] = field(default_factory=set)     # steps that a rollback decided not to train on
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint stores beside step and samples."""
+        return {"seconds": self.seconds, "skipped": self.skipped, "left_out": sorted(self.left_out)}
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Progress:
+        """Where `checkpoint` was saved."""
+        stored = dict(checkpoint.position)
+        return cls(checkpoint.step, checkpoint.samples, left_out=set(stored.pop("left_out")), **stored)
+
+
+class _GoBack(Exception):  # noqa: N818  (a request, not an error)
+    """Training is to go on from the last checkpoint, without the steps in `bad`."""
+
+    def __init__(self, bad: list[int]) -> None:
+        self.bad = bad
+
+
+class Trainer:
+    """Trains one model on one rank, in step with the other ranks.
+
+    A step is one optimizer step; micro-batches are its inner loop. Every public method is collective.
+    """
+
+    def __init__(
+        self,
+        *,
+        recipe: Recipe,
+        world: World,
+        strategy: Strategy,
+        task: Task,
+        model: nn.Module,
+        optimizer: Optimizer,
+        schedule: Schedule,
+        horizon: Horizon,
+        training: Batches,
+        evaluation: Batches | None,
+        callbacks: Mapping[str, Callback],
+        checkpoints: Checkpoints,
+        tracker: Tracker,
+        origin: Mapping[str, Any],
+    ) -> None:
+        # what the run is made of
+        self.settings = recipe.train
+        self.world, self.strategy, self.task = world, strategy, task
+        self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        self.horizon, self.training, self.evaluation = horizon, training, evaluation
+        self.callbacks, self.checkpoints, self.tracker = callbacks, checkpoints, tracker
+        self.origin = origin                            # recipe, lineage, …: what a checkpoint says of its origin
+
+        # how often what happens
+        self.end = math.inf if horizon.total is None else horizon.total
+        self.log_every = horizon.steps(recipe.track.every)
+        self.eval_cadence = Cadence("train.eval_every", recipe.train.eval_every, horizon)
+        self.save_cadence = Cadence("checkpoint.every", recipe.checkpoint.every, horizon)
+
+        # where it stands
+        self.progress = Progress()
+        self.metrics: dict[str, float] = {}             # the newest value of every metric
+        self._saved: int | None = None                  # the newest step that is in a checkpoint
+        self._evaluated: int | None = None
+        self._norms: dict[int, Tensor] = {}             # gradient norms by step, not looked at yet
+        self._skips_in_a_row = self._rollbacks = 0
+        self._norm = math.nan                           # the newest norm that was looked at
+        self._agreed: set[str] = set()                  # what all ranks know to be wanted: stop, end, …
+        self._agree_every = 1
+        self._stop = StopRequests()
+        self._window = Window()
+
+        # Read before any state is restored: the recipe, not a checkpoint, decides the learning rate.
+        self._base_rates: list[float] = [group["lr"] for group in optimizer.param_groups]
+
+    # ------------------------------------------------------------------------------------------ the run
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Goes on from `checkpoint`, whatever strategy and number of ranks wrote it."""
+        self.strategy.load_state(self.model, self.optimizer, checkpoint.state)
+        self.strategy.load_loop_state(checkpoint.loop)
+        for name, callback in self.callbacks.items():
+            if name in checkpoint.callbacks:
+                callback.load_state(checkpoint.callbacks[name])
+        self.progress = Progress.of(checkpoint)
+        self.metrics = dict(checkpoint.metrics)
+        self._saved = checkpoint.step
+
+    def fit(self) -> Literal["done", "stopped"]:
+        """Trains to the end, or to a stop that all ranks agreed on; either way the last step is then saved.
+
+        Raises Diverged when a gradient is not finite and the recipe says stop, and whatever a component raises.
+        """
+        self._began = time.monotonic() - self.progress.seconds
+        with self._stop:
+            if self.settings.on_nonfinite == "rollback" and self._saved is None:
+                self._save()                            # so that there always is something to go back to
+            while True:
+                try:
+                    self._train()
+                    break
+                except _GoBack as request:
+                    self._go_back(request.bad)
+        return "stopped" if "stop" in self._agreed else "done"
+
+    def _train(self) -> None:
+        source = self.training.training(self.progress.step)
+        alarms = self._alarms()
+        self.model.train()
+        self._window.restart()
+        ended = self.progress.step >= self.end
+
+        # The order is part of the contract: step, callbacks, log, evaluate, save. Callbacks come right after the
+        # step because what they keep (averaged weights, say) belongs to the step that is evaluated and saved.
+        while not ended:
+            step = self.progress.step + 1
+            logs = step == 1 or step == self.end or step % self.log_every == 0
+            agrees = logs or step % self._agree_every == 0
+            totals = self._step(step, source, measure=logs)
+
+            if agrees or self.world.device.type == "cpu":
+                self._look_at_norms(totals)
+            means = self._agree(totals if logs else {}, alarms) if agrees else {}
+            rung = self._agreed if agrees else set()
+
+            ended = self._report(step, means) or step == self.end or not rung.isdisjoint(("stop", "end"))
+            if self._must_evaluate(step, rung, ended=ended):
+                ended = self._evaluate_and_report(step) or ended
+            if ended or self.save_cadence.due(step, rung) or self._is_best(step):
+                self._save()
+
+    def _alarms(self) -> list[Alarm]:
+        """What happens by the clock. Only rank 0's counts; the others learn of it when ranks agree."""
+        if not self.world.is_main:
+            return []
+        alarms = [cadence.alarm for cadence in (self.eval_cadence, self.save_cadence) if cadence.alarm]
+        if self.settings.length.is_time:
+            alarms.append(Alarm("end", self.settings.length.seconds - self.progress.seconds))
+        return alarms
+
+    # ------------------------------------------------------------------------------------------ one step
+    def _step(self, step: int, source: Iterator[MicroBatch], *, measure: bool) -> dict[str, Total]:
+        """One optimizer step. Returns this rank's totals: the loss and, when `measure`, the task's metrics."""
+        factor = self.schedule(step - 1)
+        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = rate * factor
+
+        first = next(source)
+        micro_batches, scale = self._weigh(first, _until_last(first, source))
+        totals: dict[str, Total] = {}
+        trains = step not in self.progress.left_out
+        for number, micro in enumerate(micro_batches):
+            if trains:
+                seed_all(mix(self.settings.seed, _FORWARD, step, number, self.world.data_rank), self.world.device)
+                _add(totals, self._micro_step(micro, scale, measure=measure))
+
+        if trains:
+            self._norms[step] = self.strategy.step(self.model, self.optimizer)
+        self.progress.step = step
+        self.progress.samples += first.step_samples
+        self._window.add(first.step_samples)
+        return totals
+
+    def _weigh(
+        self, first: MicroBatch, micro_batches: Iterator[MicroBatch]
+    ) -> tuple[Iterable[MicroBatch], Tensor | float]:
+        """The step's micro-batches, and the factor on their summed losses.
+
+        The factor turns the mean over data ranks, which every strategy takes of the gradients, into the mean over
+        the items of the whole step. How many samples a step has is arithmetic; items that only the batches know
+        (tokens) are counted on all ranks before the first backward pass.
+        """
+        if self.task.count(first.data) is None:
+            return micro_batches, self.world.data_size / first.step_samples
+        batches = list(micro_batches)
+        mine = torch.stack([torch.as_tensor(self._items(micro)) for micro in batches]).sum()
+        return batches, self.world.data_size / self.strategy.total(mine).clamp(min=1)
+
+    def _micro_step(self, micro: MicroBatch, scale: Tensor | float, *, measure: bool) -> dict[str, Total]:
+        batch = to_device(micro.data, self.world.device)
+        with self.strategy.micro_step(self.model, last=micro.last):
+            with self.strategy.forward():
+                loss, outputs = self.task.loss(self.model, batch)
+            self.strategy.backward(loss * scale if micro.samples else loss * 0.0)
+        return self._totals(micro, batch, loss, outputs, measure=measure)
+
+    def _totals(
+        self, micro: MicroBatch, batch: Any, loss: Tensor, outputs: Any, *, measure: bool
+    ) -> dict[str, Total]:
+        """What a micro-batch adds to sums and counts; a stand-in adds nothing, under the same names."""
+        totals = {"loss": Total(loss.detach(), self._items(micro))}
+        if measure:
+            with torch.no_grad():
+                totals |= self.task.metrics(outputs, batch)
+        if micro.samples:
+            return totals
+        return {name: Total(torch.zeros_like(total.sum), 0) for name, total in totals.items()}
+
+    def _items(self, micro: MicroBatch) -> Tensor | int:
+        """How many items the micro-batch's loss sums over."""
+        if not micro.samples:
+            return 0
+        counted = self.task.count(micro.data)
+        return micro.samples if counted is None else counted
+
+    # ------------------------------------------------------------------------------------------ agreement
+    def _agree(self, totals: Mapping[str, Total], alarms: Iterable[Alarm]) -> dict[str, float]:
+        """One reduction over ranks: the means of `totals`, and whether anybody wants to stop or an alarm rang."""
+        wishes = {"stop": self._stop.requested} | {alarm.name: alarm.rings() for alarm in alarms}
+        known = ("stop", "end", self.eval_cadence.key, self.save_cadence.key)
+        votes = {f"?{name}": Total(torch.tensor(float(wishes.get(name, False))), 1) for name in known}
+        pace = {"?seconds": Total(torch.tensor(self._window.seconds / self._window.steps), 1)}
+
+        means = self.strategy.reduce({**totals, **votes, **pace})
+        self._agreed = {name for name in known if means.pop(f"?{name}") > 0}
+        self._agree_every = max(1, min(1000, int(_AGREE_SECONDS / max(means.pop("?seconds"), 1e-9))))
+        return means
+
+    def _look_at_norms(self, totals: Mapping[str, Total]) -> None:
+        """Finds out whether a gradient was not finite, and does what the recipe says.
+
+        The norm is that of the reduced gradient, hence the same on every rank, and the strategy has kept such a
+        gradient away from the weights already. Looking waits for the device, so on a GPU it is done for many steps
+        at once.
+        """
+        bad: list[int] = []
+        norms = torch.stack(list(self._norms.values())).tolist() if self._norms else []
+        for step, self._norm in zip(self._norms, norms, strict=True):
+            finite = math.isfinite(self._norm)
+            self._skips_in_a_row = 0 if finite else self._skips_in_a_row + 1
+            bad += [] if finite else [step]
+        self._norms.clear()
+
+        if not bad:
+            return
+        self.progress.skipped += len(bad)
+        if self.strategy.overflowed():
+            return
+        self._log_bad(bad[-1], totals)
+        if self.settings.on_nonfinite == "rollback":
+            raise _GoBack(bad)
+        if self.settings.on_nonfinite == "stop" or self._skips_in_a_row >= _MOST_SKIPS:
+            raise Diverged(
+                f"the gradient of step {bad[0]} is not finite; the weights are still those before it",
+                hints=[
+                    "lower optimizer.lr, set train.clip_norm, or look at that step's samples",
+                    'or let the run go on with train.on_nonfinite = "skip" or "rollback"',
+                ],
+            )
+        log.warning("step %s: the gradient is not finite; left out", ", ".join(map(str, bad)))
+
+    def _log_bad(self, step: int, totals: Mapping[str, Total]) -> None:
+        """The log tells the truth about a bad step: its loss, where it is still at hand, and its norm."""
+        means = self.strategy.reduce(totals) if step == self.progress.step else {}
+        row = {f"train/{name}": value for name, value in means.items()}
+        self._log(step, {"samples": self.progress.samples, **row, "train/grad_norm": self._norm})
+
+    def _go_back(self, bad: list[int]) -> None:
+        """Restores the newest checkpoint and leaves the bad steps out from now on."""
+        self._rollbacks += 1
+        checkpoint = self.checkpoints.load()
+        if checkpoint is None or self._rollbacks > _MOST_ROLLBACKS:
+            raise Diverged(f"the gradient of step {bad[0]} is not finite, after {self._rollbacks - 1} rollbacks")
+        left_out, skipped = self.progress.left_out | set(bad), self.progress.skipped
+        self.restore(checkpoint)
+        self.progress.left_out, self.progress.skipped = left_out, skipped
+        self.tracker.rewind(checkpoint.step)
+        log.warning("step %d: the gradient is not finite; back to step %d", bad[0], checkpoint.step)
+
+    # ------------------------------------------------------------------------------------------ between steps
+    def _report(self, step: int, means: dict[str, float]) -> bool:
+        """Tells callbacks and tracker about the step; True when a callback wants the run to end."""
+        if not means and not self.callbacks:
+            return False
+        lr = self.optimizer.param_groups[0]["lr"]
+        row = self._row(means, lr) if means else {}
+        seconds = self._window.seconds / max(1, self._window.steps)
+        info = StepInfo(step=step, samples=self.progress.samples, lr=lr, seconds=seconds, metrics=row)
+
+        wishes = [callback.on_step(info) for callback in self.callbacks.values()]
+        if row:
+            for callback in self.callbacks.values():
+                row |= callback.on_log(info)
+            self._log(step, row)
+            self._window.restart()
+        return any(wishes)
+
+    def _row(self, means: dict[str, float], lr: float) -> dict[str, float]:
+        row = {f"train/{name}": value for name, value in self.task.finish(means).items()}
+        row |= {"train/grad_norm": self._norm, "lr": lr, "samples": self.progress.samples}
+        row["train/samples_per_second"] = self._window.samples / self._window.seconds
+        if self.horizon.steps_per_epoch:
+            row["epoch"] = self.progress.step / self.horizon.steps_per_epoch
+        if self.progress.skipped:
+            row["train/skipped_steps"] = self.progress.skipped
+        return row
+
+    def _log(self, step: int, row: Mapping[str, float]) -> None:
+        self.metrics |= row
+        self.tracker.log(step, row)
+
+    def _must_evaluate(self, step: int, rung: set[str], *, ended: bool) -> bool:
+        if self.evaluation is None or "stop" in rung:
+            return False        # whoever asked us to stop is waiting
+        return ended or self.eval_cadence.due(step, rung)
+
+    def _evaluate_and_report(self, step: int) -> bool:
+        self._window.pause()
+        row = self.evaluate()
+        self._evaluated = step
+        self._log(step, row)
+        wishes = [callback.on_eval(step, row) for callback in self.callbacks.values()]
+        self._window.go_on()
+        return any(wishes)
+
+    def evaluate(self) -> dict[str, float]:
+        """Means over the evaluation data, every sample counted once; names begin with `eval/`."""
+        if self.evaluation is None:
+            raise UsageError("the recipe has no [data.eval] to evaluate on")
+        self.strategy.sync_buffers(self.model)
+        totals: dict[str, Total] = {}
+        self.model.eval()
+        with ExitStack() as stack, torch.no_grad():
+            for callback in self.callbacks.values():
+                stack.enter_context(callback.evaluating())
+            for micro in self.evaluation.evaluation():
+                batch = to_device(micro.data, self.world.device)
+                with self.strategy.forward():
+                    loss, outputs = self.task.loss(self.model, batch)
+                _add(totals, self._totals(micro, batch, loss, outputs, measure=True))
+            means = self.strategy.reduce(totals)
+        self.model.train()
+        return {f"eval/{name}": value for name, value in self.task.finish(means).items()}
+
+    def _is_best(self, step: int) -> bool:
+        return self._evaluated == step and self.checkpoints.is_best(self.metrics)
+
+    def _save(self) -> None:
+        if self._saved == self.progress.step:
+            return
+        self._window.pause()
+        self.strategy.sync_buffers(self.model)
+        self.progress.seconds = time.monotonic() - self._began
+        folder = self.checkpoints.save(
+            Checkpoint(
+                step=self.progress.step,
+                samples=self.progress.samples,
+                state=self.strategy.state(self.model, self.optimizer),
+                loop=dict(self.strategy.loop_state()),
+                position=self.progress.to_json(),
+                callbacks={name: dict(callback.state()) for name, callback in self.callbacks.items()},
+                metrics=dict(self.metrics),
+                **self.origin,
+            )
+        )
+        self._saved = self.progress.step
+        for callback in self.callbacks.values():
+            callback.on_checkpoint(self.progress.step, folder)
+        self._window.go_on()
+
+
+def _until_last(first: MicroBatch, source: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    """The micro-batches of one step, fetched one at a time."""
+    micro = first
+    while not micro.last:
+        yield micro
+        micro = next(source)
+    yield micro
+
+
+def _add(totals: dict[str, Total], more: Mapping[str, Total]) -> None:
+    for name, total in more.items():
+        before = totals.get(name)
+        totals[name] = total if before is None else Total(before.sum + total.sum, before.count + total.count)
