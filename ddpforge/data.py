@@ -235,15 +235,16 @@ class _Stream(IterableDataset[MicroBatch]):
         mine, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         turn = count()                                  # loader processes take turns, micro-batch by micro-batch
 
-        for epoch, samples in islice(self._steps(), self.start, None):
+        for step, samples in enumerate(islice(self._steps(), self.start, None), self.start):
             micro = self.order.share.deal(len(samples))
             for part in micro:
                 if next(turn) % workers == mine:
-                    seed_all(mix(self.order.seed, epoch, part.start))
+                    seed_all(mix(self.order.seed, step, part.start))
                     kept = [samples[place] for place in part] or [samples[0]]
                     yield MicroBatch(self.collate(kept), len(part), len(samples), part is micro[-1])
 
-    def _steps(self) -> Iterator[tuple[int, Sequence[Any]]]:
+    def _steps(self) -> Iterator[Sequence[Any]]:
+        """The samples of every step, over all ranks."""
         for epoch in count():
             if hasattr(self.data, "set_epoch"):
                 self.data.set_epoch(epoch)
@@ -252,7 +253,7 @@ class _Stream(IterableDataset[MicroBatch]):
                 if len(samples) < self.order.global_batch and self.order.drop_last:
                     break
                 empty = False
-                yield epoch, samples
+                yield samples
             if self.stop_after_epoch:
                 return
             if empty:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from ddpforge.durations import Duration, Horizon
 
@@ -66,7 +66,8 @@ class World:
         return self.rank == 0
 
 
-class Total(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Total:
     """A quantity on its way to a mean: add up `sum` and `count` over batches and ranks, divide once at the end."""
 
     sum: Tensor

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -147,7 +148,7 @@ class _NotInTOML(Exception):
 
 
 _Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # TOML's range, and that of a tensor's sizes
-_Duration = Annotated[Duration, WithJsonSchema({"type": "string", "x-toml": "duration"})]
+_Duration = Annotated[Duration, WithJsonSchema({"type": "string", "x-toml": "duration", "examples": ["1ep"]})]
 
 # Containers to look into, and what pydantic makes of each: it would check an Iterable only while it is read.
 _CONTAINERS: Mapping[Any, Any] = {kind: kind for kind in (list, tuple, dict, set, frozenset)} | {
@@ -231,9 +232,7 @@ def _nested(kind: str, *, registry: Registry, base: Path) -> Any:
     def validate(value: object) -> Nested:
         table = {"use": value} if isinstance(value, str) else value
         if not (isinstance(table, dict) and isinstance(table.get("use"), str)):
-            raise PydanticCustomError(
-                "component_type", 'Input should be a name or a table with `use = "name"`'
-            )
+            raise PydanticCustomError("component", 'Input should be a name, or a table with `use = "name"`')
         return _validate_nested(kind, table, registry, base, () if table is not value else ("use",))
 
     def serialize(value: object, info: SerializationInfo) -> object:
@@ -267,6 +266,7 @@ class OptionRow:
     default: str | None  # None when the option is required
     description: str
     limits: str
+    example: str  # a value that a recipe could give
 
 
 class _JsonSchema(GenerateJsonSchema):
@@ -286,6 +286,7 @@ def options_table(model: type[BaseModel]) -> list[OptionRow]:
             default=None if name in required else _toml_text(defaults[name]),
             description=_description(option),
             limits=", ".join(_limits(option)),
+            example=_toml_text(_example(option, definitions)),
         )
         for name, option in schema["properties"].items()
     ]
@@ -303,9 +304,8 @@ def _type_text(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str
         case {"enum": values}:
             return " | ".join(_toml_text(value) for value in values)
         case {"anyOf": members}:
-            return " | ".join(
-                dict.fromkeys(inner(member) for member in members if member != {"type": "null"})
-            )
+            texts = [inner(member) for member in members if member != {"type": "null"}]
+            return " | ".join(dict.fromkeys(texts))
         case {"prefixItems": items}:
             return f"[{', '.join(inner(item) for item in items)}]"
         case {"type": "array"}:
@@ -336,11 +336,46 @@ _LIMITS = {
 
 
 def _limits(schema: Mapping[str, Any]) -> list[str]:
-    own = [text.format(schema[key]) for key, text in _LIMITS.items() if schema.get(key) not in _NO_LIMIT]
+    limits = [text.format(schema[key]) for key, text in _LIMITS.items() if schema.get(key) not in _NO_LIMIT]
+    if "prefixItems" in schema:
+        limits = []  # the type of a fixed number of items says how many
     for member in schema.get("anyOf", ()):
-        own += _limits(member)
-    each = _limits(schema.get("items", {})) if "x-toml" not in schema else []
-    return list(dict.fromkeys(own + [f"each {limit}" for limit in each]))
+        limits += _limits(member)
+    for item in schema.get("prefixItems", [schema["items"]] if "items" in schema else []):
+        limits += [f"each {limit}" for limit in _limits(item)]
+    return list(dict.fromkeys(limits))
+
+
+def _example(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> object:
+    inner = partial(_example, definitions=definitions)
+    match schema:
+        case {"$ref": str() as reference}:
+            return inner(definitions[reference.rpartition("/")[2]])
+        case {"examples": [first, *_]} | {"enum": [first, *_]} | {"const": first}:
+            return first
+        case {"anyOf": [first, *_]}:
+            return inner(first)
+        case {"prefixItems": items}:
+            return [inner(item) for item in items]
+        case {"type": "array"}:
+            return [inner(schema.get("items", {}))] * schema.get("minItems", 1)
+        case {"type": "integer" | "number" as name}:
+            return _example_number(schema, int if name == "integer" else float)
+        case {"type": "boolean"}:
+            return True
+        case {"type": "object"}:
+            return {}
+        case _:
+            return "..."
+
+
+def _example_number(limits: Mapping[str, Any], number: type[int] | type[float]) -> object:
+    least, most = limits.get("minimum", -inf), limits.get("maximum", inf)
+    above, below = limits.get("exclusiveMinimum", -inf), limits.get("exclusiveMaximum", inf)
+    for value in (1, 0.5, least, most, above + 1):
+        if least <= value <= most and above < value < below and number(value) == value:
+            return number(value)
+    return 1
 
 
 def _description(schema: Mapping[str, Any]) -> str:
@@ -354,9 +389,8 @@ def _toml_text(value: object) -> str:
         case None:
             return "unset"
         case dict():
-            return (
-                f"{{ {', '.join(f'{json.dumps(key)} = {_toml_text(item)}' for key, item in value.items())} }}"
-            )
+            pairs = [f"{json.dumps(key)} = {_toml_text(item)}" for key, item in value.items()]
+            return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
         case list():
             return f"[{', '.join(_toml_text(item) for item in value)}]"
         case float():

@@ -156,9 +156,27 @@ class Registry:
         """The registered names of a kind, sorted."""
         return sorted({entry.name for entry in self.entries(kind)})
 
+    def find(self, kind: str, use: str) -> Entry | None:
+        """The entry that `use` names; None when it locates unregistered code.
+
+        Raises UnknownComponent or AmbiguousComponent.
+        """
+        owner, colon, name = use.rpartition(":")
+        providers = [entry for entry in self.entries(kind) if entry.name == name]
+        if colon:
+            providers = [entry for entry in providers if _normalise(entry.distribution) == _normalise(owner)]
+
+        if len(providers) > 1:
+            raise AmbiguousComponent(kind, use, providers)
+        if providers:
+            return providers[0]
+        if _is_file(use) or (colon and all(part.isidentifier() for part in owner.split("."))):
+            return None
+        raise UnknownComponent(kind, use, self.names(kind))
+
     def load(self, kind: str, use: str, base: Path = Path()) -> Callable[..., Any]:
         """Imports the component; raises UnknownComponent, AmbiguousComponent or BrokenComponent."""
-        entry = self._find(kind, use)
+        entry = self.find(kind, use)
         broken = partial(BrokenComponent, kind, use, entry=entry)
         location, _, attribute = (entry.target if entry else use).partition(":")
         if not attribute:
@@ -205,7 +223,7 @@ class Registry:
                 kind,
                 use,
                 breach.message,
-                entry=self._find(kind, use),
+                entry=self.find(kind, use),
                 cause=breach.__cause__,
                 hints=["every option of a component is a keyword parameter with a type that TOML can write"],
             ) from breach
@@ -249,23 +267,6 @@ class Registry:
             case _:
                 return value
 
-    def _find(self, kind: str, use: str) -> Entry | None:
-        """The entry that `use` names, or None when it locates unregistered code."""
-        owner, colon, name = use.partition(":")
-        if not colon:
-            owner, name = "", use
-
-        providers = [entry for entry in self.entries(kind) if entry.name == name]
-        if owner:
-            providers = [entry for entry in providers if _normalise(entry.distribution) == _normalise(owner)]
-        if len(providers) > 1:
-            raise AmbiguousComponent(kind, use, providers)
-        if providers:
-            return providers[0]
-        if _is_file(use) or (owner and all(part.isidentifier() for part in owner.split("."))):
-            return None
-        raise UnknownComponent(kind, use, self.names(kind))
-
 
 # ---------------------------------------------------------------------------------------- the installed index
 @cache
@@ -288,7 +289,7 @@ def _declared(name: str, path: tuple[str, ...]) -> Iterable[Entry]:
     for point in distribution.entry_points:
         kind = point.group.removeprefix("ddpforge.")
         if point.group.startswith("ddpforge.") and kind in KINDS:
-            target = f"{point.module}:{point.attr}"
+            target = f"{point.module}:{point.attr or ''}"
             yield Entry(kind, point.name, distribution.name, distribution.version, target)
 
 

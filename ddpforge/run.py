@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
-from ddpforge.checkpoint import Checkpoints
+from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.console import setup_logging
 from ddpforge.data import Batches, Share, mix, open_data
 from ddpforge.durations import Horizon
@@ -19,15 +19,16 @@ from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed, UsageErr
 from ddpforge.interfaces import Callback, Strategy, Task, Tracker, World
 from ddpforge.optim.groups import parameter_groups
 from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
-from ddpforge.recipe.batch import plan_batch
+from ddpforge.recipe.batch import check_world, plan_batch
 from ddpforge.registry import Registry
-from ddpforge.runfolder import RunFolder
+from ddpforge.runfolder import RunFolder, Status, recipe_changes, refuse_fixed
 from ddpforge.trackers.several import Several
 from ddpforge.trainer import Trainer
 
 __all__ = ["Outcome", "assemble", "run"]
 
 T = TypeVar("T")
+State = Literal["running", "done", "failed", "stopped", "diverged"]
 log = logging.getLogger("ddpforge")
 
 _WEIGHTS = 0x1217       # keeps the random numbers of initial weights apart from all others
@@ -38,13 +39,19 @@ class Outcome:
     """How a run ended, as its `status.json` says it."""
 
     folder: Path
-    status: Mapping[str, Any]
+    status: Status
     is_main: bool
 
     @property
     def exit_code(self) -> ExitCode:
         """What the process should end with."""
-        return ExitCode(self.status["exit_code"])
+        return ExitCode(self.status["exit_code"] or 0)
+
+    def sentence(self) -> str:
+        """The outcome for people."""
+        metrics = {name: value for name, value in self.status["metrics"].items() if name.startswith("eval/")}
+        numbers = "".join(f", {name} {value:.4g}" for name, value in metrics.items() if value is not None)
+        return f"{self.folder}: {self.status['state']} at step {self.status['step']}{numbers}"
 
 
 def run(
@@ -66,39 +73,32 @@ def run(
 
     strategy: Strategy = registry.build("strategy", recipe.strategy)
     world = strategy.setup(recipe.train)
-    plan_batch(recipe.train, world.data_size)
+    setup_logging(world.rank)
+    check_world(loaded, world.data_size)
 
     folder = RunFolder(Path(out or recipe.output_dir) / recipe.name)
-    finished = _on_main(strategy, world, lambda: _open(folder, loaded, fresh, allow_change))
+    finished = _on_main(strategy, world, lambda: _open(folder, loaded, fresh=fresh, allow_change=allow_change))
     if finished:
         return Outcome(folder.path, finished, world.is_main)
-    setup_logging(world.rank, folder.path)
 
+    setup_logging(world.rank, folder.path)
     checkpoints = Checkpoints(
         folder.checkpoints, keep=recipe.checkpoint.keep, is_main=world.is_main, broadcast=strategy.broadcast
     )
     tracker = _trackers(recipe, registry) if world.is_main else Tracker()
-    ending = _Ending(folder, world, recipe)
+    trainer = None
     try:
         trainer = assemble(loaded, registry, strategy, world, checkpoints, tracker)
         checkpoint = checkpoints.load()
         if checkpoint:
             trainer.restore(checkpoint)
-        ending.trainer = trainer
-
-        tracker.start(
-            name=recipe.name,
-            folder=folder.path,
-            config=loaded.tables | {"run": _facts(trainer)},
-            resumed_at=checkpoint.step if checkpoint else None,
-        )
-        ending.write("running")
+        _on_main(strategy, world, lambda: _begin(folder, loaded, trainer, tracker))
         state = trainer.fit()
     except BaseException as error:
-        ending.failed(error)
+        _failed(folder, world, recipe, trainer, tracker, error)
         raise
 
-    status = ending.write(state)
+    status = _ended(folder, world, recipe, trainer, tracker, state)
     strategy.close()
     return Outcome(folder.path, status, world.is_main)
 
@@ -148,7 +148,7 @@ def assemble(
         callbacks=callbacks,
         checkpoints=checkpoints,
         tracker=tracker,
-        origin={"recipe": loaded.dumps(), "strategy": recipe.strategy.use, "world_size": world.size},
+        origin={"recipe": _papers(loaded)["resolved"], "strategy": recipe.strategy.use, "world_size": world.size},
     )
 
 
@@ -203,9 +203,10 @@ def _trackers(recipe: Recipe, registry: Registry) -> Tracker:
     return Several(ours | asked)
 
 
-def _facts(trainer: Trainer) -> dict[str, Any]:
+def _facts(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
     """What trackers want to know of a run beyond its recipe."""
     return {
+        "strategy": recipe.strategy.use,
         "total_steps": trainer.horizon.total,
         "steps_per_epoch": trainer.horizon.steps_per_epoch,
         "world_size": trainer.world.size,
@@ -216,16 +217,103 @@ def _facts(trainer: Trainer) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------------------- the run's folder
 def _open(
-    folder: RunFolder, loaded: LoadedRecipe, fresh: bool, allow_change: Sequence[str]
-) -> Mapping[str, Any] | None:
-    """Creates the run's folder or goes on with it (rank 0). Returns the status of a run that is finished already."""
+    folder: RunFolder, loaded: LoadedRecipe, *, fresh: bool, allow_change: Sequence[str]
+) -> Status | None:
+    """Makes sure that the folder may be trained in; returns the status of a run that is finished already."""
     if fresh and folder.exists():
-        log.info("an earlier run was set aside as %s", folder.retire())
+        log.info("the earlier run is kept as %s", folder.retire())
     if not folder.exists():
-        folder.create(loaded)
+        folder.create(**_papers(loaded))
         return None
-    ...
-    return None
+
+    changes = recipe_changes(folder.tables(), tomllib.loads(_papers(loaded)["resolved"]))
+    refuse_fixed(changes, allow_change)
+    for change in changes:
+        log.info("changed since the last attempt: %s", change)
+
+    status = folder.status()
+    if status is None or status["state"] != "done" or any(change.path == "train.length" for change in changes):
+        return None
+    log.info("%s is finished; --fresh trains it anew, a longer train.length goes on with it", folder.path)
+    return status
+
+
+def _papers(loaded: LoadedRecipe) -> dict[str, Any]:
+    """The recipe as a run's folder keeps it: as given, resolved, and with its own copies of local code."""
+    copies = {file: f"code/{number}/{file.name}" for number, file in enumerate(loaded.local_files())}
+    local_files = {name: file for file, name in copies.items()}
+    return {"text": loaded.text, "resolved": loaded.dumps(copies), "local_files": local_files}
+
+
+def _begin(folder: RunFolder, loaded: LoadedRecipe, trainer: Trainer, tracker: Tracker) -> None:
+    """Writes down that an attempt begins, and starts the trackers (rank 0)."""
+    step = trainer.progress.step
+    attempt = folder.begin_attempt(step=step, **_papers(loaded))
+    trainer.origin = {**trainer.origin, "lineage": folder.lineage()}
+    tracker.start(
+        name=loaded.recipe.name,
+        folder=folder.path,
+        config=loaded.tables | {"run": _facts(loaded.recipe, trainer)},
+        resumed_at=step if attempt > 1 else None,
+    )
+    folder.write_status(_status("running", trainer.world, loaded.recipe, trainer))
+
+
+def _ended(
+    folder: RunFolder, world: World, recipe: Recipe, trainer: Trainer, tracker: Tracker, state: State
+) -> Status:
+    """Tells callbacks and trackers, then writes the verdict."""
+    for callback in trainer.callbacks.values():
+        callback.on_end(None)
+    status = _status(state, world, recipe, trainer)
+    tracker.finish(state=state, summary=trainer.metrics)
+    if world.is_main:
+        folder.write_status(status)
+    return status
+
+
+def _failed(
+    folder: RunFolder,
+    world: World,
+    recipe: Recipe,
+    trainer: Trainer | None,
+    tracker: Tracker,
+    error: BaseException,
+) -> None:
+    """Writes down the failure, by whichever rank meets one first: its peers fail after it, and only because of it."""
+    state: State = "diverged" if isinstance(error, Diverged) else "failed"
+    for callback in trainer.callbacks.values() if trainer else ():
+        callback.on_end(error)
+    tracker.finish(state=state, summary=trainer.metrics if trainer else {})
+    if _is_first(folder):
+        folder.write_status(_status(state, world, recipe, trainer, error))
+
+
+def _is_first(folder: RunFolder) -> bool:
+    """True on the first rank that fails: whoever creates the file."""
+    attempt = folder.attempts()
+    try:
+        (folder.path / "logs" / f"failure-{attempt}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _status(
+    state: State, world: World, recipe: Recipe, trainer: Trainer | None, error: BaseException | None = None
+) -> Status:
+    codes = {"running": None, "done": ExitCode.DONE, "stopped": ExitCode.STOPPED}
+    code = error.exit_code if isinstance(error, ForgeError) else codes.get(state, ExitCode.FAILED)
+    return Status(
+        state=state,
+        exit_code=code,
+        step=trainer.progress.step if trainer else 0,
+        samples=trainer.progress.samples if trainer else 0,
+        world_size=world.size,
+        strategy=recipe.strategy.use,
+        metrics=trainer.metrics if trainer else {},
+        error=f"rank {world.rank}: {type(error).__name__}: {error}" if error else None,
+    )
 
 
 def _on_main(strategy: Strategy, world: World, action: Callable[[], T]) -> T:
@@ -238,21 +326,9 @@ def _on_main(strategy: Strategy, world: World, action: Callable[[], T]) -> T:
         except ForgeError as caught:
             error = caught
 
-    result, failed = strategy.broadcast((result, error.exit_code if error else None))
+    result, code = strategy.broadcast((result, error.exit_code if error else None))
     if error:
         raise error
-    if failed is not None:
-        raise PeerFailed(failed)
-    return result  # type: ignore[return-value]
-
-
-class _Ending:
-    """Writes down how the run stands and how it ended."""
-
-    def __init__(self, folder: RunFolder, world: World, recipe: Recipe) -> None:
-        self.folder, self.world, self.recipe = folder, world, recipe
-        self.trainer: Trainer | None = None
-
-    def write(self, state: str, error: BaseException | None = None) -> dict[str, Any]:
-        """`status.json` (rank 0, or the first rank to fail), and the same as a dictionary on every rank."""
-        ...
+    if code is not None:
+        raise PeerFailed(code)
+    return cast(T, result)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddpforge.checkpoint import Checkpoint, Checkpoints
+from ddpforge.checkpoint.format import Checkpoint
+from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
 from ddpforge.durations import Horizon
 from ddpforge.errors import Diverged, UsageError
@@ -50,11 +51,11 @@ class Progress:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Progress:
         """Where `checkpoint` was saved."""
-        stored = dict(checkpoint.position)
+        stored: dict[str, Any] = dict(checkpoint.position)
         return cls(checkpoint.step, checkpoint.samples, left_out=set(stored.pop("left_out")), **stored)
 
 
-class _GoBack(Exception):  # noqa: N818  (a request, not an error)
+class _GoBack(Exception):
     """Training is to go on from the last checkpoint, without the steps in `bad`."""
 
     def __init__(self, bad: list[int]) -> None:
@@ -266,10 +267,11 @@ class Trainer:
         """
         bad: list[int] = []
         norms = torch.stack(list(self._norms.values())).tolist() if self._norms else []
-        for step, self._norm in zip(self._norms, norms, strict=True):
-            finite = math.isfinite(self._norm)
-            self._skips_in_a_row = 0 if finite else self._skips_in_a_row + 1
-            bad += [] if finite else [step]
+        for step, norm in zip(self._norms, norms, strict=True):
+            self._norm = norm
+            self._skips_in_a_row = 0 if math.isfinite(norm) else self._skips_in_a_row + 1
+            if self._skips_in_a_row:
+                bad.append(step)
         self._norms.clear()
 
         if not bad:

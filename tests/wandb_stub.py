@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
 Table = dict[str, Any]
-Fault = Literal["none", "500", "hang"]
+Fault = Literal["500", "hang", "gone"]
 
 
 @dataclass
@@ -26,11 +26,11 @@ class StubRun:
 
 
 class WandbStub:
-    """A server on 127.0.0.1: `runs` holds what has arrived, by run id; `fault` makes requests fail or hang."""
+    """A server on 127.0.0.1; `runs` holds what has arrived, by run id."""
 
     def __init__(self) -> None:
         self.runs: dict[str, StubRun] = {}
-        self.fault: Fault = "none"
+        self.fault: Fault | None = None
         self.gone = threading.Event()
         handler = type("Handler", (_Handler,), {"stub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -38,9 +38,10 @@ class WandbStub:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
-    def die(self) -> None:
-        """From now on connections are refused, open ones are closed and hanging requests come back empty."""
-        if not self.gone.is_set():
+    def fail(self, fault: Fault) -> None:
+        """From now on answers "500", never answers, or has gone: open connections are closed, new ones refused."""
+        self.fault = fault
+        if fault == "gone" and not self.gone.is_set():
             self.gone.set()
             self._server.shutdown()
             self._server.server_close()
@@ -49,7 +50,7 @@ class WandbStub:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.die()
+        self.fail("gone")
 
     # -- the three things a client does
     def stream(self, run_id: str, message: Table) -> None:

@@ -33,12 +33,10 @@ class EarlyStopping(Callback):
         ] = 0.0,
         mode: Annotated[
             Literal["min", "max"] | None,
-            Field(
-                description="Whether less or more is better; absent: known for losses, errors and accuracies."
-            ),
+            Field(description="Whether less or more is better; absent: known for losses, errors and accuracies."),
         ] = None,
     ) -> None:
-        self._metric = metric
+        self.metric = metric
         self._patience = patience
         self._min_delta = min_delta
         self._sign = -1.0 if (mode or _mode(metric)) == "min" else 1.0
@@ -47,12 +45,12 @@ class EarlyStopping(Callback):
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool:
         """True when the patience is at its end."""
-        if self._metric not in metrics:
+        if self.metric not in metrics:
             raise PluginError(
-                f"early_stopping watches {self._metric!r}, which no evaluation reports",
+                f"early_stopping watches {self.metric!r}, which no evaluation reports",
                 hints=[f"one of: {', '.join(sorted(metrics))}"],
             )
-        value = metrics[self._metric]
+        value = metrics[self.metric]
         if self._is_best(value):
             self._best, self._waited = value, 0
         else:
@@ -63,7 +61,7 @@ class EarlyStopping(Callback):
         logger.info(
             "stopping early: %d evaluations without a better %s than %s",
             self._waited,
-            self._metric,
+            self.metric,
             self._best,
         )
         return True

@@ -19,20 +19,16 @@ logger = logging.getLogger("ddpforge")
 class EMA(Callback):
     """Keeps `average = decay * average + (1 - decay) * weight` for every trainable parameter.
 
-    Averages start at the initial weights, or at those of the first step where an earlier run goes on that kept
-    none, and are held in fp32 at least. Buffers are the live model's. A parameter that is frozen at the start is
-    left out: its average is itself.
+    Averages are held in fp32 at least. They start at the initial weights, or, where a run goes on that kept
+    none, at the weights after its next step. Buffers are the live model's. A parameter that is frozen at the
+    start is left out: its average is itself.
     """
 
     def __init__(
         self,
-        decay: Annotated[
-            float, Field(gt=0, lt=1, description="How much of the old average an update keeps.")
-        ],
+        decay: Annotated[float, Field(gt=0, lt=1, description="How much of the old average an update keeps.")],
         every: Annotated[int, Field(ge=1, le=2**31, description="Optimizer steps per update.")] = 1,
-        evaluate: Annotated[
-            bool, Field(description="Evaluate the averaged weights, not the live ones.")
-        ] = True,
+        evaluate: Annotated[bool, Field(description="Evaluate the averaged weights, not the live ones.")] = True,
     ) -> None:
         self._every = every
         self._evaluate = evaluate

@@ -82,6 +82,7 @@ def discard(path: Path) -> None:
     """Removes a folder with all it holds; a crash leaves garbage, never half a folder of that name."""
     trash = path.with_name(f".trash-{path.name.lstrip('.')}")
     rename(path, trash)
+    sync_folder(path.parent)
     remove(trash)
 
 

@@ -31,7 +31,6 @@ from ddpforge.checkpoint.manifest import (
     TensorEntry,
     damaged,
     read_manifest,
-    verify,
 )
 from ddpforge.checkpoint.tensors import Value
 from ddpforge.errors import CheckpointError
@@ -44,8 +43,8 @@ Contents = Mapping[Section, Mapping[str, Tensor]]
 class Checkpoint:
     """All that a run needs to go on as if it had never stopped.
 
-    `position` (in the data) and `loop` (loss scale, skipped steps) are JSON. `callbacks` maps a callback's name
-    to its state. `recipe` is the resolved recipe's text; `lineage` tells which recipes led here.
+    `position` (in the data) and `loop` (loss scale, skipped steps) are JSON. `callbacks` maps a callback's
+    name to its state. `recipe` is the resolved recipe's text; `lineage` tells which recipes led here.
     """
 
     step: int
@@ -57,8 +56,8 @@ class Checkpoint:
     lineage: list[JsonValue] = field(default_factory=list)
     position: dict[str, JsonValue] = field(default_factory=dict)
     loop: dict[str, JsonValue] = field(default_factory=dict)
-    callbacks: dict[str, dict[str, Value]] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
+    callbacks: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 # ---------------------------------------------------------------------------------------------- writing
@@ -76,9 +75,7 @@ def write(folder: Path, checkpoint: Checkpoint) -> Path:
         raise CheckpointError(
             f"the checkpoint of step {checkpoint.step} could not be written to {folder}: "
             f"{error.strerror or error}; it takes {needed:,} bytes and {_free(folder):,} are free",
-            hints=[
-                "earlier checkpoints are intact: make room, or keep fewer (`checkpoint.keep`), and resume"
-            ],
+            hints=["earlier checkpoints are intact: make room, or keep fewer (`checkpoint.keep`), and resume"],
         ) from error
 
 
@@ -101,8 +98,7 @@ def _describe(checkpoint: Checkpoint) -> tuple[Manifest, Contents]:
             world_size=checkpoint.world_size,
             versions=versions,
             metrics={
-                name: tensors.to_scalar(x, f"the metric {name}", (int, float))
-                for name, x in checkpoint.metrics.items()
+                name: tensors.to_scalar(x, f"the metric {name}", (int, float)) for name, x in checkpoint.metrics.items()
             },
             position=checkpoint.position,
             loop=checkpoint.loop,
@@ -124,13 +120,14 @@ class _Kind(NamedTuple):
     """What is peculiar to the optimizer's state and to that of callbacks."""
 
     what: str  # names a value in an error
+    numbers: bool  # 0-d tensors are kept as numbers in the manifest
     plain: tuple[type, ...]  # types that may stand beside tensors
     cut: Callable[[str, str], tuple[str, str, str]]  # takes a tensor's name apart
 
 
 # A parameter's name may hold slashes, the keys of its state do not; for callbacks it is the other way round.
-_OPTIMIZER = _Kind("{1} in the optimizer state of {0}", (bool, int, float, NoneType), str.rpartition)
-_CALLBACKS = _Kind("{1} in the state of callback {0}", (bool, int, float, str, NoneType), str.partition)
+_OPTIMIZER = _Kind("{1} in the optimizer state of {0}", True, (bool, int, float, NoneType), str.rpartition)
+_CALLBACKS = _Kind("{1} in the state of callback {0}", False, (bool, int, float, str, NoneType), str.partition)
 
 
 def _split(
@@ -142,7 +139,7 @@ def _split(
     for owner, values in owners.items():
         for key, value in values.items():
             what = kind.what.format(owner, key)
-            if isinstance(value, Tensor) and value.ndim:
+            if isinstance(value, Tensor) and (value.ndim or not kind.numbers):
                 tensors.check(value, what)
                 found[name := f"{owner}/{key}"] = value
                 if kind.cut(name, "/") != (owner, "/", key):
@@ -207,19 +204,16 @@ def _fill(folder: Path, manifest: Manifest, contents: Contents) -> None:
 
 def _free(folder: Path) -> int:
     """Bytes left on the disk that holds, or was to hold, the folder."""
-    return shutil.disk_usage(
-        next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    ).free
+    return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
 
 
 # ---------------------------------------------------------------------------------------------- reading
-def read(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, every byte of it verified; tensors are on the CPU.
+def read(path: Path, *, verify: bool = True) -> Checkpoint:
+    """The checkpoint at `path`, every byte of it verified unless `verify` is False; tensors are on the CPU.
 
     Raises CheckpointError naming the file that is missing, damaged, not what the manifest says, or too new.
     """
-    manifest = read_manifest(path)
-    verify(path, manifest)
+    manifest = read_manifest(path, verify=verify)
     optimizer = read_section(path, manifest, "optimizer")
     callbacks = read_section(path, manifest, "callbacks")
     try:
@@ -255,9 +249,7 @@ def read_section(path: Path, manifest: Manifest, section: Section) -> dict[str, 
     entries = manifest.tensors.get(section, {})
     found: dict[str, Tensor] = {}
     for file in {entry.file: None for entry in entries.values()}:
-        found |= tensors.decode(
-            path / file, {name: entry for name, entry in entries.items() if entry.file == file}
-        )
+        found |= tensors.decode(path / file, {name: entry for name, entry in entries.items() if entry.file == file})
     return found
 
 

@@ -22,7 +22,7 @@ from ddpforge.errors import CheckpointError
 
 FORMAT, VERSION = "ddpforge", 1
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
-LATEST = "latest.json"     # beside the checkpoints: names the one written last
+LATEST = "latest.json"  # beside the checkpoints: names the one written last
 FOLDER = re.compile(r"step-(\d{9,})-[0-9a-f]{4}")
 
 _LIMIT = 1 << 28  # bytes of JSON: more than a million tensors
@@ -31,9 +31,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 def _plain_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise ValueError(
-            f"the file name {name!r} would leave the folder or hide in it; expected a plain name"
-        )
+        raise ValueError(f"the file name {name!r} would leave the folder or hide in it; expected a plain name")
     return name
 
 
@@ -120,10 +118,11 @@ class _Header(BaseModel):
     version: int
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path, *, verify: bool = False) -> Manifest:
     """The manifest of the checkpoint `path`, after checking that it is committed and has all its files.
 
-    Costs no more than a look at each file's size; `verify` reads them. Raises CheckpointError.
+    Costs a look at each file's size, or, with `verify`, a read of every byte. Raises CheckpointError naming
+    what is missing, damaged or too new.
     """
     commit = _parse(Commit, path / COMMIT, _read(path / COMMIT))
     content = _read(path / MANIFEST)
@@ -141,14 +140,10 @@ def read_manifest(path: Path) -> Manifest:
 
     manifest = _parse(Manifest, path / MANIFEST, content)
     _check_files(path, manifest)
-    return manifest
-
-
-def verify(path: Path, manifest: Manifest) -> None:
-    """Reads every file of the checkpoint; raises CheckpointError naming the first whose contents changed."""
-    for name, entry in manifest.files.items():
+    for name, entry in manifest.files.items() if verify else ():
         if files.sha256(path / name) != entry.sha256:
             raise damaged(path / name, "its sha256 is not the one in the manifest")
+    return manifest
 
 
 def damaged(path: Path, reason: str) -> CheckpointError:
@@ -167,9 +162,7 @@ def _check_files(path: Path, manifest: Manifest) -> None:
     for section in manifest.tensors.values():
         for name, tensor in section.items():
             if tensor.file not in manifest.files:
-                raise damaged(
-                    path / MANIFEST, f"it puts {name} in the file {tensor.file!r}, which it does not list"
-                )
+                raise damaged(path / MANIFEST, f"it puts {name} in the file {tensor.file!r}, which it does not list")
 
 
 def _size(path: Path) -> int:

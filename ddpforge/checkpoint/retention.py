@@ -2,12 +2,13 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from ddpforge.checkpoint import files
-from ddpforge.checkpoint.manifest import FOLDER, LATEST, Manifest, read_manifest, verify
+from ddpforge.checkpoint.manifest import FOLDER, LATEST, Manifest, read_manifest
 from ddpforge.errors import CheckpointError
 from ddpforge.recipe.schema import KeepSection
 
@@ -38,11 +39,11 @@ def committed(folder: Path) -> tuple[list[Found], list[tuple[Path, str]]]:
 
 
 def newest(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest checkpoint of which every byte is intact, and those that were passed over for it, with reasons."""
+    """The newest checkpoint that is intact to the last byte, and those passed over for it, with reasons."""
     found, skipped = committed(folder)
     for path, manifest in found:
         try:
-            verify(path, manifest)
+            read_manifest(path, verify=True)
         except CheckpointError as error:
             skipped.append((path, error.message))
         else:
@@ -51,38 +52,48 @@ def newest(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
 
 
 def is_best(metrics: Mapping[str, float], keep: KeepSection, found: list[Found]) -> bool:
-    """True when `metrics` beat those of every checkpoint in `found`; a NaN or missing metric never does."""
-    if keep.by is None or math.isnan(value := metrics.get(keep.by, math.nan)):
+    """True when `metrics` beat those of all in `found`; a metric that is missing or not finite never does."""
+    if not keep.best or keep.by is None or not math.isfinite(value := metrics.get(keep.by, math.nan)):
         return False
-    return all(_badness(value, keep) < _badness(each.manifest.metric(keep.by), keep) for each in found)
+    return all(_badness(value, keep) < _badness(each.manifest.metric(keep.by), keep) for each in best(found, keep))
 
 
 def best(found: list[Found], keep: KeepSection) -> list[Found]:
-    """Those of `found` whose metric is known, best first; of equals the newer first."""
-    if keep.by is None:
+    """Those of `found` (newest first) whose metric is finite, best first; of equals the newer first."""
+    if (by := keep.by) is None:
         return []
-    known = [each for each in found if not math.isnan(each.manifest.metric(keep.by))]
-    return sorted(known, key=lambda each: _badness(each.manifest.metric(keep.by or ""), keep))
+    known = [each for each in found if math.isfinite(each.manifest.metric(by))]
+    return sorted(known, key=lambda each: _badness(each.manifest.metric(by), keep))
 
 
 def prune(folder: Path, keep: KeepSection) -> list[Path]:
     """Removes the checkpoints that `keep` does not keep, and returns their paths.
 
-    Only complete checkpoints count as kept, so that a broken one never costs an intact one its place; broken ones
-    are left for a person to look at. The one that `latest.json` names always stays.
+    Only complete checkpoints count as kept, so that a broken one never costs an intact one its place; broken
+    ones are left for a person to look at. The one that `latest.json` names always stays.
     """
     found, _ = committed(folder)
     kept = {each.path for each in (*found[: keep.last], *best(found, keep)[: keep.best])}
     removed = [each.path for each in found if each.path not in kept and each.path.name != _latest(folder)]
     for path in removed:
-        files.discard(path)
+        with _removing(path):
+            files.discard(path)
     return removed
 
 
 def clean(folder: Path) -> None:
     """Removes what a killed process left half-written or half-removed; call it before any process writes."""
     for path in (*folder.glob(".*.tmp"), *folder.glob(".trash-*")):
-        files.remove(path)
+        with _removing(path):
+            files.remove(path)
+
+
+@contextmanager
+def _removing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be removed: {error.strerror or error}") from error
 
 
 def _open(path: Path) -> Manifest:
@@ -100,13 +111,13 @@ def _step(path: Path) -> float:
 
 
 def _badness(value: float, keep: KeepSection) -> float:
-    """Smaller is better; infinite where the metric is not known."""
-    less = any(word in (keep.by or "") for word in _LESS_IS_BETTER) if keep.mode is None else keep.mode == "min"
-    return math.inf if math.isnan(value) else value if less else -value
+    """The metric `keep.by`, turned round where more of it is better."""
+    mode = keep.mode or ("min" if any(word in (keep.by or "") for word in _LESS_IS_BETTER) else "max")
+    return value if mode == "min" else -value
 
 
 def _latest(folder: Path) -> str | None:
     try:
         return str(json.loads((folder / LATEST).read_bytes())["dir"])
     except (OSError, ValueError, KeyError, TypeError):
-        return None     # a hint only: absent before the first save, and anyone may have edited it
+        return None  # a hint only: absent before the first save, and anyone may have edited it

@@ -58,7 +58,7 @@ def torchvision_dataset(
     """Labelled images: float32 [C, H, W] in [0, 1] before normalisation, and an int64 label.
 
     The pipeline is ToImage, `transforms`, ToDtype(float32, scale), Normalize; it is tried on the first image
-    at once. ImageFolder reads `root/<split>/<class>/<image>`; FakeData is 1,000 random images of 3 x 224 x 224
+    at once. ImageFolder reads `root/<split>/<class>/<image>`; FakeData is 1,000 random images, 3 x 224 x 224,
     in 10 classes. The others are held in memory and, without transforms, fetched a batch at a time.
 
     Several processes never download: they would write the same files at the same time.

@@ -12,8 +12,7 @@ from ddpforge.interfaces import Metric, Total
 class TopK(Metric):
     """The share of samples whose class is among the `k` largest logits, reported as `top<k>`.
 
-    Takes logits [..., C] and int64 classes [...]; every target counts, a negative one as a miss. Raises ValueError
-    when there are fewer than `k` classes.
+    Takes logits [..., C] and int64 classes [...]; every target counts, a negative one as a miss.
     """
 
     def __init__(
@@ -23,8 +22,11 @@ class TopK(Metric):
         self.name = f"top{k}"
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
+        """Hits and targets; raises ValueError when there are fewer than `k` classes."""
         if outputs.shape[-1] < self.k:
-            raise ValueError(f"{self.name} needs at least {self.k} classes; the outputs have {outputs.shape[-1]}")
+            raise ValueError(
+                f"{self.name} needs at least {self.k} classes; the outputs have {outputs.shape[-1]}"
+            )
         hits = outputs.topk(self.k, dim=-1).indices == targets.unsqueeze(-1)
         return Total(hits.sum(dtype=torch.float32), targets.numel())
 
@@ -45,5 +47,6 @@ class Accuracy(Metric):
     name = "accuracy"
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
+        """Hits and targets."""
         hits = outputs.argmax(dim=-1) == targets
         return Total(hits.sum(dtype=torch.float32), targets.numel())

@@ -8,14 +8,16 @@ from ddpforge.interfaces import Metric, Total
 class MeanAbsoluteError(Metric):
     """The absolute error, averaged over the values of a sample and over samples.
 
-    Takes predictions and targets of one shape [B, ...]; raises ValueError when the shapes differ, which would
-    otherwise be broadcast.
+    Takes predictions and targets of one shape [B, ...].
     """
 
     name = "mae"
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
+        """Errors and samples; raises ValueError for two shapes, which would otherwise be broadcast."""
         if outputs.shape != targets.shape:
-            raise ValueError(f"mae compares equal shapes, not {list(outputs.shape)} with {list(targets.shape)}")
+            raise ValueError(
+                f"mae compares equal shapes, not {list(outputs.shape)} with {list(targets.shape)}"
+            )
         errors = (outputs.detach().float() - targets).abs()
-        return Total(errors.flatten(1).mean(dim=1).sum() if errors.ndim > 1 else errors.sum(), len(errors))
+        return Total(errors.reshape(len(errors), -1).mean(dim=1).sum(), len(errors))

@@ -18,9 +18,7 @@ class CNN(nn.Module):
     def __init__(
         self,
         *,
-        channels_in: Annotated[
-            _Channels, Field(description="Channels of the images: 1 for grey, 3 for RGB.")
-        ] = 1,
+        channels_in: Annotated[_Channels, Field(description="Channels of the images: 1 for grey, 3 for RGB.")] = 1,
         classes: Annotated[int, Field(ge=1, le=2**20, description="Number of classes.")] = 10,
         width: Annotated[
             _Channels, Field(description="Channels of the first stage; the second has twice as many.")

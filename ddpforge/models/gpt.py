@@ -1,6 +1,7 @@
 """A decoder-only transformer in the manner of GPT-2 (Radford et al. 2019): pre-norm, learnt positions."""
 
 import math
+from bisect import bisect
 from typing import Annotated, ClassVar
 
 import torch
@@ -15,9 +16,9 @@ class GPT(nn.Module):
     """Predicts the next token at every position: [B, T] int64 → logits [B, T, vocab_size], T ≤ block_size.
 
     Initial weights are N(0, 0.02²), those of the layers that write to the residual stream scaled down by
-    √(2·layers); biases are zero. Every layer initialises itself in its own `reset_parameters`, so that calling
-    those initialises a model that was built on the meta device. With tied embeddings the output layer has no
-    parameter of its own: one parameter used twice cannot come apart when modules are materialised or sharded.
+    √(2·layers); biases are zero. Every layer initialises itself in its own `reset_parameters`, so that
+    calling those initialises a model that was built on the meta device. With tied embeddings the output layer
+    has no parameter of its own: one used twice cannot come apart when modules are materialised or sharded.
 
     Raises ValueError when `heads` does not divide `width`.
     """
@@ -31,9 +32,7 @@ class GPT(nn.Module):
         vocab_size: Annotated[int, Field(ge=2, le=2**24, description="Number of different tokens.")] = 256,
         block_size: Annotated[int, Field(ge=1, le=2**24, description="Longest sequence, in tokens.")] = 256,
         layers: Annotated[int, Field(ge=1, le=1000, description="Number of transformer blocks.")] = 4,
-        heads: Annotated[
-            int, Field(ge=1, le=1024, description="Attention heads per block; must divide `width`.")
-        ] = 4,
+        heads: Annotated[int, Field(ge=1, le=1024, description="Attention heads per block; must divide `width`.")] = 4,
         width: Annotated[int, Field(ge=1, le=2**17, description="Channels of the residual stream.")] = 128,
         dropout: Annotated[
             float,
@@ -65,9 +64,7 @@ class GPT(nn.Module):
         """[B, T] int64 → [B, T, vocab_size]; raises ValueError when T exceeds `block_size`."""
         length = tokens.shape[1]
         if length > self.block_size:
-            raise ValueError(
-                f"a sequence of {length} tokens is longer than the model's block_size = {self.block_size}"
-            )
+            raise ValueError(f"a sequence of {length} tokens is longer than the model's block_size = {self.block_size}")
 
         x = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
         x = self.dropout(x)
@@ -142,6 +139,7 @@ class _Embedding(nn.Embedding):
 
 def _nearest(width: int, heads: int) -> str:
     """Which numbers of heads would do."""
-    divisors = (n for n in range(1, width + 1) if width % n == 0)
-    nearest = sorted(divisors, key=lambda n: abs(n - heads))[:2]
-    return f"use heads = {' or '.join(map(str, sorted(nearest)))}, or a width that is a multiple of {heads}"
+    divisors = [n for n in range(1, width + 1) if width % n == 0]
+    above = bisect(divisors, heads)
+    nearest = " or ".join(map(str, divisors[max(0, above - 1) : above + 1]))
+    return f"use heads = {nearest}, or a width that is a multiple of {heads}"

@@ -33,12 +33,10 @@ def torchvision_model(
             + (f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else "")
         )
 
-    keywords = {"aux_logits": False, "init_weights": True} if arch in _WITH_AUXILIARY_OUTPUTS else {}
+    plain = {"aux_logits": False, "init_weights": True} if arch in _WITH_AUXILIARY_OUTPUTS else {}
     try:
-        model: nn.Module = models.get_model(arch, weights=None, num_classes=classes, **keywords, **options)
+        model: nn.Module = models.get_model(arch, weights=None, num_classes=classes, **{**plain, **options})
     except (TypeError, ValueError, AssertionError) as error:
-        raise ValueError(
-            f"torchvision cannot build `{arch}` with options {dict(options)}: {error}"
-        ) from error
+        raise ValueError(f"torchvision cannot build `{arch}` with options {dict(options)}: {error}") from error
     model.outputs = classes  # type: ignore[assignment]  # any attribute may be set on a module
     return model

@@ -1,19 +1,57 @@
-"""The two optimizers most recipes use, with torch's fused kernels where they exist.
+"""The two optimizers that most recipes use, with torch's fused kernels where they apply.
 
 Any other is named by its class, e.g. `use = "torch.optim:RMSprop"`.
 """
 
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from torch.optim import SGD, AdamW
-from torch.optim.optimizer import ParamsT
 
 _LearningRate = Annotated[
-    float, Field(gt=0, le=1000, description="Learning rate, which the schedule multiplies by its factor.")
+    float, Field(gt=0, le=1000, description="Learning rate; the schedule multiplies it by its factor.")
 ]
 _WeightDecay = Annotated[
-    float,
-    Field(ge=0, le=1000, description="Weight decay; parameters under `optimizer.no_decay` have none."),
+    float, Field(ge=0, le=1000, description="Weight decay of all parameters but those in `no_decay`.")
 ]
+_Fused = Annotated[
+    Literal["auto"] | bool,
+    Field(description='Update all weights in one kernel; "auto": where torch has it, on CPU and CUDA.'),
+]
+_Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def adamw(
+    params: list[dict[str, Any]],
+    *,
+    lr: _LearningRate,
+    betas: Annotated[
+        tuple[_Fraction, _Fraction],
+        Field(description="How much the running means of gradients and of their squares keep per step."),
+    ] = (0.9, 0.999),
+    eps: Annotated[float, Field(gt=0, le=1, description="Added to the denominator.")] = 1e-8,
+    weight_decay: _WeightDecay = 0.01,
+    fused: _Fused = "auto",
+) -> AdamW:
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019); `params` are parameter groups."""
+    fused = _can_fuse(params) if fused == "auto" else fused
+    return AdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
+
+
+def sgd(
+    params: list[dict[str, Any]],
+    *,
+    lr: _LearningRate,
+    momentum: Annotated[_Fraction, Field(description="How much of the last update is repeated.")] = 0.0,
+    nesterov: Annotated[bool, Field(description="Nesterov's momentum; needs `momentum`.")] = False,
+    weight_decay: _WeightDecay = 0.0,
+    fused: _Fused = "auto",
+) -> SGD:
+    """Stochastic gradient descent; `params` are parameter groups."""
+    fused = _can_fuse(params) if fused == "auto" else fused
+    return SGD(params, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, fused=fused)
+
+
+def _can_fuse(groups: list[dict[str, Any]]) -> bool:
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)

@@ -20,9 +20,9 @@ def bundled() -> dict[str, Path]:
 
 
 def find_recipe(name_or_path: str | Path) -> Path:
-    """The file that `name_or_path` means: with a separator or the suffix .toml a path, else the name of a bundled one.
+    """The file that `name_or_path` means: a path if it has a separator or ends in .toml, else a bundled recipe.
 
-    Raises RecipeError when there is none.
+    Raises RecipeError when there is no such file.
     """
     text = str(name_or_path)
     is_path = isinstance(name_or_path, Path) or "/" in text or os.sep in text or text.endswith(".toml")
@@ -33,7 +33,11 @@ def find_recipe(name_or_path: str | Path) -> Path:
     if not is_path:
         here = [f"a file in this folder is written `./{text}`"] if path.exists() else did_you_mean(text, bundled())
         names = f"recipes that ship with ddpforge: {', '.join(bundled())}" if bundled() else ""
-        hints = [*here, *([names] if names else []), "a recipe of your own is given by its path, such as `./my.toml`"]
+        hints = [
+            *here,
+            *([names] if names else []),
+            "a recipe of your own is given by its path, such as `./my.toml`",
+        ]
         raise RecipeError([Problem(f"no recipe named `{text}`", hints=tuple(hints))])
     require_file(path, text)
     return path
@@ -46,7 +50,7 @@ def require_file(path: Path, label: str, place: Place | None = None, *, key: str
             return
         beside = [one.name for one in path.parent.glob("*.toml")] if path.parent.is_dir() else []
         inside = sorted(one.name for one in path.glob("*.toml")) if path.is_dir() else []
-    except (OSError, ValueError) as error:      # a NUL, or a name that no file system takes
+    except (OSError, ValueError) as error:  # a NUL, or a name that no file system takes
         raise RecipeError([Problem(f"`{label}` cannot be a file: {error}", key, place)]) from error
 
     if path.is_dir():

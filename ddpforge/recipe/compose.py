@@ -16,8 +16,8 @@ from ddpforge.recipe.origins import Place, Source
 from ddpforge.recipe.report import Problem, kind_of, printable
 from ddpforge.recipe.toml import parse, read
 
-_TOML_FOR_SURE = re.compile(r"[\"'\[{]|[-+]?\d+$")      # a --set value that is not meant as a bare word
-_Chain = tuple[tuple[Path, str], ...]                   # the files being read, outermost first, and their labels
+_TOML_FOR_SURE = re.compile(r"[\"'\[{]|[-+]?\d+$")  # a --set value that is not meant as a bare word
+_Chain = tuple[tuple[Path, str], ...]  # the files being read, outermost first, and their labels
 
 
 def compose(path: Path, sets: Sequence[str]) -> tuple[Layers, Source]:
@@ -33,7 +33,7 @@ def compose(path: Path, sets: Sequence[str]) -> tuple[Layers, Source]:
     problems: list[Problem] = []
     for text in sets:
         try:
-            assigned.merge(_assignment(text), change_use=False)     # whatever their order, none undoes another
+            assigned.merge(_assignment(text), change_use=False)  # whatever their order, none undoes another
         except RecipeError as error:
             problems += error.problems
     if problems:
@@ -89,6 +89,7 @@ def _assignment(text: str) -> Layers:
         problem = Problem(f"`{printable(text)}` assigns nothing", "--set", source.at(0, len(text)), (hint,))
         raise RecipeError([problem])
 
+    table: Table | None
     try:
         table = parse(source)
     except RecipeError:
@@ -106,5 +107,5 @@ def _bare_word(key: str, value: str) -> Table | None:
         return None
     try:
         return tomllib.loads(f"{key} = {json.dumps(value, ensure_ascii=False)}")
-    except ValueError:      # the key is what is wrong
+    except ValueError:  # the key is what is wrong
         return None

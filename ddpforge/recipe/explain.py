@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
 from pydantic_core import ErrorDetails
 
 from ddpforge.errors import PluginError
 from ddpforge.recipe.foreign import FOREIGN_USE
-from ddpforge.recipe.layers import Layers, Table, kind_at
+from ddpforge.recipe.layers import Layers, Table, Value, inside, kind_at, used_name
 from ddpforge.recipe.origins import KeyPath, Place
 from ddpforge.recipe.report import Problem, did_you_mean, dotted, kind_of, shown
 from ddpforge.recipe.vocabulary import Vocabulary
@@ -53,7 +52,10 @@ class Explainer:
 
     def problems(self) -> list[Problem]:
         """What was found; nothing is called missing when an unknown key was probably meant to be it."""
-        return [*self._problems, *(problem for path, problem in self._missing.items() if path not in self._meant)]
+        return [
+            *self._problems,
+            *(problem for path, problem in self._missing.items() if path not in self._meant),
+        ]
 
     def add(self, path: KeyPath, message: str, *hints: str, on_key: bool = False) -> None:
         """Reports a problem with the value, or the key, at `path`."""
@@ -88,11 +90,15 @@ class Explainer:
             limits = {key: f"{bound:.15g}" if isinstance(bound, float) else bound for key, bound in context.items()}
             self.add(path, f"{name} must be {_LIMITS[kind].format_map(limits)}, not {shown(value)}")
         elif kind in _EXPECTED:
-            self._wrong_type(path, value, list(dict.fromkeys(_EXPECTED[one["type"]] for one in alternatives)))
+            self.wrong_type(path, value, list(dict.fromkeys(_EXPECTED[one["type"]] for one in alternatives)))
         else:
             reason = str(cause) if cause else error["msg"][:1].lower() + error["msg"][1:]
             needs_unit = self.vocabulary.takes_duration(path) and _NUMBER.fullmatch(str(value))
-            self.add(path, f"{name} cannot be {shown(value)}: {reason}", *([_unit(path, value)] if needs_unit else []))
+            self.add(
+                path,
+                f"{name} cannot be {shown(value)}: {reason}",
+                *([_unit(path, value)] if needs_unit else []),
+            )
 
     # -- keys
     def unknown(self, path: KeyPath, value: object) -> None:
@@ -105,6 +111,7 @@ class Explainer:
 
     def missing(self, path: KeyPath) -> None:
         """Reports a key, or a section, that must be there."""
+        path = ("data", "train") if path == ("data",) else path
         table, key = path[:-1], str(path[-1])
         field = self.vocabulary.field(path)
         if kind := kind_at(path):
@@ -123,7 +130,8 @@ class Explainer:
         self._missing[path] = self._problem(path, table, message, hints, on_key=True)
 
     # -- values
-    def _wrong_type(self, path: KeyPath, value: object, expected: list[str]) -> None:
+    def wrong_type(self, path: KeyPath, value: object, expected: list[str]) -> None:
+        """Reports a value of a type that its key does not take; `expected` are the types that it takes."""
         if self.vocabulary.takes_duration(path):
             hints = [_unit(path, value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
             self.add(path, f"`{dotted(path)}` must be a duration, not {kind_of(value)}", *hints)
@@ -151,28 +159,23 @@ class Explainer:
             yield f"a component is named by `use`: [{dotted(path)}] and below it use = {shown(value)}"
 
     # -- places and names
-    def _problem(
-        self, path: KeyPath, at: KeyPath, message: str, hints: Iterable[str], on_key: bool = False
-    ) -> Problem:
+    def _problem(self, path: KeyPath, at: KeyPath, message: str, hints: Iterable[str], on_key: bool = False) -> Problem:
         place = self.layers.origin(at).place(key=on_key) or Place(self.file)
         return Problem(message, dotted(path), place, tuple(hints))
 
     def _in(self, table: KeyPath) -> str:
         if not table:
             return "at the top of the recipe"
-        used: Any = self.layers.tables
-        for key in table:
-            used = used[key]
-        use = used.get("use") if kind_at(table) else None
+        if isinstance(table[-1], int):
+            return f"in `{dotted(table)}`"
+        use = used_name(table, inside(self.layers.tables, table)) if kind_at(table) else None
         return f"in [{dotted(table)}]" + (f", which uses {shown(use)}" if use else "")
 
     def _names(self, kind: str) -> str:
         return ", ".join(self.registry.names(kind))
 
     def _instead_of_use(self, table: KeyPath) -> list[str]:
-        inner: Any = self.layers.tables
-        for key in table:
-            inner = inner[key]
+        inner = inside(self.layers.tables, table)
         found = [key for key in inner if key.lower() in FOREIGN_USE and isinstance(inner[key], str)]
         return [f"instead of `{key}`, write use = {shown(inner[key])}" for key in found]
 
@@ -180,9 +183,10 @@ class Explainer:
 def _keys_in(error: ErrorDetails, table: Table) -> KeyPath:
     """The part of pydantic's location that stands in the recipe, without the names of union members."""
     path: KeyPath = ()
-    value: Any = table
+    value: Value = table
     for part in error["loc"]:
-        if isinstance(value, dict) and part in value or isinstance(value, list) and part in range(len(value)):
+        known = range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ()
+        if part in known:
             value = value[part]
             path = (*path, part)
     return (*path, error["loc"][-1]) if error["type"] == "missing" else path

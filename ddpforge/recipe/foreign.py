@@ -23,7 +23,10 @@ _KEYS = {
         "step steps max_steps num_steps total_steps train_steps iterations max_iters num_iterations"
     ),
     ("train", 'length = "2h"'): "max_time max_duration time_limit",
-    ("train", "global_batch = 256"): "batch_size batchsize train_batch_size effective_batch_size global_batch_size",
+    (
+        "train",
+        "global_batch = 256",
+    ): "batch_size batchsize train_batch_size effective_batch_size global_batch_size",
     ("train", "micro_batch = 32"): (
         "micro_batch_size per_device_train_batch_size per_device_batch_size batch_size_per_gpu"
         " train_micro_batch_size_per_gpu"
@@ -47,7 +50,10 @@ _KEYS = {
     ("checkpoint", 'every = "1ep"'): (
         "save_every save_steps save_interval save_freq checkpoint_every checkpoint_interval save_strategy"
     ),
-    ("checkpoint", "keep = { last = 3 }"): "save_total_limit keep_last max_to_keep total_limit max_checkpoints",
+    (
+        "checkpoint",
+        "keep = { last = 3 }",
+    ): "save_total_limit keep_last max_to_keep total_limit max_checkpoints",
     ("checkpoint", 'keep = { best = 1, by = "eval/loss" }'): "save_best save_top_k keep_best monitor",
     ("track", 'every = "10st"'): "log_every logging_steps log_interval log_every_n_steps log_freq",
 }
@@ -56,7 +62,8 @@ _ACCUMULATION = (
     " gradient_accumulation gradient_accumulation_steps"
 )
 _WORLD = (
-    "num_processes world_size devices gpus n_gpus num_gpus ngpus nproc nproc_per_node num_nodes nodes ranks num_machines"
+    "num_processes world_size devices gpus n_gpus num_gpus ngpus nproc nproc_per_node num_nodes nodes ranks"
+    " num_machines"
 )
 _SECTIONS = {
     "train": "trainer training training_args fit",
@@ -75,7 +82,7 @@ _SECTIONS = {
 
 
 def _hints() -> dict[str, Foreign]:
-    hints = {}
+    hints: dict[str, Foreign] = {}
     for (section, text), aliases in _KEYS.items():
         where = f"in [{section}]" if section else "at the top of the recipe"
         key = text.partition(" ")[0]

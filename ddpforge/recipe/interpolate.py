@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any
 
-from ddpforge.recipe.layers import Layers, Table, strings
+from ddpforge.recipe.layers import Layers, Table, Value, map_strings
 from ddpforge.recipe.origins import KeyPath, Origin
 from ddpforge.recipe.report import Problem, did_you_mean, dotted, kind_of
 
@@ -21,14 +20,13 @@ def escape(text: str) -> str:
 
 
 def interpolate(layers: Layers) -> list[Problem]:
-    """Fills in all references in place, takes [vars] out of the tables, and returns what is wrong.
+    """Fills in all references, takes [vars] out of the tables, and returns what is wrong.
 
     A string that is one `${vars.x}` and nothing else takes the variable's type.
     """
     filling = _Filling(layers)
     filling.read_variables()
-    for path, text in list(strings(layers.tables)):
-        filling.fill(path, text, layers.tables)
+    layers.tables = map_strings(layers.tables, filling.fill)
     filling.report_unused()
     return filling.problems
 
@@ -49,15 +47,14 @@ class _Filling:
             return
         for name, value in table.items():
             if isinstance(value, dict | list):
-                self.report(("vars", name), f"`{dotted(('vars', name))}` must be a single value, not {kind_of(value)}")
-            elif isinstance(value, str):
-                self.fill(("vars", name), value, {"vars": table})
-        self.variables = table
+                message = f"`{dotted(('vars', name))}` must be a single value, not {kind_of(value)}"
+                self.report(("vars", name), message)
+        self.variables = map_strings(table, self.fill, ("vars",))
 
-    def fill(self, path: KeyPath, text: str, tables: Any) -> None:
-        """Replaces the string at `path` in `tables` by what it stands for."""
+    def fill(self, path: KeyPath, text: str) -> Value:
+        """What the string at `path` stands for."""
         if "${" not in text:
-            return
+            return text
         used: _Used = []
         whole = _REFERENCE.fullmatch(text)
         if whole and not whole["escaped"]:
@@ -65,14 +62,11 @@ class _Filling:
         else:
             value = _REFERENCE.sub(lambda match: _written(self.value(path, match, used)), text)
 
-        *parents, last = path
-        for key in parents:
-            tables = tables[key]
-        tables[last] = value
         origin = self.layers.origin(path)
         self.layers.origins[path] = Origin(origin.source, origin.path, tuple(used))
+        return value
 
-    def value(self, path: KeyPath, match: re.Match[str], used: _Used) -> Any:
+    def value(self, path: KeyPath, match: re.Match[str], used: _Used) -> Value:
         """What one reference stands for; itself, with a problem reported, if that cannot be told."""
         body = match["body"]
         if match["escaped"]:
@@ -85,7 +79,8 @@ class _Filling:
                 used.append((f"vars.{name}", self.layers.origin(("vars", name))))
                 return self.variables[name]
             known = f"variables: {', '.join(self.variables)}" if self.variables else f"add [vars] and `{name} = …`"
-            self.report(path, f"`{dotted(path)}`: no variable named `{name}`", *did_you_mean(name, self.variables), known)
+            near = did_you_mean(name, self.variables)
+            self.report(path, f"`{dotted(path)}`: no variable named `{name}`", *near, known)
         elif env := _ENV.fullmatch(body):
             return self.environment(path, match[0], env, used)
         elif body.startswith("vars."):
@@ -97,7 +92,7 @@ class _Filling:
     def environment(self, path: KeyPath, reference: str, env: re.Match[str], used: _Used) -> str:
         name, default = env["name"], env["default"]
         value = os.environ.get(name)
-        if default is not None and not value:       # as in the shell, `:-` stands in for an empty variable too
+        if default is not None and not value:  # as in the shell, `:-` stands in for an empty variable too
             used.append((f"env:{name} unset", None))
             return default
         if value is None:
@@ -105,7 +100,7 @@ class _Filling:
             self.report(path, f"`{dotted(path)}`: the environment variable {name} is not set", hint)
             return reference
         if not value.isprintable():
-            self.report(path, f"`{dotted(path)}`: the environment variable {name} holds unprintable characters")
+            self.report(path, f"`{dotted(path)}`: the environment variable {name} is not plain text")
             return reference
         used.append((f"env:{name}", None))
         return value
@@ -113,7 +108,8 @@ class _Filling:
     def report_unused(self) -> None:
         for name in self.variables:
             if name not in self.layers.variables:
-                self.report(("vars", name), f"`{dotted(('vars', name))}` is never used", f"refer to it as ${{vars.{name}}}, or remove it", on_key=True)
+                hint = f"refer to it as ${{vars.{name}}}, or remove it"
+                self.report(("vars", name), f"`{dotted(('vars', name))}` is never used", hint, on_key=True)
 
     def report(self, path: KeyPath, message: str, *hints: str, on_key: bool = False) -> None:
         place = self.layers.origin(path).place(key=on_key)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ddpforge.recipe.origins import KeyPath, Origin, Source
 
-Table = dict[str, Any]
+Value = Any  # whatever TOML can hold
+Table = dict[str, Value]
 
 SLOTS: dict[KeyPath, str] = {
     ("model",): "model",
@@ -25,7 +26,7 @@ NAMED_SLOTS = {"track": "tracker", "callbacks": "callback"}
 """The tables whose inner tables name components; there the key is the default for `use`."""
 
 FRAMEWORK_KEYS: dict[KeyPath, tuple[str, ...]] = {("optimizer",): ("no_decay",)}
-"""Keys of a component's table that ddpforge itself reads; all others but `use` are the component's options."""
+"""Keys of a component's table that ddpforge itself reads; all others but `use` are the component's."""
 
 _VARIABLE = re.compile(r"\$\{vars\.([^{}]*)\}")
 
@@ -37,7 +38,7 @@ def kind_at(path: KeyPath) -> str | None:
     return SLOTS.get(path)
 
 
-def used_name(path: KeyPath, table: Table) -> Any:
+def used_name(path: KeyPath, table: Table) -> Value:
     """What the component's table at `path` says or implies for `use`; None where it says nothing."""
     return table.get("use", path[-1] if path[0] in NAMED_SLOTS else None)
 
@@ -48,19 +49,19 @@ class Layers:
     def __init__(self) -> None:
         self.tables: Table = {}
         self.origins: dict[KeyPath, Origin] = {}
-        self.variables: set[str] = set()        # also those in values that a later layer replaced
+        self.variables: set[str] = set()  # also those in values that a later layer replaced
 
     @classmethod
     def of(cls, table: Table, source: Source) -> Layers:
         """The single layer that one source makes."""
         layer = cls()
         layer.tables = table
-        layer.origins = {path: Origin(source, path) for path in _keys(table)}
+        layer.origins = {path: Origin(source, path) for path in paths(table)}
         layer.variables = {name for _, text in strings(table) for name in _VARIABLE.findall(text)}
         return layer
 
     def origin(self, path: KeyPath) -> Origin:
-        """Where the value at `path` was written; for an array's element or an absent key, relative to what is around it."""
+        """Where the value at `path` was written, or would be: what has no origin is looked up in what is around."""
         for end in range(len(path), 0, -1):
             if found := self.origins.get(path[:end]):
                 return Origin(found.source, (*found.path, *path[end:]), found.through)
@@ -69,19 +70,17 @@ class Layers:
     def merge(self, other: Layers, *, change_use: bool = True) -> None:
         """Lays `other` on top: tables merge, everything else is replaced.
 
-        A component's table that names another component than before loses the old one's options, if `change_use`.
+        If `change_use`, a table that names another component than before loses the options of the old one.
         """
         self._merge(self.tables, other.tables, (), other.origins, change_use)
         self.variables |= other.variables
 
-    def _merge(
-        self, mine: Table, theirs: Table, at: KeyPath, origins: dict[KeyPath, Origin], change_use: bool
-    ) -> None:
+    def _merge(self, mine: Table, theirs: Table, at: KeyPath, origins: dict[KeyPath, Origin], change_use: bool) -> None:
         for key, value in theirs.items():
             path = (*at, key)
             old = mine.get(key)
             if isinstance(value, dict) and isinstance(old, dict):
-                if change_use and "use" in value and kind_at(path) and used_name(path, old) not in (None, value["use"]):
+                if change_use and _names_another(path, old, value):
                     for option in old.keys() - FRAMEWORK_KEYS.get(path, ()):
                         self._forget(old, option, (*path, option))
                 self._merge(old, value, path, origins, change_use)
@@ -98,6 +97,18 @@ class Layers:
                 del self.origins[gone]
 
 
+def _names_another(path: KeyPath, old: Table, new: Table) -> bool:
+    """Whether `new` asks for another component than `old` did."""
+    return kind_at(path) is not None and "use" in new and used_name(path, old) not in (None, new["use"])
+
+
+def inside(table: Value, path: KeyPath) -> Value:
+    """What stands at `path` in `table`."""
+    for key in path:
+        table = table[key]
+    return table
+
+
 def strings(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
     """Every string in `value`, with its path."""
     if isinstance(value, str):
@@ -110,11 +121,23 @@ def strings(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
             yield from strings(inner, (*path, index))
 
 
-def _keys(table: Table, at: KeyPath = ()) -> Iterator[KeyPath]:
+def map_strings(value: Value, change: Callable[[KeyPath, str], Value], path: KeyPath = ()) -> Value:
+    """A copy of `value` in which `change(path, text)` stands for every string."""
+    if isinstance(value, str):
+        return change(path, value)
+    if isinstance(value, dict):
+        return {key: map_strings(inner, change, (*path, key)) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [map_strings(inner, change, (*path, index)) for index, inner in enumerate(value)]
+    return value
+
+
+def paths(table: Table, at: KeyPath = ()) -> Iterator[KeyPath]:
+    """Every key of `table` and of the tables in it, from the top."""
     for key, value in table.items():
         yield (*at, key)
         if isinstance(value, dict):
-            yield from _keys(value, (*at, key))
+            yield from paths(value, (*at, key))
 
 
 def _below(origins: dict[KeyPath, Origin], path: KeyPath) -> dict[KeyPath, Origin]:

@@ -17,9 +17,7 @@ _GAP = re.compile(r"(?:[ \t\n]|#[^\n]*)*")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]*")
 _PLAIN = re.compile(r"[^#\n]*")
 _PLAIN_INSIDE = re.compile(r"[^,\]}#\n]*")
-_STRING = re.compile(
-    r'"""(?:\\.|[^\\])*?"{3,5}' r"|'''.*?'{3,5}" r'|"(?:\\.|[^"\\])*"' r"|'[^']*'", re.DOTALL
-)
+_STRING = re.compile(r'"""(?:\\.|[^\\])*?"{3,5}' r"|'''.*?'{3,5}" r'|"(?:\\.|[^"\\])*"' r"|'[^']*'", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Origin:
 
     source: Source | None = None
     path: KeyPath = ()
-    through: tuple[tuple[str, Origin | None], ...] = ()     # what was filled in, and where a variable comes from
+    through: tuple[tuple[str, Origin | None], ...] = ()  # what was filled in, and where a variable comes from
 
     def place(self, *, key: bool = False) -> Place | None:
         """The value's place, or its key's."""
@@ -98,7 +96,7 @@ class _Spans:
     keys: dict[KeyPath, tuple[int, int]] = field(default_factory=dict)
     values: dict[KeyPath, tuple[int, int]] = field(default_factory=dict)
     _at: int = 0
-    _elements: dict[KeyPath, int] = field(default_factory=dict)      # arrays of tables: index of the last one
+    _elements: dict[KeyPath, int] = field(default_factory=dict)  # arrays of tables: index of the last one
 
     def __post_init__(self) -> None:
         table: KeyPath = ()
@@ -136,7 +134,7 @@ class _Spans:
             path = (*path, name)
             self.keys.setdefault(path, (start, end))
             self.values.setdefault(path, (start, end))
-        self._at += 1       # the `=`
+        self._at += 1  # the `=`
         self._next()
         self._value(path, plain)
 

@@ -1,10 +1,11 @@
-"""What is wrong with a recipe, and how that is told: the place, the line with a caret under it, and ways to mend it."""
+"""What is wrong with a recipe, and how that is told: place, line with a caret under it, ways to mend it."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +13,22 @@ from typing import Any
 from ddpforge.errors import ForgeError, RecipeError
 from ddpforge.recipe.origins import KeyPath, Place
 
-_WIDEST = 160       # columns of a source line that are shown
-_LONGEST = 60       # characters of a value that are quoted
-_TYPES = {bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "an array", dict: "a table"}
+_WIDEST = 160  # columns of a source line that are shown
+_WRAP = 100  # columns of a hint
+_LONGEST = 60  # characters of a value that are quoted
+_TYPES = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a float",
+    str: "a string",
+    list: "an array",
+    dict: "a table",
+}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a recipe: what, at which key, where that is written, and how to mend it."""
+    """One thing that is wrong with a recipe: what, at which key, where it is written, and how to mend it."""
 
     message: str
     key: str = ""
@@ -51,7 +60,9 @@ def render(error: ForgeError | Problem) -> str:
     if isinstance(error, Problem) and error.place:
         margin = " " * len(str(error.place.line))
         lines += _excerpt(error.place, margin)
-    lines += [f"{margin} = help: {hint}".replace("\n", f"\n{margin}         ") for hint in error.hints]
+    for hint in error.hints:
+        first, *more = textwrap.wrap(hint, _WRAP, break_long_words=False, break_on_hyphens=False)
+        lines += [f"{margin} = help: {first}", *(f"{margin}         {line}" for line in more)]
     return "\n".join(lines)
 
 
@@ -60,10 +71,10 @@ def _excerpt(place: Place, margin: str) -> list[str]:
     if not place.line:
         return [head]
 
-    from rich.cells import cell_len     # a caret belongs under what it means, also after wide characters
+    from rich.cells import cell_len  # a caret belongs under what it means, also after wide characters
 
     start = place.column - 1
-    shift = max(0, start - _WIDEST // 2)        # of an endless line, show the part that matters
+    shift = max(0, start - _WIDEST // 2)  # of an endless line, show the part that matters
     line = printable(place.text[shift : shift + _WIDEST])
     before, marked = line[: start - shift], line[start - shift :][: place.width]
     caret = " " * cell_len(before) + "^" * max(1, cell_len(marked))

@@ -1,7 +1,8 @@
-"""The sections of a recipe: their keys, types, limits and defaults. Each fact about a run has exactly one key here."""
+"""The sections of a recipe: their keys, types, limits and defaults. Each fact about a run has one key here."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +14,13 @@ from ddpforge.durations import Duration
 Count = Annotated[int, Field(ge=1, le=2**31)]
 
 
+_LONGEST_WAIT = 720 * 3600.0  # seconds
+_LONGEST_NAME = 200  # bytes; file systems take 255, and temporary files add to the name
+
+
 def _name(value: str) -> str:
+    if len(os.fsencode(value)) > _LONGEST_NAME:
+        raise ValueError(f"must be at most {_LONGEST_NAME} bytes long")
     if value in (".", "..") or value.startswith((".", "-")) or not all(c.isalnum() or c in "._-" for c in value):
         raise ValueError("must be a plain folder name: letters, digits, `.`, `_` and `-`, not starting with `.` or `-`")
     return value
@@ -23,6 +30,8 @@ def _inside(value: str) -> str:
     parts = value.replace("\\", "/").split("/")
     if value.startswith(("/", "~")) or ".." in parts or not value.strip() or "\0" in value:
         raise ValueError("must be a relative folder below the current one; use `--out DIR` for any other place")
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in parts):
+        raise ValueError(f"must not have a folder name longer than {_LONGEST_NAME} bytes")
     return value
 
 
@@ -35,6 +44,8 @@ def _positive(value: Duration) -> Duration:
 def _wall_time(value: Duration) -> Duration:
     if not value.is_time:
         raise ValueError('must be a wall time such as "30s", "10m" or "2h"')
+    if value.seconds > _LONGEST_WAIT:
+        raise ValueError("must be at most 720h")
     return _positive(value)
 
 
@@ -62,13 +73,16 @@ class Component(BaseModel):
 
     use: str
     options: dict[str, Any] = {}
-    base: Annotated[Path, Field(exclude=True)] = Path()   # the folder that a `./file.py:attr` in `use` is relative to
+    # The folder that `./file.py:Name` in `use` and the options is relative to; empty where there is no such name.
+    base: Annotated[Path, Field(exclude=True)] = Path()
 
 
 class OptimizerComponent(Component):
     """The optimizer, and which parameters it must not decay."""
 
-    no_decay: tuple[str, ...] = ()
+    no_decay: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), description="Parts of the names of parameters and modules that get no weight decay."
+    )
 
 
 class DataSection(Section):
@@ -76,57 +90,106 @@ class DataSection(Section):
 
     train: Component
     eval: Component | None = None
-    workers: Annotated[int, Field(ge=0, le=1024, description="Loader processes per rank; 0 fetches in the training process.")] = 0
-    prefetch: Annotated[int, Field(ge=1, le=1024, description="Batches that each loader process keeps ready.")] = 2
+    workers: int = Field(
+        default=0, ge=0, le=1024, description="Loader processes per rank; 0 fetches in the training process."
+    )
+    prefetch: int = Field(default=2, ge=1, le=1024, description="Batches that each loader process keeps ready.")
 
 
 class TrainSection(Section):
     """How long, in what batches and how precisely to train: the same meaning under every strategy."""
 
-    length: Annotated[Amount, Field(description='How long to train: epochs "5ep", steps "1000st" or wall time "2h".')]
-    global_batch: Annotated[Count, Field(description="Samples per optimizer step, over all ranks. The invariant of a run.")]
-    micro_batch: Annotated[Count | None, Field(description="Samples per forward pass on one rank; absent: global_batch / data ranks, no accumulation.")] = None
-    last_batch: Annotated[Literal["keep", "drop"], Field(description="An epoch's incomplete last batch: train on it (weighted exactly) or drop it.")] = "keep"
-    eval_every: Annotated[Amount, Field(description="How often to evaluate on [data.eval]; the end of training always does.")] = Duration(1, "ep")
-    eval_batch: Annotated[Count | None, Field(description="Samples per forward pass on one rank at evaluation; absent: as in training.")] = None
-    precision: Annotated[Literal["fp32", "bf16", "fp16"], Field(description="Compute dtype; master weights and gradient reduction stay fp32. fp16 adds loss scaling.")] = "fp32"
-    clip_norm: Annotated[float | None, Field(gt=0, le=1e6, description="Largest global gradient norm; absent: no clipping.")] = None
-    on_nonfinite: Annotated[Literal["stop", "skip", "rollback"], Field(description="What to do when a gradient is NaN or infinite: stop, skip the step, or return to the last checkpoint and leave the step out. No such gradient ever reaches the weights.")] = "stop"
-    seed: Annotated[int, Field(ge=0, lt=2**63, description="The source of all randomness: initial weights, sample order, dropout, augmentation.")] = 0
-    compile: Annotated[Literal["off", "default", "reduce-overhead", "max-autotune"], Field(description="torch.compile mode.")] = "off"
-    sync_batchnorm: Annotated[bool, Field(description="Compute BatchNorm statistics over all ranks (CUDA only).")] = False
-    timeout: Annotated[WallTime, Field(description="How long a collective may wait for a rank before the run fails.")] = Duration(10, "m")
+    length: Amount = Field(
+        description='How long to train: epochs "5ep", steps "1000st" or wall time "2h".',
+    )
+    global_batch: Count = Field(
+        description="Samples per optimizer step, over all ranks. The invariant of a run.",
+    )
+    micro_batch: Count | None = Field(
+        default=None,
+        description="Samples per forward pass on one rank; absent: global_batch / ranks, no accumulation.",
+    )
+    last_batch: Literal["keep", "drop"] = Field(
+        default="keep",
+        description="An epoch's incomplete last batch: train on it (weighted exactly) or drop it.",
+    )
+    eval_every: Amount = Field(
+        default=Duration(1, "ep"),
+        description="How often to evaluate on [data.eval]; the end of training always does.",
+    )
+    eval_batch: Count | None = Field(
+        default=None,
+        description="Samples per forward pass on one rank at evaluation; absent: as in training.",
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        default="fp32",
+        description="Compute dtype; master weights and gradient reduction stay fp32. fp16 adds loss scaling.",
+    )
+    clip_norm: float | None = Field(
+        default=None, gt=0, le=1e6, description="Largest global gradient norm; absent: no clipping."
+    )
+    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        default="stop",
+        description="What to do when a gradient is NaN or infinite: stop, skip the step, or return to the last"
+        " checkpoint and leave the step out. No such gradient ever reaches the weights.",
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**63,
+        description="The source of all randomness: initial weights, sample order, dropout, augmentation.",
+    )
+    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = Field(
+        default="off", description="torch.compile mode."
+    )
+    sync_batchnorm: bool = Field(default=False, description="Compute BatchNorm statistics over all ranks (CUDA only).")
+    timeout: WallTime = Field(
+        default=Duration(10, "m"),
+        description="How long a collective may wait for a rank before the run fails.",
+    )
 
 
 class KeepSection(Section):
     """Which checkpoints outlive newer ones."""
 
-    last: Annotated[Count, Field(description="How many of the newest to keep.")] = 2
-    best: Annotated[int, Field(ge=0, le=1000, description="How many of the best to keep, judged by `by`.")] = 0
-    by: Annotated[str | None, Field(description='The metric that decides what is best, e.g. "eval/loss".')] = None
-    mode: Annotated[Literal["min", "max"] | None, Field(description='Whether less or more is better; absent: "min" for losses, "max" for everything else.')] = None
+    last: Count = Field(default=2, description="How many of the newest to keep.")
+    best: int = Field(default=0, ge=0, le=1000, description="How many of the best to keep, judged by `by`.")
+    by: str | None = Field(default=None, description='The metric that decides what is best, e.g. "eval/loss".')
+    mode: Literal["min", "max"] | None = Field(
+        default=None,
+        description='Whether less or more is better; absent: "min" for losses, "max" for everything else.',
+    )
 
 
 class CheckpointSection(Section):
     """When to save, and what to keep."""
 
-    every: Annotated[Amount, Field(description="How often to save; the end of training and every requested stop save too.")] = Duration(1, "ep")
+    every: Amount = Field(
+        default=Duration(1, "ep"),
+        description="How often to save; the end of training and every requested stop save too.",
+    )
     keep: KeepSection = KeepSection()
 
 
 class TrackSection(Section):
     """How often to report. Every other key of [track] is a tracker and holds its options."""
 
-    every: Annotated[TrainingTime, Field(description="How often to write a row of training metrics.")] = Duration(10, "st")
+    every: TrainingTime = Field(default=Duration(10, "st"), description="How often to write a row of training metrics.")
     trackers: dict[str, Component] = {}
 
 
 class Recipe(Section):
-    """A whole run, validated. Built by `load_recipe`; `resolved` is the same as plain tables, defaults included."""
+    """A whole run, validated. Built by `load_recipe`, which also gives it as plain tables."""
 
-    recipe: Literal[1]
-    name: Annotated[str, AfterValidator(_name), Field(min_length=1, max_length=100, description="The run's name and the name of its folder.")]
-    output_dir: Annotated[str, AfterValidator(_inside), Field(max_length=1000, description="The folder that holds the run's folder.")] = "runs"
+    recipe: Literal[1] = Field(
+        description="The version of the recipe's form: write `recipe = 1` as the first line.",
+    )
+    name: Annotated[str, AfterValidator(_name)] = Field(
+        min_length=1, description="The run's name and the name of its folder."
+    )
+    output_dir: Annotated[str, AfterValidator(_inside)] = Field(
+        default="runs", max_length=1000, description="The folder that holds the run's folder."
+    )
 
     model: Component
     data: DataSection
@@ -138,3 +201,18 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     track: TrackSection = TrackSection()
     callbacks: dict[str, Component] = {}
+
+    def components(self) -> dict[tuple[str, ...], Component]:
+        """Every component of the run by the path of its table, e.g. ("data", "train")."""
+        found: dict[tuple[str, ...], Component | None] = {
+            ("model",): self.model,
+            ("data", "train"): self.data.train,
+            ("data", "eval"): self.data.eval,
+            ("task",): self.task,
+            ("optimizer",): self.optimizer,
+            ("schedule",): self.schedule,
+            ("strategy",): self.strategy,
+            **{("track", key): tracker for key, tracker in self.track.trackers.items()},
+            **{("callbacks", key): callback for key, callback in self.callbacks.items()},
+        }
+        return {path: component for path, component in found.items() if component}

@@ -1,4 +1,4 @@
-"""Parses TOML for recipes: the standard library's parser, with errors that show the place and suggest a way out."""
+"""Reads and parses TOML: the standard library's parser, with errors that show the place and a way out."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def read(path: Path, label: str) -> Source:
 
 
 def parse(source: Source) -> Table:
-    """The tables of one text. Raises RecipeError for bad syntax, and for values that no part of a recipe takes."""
+    """The tables of one text. Raises RecipeError for bad syntax and for values that no recipe can hold."""
     try:
         table = tomllib.loads(source.text)
     except RecursionError as error:
         message = f"nested too deeply: at most {_DEEPEST} levels"
         raise RecipeError([Problem(message, place=Place(source.label))]) from error
-    except ValueError as error:         # besides TOMLDecodeError, an integer of thousands of digits
+    except ValueError as error:  # besides TOMLDecodeError, an integer of thousands of digits
         raise RecipeError([_syntax_problem(source, str(error))]) from error
 
     if problems := list(_unusable(table, source)):
@@ -58,7 +58,7 @@ def _unusable(table: Table, source: Source) -> Iterator[Problem]:
     todo: list[tuple[KeyPath, object]] = [((), table)]
     while todo:
         path, value = todo.pop()
-        message, hints = "", ()
+        message, hint = "", ""
         if len(path) > _DEEPEST:
             message = f"nested too deeply: at most {_DEEPEST} levels"
         elif isinstance(value, dict):
@@ -69,13 +69,13 @@ def _unusable(table: Table, source: Source) -> Iterator[Problem]:
             message = f"`{dotted(path)}` does not fit into 64 bits"
         elif isinstance(value, datetime.date | datetime.time):
             message = f"`{dotted(path)}` is {kind_of(value)}, which no part of a recipe takes"
-            hints = (f'if it is text, add quotes: {dotted(path[-1:])} = "{value}"',)
+            hint = f'if it is text, add quotes: {dotted(path[-1:])} = "{value}"'
         if message:
-            yield Problem(message, dotted(path), source.place(path), hints)
+            yield Problem(message, dotted(path), source.place(path), (hint,) if hint else ())
 
 
 def _syntax_problem(source: Source, error: str) -> Problem:
-    where = _WHERE.search(error)        # tomllib tells the place in words only, before Python 3.14
+    where = _WHERE.search(error)  # tomllib tells the place in words only, before Python 3.14
     message = f"not valid TOML: {printable(_WHERE.sub('', error))}"
     if where is None:
         return Problem(message, place=Place(source.label))
@@ -98,13 +98,15 @@ def _syntax_hints(line: str, error: str) -> Iterator[str]:
         yield f"write {bare[1]} = {_LOWER_CASE[bare[2]]}"
     elif bare and bare[2] in ("None", "null", "nil"):
         yield f"TOML has no `{bare[2]}`: leave the key out"
+    elif bare and re.fullmatch(r"[-+]?(\d+\.|\.\d+)", bare[2]):
+        yield f"a number needs digits on both sides of its point: {bare[1]} = {float(bare[2])}"
     elif bare:
         yield f'text needs quotes: {bare[1]} = "{bare[2]}"'
     elif re.match(r"\s*[\w-]+\s*:", line):
         yield "TOML writes `key = value`, not `key: value`"
     elif re.fullmatch(r"\s*[\w.-]+\s*=\s*(#.*)?", line):
         yield "a value is missing after `=`"
-    elif "Illegal character '\\n'" in error or "Unterminated string" in error or "Expected \"'\"" in error:
+    elif "Illegal character '\\n'" in error or "Unterminated string" in error or 'Expected "\'"' in error:
         yield "a string ends on the line it began on: is its closing quote missing?"
     elif "end of document" in error or "Unclosed" in error:
         yield "is a closing bracket or quote missing?"

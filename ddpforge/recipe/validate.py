@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from ddpforge.errors import PluginError
 from ddpforge.recipe.checks import cross_check
 from ddpforge.recipe.explain import Explainer
-from ddpforge.recipe.layers import FRAMEWORK_KEYS, NAMED_SLOTS, SLOTS, Layers, Table, strings, used_name
+from ddpforge.recipe.layers import (
+    FRAMEWORK_KEYS,
+    NAMED_SLOTS,
+    SLOTS,
+    Layers,
+    Table,
+    Value,
+    inside,
+    kind_at,
+    strings,
+    used_name,
+)
 from ddpforge.recipe.origins import KeyPath
-from ddpforge.recipe.report import Problem, kind_of
-from ddpforge.recipe.schema import Component, Recipe
+from ddpforge.recipe.report import Problem, shown
+from ddpforge.recipe.schema import Recipe
 from ddpforge.registry import Registry
 
-LOCAL_FILE = re.compile(r"([^:]*\.py):[A-Za-z_][\w.]*")
-"""A reference to code beside the recipe, `./file.py:Name`."""
+_LOCAL_CODE = re.compile(r"([^:]*\.py):[A-Za-z_][\w.]*")
+_DEFAULTS = ("schedule", "strategy")  # components that a recipe need not name
 
-_DEFAULTS = ("schedule", "strategy")    # components that a recipe need not name
+
+def local_file(text: str, base: Path) -> Path | None:
+    """The file that `text` names if it has the form `./file.py:Name`, relative to the folder `base`."""
+    match = _LOCAL_CODE.fullmatch(text)
+    return base / match[1] if match else None
 
 
 def validate(layers: Layers, file: str, registry: Registry) -> tuple[Recipe | None, Table, list[Problem]]:
-    """The recipe, the same as plain tables with all defaults, and what is wrong; without problems there is a recipe."""
+    """The recipe, the same as plain tables with all defaults, and what is wrong with it."""
     return _Validation(layers, file, registry).run()
 
 
@@ -40,10 +55,108 @@ class _Validation:
     def run(self) -> tuple[Recipe | None, Table, list[Problem]]:
         for key in _DEFAULTS:
             self.layers.tables.setdefault(key, {"use": Recipe.model_fields[key].default.use})
-        shaped = self.shape()
+
+        components = {path: self._component(path, table) for path, table in self._slots()}
+        for path in components:
+            self._check_options(path)
+        recipe = self._recipe(components)
+        tables = self._plain(recipe) if recipe else {}
+        if recipe:
+            for path, component in recipe.components().items():
+                component.options.update(self.options.get(path, ()))  # before anyone else sees them
+            cross_check(recipe, self.explainer)
+        return recipe, tables, self.explainer.problems()
+
+    def _slots(self) -> Iterator[tuple[KeyPath, Value]]:
+        """Whatever stands where a component's table belongs."""
+        tables = self.layers.tables
+        for path in SLOTS:
+            outer = inside(tables, path[:-1]) if path[0] in tables else None
+            if isinstance(outer, dict) and path[-1] in outer:
+                yield path, outer[path[-1]]
+        for section in NAMED_SLOTS:
+            inner = tables.get(section)
+            for key, value in inner.items() if isinstance(inner, dict) else ():
+                if (section, key) != ("track", "every"):
+                    yield (section, key), value
+
+    def _component(self, path: KeyPath, table: Value) -> Table:
+        """The component as the schema has it, without options; their model joins the vocabulary."""
+        if not isinstance(table, dict):
+            self._not_a_table(path, table)
+            return {"use": ""}
+        use = used_name(path, table)
+        if use is None:
+            self.explainer.missing((*path, "use"))
+            return {"use": ""}
+        if not isinstance(use, str):
+            self.explainer.wrong_type((*path, "use"), use, ["a string"])
+            return {"use": ""}
+
+        base = self._base(path, table)
         try:
-            recipe = Recipe.model_validate_json(json.dumps(shaped))
+            self.explainer.vocabulary.models[path] = self.registry.options_model(str(kind_at(path)), use, base)
+        except PluginError as error:
+            self.explainer.add((*path, "use"), error.message, *error.hints)
+        return {"use": use, "base": str(base), **_framework_keys(path, table)}
+
+    def _not_a_table(self, path: KeyPath, value: object) -> None:
+        kind = str(kind_at(path))
+        if path[0] == "track" and path[-1] not in self.registry.names(kind):
+            self.explainer.unknown(path, value)  # rather a key of [track] than a tracker
+        else:
+            self.explainer.wrong_type(path, value, ["a table"])
+
+    def _base(self, path: KeyPath, table: Table) -> Path:
+        """The folder that local code is relative to: that of the file which names it."""
+        for inner, text in strings(table):
+            source = self.layers.origin((*path, *inner)).source
+            if source and local_file(text, source.folder):
+                return source.folder
+        return Path()
+
+    def _check_options(self, path: KeyPath) -> None:
+        model = self.explainer.vocabulary.models.get(path)
+        if model is None:
+            return
+        table = inside(self.layers.tables, path)
+        options = {key: table[key] for key in table.keys() - {"use"} - _framework_keys(path, table).keys()}
+        try:
+            self.options[path] = model.model_validate_json(json.dumps(options))
+        except ValidationError as error:
+            self.explainer.explain(error.errors(), options, path)
+
+    # -- the whole recipe
+    def _recipe(self, components: dict[KeyPath, Table]) -> Recipe | None:
+        shaped = copy.deepcopy(self.layers.tables)
+        for path, component in components.items():
+            inside(shaped, path[:-1])[path[-1]] = component
+        if isinstance(track := shaped.get("track"), dict):
+            every = {"every": track.pop("every")} if "every" in track else {}
+            shaped["track"] = {**every, "trackers": track}
+
+        version = shaped.get("recipe", 1)
+        if version != 1 or isinstance(version, bool | float):  # for pydantic, true is 1 as well
+            hint = "it is the version of the recipe's form: this ddpforge reads version 1"
+            self.explainer.add(("recipe",), f"`recipe` must be 1, not {shown(version)}", hint)
+            shaped["recipe"] = 1
+        try:
+            return Recipe.model_validate_json(json.dumps(shaped))
         except ValidationError as error:
             self.explainer.explain(error.errors(), shaped)
-            return None, {}, self.explainer.problems()
-        ...
+            return None
+
+    def _plain(self, recipe: Recipe) -> Table:
+        """The recipe as TOML has it, defaults included; what is None has no key."""
+        tables = recipe.model_dump(mode="json", exclude_none=True)
+        tables["track"] |= tables["track"].pop("trackers")
+        for path in recipe.components():
+            component = inside(tables, path)
+            del component["options"]
+            if path in self.options:
+                component |= self.options[path].model_dump(mode="json", exclude_none=True)
+        return {key: value for key, value in tables.items() if value != {}}
+
+
+def _framework_keys(path: KeyPath, table: Table) -> Table:
+    return {key: table[key] for key in FRAMEWORK_KEYS.get(path, ()) if key in table}

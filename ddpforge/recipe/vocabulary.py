@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -12,7 +12,14 @@ from ddpforge.recipe.foreign import FOREIGN_KEYS, FOREIGN_SECTIONS
 from ddpforge.recipe.layers import FRAMEWORK_KEYS, kind_at
 from ddpforge.recipe.origins import KeyPath
 from ddpforge.recipe.report import dotted, nearest
-from ddpforge.recipe.schema import CheckpointSection, DataSection, KeepSection, Recipe, TrackSection, TrainSection
+from ddpforge.recipe.schema import (
+    CheckpointSection,
+    DataSection,
+    KeepSection,
+    Recipe,
+    TrackSection,
+    TrainSection,
+)
 
 _SECTIONS: dict[KeyPath, type[BaseModel]] = {
     (): Recipe,
@@ -22,11 +29,11 @@ _SECTIONS: dict[KeyPath, type[BaseModel]] = {
     ("checkpoint", "keep"): KeepSection,
     ("track",): TrackSection,
 }
-_READ_EARLIER = ["extends", "vars"]     # keys of the top table that are gone before validation
+_READ_EARLIER = ["extends", "vars"]  # keys of the top table that are gone before validation
 
 
 class Vocabulary:
-    """The keys of every table whose schema is known; `models` gains one entry for each component that is found."""
+    """The keys of every table whose schema is known; `models` gains an entry for each component."""
 
     def __init__(self) -> None:
         self.models = dict(_SECTIONS)
@@ -60,7 +67,8 @@ class Vocabulary:
             hints.append(f"did you mean [{name}]?")
             meant.add(tuple(name.split(".")))
         elif near := nearest(key, self.keys(table)):
-            hints.append(f"did you mean [{dotted((*table, near))}]?" if section else f"did you mean `{near}`?")
+            name = f"[{dotted((*table, near))}]" if section else f"`{near}`"
+            hints.append(f"did you mean {name}?")
             meant.add((*table, near))
 
         foreign = FOREIGN_KEYS.get(key.lower())
@@ -79,5 +87,5 @@ def _of(table: KeyPath) -> str:
     return f"of [{dotted(table)}]" if table else "at the top of the recipe"
 
 
-def _mentions(annotation: Any, wanted: type) -> bool:
+def _mentions(annotation: object, wanted: type) -> bool:
     return annotation is wanted or any(_mentions(inner, wanted) for inner in get_args(annotation))

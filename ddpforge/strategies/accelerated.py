@@ -98,7 +98,8 @@ class AcceleratedStrategy(Strategy):
             )
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Converts BatchNorm to SyncBatchNorm where the recipe asks for it."""
+        """Moves the model to the device; converts BatchNorm to SyncBatchNorm where the recipe asks for it."""
+        model = model.to(self.world.device)
         if not self.train.sync_batchnorm:
             return model
         if self.world.device.type != "cuda":
@@ -106,7 +107,7 @@ class AcceleratedStrategy(Strategy):
                 f"train.sync_batchnorm needs CUDA, and this run is on {self.world.device.type}",
                 hints=["torch.nn.SyncBatchNorm has no CPU implementation; leave train.sync_batchnorm out"],
             )
-        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return converted
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -179,14 +180,14 @@ class AcceleratedStrategy(Strategy):
     def reduce(self, totals: Mapping[str, Total]) -> dict[str, float]:
         """Sums and counts travel together, as float64."""
         device = self.world.device
-        values = [value for total in totals.values() for value in total]
+        values = [value for total in totals.values() for value in (total.sum, total.count)]
         flat = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).detach() for value in values])
         if self.world.size > 1:
             dist.all_reduce(flat)
 
         numbers: list[float] = flat.tolist()
-        pairs = zip(numbers[::2], numbers[1::2], strict=True)
-        return {name: sum_ / count if count else float("nan") for name, (sum_, count) in zip(totals, pairs, strict=True)}
+        means = [sum_ / count if count else float("nan") for sum_, count in zip(numbers[::2], numbers[1::2], strict=True)]
+        return dict(zip(totals, means, strict=True))
 
     def total(self, count: Tensor) -> Tensor:
         """`count` summed over ranks."""

@@ -15,8 +15,8 @@ Batch = tuple[Tensor, Tensor]
 class Classification(Task):
     """Cross-entropy of logits [B, C] and int64 classes [B]; a batch is (inputs, classes).
 
-    The loss is computed in float32 whatever the model's precision. The loss alone is reported unless the recipe
-    names metrics, e.g. `metrics = ["accuracy", "top5"]`.
+    The loss is computed in float32 whatever the model's precision. It alone is reported unless the recipe
+    names metrics, e.g. ["accuracy", "top5"].
     """
 
     def __init__(
@@ -41,13 +41,12 @@ class Classification(Task):
 
     def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total]:
         """The metrics that the recipe names."""
-        logits, classes = outputs.detach(), batch[1]
-        return {name: metric(logits, classes) for name, metric in self._metrics.items()}
+        return {name: metric(outputs, batch[1]) for name, metric in self._metrics.items()}
 
     def check(self, model: nn.Module, data: Data) -> None:
         """Compares `data.classes` with `model.outputs`, where both are known."""
         classes, outputs = getattr(data, "classes", None), getattr(model, "outputs", None)
         if classes is not None and outputs is not None and classes > outputs:
             raise ValueError(
-                f"the data has {classes} classes, but the model distinguishes {outputs}; give the model {classes}"
+                f"the data has {classes} classes, but the model tells only {outputs} apart; give it {classes}"
             )

@@ -16,9 +16,9 @@ class LanguageModelling(Task):
     """Cross-entropy of logits [B, T, V] and int64 tokens [B, T]; a batch is (tokens, targets).
 
     Every target weighs the same, however they are spread over micro-batches and ranks; those equal to
-    `ignore_index` weigh nothing. The loss is in nats per token, computed in float32 whatever the model's precision;
-    beside it are reported `perplexity`, its exponential, and `bits_per_token` (`bits_per_byte` where tokens are
-    bytes), the loss divided by ln 2.
+    `ignore_index` weigh nothing. The loss is in nats per token, computed in float32 whatever the model's
+    precision. Beside it are reported its exponential, `perplexity`, and the loss divided by ln 2,
+    `bits_per_token` (`bits_per_byte` where the data says that its tokens are bytes).
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class ConsoleTracker(Tracker):
         self._shown_at = -float("inf")
         self._waiting: Mapping[str, float] | None = None  # the last row, while it has not been shown
 
-        self._console = Console(stderr=True, soft_wrap=True)
+        self._console = Console(stderr=True)
         self._print(_opening(name, config, resumed_at))
         self._bar = _bar(self._console)
         self._task = self._bar.add_task("", total=self._total, completed=self._step, numbers="")
@@ -62,10 +62,7 @@ class ConsoleTracker(Tracker):
 
     def _is_due(self) -> bool:
         now = self.clock()
-        if self._bar.disable:
-            interval = min(max((now - self._started) / 10, 1.0), 30.0)
-        else:
-            interval = 0.1
+        interval = min(max((now - self._started) / 10, 1.0), 30.0) if self._bar.disable else 0.1
         return self._step == self._total or now - self._shown_at >= interval
 
     def _show(self, metrics: Mapping[str, float]) -> None:
@@ -90,7 +87,7 @@ class ConsoleTracker(Tracker):
         return f"{rate:.1f} step/s{left}"
 
     def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False)
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _bar(console: Console) -> Progress:
@@ -122,9 +119,7 @@ def _opening(name: str, config: Mapping[str, Any], resumed_at: int | None) -> st
 def _evaluation(metrics: Mapping[str, float]) -> str:
     """The evaluation metrics among `metrics` on one line, or nothing."""
     return " ".join(
-        f"{key.removeprefix('eval/')} {value:.4g}"
-        for key, value in metrics.items()
-        if key.startswith("eval/")
+        f"{key.removeprefix('eval/')} {value:.4g}" for key, value in metrics.items() if key.startswith("eval/")
     )
 
 

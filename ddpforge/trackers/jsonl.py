@@ -82,9 +82,7 @@ def _parse(path: Path) -> list[Row]:
             row["step"], row["attempt"]
         except (ValueError, TypeError, KeyError) as error:
             message = f"{path}, line {number} is not a row of metrics"
-            raise EnvironmentProblem(
-                message, hints=["mend or remove the line, or move the file away"]
-            ) from error
+            raise EnvironmentProblem(message, hints=["mend or remove the line, or move the file away"]) from error
         rows.append(row)
     return rows
 

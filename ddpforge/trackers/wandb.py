@@ -63,16 +63,12 @@ class WandbTracker(Tracker):
         name: Annotated[
             str | None, Field(description="The name that the run is shown under; absent: the recipe's.")
         ] = None,
-        job_type: Annotated[
-            str | None, Field(description='What the run is within its group, e.g. "pretrain".')
-        ] = None,
+        job_type: Annotated[str | None, Field(description='What the run is within its group, e.g. "pretrain".')] = None,
         notes: Annotated[str | None, Field(description="A longer description.")] = None,
         init_timeout: Annotated[
             Seconds, Field(description="Seconds to wait for the server before recording offline.")
         ] = 10,
-        finish_timeout: Annotated[
-            Seconds, Field(description="Seconds that uploads may take after training.")
-        ] = 60,
+        finish_timeout: Annotated[Seconds, Field(description="Seconds that uploads may take after training.")] = 60,
     ) -> None:
         self._options = {
             "project": project,
@@ -116,9 +112,8 @@ class WandbTracker(Tracker):
             self._run.finish(exit_code=0 if state in ("done", "stopped") else 1)
         except TimeoutError:
             logger.warning("W&B: upload cut short; complete it: wandb sync %s", self._run.settings.sync_dir)
-        except Exception:
+        finally:
             _tear_down()
-            raise
 
     def _settings(self, name: str, folder: Path) -> "wandb.Settings":
         import wandb
@@ -188,7 +183,7 @@ def _check_server(settings: "wandb.Settings") -> None:
 
 
 def _tear_down() -> None:
-    """Ends wandb's own process, which may be dead already."""
+    """Ends wandb's own process, and waits until it has written all it knows; it may be dead already."""
     import wandb
 
     with suppress(Exception, SystemExit):  # left to its exit hook, wandb would print a traceback

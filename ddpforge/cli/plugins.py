@@ -1,0 +1,176 @@
+"""`ddpforge plugins`: which components are installed, and what options one takes."""
+
+import inspect
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+import click
+
+from ddpforge.cli.options import json_option
+from ddpforge.errors import UsageError
+from ddpforge.registry import KINDS, Registry, UnknownComponent
+
+if TYPE_CHECKING:
+    from ddpforge.options import OptionRow
+
+_TABLES = {
+    "model": "model",
+    "data": "data.train",
+    "task": "task",
+    "metric": "task",
+    "optimizer": "optimizer",
+    "schedule": "schedule",
+    "strategy": "strategy",
+    "tracker": "track",
+    "callback": "callbacks",
+}
+"""Where a recipe names a component of each kind."""
+
+
+@click.group()
+def plugins() -> None:
+    """List components, or show one and its options."""
+
+
+@plugins.command("list")
+@click.argument("kind", required=False, type=click.Choice(KINDS))
+@json_option
+def list_(kind: str | None, as_json: bool) -> None:
+    """List the components that a recipe can name; imports none of them."""
+    entries = Registry.installed().entries(kind)
+    providers = Counter((entry.kind, entry.name) for entry in entries)
+    clashes = {entry for entry in entries if providers[entry.kind, entry.name] > 1}
+
+    if as_json:
+        _print_json(components=[{**asdict(entry), "clash": entry in clashes} for entry in entries])
+        return
+    _print_table(
+        ("kind", "name", "from", "target", ""),
+        [
+            (
+                entry.kind,
+                entry.name,
+                entry.source,
+                entry.target,
+                f'clash: use = "{entry.distribution}:{entry.name}"' if entry in clashes else "",
+            )
+            for entry in entries
+        ],
+    )
+
+
+@plugins.command()
+@click.argument("name")
+@click.option("--kind", type=click.Choice(KINDS), help="Which kind, where the name does not say.")
+@json_option
+def show(name: str, kind: str | None, as_json: bool) -> None:
+    """Show what a component is for, its options, and how a recipe asks for it.
+
+    NAME is what a recipe writes after `use`: a registered name, package.module:Name or ./file.py:Name.
+    """
+    from ddpforge.options import options_table  # with pydantic, which listing does without
+
+    registry = Registry.installed()
+    kind = kind or _kind_of(registry, name)
+    try:
+        entry, component = registry.find(kind, name), registry.load(kind, name)
+    except UnknownComponent as unknown:
+        raise UsageError(unknown.message, hints=unknown.hints) from unknown
+
+    model = registry.options_model(kind, name)
+    options = options_table(model)
+    takes_more = model.model_config.get("extra") == "allow"
+    documentation = (
+        inspect.getdoc(getattr(component, "func", component)) or ""
+    )  # a partial's own is functools'
+    example = _example(kind, name, options)
+
+    if as_json:
+        _print_json(
+            kind=kind,
+            use=name,
+            entry=asdict(entry) if entry else None,
+            documentation=documentation,
+            options=[asdict(option) for option in options],
+            takes_more=takes_more,
+            example=example,
+        )
+        return
+    click.echo(f"{kind} {name}" + (f"  ({entry.source}, {entry.target})" if entry else ""))
+    if documentation:
+        click.echo(f"\n{documentation}")
+    if options:
+        click.echo()
+        _print_table(
+            ("option", "type", "default", "limits", "description"),
+            [
+                (option.name, option.type, option.default or "required", option.limits, option.description)
+                for option in options
+            ],
+        )
+    if takes_more:
+        click.echo("\nFurther options are passed on as they are.")
+    click.echo(f"\n{example}")
+
+
+def _kind_of(registry: Registry, name: str) -> str:
+    """The kind of the component that `name` names; raises UsageError unless there is exactly one."""
+    entries = registry.entries()
+    kinds = {entry.kind for entry in entries if name in (entry.name, f"{entry.distribution}:{entry.name}")}
+    if len(kinds) == 1:
+        return kinds.pop()
+    if kinds:
+        hints = [f"ddpforge plugins show {name} --kind {kind}" for kind in sorted(kinds)]
+        raise UsageError(f"`{name}` names components of several kinds", hints=hints)
+    if ":" in name:
+        raise UsageError(f"of what kind is `{name}`?", hints=[f"add --kind with one of: {', '.join(KINDS)}"])
+
+    near = get_close_matches(name, {entry.name for entry in entries}, cutoff=0.5)
+    raise UsageError(
+        f"there is no component named `{name}`",
+        hints=[
+            *(f"did you mean `{other}`?" for other in near),
+            "`ddpforge plugins list` shows what is installed",
+        ],
+    )
+
+
+def _example(kind: str, use: str, options: "Sequence[OptionRow]") -> str:
+    """The lines of a recipe that ask for the component, with the options that it requires."""
+    required = [f"{option.name} = {option.example}" for option in options if option.default is None]
+    name = f"use = {json.dumps(use)}"
+    table = _TABLES[kind]
+
+    if kind == "metric":
+        asked = f"{{ {', '.join([name, *required])} }}" if required else json.dumps(use)
+        return f"[{table}]\nmetrics = [{asked}]"
+    if kind in ("tracker", "callback"):  # the key is the name, unless the name cannot be a key
+        key = use.rpartition(":")[2].replace(".", "_")
+        return "\n".join([f"[{table}.{key}]", *([name] if key != use else []), *required])
+    return "\n".join([f"[{table}]", name, *required])
+
+
+def _print_json(**facts: object) -> None:
+    click.echo(json.dumps({"schema_version": 1, **facts}, indent=2))
+
+
+def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if sys.stdout.isatty():
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*header, box=SIMPLE_HEAD)
+        for row in rows:
+            table.add_row(*row)
+        Console(markup=False, highlight=False).print(table)  # brackets in a cell are TOML, not styles
+        return
+
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,54 @@
+"""`ddpforge recipes`: the recipes that come with ddpforge."""
+
+import json
+from pathlib import Path
+
+import click
+
+from ddpforge.cli.options import json_option
+from ddpforge.errors import UsageError
+
+
+@click.group()
+def recipes() -> None:
+    """List or copy the recipes that come with ddpforge."""
+
+
+@recipes.command("ls")
+@json_option
+def list_recipes(as_json: bool) -> None:
+    """List the bundled recipes; each can be named instead of a file."""
+    from ddpforge.recipe.bundled import bundled
+
+    titles = {name: _title(path) for name, path in bundled().items()}
+    if as_json:
+        click.echo(json.dumps({"recipes": [{"name": name, "title": title} for name, title in titles.items()]}))
+        return
+    width = max(map(len, titles), default=0)
+    for name, title in titles.items():
+        click.echo(f"{name:{width}}  {title}")
+
+
+@recipes.command("cp")
+@click.argument("name")
+@click.argument("target", required=False, type=click.Path(path_type=Path))
+def copy_recipe(name: str, target: Path | None) -> None:
+    """Copy the bundled recipe NAME to TARGET (a file or a folder; default: here), to edit."""
+    from ddpforge.recipe.bundled import bundled, find_recipe
+
+    source = bundled().get(name) or find_recipe(name)
+    target = target or Path()
+    target = target / source.name if target.is_dir() else target
+    if target.exists():
+        raise UsageError(f"{target} exists already", hints=["name another file, or move that one away"])
+    try:
+        target.write_bytes(source.read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror}") from None
+    click.echo(target)
+
+
+def _title(path: Path) -> str:
+    """The first line of a recipe says what it trains."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip()

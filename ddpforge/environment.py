@@ -1,0 +1,52 @@
+"""The machine, the packages and the launch of a run: what may explain later why it behaved as it did."""
+
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+_RELEVANT = re.compile(
+    "RANK|WORLD_SIZE|(LOCAL|GROUP|NODE|ROLE)_.*|MASTER_.*|OMP_.*|MKL_.*|CUDA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*"
+    "|PYTHONHASHSEED|ACCELERATE_.*|SLURM_.*|WANDB_.*|DDPFORGE_.*"
+)
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|JWT")
+
+
+def describe_environment() -> dict[str, Any]:
+    """The contents of a run's `env.json`: plain JSON, without secrets; imports nothing that it describes."""
+    return {
+        "time": datetime.now(UTC).isoformat(),
+        "command": sys.argv,
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in ("ddpforge", "torch", "accelerate", "numpy", "safetensors")},
+        "git": _git(),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if _RELEVANT.fullmatch(name) and not _SECRET.search(name)
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git() -> dict[str, Any] | None:
+    """The commit of the current folder; None outside a repository, without git, or when it takes too long."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": said.removesuffix("-dirty"), "dirty": said.endswith("-dirty")}

@@ -1,0 +1,23 @@
+"""Recipes: from TOML text to a typed, validated run description, and the errors on the way."""
+
+from ddpforge.recipe.batch import BatchPlan, check_world, plan_batch
+from ddpforge.recipe.bundled import bundled, find_recipe
+from ddpforge.recipe.load import LoadedRecipe, load_recipe
+from ddpforge.recipe.origins import Origin, Place
+from ddpforge.recipe.report import Problem, render
+from ddpforge.recipe.schema import Recipe
+
+__all__ = [
+    "BatchPlan",
+    "LoadedRecipe",
+    "Origin",
+    "Place",
+    "Problem",
+    "Recipe",
+    "bundled",
+    "check_world",
+    "find_recipe",
+    "load_recipe",
+    "plan_batch",
+    "render",
+]

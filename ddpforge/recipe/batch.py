@@ -1,0 +1,84 @@
+"""How the global batch of a step is dealt out: ranks, forward passes and accumulation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ddpforge.errors import RecipeError
+from ddpforge.recipe.origins import Origin
+from ddpforge.recipe.report import Problem
+from ddpforge.recipe.schema import TrainSection
+
+if TYPE_CHECKING:
+    from ddpforge.recipe.load import LoadedRecipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """One optimizer step, in samples: global_batch = micro_batch × accumulation × data_ranks."""
+
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    data_ranks: int
+
+    def __str__(self) -> str:
+        passes = f"{self.micro_batch} per forward pass × {self.accumulation} accumulation"
+        return f"{self.global_batch} per step = {passes} × {_ranks(self.data_ranks)}"
+
+
+def plan_batch(train: TrainSection, data_ranks: int, *, origin: Origin | None = None) -> BatchPlan:
+    """Deals `train.global_batch` out to the `data_ranks` ranks that see different data.
+
+    Raises RecipeError, at `origin`, when it does not divide; the error lists the nearest batches that do.
+    """
+    batch, micro = train.global_batch, train.micro_batch or train.global_batch // data_ranks
+    if micro == 0 or batch % (micro * data_ranks):
+        place = origin.place() if origin else None
+        problem = Problem(
+            _indivisible(train, data_ranks), "train.global_batch", place, tuple(_ways_out(train, data_ranks))
+        )
+        raise RecipeError([problem])
+    accumulation = batch // (micro * data_ranks)
+    return BatchPlan(global_batch=batch, micro_batch=micro, accumulation=accumulation, data_ranks=data_ranks)
+
+
+def check_world(loaded: LoadedRecipe, data_ranks: int) -> BatchPlan:
+    """What `plan_batch` gives for a loaded recipe; its RecipeError points at `train.global_batch`."""
+    return plan_batch(loaded.recipe.train, data_ranks, origin=loaded.origins[("train", "global_batch")])
+
+
+def _indivisible(train: TrainSection, data_ranks: int) -> str:
+    batch, micro = train.global_batch, train.micro_batch
+    if micro is None:
+        return f"`train.global_batch` = {batch} cannot be dealt out evenly to {_ranks(data_ranks)}"
+    if data_ranks == 1:
+        return f"`train.micro_batch` = {micro} does not divide `train.global_batch` = {batch}"
+    unit = f"`train.micro_batch` × ranks = {micro} × {data_ranks} = {micro * data_ranks}"
+    return f"`train.global_batch` = {batch} is not a multiple of {unit}"
+
+
+def _ways_out(train: TrainSection, data_ranks: int) -> list[str]:
+    batch, micro = train.global_batch, train.micro_batch
+    unit = (micro or 1) * data_ranks
+    below, above = batch // unit * unit, (batch // unit + 1) * unit
+    ways = [f"nearest global_batch: {_either(below, above)}" + (f", with micro_batch = {micro}" if micro else "")]
+
+    per_rank, rest = divmod(batch, data_ranks)
+    if micro and not rest:
+        small = [one for one in range(1, math.isqrt(per_rank) + 1) if per_rank % one == 0]
+        divisors = sorted({*small, *(per_rank // one for one in small)})
+        below = max((one for one in divisors if one < micro), default=0)
+        above = min((one for one in divisors if one > micro), default=0)
+        ways.append(f"nearest micro_batch: {_either(below, above)}, with global_batch = {batch}")
+    return ways
+
+
+def _either(*choices: int) -> str:
+    return " or ".join(str(choice) for choice in choices if choice)
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}"

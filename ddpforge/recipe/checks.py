@@ -1,0 +1,71 @@
+"""Checks between the keys of a recipe: settings that are right by themselves and a mistake together."""
+
+from __future__ import annotations
+
+from ddpforge.durations import Duration
+from ddpforge.errors import RecipeError
+from ddpforge.recipe.batch import plan_batch
+from ddpforge.recipe.explain import Explainer
+from ddpforge.recipe.schema import Recipe
+
+_NEEDS_NO_TOTAL = ("constant", "step")  # schedules that do not ask how long the run is
+
+
+def cross_check(recipe: Recipe, explainer: Explainer) -> None:
+    """Reports what contradicts itself; nothing here depends on the machine or the number of ranks."""
+    _check_batch(recipe, explainer)
+    _check_evaluation(recipe, explainer)
+    _check_best(recipe, explainer)
+    _check_schedule(recipe, explainer)
+
+
+def _check_batch(recipe: Recipe, explainer: Explainer) -> None:
+    try:
+        plan_batch(recipe.train, data_ranks=1)
+    except RecipeError as error:
+        for problem in error.problems:
+            explainer.add(("train", "micro_batch"), problem.message, *problem.hints)
+
+
+def _check_evaluation(recipe: Recipe, explainer: Explainer) -> None:
+    for key in ("eval_batch", "eval_every"):
+        if recipe.data.eval is None and ("train", key) in explainer.layers.origins:
+            explainer.add(("train", key), f"`train.{key}` has no effect without a section [data.eval]", on_key=True)
+
+
+def _check_best(recipe: Recipe, explainer: Explainer) -> None:
+    keep, at = recipe.checkpoint.keep, ("checkpoint", "keep")
+    if keep.best and keep.by is None:
+        example = "eval/loss" if recipe.data.eval else "train/loss"
+        hint = f'say by which metric, e.g. by = "{example}"'
+        explainer.add((*at, "best"), "`checkpoint.keep.best` needs `by`", hint)
+    for key in ("by", "mode"):
+        if getattr(keep, key) is not None and not keep.best:
+            hint = "say how many of the best to keep, e.g. best = 1"
+            explainer.add((*at, key), f"`checkpoint.keep.{key}` has no effect without `best`", hint, on_key=True)
+
+    if keep.by is None:
+        return
+    prefix, _, metric = keep.by.partition("/")
+    if prefix not in ("train", "eval") or not metric:
+        message = f'`checkpoint.keep.by` must name a metric by "train/…" or "eval/…", not "{keep.by}"'
+        explainer.add((*at, "by"), message)
+    elif prefix == "eval" and recipe.data.eval is None:
+        message = f'`checkpoint.keep.by` is "{keep.by}", and there is no section [data.eval] to compute it from'
+        explainer.add((*at, "by"), message)
+
+
+def _check_schedule(recipe: Recipe, explainer: Explainer) -> None:
+    length, schedule = recipe.train.length, recipe.schedule
+    if length.is_time and schedule.use not in _NEEDS_NO_TOTAL:
+        message = f'`train.length` is a wall time, and the schedule "{schedule.use}" must know the number of steps'
+        hints = (
+            "give the length in epochs or steps",
+            f"schedules for a wall time: {', '.join(_NEEDS_NO_TOTAL)}",
+        )
+        explainer.add(("train", "length"), message, *hints)
+
+    for key, value in schedule.options.items():
+        if isinstance(value, Duration) and value.unit == length.unit and value.value > length.value:
+            message = f"`schedule.{key}` is {value}, longer than the run, which is {length}"
+            explainer.add(("schedule", key), message, "shorten it, or raise `train.length`")

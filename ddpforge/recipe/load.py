@@ -1,0 +1,102 @@
+"""Loads a recipe: a TOML file, what it extends, `--set` and variables become a typed, validated Recipe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from ddpforge.errors import RecipeError
+from ddpforge.recipe.bundled import find_recipe
+from ddpforge.recipe.compose import compose
+from ddpforge.recipe.interpolate import escape, interpolate
+from ddpforge.recipe.layers import Layers, map_strings, paths, strings
+from ddpforge.recipe.origins import KeyPath, Origin
+from ddpforge.recipe.report import Problem
+from ddpforge.recipe.schema import Component, Recipe
+from ddpforge.recipe.validate import local_file, validate
+from ddpforge.registry import Registry
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A valid recipe, the same as plain tables with every default, and where each value comes from."""
+
+    recipe: Recipe
+    tables: dict[str, Any]
+    origins: Mapping[KeyPath, Origin]  # of every key in `tables`; an array has one as a whole
+    source: Path
+    text: str  # of `source`, as it was read
+
+    def dumps(self, files: Mapping[Path, str] | None = None) -> str:
+        """The recipe as one TOML text that stands alone and loads to an equal Recipe.
+
+        `files` maps each of `local_files` to the relative path by which the text shall name it; by default that
+        is its path from the folder of `source`.
+        """
+        names = files or {file: os.path.relpath(file, self.source.absolute().parent) for file in self.local_files()}
+        components = self.recipe.components()
+
+        def written(path: KeyPath, text: str) -> str:
+            file = _local_file(text, _owner(path, components))
+            if file:
+                text = f"./{names[file]}:{text.rpartition(':')[2]}"
+            return escape(text)
+
+        return tomlkit.dumps(map_strings(self.tables, written))
+
+    def local_files(self) -> list[Path]:
+        """The files of code beside the recipe that it names, `./file.py:Name`; absolute."""
+        components = self.recipe.components()
+        found = [_local_file(text, _owner(path, components)) for path, text in strings(self.tables)]
+        return sorted({file for file in found if file})
+
+    def problem(self, key: KeyPath, message: str, *hints: str) -> Problem:
+        """A problem with the value of `key`, at its place: for checks that only a run can make."""
+        origin = self.origins.get(key, Origin())
+        return Problem(message, ".".join(map(str, key)), origin.place(), hints)
+
+
+def load_recipe(source: str | Path, *, sets: Sequence[str] = (), registry: Registry | None = None) -> LoadedRecipe:
+    """Loads a recipe file, or a bundled recipe by its bare name, under `sets` such as "train.length=5ep".
+
+    Imports the components that the recipe uses, for their options. Raises RecipeError with every problem.
+    """
+    path = find_recipe(source)
+    layers, file = compose(path, sets)
+    problems = interpolate(layers)
+    recipe, tables, found = validate(layers, file.label, registry or Registry.installed())
+
+    unclear = tuple(problem.key for problem in problems)
+    problems += [problem for problem in found if not problem.key.startswith(unclear)]
+    if problems or recipe is None:
+        raise RecipeError(sorted(problems, key=lambda problem: _position(problem, file.label)))
+    return LoadedRecipe(recipe, tables, _origins(tables, layers), path, file.text)
+
+
+def _position(problem: Problem, file: str) -> tuple[bool, bool, str, int, int]:
+    """Sorts by appearance: the recipe itself first, then other places, then what is nowhere."""
+    place = problem.place
+    if place is None:
+        return True, True, "", 0, 0
+    return not place.line, place.file != file, place.file, place.line, place.column
+
+
+def _origins(tables: dict[str, Any], layers: Layers) -> dict[KeyPath, Origin]:
+    origins = {path: layers.origins.get(path, Origin()) for path in paths(tables)}
+    for path in [path for path in origins if path[-1] == "use" and path not in layers.origins]:
+        origins[path] = layers.origins.get(path[:-1], Origin())  # [track.wandb] says so by its name
+    return origins
+
+
+def _owner(path: KeyPath, components: Mapping[tuple[str, ...], Component]) -> Component | None:
+    """The component whose table `path` lies in."""
+    return next((component for table, component in components.items() if path[: len(table)] == table), None)
+
+
+def _local_file(text: str, owner: Component | None) -> Path | None:
+    return local_file(text, owner.base) if owner and owner.base != Path() else None

@@ -1,0 +1,43 @@
+"""Tries out what only the optimizer itself can tell: whether it takes its options. Needs torch."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+from ddpforge.errors import PluginError, RecipeError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ddpforge.recipe.load import LoadedRecipe
+    from ddpforge.registry import Registry
+
+
+def check_optimizer(loaded: LoadedRecipe, registry: Registry) -> None:
+    """Builds the recipe's optimizer over one small parameter; raises RecipeError when it could not train."""
+    import torch
+
+    name = loaded.recipe.optimizer.use
+    parameter = torch.nn.Parameter(torch.zeros(2, 2))
+    try:
+        optimizer = registry.build("optimizer", loaded.recipe.optimizer, params=[parameter])
+    except PluginError as error:
+        problem = loaded.problem(("optimizer",), error.message, *error.hints)
+        raise RecipeError([problem]) from error
+
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        message = f'optimizer "{name}" makes a {type(optimizer).__name__}, not a torch.optim.Optimizer'
+        raise RecipeError([loaded.problem(("optimizer", "use"), message)])
+    if _needs_closure(optimizer):
+        message = f'optimizer "{name}" computes the loss itself, several times a step, which ddpforge does not do'
+        raise RecipeError([loaded.problem(("optimizer", "use"), message, "use a first-order optimizer")])
+    for group in optimizer.param_groups:
+        if "lr" in group and not group["lr"] > 0:
+            message = f"`optimizer.lr` must be more than 0, not {float(group['lr'])}"
+            raise RecipeError([loaded.problem(("optimizer", "lr"), message)])
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
+    return any(parameter.default is parameter.empty for parameter in parameters[:1])

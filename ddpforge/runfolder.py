@@ -1,0 +1,304 @@
+"""A run is a folder: the names of what is in it, how it stands, and whether a recipe may go on in it.
+
+runs/<name>/
+  recipe.toml              as it was given          recipe.resolved.toml     with every default; runs as it is
+  env.json                 where the last attempt ran                run.json   id, attempts, lineage
+  status.json              how the run stands: see `Status`          metrics.jsonl
+  logs/                    checkpoints/
+"""
+
+import json
+import math
+import secrets
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from hashlib import sha256
+from itertools import count
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, TypedDict, cast
+
+from ddpforge.checkpoint import files
+from ddpforge.environment import describe_environment
+from ddpforge.errors import EnvironmentProblem, UsageError
+
+
+class Status(TypedDict):
+    """The contents of `status.json`; metrics that are not finite are null there."""
+
+    state: Literal["running", "done", "failed", "stopped", "diverged"]
+    exit_code: int | None  # null while running
+    step: int
+    samples: int
+    world_size: int
+    strategy: str
+    metrics: Mapping[str, float | None]
+    error: str | None
+
+
+class Lineage(TypedDict):
+    """From `step` on, the run followed the resolved recipe with this sha256."""
+
+    step: int
+    recipe: str
+
+
+class _Run(TypedDict):
+    """The contents of `run.json`."""
+
+    id: str
+    created: str
+    attempts: int
+    lineage: list[Lineage]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run. Only rank 0 writes in it, apart from `logs`."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The recipe file as it was given."""
+        return self.path / "recipe.toml"
+
+    @property
+    def resolved(self) -> Path:
+        """The same with every default written out and nothing left to look up."""
+        return self.path / "recipe.resolved.toml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line: the record that trackers mirror."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @classmethod
+    def find(cls, run: str, runs: Path = Path("runs")) -> "RunFolder":
+        """The run whose folder is `run`, or is called that in `runs`; raises UsageError if there is none."""
+        for path in (Path(run), runs / run):
+            if (folder := cls(path)).exists():
+                return folder
+
+        names = sorted(path.name for path in runs.glob("*") if cls(path).exists())
+        close = get_close_matches(run, names, n=1)
+        raise UsageError(
+            f"there is no run {run!r}: it is neither a run's folder nor the name of one in {runs}/",
+            hints=[f"did you mean {close[0]}?" if close else f"runs there: {', '.join(names) or 'none'}"],
+        )
+
+    # -- life
+    def exists(self) -> bool:
+        """True when this is the folder of a run, whatever became of it."""
+        return (self.path / "run.json").is_file()
+
+    def create(self, *, text: str, resolved: str, local_files: Mapping[str, Path]) -> None:
+        """Lays the folder down, whole or not at all.
+
+        `text` is the recipe as given, `resolved` the same with all defaults; `local_files` maps the paths of
+        plugin files, as `resolved` writes them, to the files themselves, which are copied there. Raises
+        UsageError when something else is at this place, EnvironmentProblem when the disk refuses.
+        """
+        if self.path.exists():
+            raise UsageError(
+                f"{self.path} exists and is not the folder of a run",
+                hints=["give the recipe another `name`, or choose another place with --out"],
+            )
+        draft = RunFolder(self.path.with_name(f".{self.path.name}.tmp"))
+        run = _Run(id=secrets.token_hex(4), created=datetime.now(UTC).isoformat(), attempts=0, lineage=[])
+        with _writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            files.remove(draft.path)  # of a process that was killed here
+            files.make_folder(draft.path)
+            files.make_folder(draft.checkpoints)
+            draft._write_recipe(text, resolved, local_files)
+            draft._write_json("run.json", run)
+            files.rename(draft.path, self.path)
+            files.sync_folder(self.path.parent)
+
+    def begin_attempt(self, *, step: int, text: str, resolved: str, local_files: Mapping[str, Path]) -> int:
+        """Notes that training goes on from `step` with this recipe; returns the attempt's number, from 1."""
+        run = self._run()
+        run["attempts"] += 1
+        entry = Lineage(step=step, recipe=sha256(resolved.encode()).hexdigest())
+        # What was planned from a later step on, before a return to an earlier one, never came about.
+        lineage = [each for each in run["lineage"] if each["step"] < step]
+        if not lineage or lineage[-1]["recipe"] != entry["recipe"]:
+            lineage.append(entry)
+        run["lineage"] = lineage
+
+        with _writing(self.path):
+            self._write_recipe(text, resolved, local_files)
+            self._write_json("env.json", describe_environment())
+            self._write_json("run.json", run)
+        return run["attempts"]
+
+    def retire(self) -> Path:
+        """Renames the folder to the first free of `<name>.1`, `<name>.2`, ... and returns where it is now."""
+        free = (self.path.with_name(f"{self.path.name}.{number}") for number in count(1))
+        target = next(path for path in free if not path.exists())
+        with _writing(self.path):
+            files.rename(self.path, target)
+            files.sync_folder(target.parent)
+        return target
+
+    # -- contents
+    def tables(self) -> dict[str, Any]:
+        """The resolved recipe that the last attempt followed."""
+        return tomllib.loads(self.resolved.read_text(encoding="utf-8"))
+
+    def lineage(self) -> list[Lineage]:
+        """Which resolved recipes the run has followed, oldest first."""
+        return self._run()["lineage"]
+
+    def attempts(self) -> int:
+        """How often training was started or resumed."""
+        return self._run()["attempts"]
+
+    def status(self) -> Status | None:
+        """How the run stands; None before it has trained at all."""
+        path = self.path / "status.json"
+        return cast(Status, _read_json(path)) if path.exists() else None
+
+    def write_status(self, status: Status) -> None:
+        """Replaces `status.json` in one instant."""
+        metrics = {name: None if _is_odd(value) else value for name, value in status["metrics"].items()}
+        with _writing(self.path):
+            self._write_json("status.json", {**status, "metrics": metrics})
+
+    def _run(self) -> _Run:
+        return cast(_Run, _read_json(self.path / "run.json"))
+
+    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        files.replace(self.path / name, json.dumps(value, indent=1, allow_nan=False).encode())
+
+    def _write_recipe(self, text: str, resolved: str, local_files: Mapping[str, Path]) -> None:
+        for name, source in local_files.items():
+            target = self.path / _inside(name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            files.replace(target, source.read_bytes())
+        files.replace(self.recipe, text.encode())
+        files.replace(self.resolved, resolved.encode())
+
+
+def _inside(name: str) -> PurePosixPath:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise UsageError(
+            f"the plugin file {name} is not below the recipe's folder, so a run cannot keep a copy of it",
+            hints=["move it there, or install it as a package and name it `package.module:attribute`"],
+        )
+    return path
+
+
+def _is_odd(value: float | None) -> bool:
+    return value is None or not math.isfinite(value)  # JSON has no NaN and no infinity
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return cast(dict[str, Any], json.loads(path.read_bytes()))
+    except (OSError, ValueError) as error:
+        raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(f"{error.filename or path} cannot be written: {error.strerror or error}") from error
+
+
+# ---------------------------------------------------------------------------------------------- changes
+_FIXED = (
+    "model",
+    "data.train",
+    "data.eval",
+    "task",
+    "train.seed",
+    "train.global_batch",
+    "train.last_batch",
+    "optimizer.use",
+)
+_FREE = (
+    "name",
+    "output_dir",
+    "track",
+    "data.workers",
+    "data.prefetch",
+    "strategy",
+    "checkpoint",
+    "train.timeout",
+    "train.compile",
+    "train.eval_every",
+    "train.eval_batch",
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key whose value differs between two resolved recipes; None where one of them lacks it.
+
+    "fixed" keys decide what the run computes; "tunable" ones may change from a step on; "free" ones do not
+    matter for the result.
+    """
+
+    path: str
+    old: Any
+    new: Any
+    policy: Literal["fixed", "tunable", "free"]
+
+    def __str__(self) -> str:
+        old, new = (
+            "absent" if x is None else json.dumps(x, ensure_ascii=False, default=str) for x in (self.old, self.new)
+        )
+        return f"{self.path}: {old} → {new}"
+
+
+def recipe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    """Every key that differs between two resolved recipes, in the order of the recipe."""
+    before, after = dict(_leaves(old)), dict(_leaves(new))
+    paths = [path for path in {**before, **after} if before.get(path) != after.get(path)]
+    return [Change(path, before.get(path), after.get(path), _policy(path)) for path in paths]
+
+
+def refuse_fixed(changes: Sequence[Change], allowed: Sequence[str]) -> None:
+    """Raises UsageError, with old and new values, when a fixed key changed that `allowed` does not cover.
+
+    `allowed` holds keys ("model.depth") and whole tables ("model").
+    """
+    refused = [change for change in changes if change.policy == "fixed" and not _under(change.path, allowed)]
+    if refused:
+        raise UsageError(
+            "the recipe no longer describes the run it would go on with:\n"
+            + "\n".join(f"  {change}" for change in refused),
+            hints=[
+                "start anew with --fresh; the earlier run is kept under another name",
+                "or go on all the same: " + " ".join(f"--allow-change {change.path}" for change in refused),
+            ],
+        )
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _policy(path: str) -> Literal["fixed", "tunable", "free"]:
+    return "fixed" if _under(path, _FIXED) else "free" if _under(path, _FREE) else "tunable"
+
+
+def _under(path: str, tables: Sequence[str]) -> bool:
+    return any(path == table or path.startswith(f"{table}.") for table in tables)

@@ -1,0 +1,87 @@
+"""A registry with a few torch-free components, and a way to write and load small recipes."""
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from ddpforge.recipe import LoadedRecipe, load_recipe
+from ddpforge.registry import Entry, Registry
+
+PARTS = {
+    "model": {"cnn": "cnn", "mlp": "mlp"},
+    "data": {"digits": "digits", "folder": "folder"},
+    "task": {"classification": "classification"},
+    "metric": {"accuracy": "Accuracy"},
+    "optimizer": {"adamw": "adamw", "sgd": "sgd"},
+    "schedule": {"constant": "constant", "cosine": "cosine"},
+    "strategy": {"ddp": "DDP"},
+    "tracker": {"wandb": "WandB"},
+    "callback": {"ema": "EMA"},
+}
+VALID = """\
+recipe = 1
+name = "digits"
+
+[model]
+use = "cnn"
+classes = 10
+
+[data.train]
+use = "digits"
+split = "train"
+
+[data.eval]
+use = "digits"
+split = "test"
+
+[task]
+use = "classification"
+
+[optimizer]
+use = "adamw"
+lr = 1e-3
+
+[train]
+length = "5ep"
+global_batch = 256
+micro_batch = 32
+"""
+
+
+class CachingRegistry(Registry):
+    """Makes each options model once: thousands of recipes are loaded in one process here."""
+
+    @cache  # noqa: B019
+    def options_model(self, kind: str, use: str, base: Path = Path()) -> type[BaseModel]:
+        return super().options_model(kind, use, base)
+
+
+@pytest.fixture(scope="session")
+def registry() -> Iterator[Registry]:
+    sys.path.insert(0, str(Path(__file__).parent))
+    yield CachingRegistry(
+        Entry(kind, name, "parts", "1.0", f"parts:{target}")
+        for kind, row in PARTS.items()
+        for name, target in row.items()
+    )
+    sys.path.remove(str(Path(__file__).parent))
+
+
+Load = Callable[..., LoadedRecipe]
+
+
+@pytest.fixture
+def load(tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Loads a recipe from its text; the texts of further files are keyword arguments without `.toml`."""
+    monkeypatch.chdir(tmp_path)
+
+    def load(text: str = VALID, *sets: str, **others: str) -> LoadedRecipe:
+        for name, other in {"recipe": text, **others}.items():
+            Path(f"{name}.toml").write_text(other, encoding="utf-8")
+        return load_recipe("recipe.toml", sets=sets, registry=registry)
+
+    return load

@@ -1,0 +1,99 @@
+"""Messages of many ranks: one voice on stderr, everything in the files."""
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpforge.console import setup_logging
+
+logger = logging.getLogger("ddpforge")
+
+
+@pytest.fixture(autouse=True)
+def _untouched_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("GROUP_WORLD_SIZE", "SLURM_NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    logger.handlers.clear()
+    yield
+    for handler in logger.handlers:
+        handler.close()
+    logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
+
+
+def say_all() -> None:
+    logger.debug("a detail")
+    logger.info("saved step 10")
+    logger.warning("step 11 was left out")
+    logger.error("the disk is full")
+
+
+def test_the_first_rank_speaks_plainly(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(0)
+    say_all()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "saved step 10\nwarning: step 11 was left out\nerror: the disk is full\n"
+
+
+def test_other_ranks_only_warn_and_say_who_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(3)
+    say_all()
+    assert capsys.readouterr().err == "[rank 3] warning: step 11 was left out\n[rank 3] error: the disk is full\n"
+
+
+@pytest.mark.parametrize("variable", ["GROUP_WORLD_SIZE", "SLURM_NNODES"])
+def test_on_several_nodes_they_say_where_too(
+    variable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, "2")
+    monkeypatch.setattr("socket.gethostname", lambda: "node07")
+    setup_logging(3)
+    logger.warning("slow")
+    assert capsys.readouterr().err == "[rank 3 node07] warning: slow\n"
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_every_rank_has_its_own_complete_file(rank: int, tmp_path: Path) -> None:
+    setup_logging(rank, tmp_path)
+    say_all()
+    text = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+    assert re.sub(r"^\S+ \S+ ", "", text, flags=re.MULTILINE) == (
+        "INFO saved step 10\nWARNING step 11 was left out\nERROR the disk is full\n"
+    )
+
+
+def test_the_level_is_that_of_stderr_and_can_only_widen_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging(0, tmp_path, logging.ERROR)
+    say_all()
+    assert capsys.readouterr().err == "error: the disk is full\n"
+    setup_logging(0, tmp_path, logging.DEBUG)
+    say_all()
+    assert capsys.readouterr().err.startswith("a detail\nsaved step 10\n")
+
+    levels = [line.split()[2] for line in (tmp_path / "logs" / "rank-0.log").read_text().splitlines()]
+    assert levels == ["INFO", "WARNING", "ERROR", "DEBUG", "INFO", "WARNING", "ERROR"]
+
+
+def test_setting_up_again_does_not_repeat_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(0)
+    setup_logging(0, tmp_path)
+    logger.info("once")
+    assert capsys.readouterr().err == "once\n"
+    assert len((tmp_path / "logs" / "rank-0.log").read_text().splitlines()) == 1
+
+
+def test_an_error_shows_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(0)
+    try:
+        raise ValueError("no such class")
+    except ValueError:
+        logger.exception("the loader failed")
+    err = capsys.readouterr().err
+    assert err.startswith("error: the loader failed\nTraceback")
+    assert err.endswith("ValueError: no such class\n")

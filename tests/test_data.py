@@ -1,0 +1,277 @@
+"""Which samples a rank sees: order, dealing, uneven ends, seeds, streams."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddpforge.data import Batches, MicroBatch, Share, mix, open_data, permute, to_device
+from ddpforge.errors import PluginError
+
+
+class Numbers:
+    """The sample at index i is i."""
+
+    random = False
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Draws(Numbers):
+    """Each sample is what python, numpy and torch draw while it is fetched."""
+
+    random = True
+
+    def __getitem__(self, index: int) -> Any:
+        return index, random.random(), float(np.random.rand()), torch.rand(())
+
+
+class NumberStream:
+    """The same numbers, without a length."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.samples))
+
+
+def deal(
+    data: Any, *, rank: int = 0, ranks: int = 1, batch: int, micro: int, shuffle: bool = True, **more: Any
+) -> Batches:
+    options: dict[str, Any] = {"seed": 7, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False} | more
+    share = Share(rank, ranks, micro)
+    return open_data(data, global_batch=batch, share=share, shuffle=shuffle, **options)
+
+
+def ids(micro: MicroBatch) -> list[int]:
+    values: list[int] = micro.data.tolist()
+    return values[: micro.samples]
+
+
+def steps(batches: Batches, number: int, start: int = 0) -> list[list[int]]:
+    """The samples of the first steps, one list per step."""
+    source, found = batches.training(start), []
+    for _ in range(number):
+        step: list[int] = []
+        last = False
+        while not last:
+            micro = next(source)
+            step += ids(micro)
+            last = micro.last
+        found.append(step)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- order
+def order(samples: int, epoch: int = 0, seed: int = 0) -> list[int]:
+    places = np.arange(samples, dtype=np.uint64)
+    found: list[int] = permute(places, np.full(samples, epoch, dtype=np.uint64), samples, seed).tolist()
+    return found
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4, 5, 16, 17, 1000, 50_001])
+def test_an_epoch_is_a_permutation(samples: int) -> None:
+    assert sorted(order(samples)) == list(range(samples))
+
+
+def test_every_epoch_and_every_seed_has_its_own_order() -> None:
+    orders = [order(1000, epoch, seed) for epoch in range(3) for seed in range(3)]
+    matches = [sum(a == b for a, b in zip(x, y, strict=True)) for i, x in enumerate(orders) for y in orders[:i]]
+    assert max(matches) < 10     # two independent permutations agree in one place on average
+
+
+def test_the_order_is_as_uniform_as_a_fair_shuffle() -> None:
+    """Chi-squared of place x sample over 2,000 epochs of 12: mean 121, standard deviation 15.6."""
+    counts = np.zeros((12, 12))
+    for epoch in range(2000):
+        counts[np.arange(12), order(12, epoch)] += 1
+    expected = 2000 / 12
+    assert ((counts - expected) ** 2 / expected).sum() < 121 + 4 * 15.6
+
+
+def test_a_place_far_into_a_huge_dataset_costs_no_memory() -> None:
+    places = np.array([999_999_999], dtype=np.uint64)
+    assert permute(places, np.zeros(1, dtype=np.uint64), 10**9, seed=3)[0] < 10**9
+
+
+def test_the_order_is_pinned() -> None:
+    """A checkpoint of today must continue with the same samples under any later version."""
+    assert order(10, epoch=0, seed=0) == [1, 5, 2, 7, 6, 8, 4, 9, 0, 3]
+    assert order(10, epoch=1, seed=0) == [4, 8, 1, 6, 0, 7, 9, 2, 3, 5]
+    assert mix(1, 2, 3) == 7510213797696614745
+
+
+# ---------------------------------------------------------------------------------------------- dealing
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("samples", [1, 2, 5, 11, 12, 24])
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_every_sample_is_dealt_once_and_every_rank_makes_as_many_passes(samples: int, ranks: int, micro: int) -> None:
+    hands = [Share(rank, ranks, micro).deal(samples) for rank in range(ranks)]
+
+    assert [place for hand in hands for part in hand for place in part] == list(range(samples))
+    assert len({len(hand) for hand in hands}) == 1
+    assert max(len(part) for hand in hands for part in hand) <= micro
+
+
+def test_a_full_step_has_equal_micro_batches() -> None:
+    assert Share(1, 2, 4).deal(16) == [range(8, 12), range(12, 16)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 24])
+def test_the_number_of_ranks_does_not_change_what_a_step_trains_on(ranks: int) -> None:
+    alone = steps(deal(Numbers(100), batch=24, micro=24), 12)
+    hands = [steps(deal(Numbers(100), rank=r, ranks=ranks, batch=24, micro=1), 12) for r in range(ranks)]
+    assert [sum((hand[step] for hand in hands), []) for step in range(12)] == alone
+    assert [len(step) for step in alone[:5]] == [24, 24, 24, 24, 4]      # the ragged end is trained on, not padded
+
+
+def test_two_epochs_hold_every_sample_once_each_in_different_orders() -> None:
+    """Trap 18."""
+    found = steps(deal(Numbers(16), batch=4, micro=4), 8)
+    first, second = sum(found[:4], []), sum(found[4:], [])
+    assert sorted(first) == sorted(second) == list(range(16))
+    assert first != second
+
+
+def test_drop_leaves_the_incomplete_step_out() -> None:
+    batches = deal(Numbers(10), batch=4, micro=4, drop_last=True)
+    assert batches.steps_per_epoch == 2
+    assert [len(step) for step in steps(batches, 4)] == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("start", [1, 3, 4, 5, 9, 23, 1000])
+def test_a_resume_in_mid_epoch_repeats_and_misses_nothing(start: int) -> None:
+    """Trap 08."""
+    batches = deal(Numbers(24), rank=1, ranks=2, batch=5, micro=2)
+    assert steps(batches, 4, start=start) == steps(batches, start + 4)[start:]
+
+
+def test_blocks_of_steps_join_seamlessly(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = steps(deal(Numbers(37), batch=5, micro=2), 40)
+    monkeypatch.setattr("ddpforge.data._BLOCK", 15)
+    assert steps(deal(Numbers(37), batch=5, micro=2), 40) == whole
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("samples", [1, 3, 10, 11])
+def test_evaluation_sees_every_sample_once_in_order(samples: int, ranks: int) -> None:
+    """Traps 03 and 12: no padding, no duplicates, equally many forward passes on every rank."""
+    hands = []
+    for rank in range(ranks):
+        batches = deal(Numbers(samples), rank=rank, ranks=ranks, batch=2 * ranks, micro=2, shuffle=False)
+        hands.append(list(batches.evaluation()))
+    assert sorted(i for hand in hands for micro in hand for i in ids(micro)) == list(range(samples))
+    assert len({len(hand) for hand in hands}) == 1
+
+
+def test_a_rank_with_nothing_left_gets_a_real_sample_that_counts_zero() -> None:
+    batches = deal(Numbers(5), rank=0, ranks=2, batch=4, micro=2)
+    source = batches.training(1)
+    micro = next(source)                     # the epoch's last step: one sample for two ranks
+    assert (micro.samples, micro.step_samples, micro.last, len(micro.data)) == (0, 1, True, 1)
+
+
+# ---------------------------------------------------------------------------------------------- fetching
+def test_a_batched_fetch_is_asked_once_per_micro_batch() -> None:
+    class Batched(Numbers):
+        calls: list[list[int]] = []
+
+        def __getitems__(self, indices: list[int]) -> torch.Tensor:
+            self.calls.append(indices)
+            return torch.tensor(indices)
+
+        def collate(self, batch: torch.Tensor) -> torch.Tensor:
+            return batch
+
+    data = Batched(8)
+    assert steps(deal(data, batch=4, micro=2), 1)[0] == sum(data.calls, [])
+    assert [len(call) for call in data.calls] == [2, 2]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_augmentation_depends_on_the_sample_alone(workers: int) -> None:
+    """Trap 10: draws differ between samples, and neither ranks, loader processes nor a resume change them."""
+
+    def draws(rank: int, ranks: int, start: int = 0) -> dict[int, tuple[float, float, float]]:
+        batches = deal(Draws(12), rank=rank, ranks=ranks, batch=12, micro=2, workers=workers)
+        source, found = batches.training(start), {}
+        while True:
+            micro = next(source)
+            found |= {int(i): (float(a), float(b), float(c)) for i, a, b, c in zip(*micro.data, strict=True)}
+            if micro.last:
+                return found
+
+    alone = draws(0, 1)
+    assert draws(0, 2) | draws(1, 2) == alone
+    assert len({value for triple in alone.values() for value in triple}) == 36
+    assert draws(0, 1, start=1) != alone
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_loader_processes_do_not_change_the_batches(workers: int) -> None:
+    assert steps(deal(Numbers(23), batch=5, micro=2, workers=workers), 12) == steps(
+        deal(Numbers(23), batch=5, micro=2), 12
+    )
+
+
+# ---------------------------------------------------------------------------------------------- streams
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stream_yields_every_sample_once_over_ranks_and_loader_processes(ranks: int, workers: int) -> None:
+    """Trap 37."""
+    hands = [
+        steps(deal(NumberStream(10), rank=rank, ranks=ranks, batch=ranks, micro=1, workers=workers), 10 // ranks)
+        for rank in range(ranks)
+    ]
+    assert Counter(i for hand in hands for step in hand for i in step) == Counter(range(10))
+
+
+def test_a_stream_begins_again_and_can_be_resumed() -> None:
+    batches = deal(NumberStream(7), batch=3, micro=2)
+    found = steps(batches, 6)
+    assert found == [[0, 1, 2], [3, 4, 5], [6], [0, 1, 2], [3, 4, 5], [6]]
+    assert steps(batches, 2, start=4) == found[4:]
+    assert batches.steps_per_epoch is None
+
+
+def test_a_stream_is_evaluated_once() -> None:
+    batches = deal(NumberStream(7), batch=4, micro=4, shuffle=False)
+    assert [i for micro in batches.evaluation() for i in ids(micro)] == list(range(7))
+
+
+# ---------------------------------------------------------------------------------------------- refusals, transfer
+def test_what_is_no_dataset_is_refused() -> None:
+    with pytest.raises(PluginError, match="object is not a dataset"):
+        deal(object(), batch=1, micro=1)
+
+
+def test_a_dataset_smaller_than_a_dropped_batch_is_refused() -> None:
+    with pytest.raises(PluginError, match="holds 3 samples, less than one global batch of 4"):
+        deal(Numbers(3), batch=4, micro=4, drop_last=True)
+
+
+def test_an_empty_stream_is_refused_instead_of_searched_for_ever() -> None:
+    with pytest.raises(PluginError, match="NumberStream holds less than one batch"):
+        next(deal(NumberStream(0), batch=2, micro=2).training(0))
+
+
+def test_any_nest_of_tensors_moves() -> None:
+    meta = torch.device("meta")
+    micro = MicroBatch({"x": [torch.ones(2), (torch.ones(1), "text")]}, 1, 1, True)
+    moved = to_device(micro, meta)
+    assert isinstance(moved, MicroBatch)
+    assert moved.data["x"][0].device == meta
+    assert moved.data["x"][1][0].device == meta
+    assert moved.data["x"][1][1] == "text"
