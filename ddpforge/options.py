@@ -9,7 +9,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -28,13 +28,12 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    PlainSerializer,
     PlainValidator,
-    SerializationInfo,
     TypeAdapter,
     ValidationError,
     WithJsonSchema,
     create_model,
+    model_serializer,
     model_validator,
 )
 from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
@@ -60,15 +59,23 @@ NESTED: Mapping[type, str] = {
 """A parameter annotated with one of these takes a component of that kind."""
 
 
-@dataclass(frozen=True)
-class Nested:
-    """A component inside another one's options, validated; `Registry.build` builds it first."""
+class Nested(BaseModel):
+    """A component inside another one's options, validated; `Registry.build` builds it first.
+
+    Dumped as a recipe writes it, defaults included.
+    """
+
+    model_config = ConfigDict(frozen=True)
 
     kind: str
     use: str
     options: dict[str, Any]
     base: Path
-    plain: str | dict[str, Any] = field(compare=False)  # as a recipe writes it, defaults included
+    plain: str | dict[str, Any]
+
+    @model_serializer
+    def _dump(self) -> str | dict[str, Any]:
+        return self.plain
 
 
 # ------------------------------------------------------------------------------------------ signature → model
@@ -235,10 +242,7 @@ def _nested(kind: str, *, registry: Registry, base: Path) -> Any:
             raise PydanticCustomError("component", 'Input should be a name, or a table with `use = "name"`')
         return _validate_nested(kind, table, registry, base, () if table is not value else ("use",))
 
-    def serialize(value: object, info: SerializationInfo) -> object:
-        return value.plain if info.mode == "json" and isinstance(value, Nested) else value
-
-    return Annotated[Any, PlainValidator(validate), PlainSerializer(serialize), WithJsonSchema(schema)]
+    return Annotated[Any, PlainValidator(validate), WithJsonSchema(schema)]
 
 
 def _validate_nested(
@@ -253,7 +257,7 @@ def _validate_nested(
 
     options = model.model_validate_json(json.dumps({key: table[key] for key in table if key != "use"}))
     plain = options.model_dump(mode="json", exclude_none=True, fallback=str)
-    return Nested(kind, use, dict(options), base, {"use": use, **plain} if plain else use)
+    return Nested(kind=kind, use=use, options=dict(options), base=base, plain={"use": use, **plain} if plain else use)
 
 
 # ------------------------------------------------------------------------------------------------- for people
@@ -372,7 +376,7 @@ def _example(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> objec
 def _example_number(limits: Mapping[str, Any], number: type[int] | type[float]) -> object:
     least, most = limits.get("minimum", -inf), limits.get("maximum", inf)
     above, below = limits.get("exclusiveMinimum", -inf), limits.get("exclusiveMaximum", inf)
-    for value in (1, 0.5, least, most, above + 1):
+    for value in (1, 0.5, most, least, above + 1):
         if least <= value <= most and above < value < below and number(value) == value:
             return number(value)
     return 1

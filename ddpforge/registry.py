@@ -255,9 +255,7 @@ class Registry:
 
         match value:
             case Nested():
-                return self.build(
-                    value.kind, value, **{name: given[name] for name in given.keys() & GIVEN[value.kind]}
-                )
+                return self.build(value.kind, value, **{name: given[name] for name in given.keys() & GIVEN[value.kind]})
             case list():
                 return [self._build_nested(item, given) for item in value]
             case tuple() if type(value) is tuple:  # not a NamedTuple, which is a value of its own

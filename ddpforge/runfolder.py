@@ -11,7 +11,7 @@ import json
 import math
 import secrets
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -153,7 +153,7 @@ class RunFolder:
     # -- contents
     def tables(self) -> dict[str, Any]:
         """The resolved recipe that the last attempt followed."""
-        return tomllib.loads(self.resolved.read_text(encoding="utf-8"))
+        return _read(self.resolved, tomllib.loads)
 
     def lineage(self) -> list[Lineage]:
         """Which resolved recipes the run has followed, oldest first."""
@@ -166,7 +166,7 @@ class RunFolder:
     def status(self) -> Status | None:
         """How the run stands; None before it has trained at all."""
         path = self.path / "status.json"
-        return cast(Status, _read_json(path)) if path.exists() else None
+        return cast(Status, _read(path, json.loads)) if path.exists() else None
 
     def write_status(self, status: Status) -> None:
         """Replaces `status.json` in one instant."""
@@ -175,7 +175,7 @@ class RunFolder:
             self._write_json("status.json", {**status, "metrics": metrics})
 
     def _run(self) -> _Run:
-        return cast(_Run, _read_json(self.path / "run.json"))
+        return cast(_Run, _read(self.path / "run.json", json.loads))
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         files.replace(self.path / name, json.dumps(value, indent=1, allow_nan=False).encode())
@@ -203,9 +203,9 @@ def _is_odd(value: float | None) -> bool:
     return value is None or not math.isfinite(value)  # JSON has no NaN and no infinity
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read(path: Path, parse: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     try:
-        return cast(dict[str, Any], json.loads(path.read_bytes()))
+        return parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
 

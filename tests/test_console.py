@@ -2,6 +2,8 @@
 
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,3 +99,8 @@ def test_an_error_shows_its_traceback(capsys: pytest.CaptureFixture[str]) -> Non
     err = capsys.readouterr().err
     assert err.startswith("error: the loader failed\nTraceback")
     assert err.endswith("ValueError: no such class\n")
+
+
+def test_neither_logging_nor_trackers_import_torch() -> None:
+    code = "import sys, ddpforge.console, ddpforge.trackers.several; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"False\n"

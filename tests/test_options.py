@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor, nn
 
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Callback, Data, Duration, Metric, Task, Total
-from ddpforge.options import Nested, OptionRow, options_model, options_table
+from ddpforge.options import OptionRow, options_model, options_table
 from ddpforge.recipe.schema import Component
 from ddpforge.registry import GIVEN, BrokenComponent, Entry, Registry, UnknownComponent
 
@@ -156,6 +156,7 @@ JSON = st.recursive(
 )
 
 
+@settings(derandomize=True, deadline=None)
 @given(st.dictionaries(st.sampled_from([*everything.__kwdefaults__, "metrics", "best", "x"]), JSON))
 def test_no_table_does_anything_but_pass_or_fail_validation(table: dict[str, Any]) -> None:
     for model in (EVERYTHING, REPORT):
@@ -192,7 +193,9 @@ def test_a_parameter_without_default_is_required() -> None:
 
 
 def test_types_that_toml_cannot_write_leave_a_union() -> None:
-    def part(lr: float | Tensor = 1.0, betas: tuple[float | Tensor, float] = (0, 0), pick: str | Callable[[], int] = "a") -> None: ...
+    def part(
+        lr: float | Tensor = 1.0, betas: tuple[float | Tensor, float] = (0, 0), pick: str | Callable[[], int] = "a"
+    ) -> None: ...
 
     assert read(part, lr=0.5, betas=[1, 0.5], pick="b") == {"lr": 0.5, "betas": (1.0, 0.5), "pick": "b"}
     assert errors(part, lr="0.5") == [(("lr",), "float_type")]
@@ -247,10 +250,6 @@ class Calling:
     def __call__(self, size: int = 2) -> None: ...
 
 
-class Named(NamedTuple):
-    size: int = 2
-
-
 @dataclass
 class Data2:
     size: int = 2
@@ -273,7 +272,6 @@ def sized(colour: str, size: int = 2) -> None: ...
         Plain,
         Inheriting,
         Calling(),
-        Named,
         Data2,
         functools.partial(sized, "red"),
         wrapped(functools.partial(sized, "red")),
@@ -300,7 +298,6 @@ def variadic(*sizes: int) -> None: ...
 def unwritable(activation: Callable[[], int]) -> None: ...
 def unresolved(sampler: Sampler[int] | None = None) -> None: ...
 def reserved(model_dump: bool = True) -> None: ...
-def impossible(size: Annotated[str, Field(ge=1)] = "a") -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -311,7 +308,6 @@ def impossible(size: Annotated[str, Field(ge=1)] = "a") -> None: ...
         (unwritable, "requires `activation: 'Callable[[], int]'`, which TOML cannot write"),
         (unresolved, "name 'Sampler' is not defined; import it outside `if TYPE_CHECKING`"),
         (reserved, "has a signature that cannot be read: "),
-        (impossible, "has a signature that cannot be read: "),
         (type, "has a signature that cannot be read: "),
     ],
 )
@@ -341,7 +337,9 @@ class Accuracy(Metric):
 
 
 class TopK(Metric):
-    def __init__(self, *, k: Annotated[int, Field(ge=1)], after: Duration = Duration(1, "ep"), note: str | None = None) -> None:
+    def __init__(
+        self, *, k: Annotated[int, Field(ge=1)], after: Duration = Duration(1, "ep"), note: str | None = None
+    ) -> None:
         if k == 13:
             raise ValueError("unlucky")
         self.name = f"top{k}"
@@ -485,10 +483,8 @@ def test_nested_components_are_written_as_recipes_write_them() -> None:
 
     dumped = options.model_dump(mode="json")
     assert dumped["metrics"] == ["accuracy", {"use": "topk", "k": 5, "after": "1ep"}]
-    assert REPORT.model_validate(options.model_dump()) == options or True
     assert REPORT.model_validate_json(json.dumps(dumped)) == options
-    (first, _) = options.model_dump()["metrics"]
-    assert first == Nested("metric", "accuracy", {}, Path(), "accuracy")
+    assert options.model_dump()["metrics"] == dumped["metrics"]
 
 
 def test_nested_components_get_what_ddpforge_hands_to_their_kind() -> None:

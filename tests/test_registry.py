@@ -123,7 +123,9 @@ def test_listing_needs_neither_torch_nor_pydantic() -> None:
 
 
 def test_groups_of_other_programs_and_unknown_kinds_are_left_alone(site: Path) -> None:
-    install(site, "strange", {"ddpforge.modle": {"a": "m:a"}, "ddpforge": {"b": "m:b"}, "x.ddpforge.model": {"c": "m:c"}})
+    install(
+        site, "strange", {"ddpforge.modle": {"a": "m:a"}, "ddpforge": {"b": "m:b"}, "x.ddpforge.model": {"c": "m:c"}}
+    )
 
     assert not [entry for entry in Registry.installed().entries() if entry.distribution == "strange"]
 
@@ -307,9 +309,7 @@ def test_whatever_happens_at_import_is_said_with_its_line(site: Path, source: st
     ],
 )
 def test_an_entry_that_leads_nowhere(site: Path, target: str, said: str, hint: str | None) -> None:
-    install(
-        site, "extra", {"ddpforge.model": {"net": target}}, modules={"extra.py": "SIZE = 3\nclass Net: ..."}
-    )
+    install(site, "extra", {"ddpforge.model": {"net": target}}, modules={"extra.py": "SIZE = 3\nclass Net: ..."})
 
     error = broken("model", "net")
 
@@ -456,9 +456,7 @@ def test_options_that_the_component_refuses_itself() -> None:
     with pytest.raises(PluginError) as caught:
         Registry().build("optimizer", component, params=nn.Linear(2, 2).parameters())
 
-    assert caught.value.message == (
-        "optimizer `torch.optim:RMSprop` refused its options: Invalid learning rate: -1.0"
-    )
+    assert caught.value.message == ("optimizer `torch.optim:RMSprop` refused its options: Invalid learning rate: -1.0")
     assert caught.value.hints == ("`ddpforge plugins show torch.optim:RMSprop --kind optimizer` documents them",)
 
 

@@ -1,7 +1,7 @@
 """An exponential moving average of the weights, which evaluates better than the weights themselves."""
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -79,14 +79,14 @@ class EMA(Callback):
                 f"the averaged weights in the checkpoint are not of this model: {', '.join(names)} differ",
                 hints=["resume with the model and the ema callback that the checkpoint was made with"],
             )
-        for name, average in self._averages.items():
-            average.copy_(state[name])
+        _copy(self._averages.values(), (state[name] for name in self._averages))
         self._begun = True
 
 
 @torch.no_grad()
-def _copy(targets: Collection[Tensor], sources: Collection[Tensor]) -> None:
-    torch._foreach_copy_(list(targets), list(sources))
+def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def _at_least_fp32(weight: Tensor) -> Tensor:

@@ -85,9 +85,7 @@ def show(name: str, kind: str | None, as_json: bool) -> None:
     model = registry.options_model(kind, name)
     options = options_table(model)
     takes_more = model.model_config.get("extra") == "allow"
-    documentation = (
-        inspect.getdoc(getattr(component, "func", component)) or ""
-    )  # a partial's own is functools'
+    documentation = inspect.getdoc(getattr(component, "func", component)) or ""  # a partial's own is functools'
     example = _example(kind, name, options)
 
     if as_json:

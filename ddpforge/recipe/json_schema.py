@@ -1,32 +1,141 @@
-"""A JSON Schema of recipes, with the options of every installed component: what TOML editors complete and check by."""
+"""A JSON Schema of recipes, with the options of every installed component, for TOML editors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
+from ddpforge.durations import Duration
 from ddpforge.errors import PluginError
-from ddpforge.recipe.layers import FRAMEWORK_KEYS, NAMED_SLOTS, SLOTS, inside
-from ddpforge.recipe.origins import KeyPath
-from ddpforge.recipe.schema import Recipe
+from ddpforge.recipe.layers import NAMED_SLOTS, SLOTS
+from ddpforge.recipe.schema import (
+    CheckpointSection,
+    DataSection,
+    KeepSection,
+    OptimizerComponent,
+    Recipe,
+    TrackSection,
+    TrainSection,
+)
 from ddpforge.registry import Registry
 
 Schema = dict[str, Any]
 
-_REFERENCE = {"type": "string", "pattern": r"\$\{"}     # `${vars.x}` may stand where a number belongs
-_PATHS = {"model": ("model",)}
-
-
-class _Quiet(GenerateJsonSchema):
-    ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
+_REFERENCE: Schema = {"type": "string", "pattern": r"\$\{"}  # `${vars.x}` may stand for a number
+_VARIABLES: Schema = {
+    "type": "object",
+    "description": "Values that strings refer to as ${vars.name}.",
+    "additionalProperties": {"type": ["string", "integer", "number", "boolean"]},
+}
+_EXTENDS: Schema = {
+    "description": "Recipes that this one changes; paths from its folder, later ones win.",
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+}
 
 
 def recipe_schema(registry: Registry) -> Schema:
-    """The schema (draft 7) of a recipe whose components are those in `registry`.
+    """The schema (draft 7) of recipes that use the components in `registry`.
 
-    No key is required, as what a recipe extends may hold it. A component's options follow from its `use` by a chain of
-    `if`/`then`: editors then point at the wrong option, where a `oneOf` would mark the whole table.
+    Nothing is required, as a file that a recipe extends may hold it. What a component's table may hold follows
+    from its `use` by a chain of `if` and `then`: editors then mark the wrong option, and not the whole table.
     """
-    ...
+    slot = {path: {"$ref": f"#/$defs/{kind}"} for path, kind in SLOTS.items()}
+    sections = {
+        "data": _table(DataSection, train=slot.pop(("data", "train")), eval=slot.pop(("data", "eval"))),
+        "train": _table(TrainSection),
+        "checkpoint": _table(CheckpointSection, keep=_table(KeepSection)),
+        "track": _named_slots("tracker", registry, _table(TrackSection)),
+        "callbacks": _named_slots("callback", registry, {"type": "object", "properties": {}}),
+        **{str(path[0]): reference for path, reference in slot.items()},
+    }
+    kinds = sorted({*SLOTS.values(), *NAMED_SLOTS.values()})
+    definitions = {kind: _component(kind, registry.names(kind)) for kind in kinds}
+    for kind in kinds:
+        definitions |= {f"{kind}.{name}": _options(kind, name, registry) for name in registry.names(kind)}
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "ddpforge recipe",
+        **_table(Recipe, **sections, extends=_EXTENDS, vars=_VARIABLES),
+        "$defs": definitions,
+    }
+
+
+def _table(model: type[BaseModel], **inner: Schema) -> Schema:
+    """The schema of a section; `inner` are its tables."""
+    schema = _schema(model, "")
+    values = {key: value for key, value in schema["properties"].items() if key not in ("trackers", *inner)}
+    return {**schema, "properties": {**values, **inner}}
+
+
+def _component(kind: str, names: list[str]) -> Schema:
+    """A component's table: what it may hold follows from `use`."""
+    use = {"description": f"Which {kind}.", "anyOf": [{"enum": names}, {"type": "string", "pattern": r":|\$\{"}]}
+    return {
+        "type": "object",
+        "properties": {"use": use},
+        "allOf": [
+            {
+                "if": {"properties": {"use": {"const": name}}, "required": ["use"]},
+                "then": {"$ref": f"#/$defs/{kind}.{name}"},
+            }
+            for name in names
+        ],
+    }
+
+
+def _named_slots(kind: str, registry: Registry, table: Schema) -> Schema:
+    """A table of components in which the key is the default for `use`."""
+    any_of_kind = {"$ref": f"#/$defs/{kind}"}
+    for name in registry.names(kind):
+        implied = {"if": {"not": {"required": ["use"]}}, "then": {"$ref": f"#/$defs/{kind}.{name}"}}
+        table["properties"][name] = {"allOf": [any_of_kind, implied]}
+    return {**table, "additionalProperties": any_of_kind}
+
+
+def _options(kind: str, name: str, registry: Registry) -> Schema:
+    """The table of one component; an open one if the component cannot be loaded here."""
+    try:
+        schema = _schema(registry.options_model(kind, name), f"{kind}.{name}/$defs/")
+    except PluginError as error:
+        return {"type": "object", "description": error.message}
+    framework = _schema(OptimizerComponent, "")["properties"] if kind == "optimizer" else {}
+    own = {key: framework[key] for key in ("no_decay",) if key in framework}
+    return {**schema, "properties": {"use": {}, **own, **schema["properties"]}}
+
+
+class _Generator(GenerateJsonSchema):
+    ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
+
+    def encode_default(self, dft: object) -> object:
+        return str(dft) if isinstance(dft, Duration) else super().encode_default(dft)
+
+
+def _schema(model: type[BaseModel], place: str) -> Schema:
+    """The model's own schema, as a recipe can meet it; its definitions are referred to below `place`."""
+    schema = model.model_json_schema(schema_generator=_Generator, ref_template=f"#/$defs/{place}{{model}}")
+    opened: Schema = _opened({"properties": {}, **schema})
+    opened.pop("required", None)
+    return opened
+
+
+def _opened(schema: Any) -> Any:  # a schema, or true or false
+    """`schema` without titles and null, which TOML has not, and open to references where no text belongs."""
+    if not isinstance(schema, dict):
+        return schema
+    opened: Schema = {}
+    for key, inner in schema.items():
+        if key in ("properties", "$defs"):
+            opened[key] = {name: _opened(one) for name, one in inner.items()}
+        elif key in ("items", "additionalProperties"):
+            opened[key] = _opened(inner)
+        elif key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+            opened[key] = [_opened(one) for one in inner if one != {"type": "null"}]
+        elif key != "title" and (key, inner) != ("default", None):
+            opened[key] = inner
+
+    if opened.get("type") not in ("integer", "number", "boolean") and not opened.keys() & {"enum", "const"}:
+        return opened
+    about = {key: opened.pop(key) for key in ("description", "default") if key in opened}
+    return {**about, "anyOf": [opened, _REFERENCE]}

@@ -10,6 +10,7 @@ import os
 import signal
 import struct
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -144,6 +145,17 @@ def test_an_offline_run_holds_the_recipe_and_every_metric_at_its_step(folder: Pa
         ["a", "b"],
     )
     assert run.run_id == json.loads((folder / "wandb.json").read_text())["id"]
+
+
+def test_the_axis_of_every_metric_is_our_own_step(folder: Path) -> None:
+    finish(start(WandbTracker(project="forge", mode="offline"), folder))
+    metrics = [r.metric for r in records(*segments(folder)) if r.WhichOneof("record_type") == "metric"]
+    assert [metric.step_metric for metric in metrics if metric.glob_name == "*"] == ["trainer/step"]
+
+
+def test_wandb_is_not_imported_before_a_run_starts() -> None:
+    code = "import sys, ddpforge.trackers.wandb as ours; ours.WandbTracker('forge'); print('wandb' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"False\n"
 
 
 def test_the_reader_of_these_tests_agrees_with_wandbs_own(folder: Path) -> None:

@@ -1,0 +1,250 @@
+"""`ddpforge plugins list` and `plugins show`, as people and scripts read them."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from fake_distributions import forgetting_modules_below, install
+
+from ddpforge.cli.plugins import _print_table, plugins
+from ddpforge.errors import PluginError, UsageError
+from ddpforge.registry import AmbiguousComponent, BrokenComponent, Registry
+
+NETS = """
+    from collections.abc import Sequence
+    from typing import Annotated
+    from pydantic import Field
+    from ddpforge.interfaces import Metric
+
+    class WideNet:
+        '''A net that is wide.'''
+        def __init__(
+            self,
+            *,
+            classes: Annotated[int, Field(ge=2, description="Number of classes.")],
+            scale: Annotated[tuple[float, float], Field(description="[low, high]")] = (0.5, 1.5),
+        ) -> None: ...
+
+    def open_ended(**rest): ...
+
+    def topk(k: Annotated[int, Field(ge=1)]): ...
+
+    def plain(): ...
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    site = tmp_path / "site"
+    install(
+        site,
+        "wide-nets",
+        {
+            "ddpforge.model": {"widenet": "wide_nets:WideNet", "open": "wide_nets:open_ended", "twice": "a:a"},
+            "ddpforge.data": {"widenet-data": "wide_nets:plain", "open": "wide_nets:plain"},
+            "ddpforge.metric": {"wide-top": "wide_nets:topk", "wide-plain": "wide_nets:plain"},
+            "ddpforge.callback": {"watch": "wide_nets:topk"},
+            "ddpforge.tracker": {"notebook": "wide_nets:plain"},
+            "ddpforge.task": {"broken": "wide_broken:Task"},
+        },
+        version="0.2",
+        modules={"wide_nets.py": NETS, "wide_broken.py": "import no_such_requirement"},
+    )
+    install(site, "other-nets", {"ddpforge.model": {"twice": "b:b"}})
+    monkeypatch.syspath_prepend(site)
+    with forgetting_modules_below(tmp_path):
+        yield site
+
+
+def call(*arguments: str) -> Result:
+    result = CliRunner().invoke(plugins, arguments)
+    if isinstance(result.exception, PluginError | UsageError):
+        raise result.exception
+    return result
+
+
+def printed(*arguments: str) -> str:
+    result = call(*arguments)
+    assert result.exit_code == 0, result.output
+    assert "\x1b" not in result.output
+    return result.stdout
+
+
+# -------------------------------------------------------------------------------------------------------- list
+def test_list_shows_kind_name_distribution_and_target_and_imports_nothing(site: Path) -> None:
+    lines = printed("list").splitlines()
+
+    assert lines[0].split() == ["kind", "name", "from", "target"]
+    assert ["model", "widenet", "wide-nets", "0.2", "wide_nets:WideNet"] in [line.split() for line in lines]
+    assert ["strategy", "ddp"] in [line.split()[:2] for line in lines]
+    assert "wide_nets" not in sys.modules
+    starts = {line.index(line.split()[1]) for line in lines}
+    assert len(starts) == 1  # aligned
+
+
+def test_list_of_one_kind(site: Path) -> None:
+    lines = printed("list", "callback").splitlines()
+
+    assert {line.split()[0] for line in lines[1:]} == {"callback"}
+    assert call("list", "callbakc").exit_code == 2
+
+
+def test_list_marks_names_that_two_distributions_provide(site: Path) -> None:
+    clashes = [line for line in printed("list", "model").splitlines() if "clash" in line]
+
+    assert [line.split("clash: ")[1] for line in clashes] == [
+        'use = "other-nets:twice"',
+        'use = "wide-nets:twice"',
+    ]
+
+
+def test_list_as_json(site: Path) -> None:
+    listed = json.loads(printed("list", "model", "--json"))
+
+    assert listed["schema_version"] == 1
+    mine = {
+        (row["name"], row["distribution"]): row for row in listed["components"] if row["distribution"].endswith("-nets")
+    }
+    assert mine["widenet", "wide-nets"] == {
+        "kind": "model",
+        "name": "widenet",
+        "distribution": "wide-nets",
+        "version": "0.2",
+        "target": "wide_nets:WideNet",
+        "clash": False,
+    }
+    assert [row["clash"] for (name, _), row in mine.items() if name == "twice"] == [True, True]
+
+
+def test_listing_is_light() -> None:
+    code = (
+        "import sys; from ddpforge.cli.plugins import plugins; plugins(['list'], standalone_mode=False);"
+        "print({'torch', 'pydantic', 'rich'} & set(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "set()\n"
+
+
+# -------------------------------------------------------------------------------------------------------- show
+def test_show_documents_a_component_and_its_options(site: Path) -> None:
+    assert printed("show", "widenet") == (
+        "model widenet  (wide-nets 0.2, wide_nets:WideNet)\n"
+        "\n"
+        "A net that is wide.\n"
+        "\n"
+        "option   type            default     limits  description\n"
+        "classes  integer         required    >= 2    Number of classes.\n"
+        "scale    [float, float]  [0.5, 1.5]          [low, high]\n"
+        "\n"
+        "[model]\n"
+        'use = "widenet"\n'
+        "classes = 2\n"
+    )
+
+
+def test_show_as_json(site: Path) -> None:
+    shown = json.loads(printed("show", "widenet", "--json"))
+
+    assert shown["entry"]["target"] == "wide_nets:WideNet"
+    assert shown["documentation"] == "A net that is wide."
+    assert shown["takes_more"] is False
+    assert shown["options"][0] == {
+        "name": "classes",
+        "type": "integer",
+        "default": None,
+        "description": "Number of classes.",
+        "limits": ">= 2",
+        "example": "2",
+    }
+    assert tomllib.loads(shown["example"]) == {"model": {"use": "widenet", "classes": 2}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "example"),
+    [
+        (["wide-top"], {"task": {"metrics": [{"use": "wide-top", "k": 1}]}}),
+        (["wide-plain"], {"task": {"metrics": ["wide-plain"]}}),
+        (["watch"], {"callbacks": {"watch": {"k": 1}}}),
+        (["notebook"], {"track": {"notebook": {}}}),
+        (["widenet-data"], {"data": {"train": {"use": "widenet-data"}}}),
+        (["wide-nets:watch"], {"callbacks": {"watch": {"use": "wide-nets:watch", "k": 1}}}),
+        (["torch.optim:Adam", "--kind", "optimizer"], {"optimizer": {"use": "torch.optim:Adam"}}),
+    ],
+)
+def test_the_example_is_a_part_of_a_recipe(site: Path, arguments: list[str], example: dict[str, Any]) -> None:
+    assert tomllib.loads(json.loads(printed("show", *arguments, "--json"))["example"]) == example
+
+
+def test_show_says_when_any_option_is_passed_on(site: Path) -> None:
+    assert "Further options are passed on as they are.\n" in printed("show", "open", "--kind", "model")
+
+
+def test_show_takes_unregistered_code_and_local_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("def net(width: int = 3): 'Mine.'\n")
+    monkeypatch.chdir(tmp_path)
+
+    with forgetting_modules_below(tmp_path):
+        shown = printed("show", "./mine.py:net", "--kind", "model")
+
+    assert shown.startswith("model ./mine.py:net\n\nMine.\n")
+    assert 'use = "./mine.py:net"' in shown
+
+
+def test_show_of_an_unknown_name_suggests(site: Path) -> None:
+    for arguments in (["widnet"], ["widnet", "--kind", "model"]):
+        with pytest.raises(UsageError) as caught:
+            call("show", *arguments)
+        assert "named `widnet`" in caught.value.message
+        assert "did you mean `widenet`?" in caught.value.hints
+        assert caught.value.exit_code == 2
+
+
+def test_show_asks_for_the_kind_where_the_name_does_not_say(site: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        call("show", "open")
+    assert caught.value.hints == (
+        "ddpforge plugins show open --kind data",
+        "ddpforge plugins show open --kind model",
+    )
+
+    with pytest.raises(UsageError, match="of what kind is `torch.optim:SGD`") as caught:
+        call("show", "torch.optim:SGD")
+    assert "optimizer" in caught.value.hints[0]
+
+
+def test_show_of_broken_and_ambiguous_components_says_why(site: Path) -> None:
+    with pytest.raises(BrokenComponent, match="no_such_requirement"):
+        call("show", "broken")
+    with pytest.raises(AmbiguousComponent):
+        call("show", "twice")
+
+
+def test_on_a_terminal_tables_are_drawn_and_brackets_stay(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    _print_table(("option", "type"), [("scale", "[float, float]")])
+
+    out = capsys.readouterr().out
+    assert "[float, float]" in out
+    assert "─" in out
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(entry.kind, entry.name) for entry in Registry.installed().entries() if entry.distribution == "ddpforge"],
+)
+def test_every_built_in_component_documents_itself_and_all_its_options(kind: str, name: str) -> None:
+    shown = json.loads(printed("show", name, "--kind", kind, "--json"))
+
+    assert shown["documentation"]
+    assert [option["name"] for option in shown["options"] if not option["description"]] == []
+    assert tomllib.loads(shown["example"])

@@ -1,0 +1,26 @@
+"""Fixtures that every test may ask for."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ranks import Ranks, Zygote
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """The process that forks ranks; see `ranks.py`."""
+    zygote = Zygote()
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture
+def ddpforge(zygote: Zygote, tmp_path: Path) -> Callable[..., Ranks]:
+    """`ddpforge("run", "x.toml", nproc=2)` in the test's folder; fails the test unless all ranks end with 0."""
+
+    def run(*arguments: str, nproc: int = 1, fails: bool = False, env: dict[str, str] | None = None) -> Ranks:
+        ranks = zygote.run(arguments, nproc=nproc, cwd=tmp_path, env=env)
+        return ranks if fails else ranks.check()
+
+    return run

@@ -1,0 +1,70 @@
+"""Components for tests: small, and with answers that can be worked out by hand.
+
+Recipes in tests name them as `./parts.py:Name`; the fixture `write_recipe` puts this file beside the recipe.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpforge.interfaces import Callback, StepInfo, Task, Total
+
+
+class RaggedTokens:
+    """Sequences of 3 to 8 tokens over an alphabet of 16, padded to 8 with targets of -100."""
+
+    random = False
+    vocab_size, block_size = 16, 8
+
+    def __init__(self, samples: int = 43) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(16, (samples, 8), generator=generator)
+        lengths = torch.randint(3, 9, (samples, 1), generator=generator)
+        self.targets = torch.where(torch.arange(8) < lengths, self.tokens.roll(-1, 1), -100)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.tokens[index], self.targets[index]
+
+
+class Points:
+    """`samples` pairs (x, y) in which y is a fixed function of x; `noisy` adds fresh noise at every fetch."""
+
+    def __init__(self, samples: int = 43, noisy: bool = False) -> None:
+        self.x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(2))
+        self.y = self.x.sum(1, keepdim=True).sin()
+        self.random = noisy
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.randn(4) / 10 if self.random else 0.0
+        return self.x[index] + noise, self.y[index]
+
+
+class Recorder(Callback):
+    """Writes, per rank, one line per step: the step and a checksum of the weights after it."""
+
+    def on_start(self, model: nn.Module, world: Any) -> None:
+        self.model, self.rank = model, world.rank
+        self.file = open(f"weights-{world.rank}.txt", "a")  # noqa: SIM115
+
+    def on_step(self, info: StepInfo) -> None:
+        total = sum(float(p.detach().double().sum()) for p in self.model.parameters())
+        print(info.step, f"{total:.17g}", file=self.file, flush=True)
+
+
+class SumOfLosses(Task):
+    """The loss of a sample is whatever the model returns for it."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        losses = model(batch)
+        return losses.sum(), losses
+
+    def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total]:
+        return {"mean": Total(outputs.sum(), len(outputs))}
