@@ -38,7 +38,7 @@ from pydantic import (
 )
 from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError
 
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Callback, Data, Duration, Metric, Strategy, Task, Tracker
@@ -212,7 +212,7 @@ def _writable(annotation: Any, nested: Callable[[str], Any]) -> Any:
     # exception: its schema is empty.
     try:
         TypeAdapter(annotation).json_schema()
-    except (PydanticUserError, PydanticUndefinedAnnotation):
+    except (PydanticUserError, PydanticUndefinedAnnotation, PydanticSerializationError):
         raise _NotInTOML from None
     if origin is type:
         raise _NotInTOML
@@ -237,10 +237,11 @@ def _nested(kind: str, *, registry: Registry, base: Path) -> Any:
     schema = {"anyOf": [{"type": "string", "examples": registry.names(kind)}, table], "x-toml": kind}
 
     def validate(value: object) -> Nested:
-        table = {"use": value} if isinstance(value, str) else value
-        if not (isinstance(table, dict) and isinstance(table.get("use"), str)):
-            raise PydanticCustomError("component", 'Input should be a name, or a table with `use = "name"`')
-        return _validate_nested(kind, table, registry, base, () if table is not value else ("use",))
+        if isinstance(value, str):
+            return _validate_nested(kind, {"use": value}, registry, base, ())
+        if isinstance(value, dict) and isinstance(value.get("use"), str):
+            return _validate_nested(kind, value, registry, base, ("use",))
+        raise PydanticCustomError("component", 'Input should be a name, or a table with `use = "name"`')
 
     return Annotated[Any, PlainValidator(validate), WithJsonSchema(schema)]
 
@@ -314,7 +315,7 @@ def _type_text(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str
             return f"[{', '.join(inner(item) for item in items)}]"
         case {"type": "array"}:
             return f"array of {inner(schema.get('items', {}))}"
-        case {"type": "object", "additionalProperties": {"type": _} as values}:
+        case {"type": "object", "additionalProperties": dict() as values}:
             return f"table of {inner(values)}"
         case {"type": "string", "format": str() as form}:
             return form

@@ -284,11 +284,12 @@ def _installed(path: tuple[str, ...], disabled: str) -> Registry:
 def _declared(name: str, path: tuple[str, ...]) -> Iterable[Entry]:
     # The first distribution of a name on the path is the one that imports, whatever another one registers.
     distribution = next(iter(metadata.distributions(name=name, path=list(path))))
+    about = distribution.metadata  # parsed anew each time it is asked for
     for point in distribution.entry_points:
         kind = point.group.removeprefix("ddpforge.")
         if point.group.startswith("ddpforge.") and kind in KINDS:
             target = f"{point.module}:{point.attr or ''}"
-            yield Entry(kind, point.name, distribution.name, distribution.version, target)
+            yield Entry(kind, point.name, about["Name"], about["Version"], target)
 
 
 def _normalise(distribution: str) -> str:

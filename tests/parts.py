@@ -3,6 +3,8 @@
 Recipes in tests name them as `./parts.py:Name`; the fixture `write_recipe` puts this file beside the recipe.
 """
 
+import os
+import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,3 +70,17 @@ class SumOfLosses(Task):
 
     def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total]:
         return {"mean": Total(outputs.sum(), len(outputs))}
+
+
+class StopAt(Callback):
+    """Sends `signal` to its own process after `step`, on rank `rank` only; not again when resumed after it."""
+
+    def __init__(self, step: int, rank: int, signal: str = "SIGTERM") -> None:
+        self.step, self.rank, self.signal = step, rank, signal
+
+    def on_start(self, model: nn.Module, world: Any) -> None:
+        self.here = world.rank == self.rank
+
+    def on_step(self, info: StepInfo) -> None:
+        if self.here and info.step == self.step:
+            os.kill(os.getpid(), signal.Signals[self.signal])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +34,13 @@ class Colour(Enum):
     BLUE = "blue"
 
 
-def everything(
+class Weights(Enum):
+    """An enumeration of what TOML cannot write, such as torchvision's."""
+
+    IMAGENET = functools.partial(torch.zeros, 3)
+
+
+def everything(  # type: ignore[no-untyped-def]
     *,
     count: Annotated[int, Field(ge=1, le=100, description="How many.")] = 1,
     number: int = 0,
@@ -48,12 +56,15 @@ def everything(
     pair: tuple[float, float] = (0.9, 0.999),
     sizes: tuple[int, ...] = (),
     table: Mapping[str, int] | None = None,
-    plain: dict = {},  # noqa: B006 (what careless people write)
+    plain: dict = {},  # type: ignore[type-arg]  # noqa: B006 (what careless people write)
     either: str | list[str] = "all",
     limit: Annotated[int | None, Field(ge=1)] = None,
     whatever=None,  # noqa: ANN001
 ) -> None:
     """Takes one option of every type."""
+
+
+KEYS = list(inspect.signature(everything).parameters)
 
 
 def model_of(function: Callable[..., Any], given: Iterable[str] = ()) -> type[BaseModel]:
@@ -157,19 +168,17 @@ JSON = st.recursive(
 
 
 @settings(derandomize=True, deadline=None)
-@given(st.dictionaries(st.sampled_from([*everything.__kwdefaults__, "metrics", "best", "x"]), JSON))
+@given(st.dictionaries(st.sampled_from([*KEYS, "metrics", "best", "x"]), JSON))
 def test_no_table_does_anything_but_pass_or_fail_validation(table: dict[str, Any]) -> None:
     for model in (EVERYTHING, REPORT):
-        try:
+        with contextlib.suppress(ValidationError):
             model.model_validate_json(json.dumps(table))
-        except ValidationError as error:
-            assert error.errors()
 
 
 def test_defaults_are_taken_as_they_are() -> None:
-    def part(size: int = "large", where: Path = None, kind: str | type = torch.float32) -> None: ...  # type: ignore[assignment]
+    def part(size: int = "large", where: Path = 3, kind: str | type = torch.float32) -> None: ...  # type: ignore[assignment]
 
-    assert read(part) == {"size": "large", "where": None, "kind": torch.float32}
+    assert read(part) == {"size": "large", "where": 3, "kind": torch.float32}
 
 
 def test_options_may_have_the_names_of_a_models_own_methods() -> None:
@@ -207,7 +216,8 @@ def test_a_parameter_that_toml_cannot_write_at_all_is_no_option() -> None:
         activation: Callable[[Tensor], Tensor] | None = None,
         norm: type[nn.Module] = nn.LayerNorm,
         dtype: torch.dtype = torch.float32,
-        weights: dict[str, Tensor] | None = None,
+        buffers: dict[str, Tensor] | None = None,
+        weights: Weights | None = None,
     ) -> None: ...
 
     assert read(part) == {"size": 1}
@@ -499,7 +509,7 @@ def test_nested_components_get_what_ddpforge_hands_to_their_kind() -> None:
 def test_the_table_speaks_toml() -> None:
     rows = {row.name: row for row in options_table(EVERYTHING)}
 
-    assert list(rows) == list(everything.__kwdefaults__)
+    assert list(rows) == KEYS
     assert rows["count"] == OptionRow("count", "integer", "1", "How many.", ">= 1, <= 100", "1")
     assert {name: row.type for name, row in rows.items()} == {
         "count": "integer",
@@ -550,6 +560,7 @@ def test_the_table_of_nested_required_and_odd_options() -> None:
     def part(
         tasks: list[Metric],
         scores: Sequence[Annotated[float, Field(gt=0)]],
+        by_name: Mapping[str, Metric] | None = None,
         eps: float = 1e-8,
         most: float = float("inf"),
         dtype: str | torch.dtype = torch.float32,
@@ -560,6 +571,7 @@ def test_the_table_of_nested_required_and_odd_options() -> None:
 
     assert rows["tasks"] == OptionRow("tasks", "array of metric", None, "", "", '["accuracy"]')
     assert rows["scores"].limits == "each > 0"
+    assert rows["by_name"].type == "table of metric"
     assert (rows["eps"].default, rows["most"].default) == ("1e-08", "inf")
     assert rows["dtype"].default == '"torch.float32"'
     assert rows["shape"].default == '{ "a" = 1 }'

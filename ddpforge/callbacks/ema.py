@@ -44,7 +44,7 @@ class EMA(Callback):
         """Moves the averages towards the weights, in one fused operation."""
         averages = list(self._averages.values())
         if not self._begun and info.step > 1:
-            logger.warning("ema: the checkpoint holds no averages; they start at step %d", info.step)
+            logger.info("ema: the checkpoint holds no averages; they start at step %d", info.step)
             _copy(averages, self._weights.values())
         self._begun = True
         if info.step % self._every == 0:

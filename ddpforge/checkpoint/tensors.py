@@ -135,7 +135,10 @@ def from_scalar(scalar: Scalar) -> Value:
     if scalar.dtype not in _CODES:
         raise ValueError(f"there is no tensor of type {scalar.dtype!r}")
     value = float(scalar.value) if isinstance(scalar.value, str) else scalar.value
-    return torch.tensor(value, dtype=getattr(torch, scalar.dtype))
+    try:
+        return torch.tensor(value, dtype=getattr(torch, scalar.dtype))
+    except RuntimeError as error:
+        raise ValueError(f"{scalar.dtype} cannot hold {value}") from error
 
 
 def _finite(value: float) -> float | str:

@@ -156,7 +156,7 @@ class Explainer:
         elif expected == "an array" and not isinstance(value, dict):
             yield f"put it in brackets: {key}[{shown(value)}]"
         elif kind_at(path) and isinstance(value, str):
-            yield f"a component is named by `use`: [{dotted(path)}] and below it use = {shown(value)}"
+            yield f"a component is named by `use`: {dotted(path)}.use = {shown(value)}"
 
     # -- places and names
     def _problem(self, path: KeyPath, at: KeyPath, message: str, hints: Iterable[str], on_key: bool = False) -> Problem:

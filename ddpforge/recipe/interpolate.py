@@ -7,7 +7,7 @@ import re
 
 from ddpforge.recipe.layers import Layers, Table, Value, map_strings
 from ddpforge.recipe.origins import KeyPath, Origin
-from ddpforge.recipe.report import Problem, did_you_mean, dotted, kind_of
+from ddpforge.recipe.report import Problem, did_you_mean, dotted, kind_of, nearest
 
 _REFERENCE = re.compile(r"(?P<escaped>\$)?\$\{(?:(?P<body>[^{}]*)\})?")
 _ENV = re.compile(r"env:(?P<name>\w+)(?::-(?P<default>.*))?", re.DOTALL)
@@ -19,8 +19,8 @@ def escape(text: str) -> str:
     return text.replace("${", "$${")
 
 
-def interpolate(layers: Layers) -> list[Problem]:
-    """Fills in all references, takes [vars] out of the tables, and returns what is wrong.
+def interpolate(layers: Layers) -> tuple[list[Problem], set[str]]:
+    """Fills in all references, takes [vars] out of the tables, and returns what is wrong and the keys it spoils.
 
     A string that is one `${vars.x}` and nothing else takes the variable's type.
     """
@@ -28,7 +28,7 @@ def interpolate(layers: Layers) -> list[Problem]:
     filling.read_variables()
     layers.tables = map_strings(layers.tables, filling.fill)
     filling.report_unused()
-    return filling.problems
+    return filling.problems, filling.spoilt
 
 
 _Used = list[tuple[str, Origin | None]]
@@ -38,6 +38,7 @@ class _Filling:
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
         self.problems: list[Problem] = []
+        self.spoilt: set[str] = set()
         self.variables: Table = {}
 
     def read_variables(self) -> None:
@@ -76,10 +77,13 @@ class _Filling:
         elif body.startswith("vars.") and path[0] != "vars":
             name = body.removeprefix("vars.")
             if name in self.variables:
+                if dotted(("vars", name)) in self.spoilt:
+                    self.spoilt.add(dotted(path))
                 used.append((f"vars.{name}", self.layers.origin(("vars", name))))
                 return self.variables[name]
             known = f"variables: {', '.join(self.variables)}" if self.variables else f"add [vars] and `{name} = …`"
             near = did_you_mean(name, self.variables)
+            self.layers.variables.add(nearest(name, self.variables) or name)  # so that one typo is one problem
             self.report(path, f"`{dotted(path)}`: no variable named `{name}`", *near, known)
         elif env := _ENV.fullmatch(body):
             return self.environment(path, match[0], env, used)
@@ -114,6 +118,7 @@ class _Filling:
     def report(self, path: KeyPath, message: str, *hints: str, on_key: bool = False) -> None:
         place = self.layers.origin(path).place(key=on_key)
         self.problems.append(Problem(message, dotted(path), place, hints))
+        self.spoilt.add(dotted(path))
 
 
 def _written(value: object) -> str:

@@ -62,7 +62,7 @@ def recipe_schema(registry: Registry) -> Schema:
     }
 
 
-def _table(model: type[BaseModel], **inner: Schema) -> Schema:
+def _table(model: type[BaseModel], /, **inner: Schema) -> Schema:
     """The schema of a section; `inner` are its tables."""
     schema = _schema(model, "")
     values = {key: value for key, value in schema["properties"].items() if key not in ("trackers", *inner)}

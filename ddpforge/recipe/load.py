@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tomlkit
-
 from ddpforge.errors import RecipeError
 from ddpforge.recipe.bundled import find_recipe
 from ddpforge.recipe.compose import compose
 from ddpforge.recipe.interpolate import escape, interpolate
 from ddpforge.recipe.layers import Layers, map_strings, paths, strings
-from ddpforge.recipe.origins import KeyPath, Origin
+from ddpforge.recipe.origins import KeyPath, Origin, Place
 from ddpforge.recipe.report import Problem
 from ddpforge.recipe.schema import Component, Recipe
 from ddpforge.recipe.validate import local_file, validate
@@ -38,6 +36,8 @@ class LoadedRecipe:
         `files` maps each of `local_files` to the relative path by which the text shall name it; by default that
         is its path from the folder of `source`.
         """
+        import tomlkit  # the only place that needs it
+
         names = files or {file: os.path.relpath(file, self.source.absolute().parent) for file in self.local_files()}
         components = self.recipe.components()
 
@@ -68,11 +68,10 @@ def load_recipe(source: str | Path, *, sets: Sequence[str] = (), registry: Regis
     """
     path = find_recipe(source)
     layers, file = compose(path, sets)
-    problems = interpolate(layers)
+    problems, spoilt = interpolate(layers)
     recipe, tables, found = validate(layers, file.label, registry or Registry.installed())
 
-    unclear = tuple(problem.key for problem in problems)
-    problems += [problem for problem in found if not problem.key.startswith(unclear)]
+    problems += [problem for problem in found if not problem.key.startswith(tuple(spoilt))]
     if problems or recipe is None:
         raise RecipeError(sorted(problems, key=lambda problem: _position(problem, file.label)))
     return LoadedRecipe(recipe, tables, _origins(tables, layers), path, file.text)
@@ -80,10 +79,9 @@ def load_recipe(source: str | Path, *, sets: Sequence[str] = (), registry: Regis
 
 def _position(problem: Problem, file: str) -> tuple[bool, bool, str, int, int]:
     """Sorts by appearance: the recipe itself first, then other places, then what is nowhere."""
-    place = problem.place
-    if place is None:
-        return True, True, "", 0, 0
-    return not place.line, place.file != file, place.file, place.line, place.column
+    place = problem.place or Place("")
+    line, column = (0, 0) if place.file == "--set" else (place.line, place.column)
+    return not place.line, place.file != file, place.file, line, column
 
 
 def _origins(tables: dict[str, Any], layers: Layers) -> dict[KeyPath, Origin]:

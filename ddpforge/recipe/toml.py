@@ -85,7 +85,7 @@ def _syntax_problem(source: Source, error: str) -> Problem:
         start = sum(len(line) + 1 for line in lines) + int(where[2]) - 1
     else:
         start = len(source.text.rstrip())
-        message += ", and the file ends here"
+        message += ", and the text ends here"
     place = source.at(start, start + 1)
     return Problem(message, place=place, hints=tuple(_syntax_hints(place.text, error)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddpforge.errors import PluginError, RecipeError
 
@@ -19,9 +19,9 @@ def check_optimizer(loaded: LoadedRecipe, registry: Registry) -> None:
     import torch
 
     name = loaded.recipe.optimizer.use
-    parameter = torch.nn.Parameter(torch.zeros(2, 2))
+    group = {"params": [torch.nn.Parameter(torch.zeros(2, 2))]}
     try:
-        optimizer = registry.build("optimizer", loaded.recipe.optimizer, params=[parameter])
+        optimizer = registry.build("optimizer", loaded.recipe.optimizer, params=[group])
     except PluginError as error:
         problem = loaded.problem(("optimizer",), error.message, *error.hints)
         raise RecipeError([problem]) from error
@@ -32,9 +32,10 @@ def check_optimizer(loaded: LoadedRecipe, registry: Registry) -> None:
     if _needs_closure(optimizer):
         message = f'optimizer "{name}" computes the loss itself, several times a step, which ddpforge does not do'
         raise RecipeError([loaded.problem(("optimizer", "use"), message, "use a first-order optimizer")])
-    for group in optimizer.param_groups:
-        if "lr" in group and not group["lr"] > 0:
-            message = f"`optimizer.lr` must be more than 0, not {float(group['lr'])}"
+    settings: Any
+    for settings in optimizer.param_groups:
+        if "lr" in settings and not settings["lr"] > 0:
+            message = f"`optimizer.lr` must be more than 0, not {float(settings['lr'])}"
             raise RecipeError([loaded.problem(("optimizer", "lr"), message)])
 
 

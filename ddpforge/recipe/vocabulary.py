@@ -78,7 +78,7 @@ class Vocabulary:
 
         others = [other for other in self.models if other != table and key in self.keys(other)]
         hints += [f"`{key}` is a key {_of(other)}" for other in others]
-        if keys := self.keys(table):
+        if (keys := self.keys(table)) and not hints:
             hints.append(f"keys {_of(table)}: {', '.join(keys)}")
         return hints, meant
 

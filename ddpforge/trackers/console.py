@@ -106,14 +106,13 @@ def _bar(console: Console) -> Progress:
 
 def _opening(name: str, config: Mapping[str, Any], resumed_at: int | None) -> str:
     run, train = config["run"], config["train"]
-    ranks, batch = run["world_size"], train["global_batch"]
-    micro = train.get("micro_batch") or batch // ranks
+    size, batch = run["world_size"], train["global_batch"]
+    micro = train.get("micro_batch") or batch // size
     steps = f"{run['total_steps']} steps" if run["total_steps"] else f"for {train['length']}"
     start = f" from step {resumed_at}" if resumed_at else ""
-    return (
-        f"{name}: {run['strategy']}, {steps}{start}, global batch {batch} = "
-        f"{ranks} ranks x {batch // (ranks * micro)} x {micro}"
-    )
+    ranks = f"{size} ranks" if size > 1 else "1 rank"
+    batches = f"global batch {batch} = {ranks} x {batch // (size * micro)} x {micro}"
+    return f"{name}: {run['strategy']}, {steps}{start}, {batches}"
 
 
 def _evaluation(metrics: Mapping[str, float]) -> str:

@@ -85,8 +85,8 @@ class WandbTracker(Tracker):
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
         """Opens the run that belongs to `folder`; an unusable server costs about `init_timeout` at worst."""
-        for variable in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR"):  # else they fill the home directory
-            os.environ.setdefault(variable, str((folder / "wandb").absolute()))
+        for kind in ("data", "cache"):  # else they fill the home directory
+            os.environ.setdefault(f"WANDB_{kind.upper()}_DIR", str((folder / "wandb" / kind).absolute()))
         self._run = self._open(self._settings(name, folder), dict(config))
         self._run.define_metric("trainer/step")
         self._run.define_metric("*", step_metric="trainer/step")

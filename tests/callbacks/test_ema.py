@@ -116,6 +116,7 @@ def test_joining_a_run_later_starts_from_its_weights(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("ddpforge"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="ddpforge")
     model = net()
     ema = started(model)
     step_and_average(model, ema, range(100, 101))

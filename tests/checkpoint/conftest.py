@@ -133,6 +133,12 @@ class Disk:
                 undo()
 
 
+@pytest.fixture(autouse=True)
+def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test waits for the real disk: `Disk` keeps account of what a missing fsync would lose."""
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "checkpoints"

@@ -213,7 +213,7 @@ def test_show_asks_for_the_kind_where_the_name_does_not_say(site: Path) -> None:
         "ddpforge plugins show open --kind model",
     )
 
-    with pytest.raises(UsageError, match="of what kind is `torch.optim:SGD`") as caught:
+    with pytest.raises(UsageError, match=r"of what kind is `torch\.optim:SGD`") as caught:
         call("show", "torch.optim:SGD")
     assert "optimizer" in caught.value.hints[0]
 

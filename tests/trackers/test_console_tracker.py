@@ -118,6 +118,13 @@ def test_speed_is_counted_afresh_after_a_rewind(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.splitlines()[-1].endswith("step 3/300 (1%) loss 0.3333 0.5 step/s eta 9m54s")
 
 
+def test_one_rank_is_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = config()
+    settings["run"]["world_size"] = 1
+    started(settings)
+    assert capsys.readouterr().err == "digits: ddp, 300 steps, global batch 256 = 1 rank x 8 x 32\n"
+
+
 class Terminal(io.StringIO):
     """A stream that says it is a terminal."""
 

@@ -1,0 +1,209 @@
+"""Newest means the latest step that is complete, and pruning costs neither the newest nor the best."""
+
+import math
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from checkpoint.conftest import checkpoint_of
+
+from ddpforge.checkpoint.format import write
+from ddpforge.checkpoint.manifest import read_manifest
+from ddpforge.checkpoint.retention import best, clean, committed, is_best, newest, prune
+from ddpforge.errors import CheckpointError
+from ddpforge.recipe.schema import KeepSection
+
+
+def save(folder: Path, steps: Iterable[int], **metrics: Iterable[float]) -> list[Path]:
+    """Checkpoints of `steps`; `loss=[…]` gives each its metric "eval/loss"."""
+    rows = zip(*metrics.values(), strict=True) if metrics else ((),) * len(list(steps))
+    named = [{f"eval/{name}": value for name, value in zip(metrics, row, strict=True)} for row in rows]
+    return [write(folder, checkpoint_of(step, metrics=row)) for step, row in zip(steps, named, strict=True)]
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(read_manifest(path).step for path in folder.glob("step-*"))
+
+
+# ---------------------------------------------------------------------------------------------- newest
+def test_an_empty_or_missing_folder_has_no_newest(folder: Path) -> None:
+    assert newest(folder) == (None, [])
+    assert newest(folder / "missing") == (None, [])
+
+
+def test_newest_goes_by_step_whatever_the_files_times_and_names_say(folder: Path) -> None:
+    ten, twenty, thirty = save(folder, [10, 20, 30])
+    for age, path in enumerate((thirty, twenty, ten)):
+        os.utime(path, (1000 + age, 1000 + age))
+
+    assert newest(folder) == (thirty, [])
+
+
+def test_steps_are_numbers_not_text(folder: Path) -> None:
+    _, later = save(folder, [999_999_999, 1_000_000_000])
+
+    assert newest(folder) == (later, [])
+
+
+def test_of_one_step_the_one_written_last_counts(folder: Path) -> None:
+    for _ in range(5):     # names are random: five in the right order by chance are one in 120
+        (last,) = save(folder, [10])
+        assert newest(folder)[0] == last
+
+
+def test_an_incomplete_checkpoint_is_passed_over_with_its_reason(folder: Path) -> None:
+    ten, twenty = save(folder, [10, 20])
+    (folder / "step-000000030-abcd").mkdir()
+    shutil.rmtree(twenty)
+    twenty.mkdir()
+
+    chosen, skipped = newest(folder)
+
+    assert chosen == ten
+    assert {path.name for path, _ in skipped} == {twenty.name, "step-000000030-abcd"}
+    assert all("COMMIT is damaged: it cannot be read" in reason for _, reason in skipped)
+
+
+def test_broken_checkpoints_older_than_the_chosen_one_are_not_worth_a_word(folder: Path) -> None:
+    ten, twenty = save(folder, [10, 20])
+    (ten / "COMMIT").unlink()
+
+    assert newest(folder) == (twenty, [])
+
+
+def test_a_checkpoint_under_another_name_or_behind_a_link_is_not_trusted(folder: Path) -> None:
+    ten, twenty = save(folder, [10, 20])
+    twenty.rename(folder / "step-000000030-abcd")
+    (folder / "step-000000040-abcd").symlink_to(ten)
+    (folder / "step-latest").symlink_to(ten)
+
+    chosen, skipped = newest(folder)
+
+    assert chosen == ten
+    assert len(skipped) == 3
+    assert any("is the checkpoint of step 20, and its name says otherwise" in reason for _, reason in skipped)
+
+
+# ---------------------------------------------------------------------------------------------- pruning
+def test_the_last_ones_stay(folder: Path) -> None:
+    paths = save(folder, [10, 20, 30, 40])
+
+    assert set(prune(folder, KeepSection(last=2))) == set(paths[:2])
+    assert steps(folder) == [30, 40]
+
+
+def test_the_best_stay_besides_the_last(folder: Path) -> None:
+    save(folder, [10, 20, 30, 40, 50], loss=[3.0, 1.0, 2.0, math.nan, 5.0])
+
+    prune(folder, KeepSection(last=1, best=2, by="eval/loss"))
+
+    assert steps(folder) == [20, 30, 50]
+
+
+@pytest.mark.parametrize(
+    ("by", "mode", "kept"),
+    [
+        ("eval/loss", None, 10),
+        ("eval/perplexity", None, 10),
+        ("eval/bits_per_byte", None, 10),
+        ("eval/word_error_rate", None, 10),
+        ("eval/mae", None, 10),
+        ("eval/accuracy", None, 30),
+        ("eval/loss", "max", 30),
+        ("eval/accuracy", "min", 10),
+    ],
+)
+def test_less_is_better_for_losses_and_more_for_the_rest_unless_the_recipe_says_so(
+    folder: Path, by: str, mode: str | None, kept: int
+) -> None:
+    save(folder, [10, 20, 30, 40], **{by.removeprefix("eval/"): [1.0, 2.0, 3.0, math.nan]})
+
+    prune(folder, KeepSection.model_validate({"last": 1, "best": 1, "by": by, "mode": mode}))
+
+    assert steps(folder) == [kept, 40]
+
+
+def test_of_equally_good_ones_the_newer_stays(folder: Path) -> None:
+    save(folder, [10, 20, 30], loss=[1.0, 1.0, 2.0])
+
+    prune(folder, KeepSection(last=1, best=1, by="eval/loss"))
+
+    assert steps(folder) == [20, 30]
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_what_is_not_a_finite_number_is_never_best(folder: Path, odd: float) -> None:
+    save(folder, [10, 20], loss=[odd, odd])
+    keep = KeepSection(last=1, best=5, by="eval/loss")
+    found, _ = committed(folder)
+
+    assert best(found, keep) == []
+    assert not is_best({"eval/loss": odd}, keep, [])
+    assert not is_best({}, keep, [])
+    assert is_best({"eval/loss": 1e9}, keep, found)
+
+
+def test_best_means_better_than_all_that_are_kept(folder: Path) -> None:
+    save(folder, [10, 20], loss=[2.0, 1.0])
+    keep = KeepSection(best=1, by="eval/loss")
+    found, _ = committed(folder)
+
+    assert [is_best({"eval/loss": value}, keep, found) for value in (0.9, 1.0, 1.5)] == [True, False, False]
+    assert not is_best({"eval/loss": 0.9}, KeepSection(by="eval/loss"), found), "no best one is to be kept"
+    assert not is_best({"eval/loss": 0.9}, KeepSection(best=1), found), "nothing says what best means"
+
+
+def test_a_broken_checkpoint_does_not_count_as_kept_and_is_left_alone(folder: Path) -> None:
+    _, twenty, thirty = save(folder, [10, 20, 30])
+    (thirty / "model.safetensors").write_bytes(b"")
+
+    prune(folder, KeepSection(last=1))
+
+    assert {path.name for path in folder.glob("step-*")} == {twenty.name, thirty.name}
+
+
+def test_what_the_hint_names_is_never_removed(folder: Path) -> None:
+    save(folder, [30, 10])     # a run that went back to an earlier step
+
+    prune(folder, KeepSection(last=1))
+
+    assert steps(folder) == [10, 30]
+
+
+@pytest.mark.parametrize("hint", [None, "", "[]", "{}", '{"dir": "../.."}'])
+def test_a_useless_hint_does_no_harm(folder: Path, hint: str | None) -> None:
+    save(folder, [10, 20])
+    (folder / "latest.json").unlink()
+    if hint is not None:
+        (folder / "latest.json").write_text(hint)
+
+    prune(folder, KeepSection(last=1))
+
+    assert steps(folder) == [20]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ten, _ = save(folder, [10, 20])
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("ddpforge.checkpoint.files.discard", refuse)
+
+    with pytest.raises(CheckpointError, match=f"{ten} could not be removed: Permission denied"):
+        prune(folder, KeepSection(last=1))
+
+
+def test_cleaning_removes_garbage_and_nothing_else(folder: Path) -> None:
+    (path,) = save(folder, [10])
+    (folder / ".step-000000020-abcd.tmp").mkdir()
+    (folder / ".step-000000020-abcd.tmp" / "model.safetensors").write_bytes(b"half")
+    (folder / ".trash-step-000000005-abcd").mkdir()
+    (folder / ".latest.json.tmp").write_bytes(b"half")
+    (folder / "notes.tmp").write_bytes(b"mine")
+
+    clean(folder)
+
+    assert {each.name for each in folder.iterdir()} == {path.name, "latest.json", "notes.tmp"}

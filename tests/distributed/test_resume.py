@@ -1,0 +1,158 @@
+"""A run that was interrupted goes on as if nothing had happened."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copy, copytree
+
+import pytest
+from ranks import Ranks
+
+RECIPE = """
+recipe = 1
+name = "run"
+[model]
+use = "mlp"
+inputs = 4
+hidden = [16, 16]
+outputs = 1
+dropout = {dropout}
+[data.train]
+use = "./parts.py:Points"
+noisy = true
+[data.eval]
+use = "./parts.py:Points"
+samples = 11
+[task]
+use = "regression"
+[optimizer]
+use = "adamw"
+lr = 1e-2
+[schedule]
+use = "cosine"
+[train]
+length = "30st"
+global_batch = 8
+micro_batch = 2
+eval_every = "10st"
+clip_norm = 0.5
+[checkpoint]
+every = "7st"
+[track]
+every = "1st"
+[callbacks.ema]
+decay = 0.9
+{callbacks}
+"""
+INTERRUPTED = """
+[callbacks.stop]
+use = "./parts.py:StopAt"
+step = 13
+rank = {rank}
+signal = "{signal}"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    copy(Path(__file__).parent.parent / "parts.py", tmp_path)
+    return tmp_path
+
+
+def write(folder: Path, *, dropout: float = 0.3, callbacks: str = "") -> None:
+    (folder / "run.toml").write_text(RECIPE.format(dropout=dropout, callbacks=callbacks))
+
+
+def rows(folder: Path) -> list[tuple[int, float]]:
+    lines = map(json.loads, (folder / "runs/run/metrics.jsonl").read_text().splitlines())
+    return [(line["step"], value) for line in lines for key, value in line.items() if key.endswith("/loss")]
+
+
+def status(folder: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((folder / "runs/run/status.json").read_text())
+    return found
+
+
+@pytest.fixture
+def undisturbed(ddpforge: Callable[..., Ranks], folder: Path) -> Callable[..., list[tuple[int, float]]]:
+    """The losses of the run that nobody interrupts; its folder is cleared away."""
+
+    def run(**options: float) -> list[tuple[int, float]]:
+        write(folder, **options)
+        ddpforge("run", "run.toml", nproc=2)
+        found = rows(folder)
+        (folder / "runs").rename(folder / "undisturbed")
+        return found
+
+    return run
+
+
+def test_after_a_stop_request_to_one_rank(
+    ddpforge: Callable[..., Ranks], folder: Path, undisturbed: Callable[..., list[tuple[int, float]]]
+) -> None:
+    """Traps 08, 09, 36: SIGTERM on rank 1 in mid-epoch stops both ranks with a checkpoint of that very step; then,
+    dropout and augmentation on, the losses are bitwise those of the undisturbed run."""
+    expected = undisturbed()
+    write(folder, callbacks=INTERRUPTED.format(rank=1, signal="SIGTERM"))
+    stopped = ddpforge("run", "run.toml", nproc=2, fails=True)
+    assert stopped.codes == [75, 75]
+    assert (status(folder)["state"], status(folder)["exit_code"]) == ("stopped", 75)
+    step = status(folder)["step"]
+    assert isinstance(step, int)
+    assert 13 <= step < 30
+
+    ddpforge("run", "run.toml", nproc=2)
+    assert rows(folder) == expected
+    assert status(folder)["state"] == "done"
+
+
+def test_after_a_crash(
+    ddpforge: Callable[..., Ranks], folder: Path, undisturbed: Callable[..., list[tuple[int, float]]]
+) -> None:
+    """Killed at step 13, it goes on from the checkpoint of step 7, and rows 8 to 13 are there once."""
+    expected = undisturbed()
+    write(folder, callbacks=INTERRUPTED.format(rank=0, signal="SIGKILL"))
+    killed = ddpforge("run", "run.toml", nproc=2, fails=True)
+    assert killed.codes[0] == -9
+    assert max(step for step, _ in rows(folder)) in (12, 13)
+
+    write(folder)
+    ddpforge("run", "run.toml", nproc=2)
+    assert rows(folder) == expected
+    superseded = (folder / "runs/run/metrics.superseded.jsonl").read_text().splitlines()
+    assert {json.loads(line)["step"] for line in superseded} <= set(range(8, 14))
+
+
+@pytest.mark.parametrize("nproc", [1, 4])
+def test_on_another_number_of_ranks(
+    ddpforge: Callable[..., Ranks],
+    folder: Path,
+    undisturbed: Callable[..., list[tuple[int, float]]],
+    nproc: int,
+) -> None:
+    """Trap 19: without dropout the losses are the same to rounding."""
+    expected = undisturbed(dropout=0.0)
+    write(folder, dropout=0.0, callbacks=INTERRUPTED.format(rank=0, signal="SIGUSR1"))
+    assert ddpforge("run", "run.toml", nproc=2, fails=True).codes == [75, 75]
+
+    ddpforge("run", "run.toml", nproc=nproc)
+    found = rows(folder)
+    assert [step for step, _ in found] == [step for step, _ in expected]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-6)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(
+    ddpforge: Callable[..., Ranks], folder: Path, undisturbed: Callable[..., list[tuple[int, float]]]
+) -> None:
+    """Traps 16, 22, 29."""
+    expected = undisturbed()
+    copytree(folder / "undisturbed", folder / "runs")
+    newest = max((folder / "runs/run/checkpoints").glob("step-*"))
+    model = newest / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1] + b"x")
+    (folder / "runs/run/status.json").unlink()
+
+    resumed = ddpforge("run", "run.toml", nproc=2)
+    assert "step-000000030" in resumed.stderr
+    assert "model.safetensors" in resumed.stderr
+    assert rows(folder) == expected
