@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 
+from ddpforge.checkpoint.format import read
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.console import setup_logging
 from ddpforge.data import Batches, Share, mix, open_data
@@ -25,7 +27,7 @@ from ddpforge.runfolder import RunFolder, Status, recipe_changes, refuse_fixed
 from ddpforge.trackers.several import Several
 from ddpforge.trainer import Trainer
 
-__all__ = ["Outcome", "assemble", "run"]
+__all__ = ["Evaluation", "Outcome", "evaluate", "run"]
 
 T = TypeVar("T")
 State = Literal["running", "done", "failed", "stopped", "diverged"]
@@ -101,6 +103,41 @@ def run(
     status = _ended(folder, world, recipe, trainer, tracker, state)
     strategy.close()
     return Outcome(folder.path, status, world.is_main)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found."""
+
+    step: int
+    metrics: dict[str, float]
+    is_main: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which has no NaN: a metric that is not finite is null."""
+        return {"step": self.step} | {name: x if math.isfinite(x) else None for name, x in self.metrics.items()}
+
+
+def evaluate(folder: RunFolder, checkpoint: Path, *, sets: Sequence[str] = ()) -> Evaluation:
+    """Evaluates one of a run's checkpoints on the recipe's `[data.eval]`; called on every rank.
+
+    Averaged weights are used where the recipe's callbacks evaluate with them. Writes nothing.
+    """
+    loaded = load_recipe(folder.resolved, sets=sets)
+    recipe, registry = loaded.recipe, Registry.installed()
+    strategy: Strategy = registry.build("strategy", recipe.strategy)
+    world = strategy.setup(recipe.train)
+    setup_logging(world.rank)
+    check_world(loaded, world.data_size)
+
+    checkpoints = Checkpoints(
+        folder.checkpoints, keep=recipe.checkpoint.keep, is_main=world.is_main, broadcast=strategy.broadcast
+    )
+    trainer = assemble(loaded, registry, strategy, world, checkpoints, Tracker())
+    trainer.restore(read(checkpoint))
+    metrics = trainer.evaluate()
+    strategy.close()
+    return Evaluation(trainer.progress.step, metrics, world.is_main)
 
 
 def assemble(

@@ -25,11 +25,13 @@ from ddpforge.checkpoint import files
 from ddpforge.environment import describe_environment
 from ddpforge.errors import EnvironmentProblem, UsageError
 
+State = Literal["running", "done", "failed", "stopped", "diverged"]
+
 
 class Status(TypedDict):
     """The contents of `status.json`; metrics that are not finite are null there."""
 
-    state: Literal["running", "done", "failed", "stopped", "diverged"]
+    state: State
     exit_code: int | None  # null while running
     step: int
     samples: int
@@ -215,32 +217,17 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise EnvironmentProblem(f"{error.filename or path} cannot be written: {error.strerror or error}") from error
+        raise EnvironmentProblem(f"the run's folder {path} cannot be written: {error}") from error
 
 
 # ---------------------------------------------------------------------------------------------- changes
 _FIXED = (
-    "model",
-    "data.train",
-    "data.eval",
-    "task",
-    "train.seed",
-    "train.global_batch",
-    "train.last_batch",
-    "optimizer.use",
+    *("model", "data.train", "data.eval", "task", "optimizer.use"),
+    *("train.seed", "train.global_batch", "train.last_batch"),
 )
 _FREE = (
-    "name",
-    "output_dir",
-    "track",
-    "data.workers",
-    "data.prefetch",
-    "strategy",
-    "checkpoint",
-    "train.timeout",
-    "train.compile",
-    "train.eval_every",
-    "train.eval_batch",
+    *("name", "output_dir", "track", "checkpoint", "strategy", "data.workers", "data.prefetch"),
+    *("train.timeout", "train.compile", "train.eval_every", "train.eval_batch"),
 )
 
 

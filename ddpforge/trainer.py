@@ -392,7 +392,7 @@ class Trainer:
                 loop=dict(self.strategy.loop_state()),
                 position=self.progress.to_json(),
                 callbacks={name: dict(callback.state()) for name, callback in self.callbacks.items()},
-                metrics=dict(self.metrics),
+                metrics=self._metrics_of(self.progress.step),
                 **self.origin,
             )
         )
@@ -400,6 +400,12 @@ class Trainer:
         for callback in self.callbacks.values():
             callback.on_checkpoint(self.progress.step, folder)
         self._window.go_on()
+
+
+    def _metrics_of(self, step: int) -> dict[str, float]:
+        """What is known of the weights at `step`; an older evaluation says nothing about them."""
+        stale = () if self._evaluated == step else ("eval/",)
+        return {name: value for name, value in self.metrics.items() if not name.startswith(stale)}
 
 
 def _until_last(first: MicroBatch, source: Iterator[MicroBatch]) -> Iterator[MicroBatch]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import Ranks, Zygote
 
 
@@ -24,3 +25,9 @@ def ddpforge(zygote: Zygote, tmp_path: Path) -> Callable[..., Ranks]:
         return ranks if fails else ranks.check()
 
     return run
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Small tensors gain nothing from threads, which only get into each other's way on a busy machine."""
+    torch.set_num_threads(1)

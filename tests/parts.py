@@ -6,6 +6,7 @@ Recipes in tests name them as `./parts.py:Name`; the fixture `write_recipe` puts
 import os
 import signal
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -84,3 +85,83 @@ class StopAt(Callback):
     def on_step(self, info: StepInfo) -> None:
         if self.here and info.step == self.step:
             os.kill(os.getpid(), signal.Signals[self.signal])
+
+
+class Scalars(nn.Module):
+    """A scalar weight for each letter of `weights`, all `start`; `uses` says which of them forward touches."""
+
+    def __init__(self, weights: str = "a", uses: str = "", frozen: str = "", start: float = 0.0) -> None:
+        super().__init__()
+        for name in weights:
+            self.register_parameter(name, nn.Parameter(torch.tensor(start), requires_grad=name not in frozen))
+        rank = int(os.environ.get("RANK", "0"))
+        self.uses = weights[rank] if uses == "one by rank" else uses or weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((getattr(self, name) * x for name in self.uses), torch.zeros_like(x))
+
+
+class Values:
+    """The sample at index i is the number `values[i]`; that at index `nan` is not a number."""
+
+    random = False
+
+    def __init__(self, values: list[float], nan: int = -1) -> None:
+        self.values = torch.tensor(values)
+        if nan >= 0:
+            self.values[nan] = torch.nan
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.values[index]
+
+
+class Thaw(Callback):
+    """Unfreezes `b` after the first step."""
+
+    def on_start(self, model: nn.Module, world: Any) -> None:
+        self.model = model
+
+    def on_step(self, info: StepInfo) -> None:
+        self.model.b.requires_grad_(True)  # type: ignore[union-attr]
+        self.model.uses = "ab"  # type: ignore[assignment]
+
+
+class Statistics(nn.Module):
+    """BatchNorm over one feature whose running mean is simply the last batch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1, momentum=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.unsqueeze(1)).squeeze(1)
+
+
+class ShowBuffers(Callback):
+    """Writes each rank's running mean when an evaluation begins."""
+
+    def on_start(self, model: nn.Module, world: Any) -> None:
+        self.model, self.rank = model, world.rank
+
+    def evaluating(self) -> nullcontext[None]:
+        mean = next(buffer for name, buffer in self.model.named_buffers() if "mean" in name)
+        with open(f"mean-{self.rank}.txt", "w") as file:
+            file.write(str(mean.item()))
+        return nullcontext()
+
+
+class FailAt(Callback):
+    """Raises ValueError on one rank after `step`."""
+
+    def __init__(self, step: int, rank: int) -> None:
+        self.step, self.rank = step, rank
+
+    def on_start(self, model: nn.Module, world: Any) -> None:
+        self.here = world.rank == self.rank
+
+    def on_step(self, info: StepInfo) -> None:
+        if self.here and info.step == self.step:
+            raise ValueError("the disk of rank 1 is on fire")

@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from ddpforge.cli.options import json_option, out_option, recipe_argument, sets_option
+from ddpforge.cli.options import json_option, out_option, recipe_argument, run_options, sets_option
 
 
 @click.command()
@@ -12,8 +12,7 @@ from ddpforge.cli.options import json_option, out_option, recipe_argument, sets_
 @click.option("-n", "--nproc", type=click.IntRange(min=1), help="Processes to start; default: one per GPU, or one.")
 @sets_option
 @out_option
-@click.option("--fresh", is_flag=True, help="Start anew; an earlier run's folder is renamed, not deleted.")
-@click.option("--allow-change", multiple=True, metavar="KEY", help="As for `ddpforge run`.")
+@run_options
 @click.argument("torchrun_flags", nargs=-1, type=click.UNPROCESSED)
 @json_option
 def launch(

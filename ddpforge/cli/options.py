@@ -1,8 +1,12 @@
 """Options and arguments that several commands share."""
 
+from collections.abc import Callable
+from typing import Any
+
 import click
 
 recipe_argument = click.argument("recipe", metavar="RECIPE")
+run_argument = click.argument("run", metavar="RUN")
 sets_option = click.option(
     "-s", "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a value, e.g. train.seed=1; repeatable."
 )
@@ -10,3 +14,22 @@ out_option = click.option(
     "-o", "--out", type=click.Path(file_okay=False), help="Put the run's folder here instead of the recipe's output_dir."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object to stdout.")
+
+
+def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What to do about an earlier run of the same name."""
+    fresh = click.option("--fresh", is_flag=True, help="Start anew; the earlier run's folder is renamed, not deleted.")
+    allow_change = click.option(
+        "--allow-change",
+        multiple=True,
+        metavar="KEY",
+        help="Go on although this key, which should stay fixed during a run, has changed; repeatable.",
+    )
+    return fresh(allow_change(command))
+
+
+def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Which of a run's checkpoints is meant; see `checkpoint.choose`."""
+    step = click.option("--step", type=click.IntRange(min=0), help="The checkpoint of this step; default: the newest.")
+    best = click.option("--best", is_flag=True, help="The checkpoint that is best by the recipe's checkpoint.keep.by.")
+    return step(best(command))

@@ -123,9 +123,7 @@ class StreamedText:
         path: Annotated[Path, Field(description="A text file or a folder, read recursively.")],
         block_size: _BlockSize = 256,
         suffixes: _Suffixes = (),
-        shuffle_files: Annotated[
-            bool, Field(description="Read the files in another order every epoch.")
-        ] = False,
+        shuffle_files: Annotated[bool, Field(description="Read the files in another order every epoch.")] = False,
     ) -> None:
         self.block_size = block_size
         self._files = _text_files(path, suffixes)
@@ -178,27 +176,17 @@ def _text_files(path: Path | None, suffixes: Sequence[str]) -> list[Path]:
     if not path.is_dir():
         raise EnvironmentProblem(f"no such file or folder: {path}", hints=[f"looked in {Path.cwd()}"])
 
-    files = [
-        file
-        for file in sorted(path.rglob("*"))
-        if file.is_file() and file.name.endswith(tuple(suffixes) or "")
-    ]
+    files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name.endswith(tuple(suffixes) or "")]
     if not files:
-        raise ValueError(
-            f"the folder {path} holds no files" + (f" ending in {list(suffixes)}" if suffixes else "")
-        )
+        raise ValueError(f"the folder {path} holds no files" + (f" ending in {list(suffixes)}" if suffixes else ""))
     return files
 
 
 def _standard_library() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
-    files = [
-        file for file in sorted(root.rglob("*.py")) if _NOT_LIBRARY.isdisjoint(file.relative_to(root).parts)
-    ]
+    files = [file for file in sorted(root.rglob("*.py")) if _NOT_LIBRARY.isdisjoint(file.relative_to(root).parts)]
     if not files:
-        raise EnvironmentProblem(
-            f"this Python keeps no sources in {root}", hints=["set path to a text file or folder"]
-        )
+        raise EnvironmentProblem(f"this Python keeps no sources in {root}", hints=["set path to a text file or folder"])
     return files
 
 

@@ -132,17 +132,13 @@ def _image_folder(root: Path, split: str) -> tuple[Dataset[Any], int]:
     except FileNotFoundError as error:
         raise EnvironmentProblem(
             f"ImageFolder cannot read {root.absolute()}: {error}",
-            hints=[
-                f"it reads images from {root}/{split}/<class>/, with a folder for every class of {root}/train"
-            ],
+            hints=[f"it reads images from {root}/{split}/<class>/, with a folder for every class of {root}/train"],
         ) from error
 
     # A label is the place of a folder among its sisters: one folder less would shift the labels after it.
     if source.classes != expected:
         differing = sorted(set(source.classes) ^ set(expected))
-        raise ValueError(
-            f"{root}/{split} and {root}/train have different classes: {', '.join(differing[:5])}"
-        )
+        raise ValueError(f"{root}/{split} and {root}/train have different classes: {', '.join(differing[:5])}")
     return source, len(expected)
 
 
@@ -159,17 +155,17 @@ def _stored(name: str, split: str, root: Path, download: bool) -> datasets.Visio
     try:
         return dataset(root, train=train)
     except RuntimeError as error:
-        missing = EnvironmentProblem(
-            f"{name} is missing or incomplete in {root.absolute()}",
-            hints=["set download = true"]
-            if not download
-            else [
-                "several processes must not download side by side; fetch it once:"
-                f" python -c 'from torchvision.datasets import {name}; {name}(\"{root}\", download=True)'"
-            ],
-        )
-        if not download or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise missing from error
+        alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+        if not (download and alone):
+            fetch = f"from torchvision.datasets import {name}; {name}({str(root)!r}, download=True)"
+            raise EnvironmentProblem(
+                f"{name} is missing or incomplete in {root.absolute()}",
+                hints=[
+                    f'several processes must not download at once; fetch it first: python -c "{fetch}"'
+                    if download
+                    else "set download = true"
+                ],
+            ) from error
 
     try:
         return dataset(root, train=train, download=True)
@@ -192,14 +188,10 @@ def _pipeline(
         with torch.random.fork_rng(devices=[]):
             tried = v2.Compose(steps)(image)
     except Exception as error:
-        raise ValueError(
-            f"the transforms fail on the first image: {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"the transforms fail on the first image: {type(error).__name__}: {error}") from error
 
     if not isinstance(tried, Tensor) or tried.ndim != 3 or not tried.is_floating_point():
-        raise ValueError(
-            f"the transforms make {type(tried).__name__}, not one image [channels, height, width]"
-        )
+        raise ValueError(f"the transforms make {type(tried).__name__}, not one image [channels, height, width]")
     if mean and not len(mean) == len(std) == len(tried):
         raise ValueError(
             f"the images have {len(tried)} channels, but mean has {len(mean)} values and std has {len(std)}"

@@ -24,9 +24,7 @@ class TopK(Metric):
     def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
         """Hits and targets; raises ValueError when there are fewer than `k` classes."""
         if outputs.shape[-1] < self.k:
-            raise ValueError(
-                f"{self.name} needs at least {self.k} classes; the outputs have {outputs.shape[-1]}"
-            )
+            raise ValueError(f"{self.name} needs at least {self.k} classes; the outputs have {outputs.shape[-1]}")
         hits = outputs.topk(self.k, dim=-1).indices == targets.unsqueeze(-1)
         return Total(hits.sum(dtype=torch.float32), targets.numel())
 

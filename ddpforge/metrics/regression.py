@@ -16,8 +16,6 @@ class MeanAbsoluteError(Metric):
     def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
         """Errors and samples; raises ValueError for two shapes, which would otherwise be broadcast."""
         if outputs.shape != targets.shape:
-            raise ValueError(
-                f"mae compares equal shapes, not {list(outputs.shape)} with {list(targets.shape)}"
-            )
+            raise ValueError(f"mae compares equal shapes, not {list(outputs.shape)} with {list(targets.shape)}")
         errors = (outputs.detach().float() - targets).abs()
         return Total(errors.reshape(len(errors), -1).mean(dim=1).sum(), len(errors))

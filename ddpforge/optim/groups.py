@@ -30,9 +30,7 @@ def parameter_groups(model: nn.Module, no_decay: Sequence[str]) -> list[dict[str
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
-        raise ValueError(
-            "the model has no trainable parameters: it has none at all, or all of them are frozen"
-        )
+        raise ValueError("the model has no trainable parameters: it has none at all, or all of them are frozen")
 
     exempt = {id(parameter) for pattern in no_decay for parameter in _covered(model, pattern)}
     decayed = {name: parameter for name, parameter in trainable.items() if id(parameter) not in exempt}

@@ -52,9 +52,7 @@ def step(
         Sequence[Duration],
         Field(min_length=1, max_length=1000, description="When, from the start, to multiply by `gamma`."),
     ],
-    gamma: Annotated[
-        float, Field(gt=0, lt=1, description="What each milestone multiplies the factor by.")
-    ] = 0.1,
+    gamma: Annotated[float, Field(gt=0, lt=1, description="What each milestone multiplies the factor by.")] = 0.1,
     warmup: _Warmup = _NONE,
 ) -> Schedule:
     """gamma to the power of the milestones reached; one of m steps is reached at step m.

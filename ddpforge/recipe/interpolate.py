@@ -111,7 +111,7 @@ class _Filling:
 
     def report_unused(self) -> None:
         for name in self.variables:
-            if name not in self.layers.variables:
+            if name not in self.layers.variables and dotted(("vars", name)) not in self.spoilt:
                 hint = f"refer to it as ${{vars.{name}}}, or remove it"
                 self.report(("vars", name), f"`{dotted(('vars', name))}` is never used", hint, on_key=True)
 

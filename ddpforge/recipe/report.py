@@ -55,13 +55,13 @@ def render(error: ForgeError | Problem) -> str:
         total = f"{count} error{'s' * (count > 1)} in the recipe; nothing was started."
         return "\n\n".join([*map(render, error.problems), total])
 
-    lines = [f"error: {error.message}"]
+    lines = [f"error: {printable(error.message) if isinstance(error, Problem) else error.message}"]
     margin = " "
     if isinstance(error, Problem) and error.place:
         margin = " " * len(str(error.place.line))
         lines += _excerpt(error.place, margin)
     for hint in error.hints:
-        first, *more = textwrap.wrap(hint, _WRAP, break_long_words=False, break_on_hyphens=False)
+        first, *more = textwrap.wrap(printable(hint), _WRAP, break_long_words=False, break_on_hyphens=False)
         lines += [f"{margin} = help: {first}", *(f"{margin}         {line}" for line in more)]
     return "\n".join(lines)
 

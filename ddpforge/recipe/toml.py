@@ -14,6 +14,7 @@ from ddpforge.recipe.origins import KeyPath, Place, Source
 from ddpforge.recipe.report import Problem, dotted, kind_of, printable
 
 _DEEPEST = 16
+_TOO_DEEP = re.compile(rf"(?:[\[{{][^\[\]{{}}]*){{{_DEEPEST + 1}}}")  # brackets opened and not closed
 _WHERE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)")
 _LOWER_CASE = {"True": "true", "False": "false", "yes": "true", "no": "false", "on": "true", "off": "false"}
 
@@ -44,8 +45,9 @@ def parse(source: Source) -> Table:
     try:
         table = tomllib.loads(source.text)
     except RecursionError as error:
-        message = f"nested too deeply: at most {_DEEPEST} levels"
-        raise RecipeError([Problem(message, place=Place(source.label))]) from error
+        opened = _TOO_DEEP.search(source.text)
+        place = source.at(*opened.span()) if opened else Place(source.label)
+        raise RecipeError([Problem(f"nested too deeply: at most {_DEEPEST} levels", place=place)]) from error
     except ValueError as error:  # besides TOMLDecodeError, an integer of thousands of digits
         raise RecipeError([_syntax_problem(source, str(error))]) from error
 

@@ -50,7 +50,8 @@ class _Validation:
         self.layers = layers
         self.registry = registry
         self.explainer = Explainer(layers, file, registry)
-        self.options: dict[KeyPath, BaseModel] = {}
+        self.options: dict[KeyPath, Table] = {}
+        self.plain: dict[KeyPath, Table] = {}
 
     def run(self) -> tuple[Recipe | None, Table, list[Problem]]:
         for key in _DEFAULTS:
@@ -122,7 +123,7 @@ class _Validation:
         table = inside(self.layers.tables, path)
         options = {key: table[key] for key in table.keys() - {"use"} - _framework_keys(path, table).keys()}
         try:
-            self.options[path] = model.model_validate_json(json.dumps(options))
+            self.options[path], self.plain[path] = _complete(model, options)
         except ValidationError as error:
             self.explainer.explain(error.errors(), options, path)
 
@@ -153,10 +154,33 @@ class _Validation:
         for path in recipe.components():
             component = inside(tables, path)
             del component["options"]
-            if path in self.options:
-                component |= self.options[path].model_dump(mode="json", exclude_none=True)
+            component |= self.plain.get(path, {})
         return {key: value for key, value in tables.items() if value != {}}
 
 
 def _framework_keys(path: KeyPath, table: Table) -> Table:
     return {key: table[key] for key in FRAMEWORK_KEYS.get(path, ()) if key in table}
+
+
+def _complete(model: type[BaseModel], options: Table) -> tuple[Table, Table]:
+    """Options with their defaults: validated, and as TOML writes them. Raises pydantic's ValidationError.
+
+    What is written out is validated once more, so that it is known to load to the same. A default which that
+    refuses, or which TOML cannot write, stays unwritten.
+    """
+    first = model.model_validate_json(json.dumps(options))
+    plain = first.model_dump(mode="json", exclude_none=True, warnings=False, fallback=lambda _: None)
+    plain = {key: value for key, value in plain.items() if _is_writable(value)}
+    try:
+        return dict(model.model_validate_json(json.dumps(plain))), plain
+    except ValidationError as error:
+        odd = {one["loc"][0] for one in error.errors() if one["loc"]} - options.keys()
+        plain = {key: value for key, value in plain.items() if key not in odd}
+    return dict(model.model_validate_json(json.dumps(plain))), plain
+
+
+def _is_writable(value: Value) -> bool:
+    """Whether TOML can write `value`, which JSON can: there is no None in it."""
+    if isinstance(value, dict | list):
+        return all(map(_is_writable, value.values() if isinstance(value, dict) else value))
+    return value is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -117,7 +118,10 @@ class AcceleratedStrategy(Strategy):
         self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         self._bare = model
 
-        prepared: nn.Module = self.accelerator.prepare_model(model)
+        with warnings.catch_warnings():
+            # torch 2.15 renamed the option by which DDP leaves buffers alone; older ones know only this name.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+            prepared: nn.Module = self.accelerator.prepare_model(model)
         self.check(prepared)
         if self.train.compile != "off":
             # In place, and on the wrapper: state keeps its names, and DDP's buckets still overlap with backward.

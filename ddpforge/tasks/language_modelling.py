@@ -55,7 +55,5 @@ class LanguageModelling(Task):
         for name, noun in (("vocab_size", "different tokens"), ("block_size", "tokens per sample")):
             has, takes = getattr(data, name, None), getattr(model, name, None)
             if has is not None and takes is not None and has > takes:
-                raise ValueError(
-                    f"the data has {has} {noun}, but the model takes {takes}; set model.{name} = {has}"
-                )
+                raise ValueError(f"the data has {has} {noun}, but the model takes {takes}; set model.{name} = {has}")
         self._unit = "byte" if getattr(data, "level", None) == "bytes" else "token"

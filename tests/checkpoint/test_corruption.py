@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoint.conftest import checkpoint_of, steps_in
+from checkpoint.doubles import checkpoint_of, steps_in
 
 from ddpforge.checkpoint.format import read, write
 from ddpforge.checkpoint.retention import newest

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from checkpoint.conftest import Disk, Killed, checkpoint_of, steps_in
+from checkpoint.doubles import Disk, Killed, checkpoint_of, steps_in
 
 from ddpforge.checkpoint import Checkpoints
 from ddpforge.checkpoint.format import read, write
@@ -92,21 +92,22 @@ def test_a_save_that_has_returned_survives_a_power_cut_thanks_to_its_fsyncs(
 
 
 def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path) -> None:
-    for at in itertools.count(1):
+    whole = Disk(0, "full")
+    with pytest.MonkeyPatch.context() as patch:
+        whole.install(patch)
+        write(tmp_path, checkpoint_of(2))
+
+    for at in range(1, whole.count + 1):
         folder = tmp_path / str(at)
         folder.mkdir()
         write(folder, checkpoint_of(1))
 
-        disk = Disk(at, "full")
         with pytest.MonkeyPatch.context() as patch:
-            disk.install(patch)
-            try:
+            Disk(at, "full").install(patch)
+            with pytest.raises(CheckpointError) as caught:
                 write(folder, checkpoint_of(2))
-            except CheckpointError as error:
-                assert f"could not be written to {folder}: No space left on device" in error.message
-                assert "it takes 206 bytes and" in error.message
-            else:
-                break
+        assert f"could not be written to {folder}: No space left on device" in caught.value.message
+        assert "it takes 206 bytes and" in caught.value.message
         assert state_of(folder) in (1, 2)
         assert not list(folder.glob(".step-*"))
 
@@ -114,5 +115,5 @@ def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
-    with pytest.raises(CheckpointError, match="could not be written to .*/file/checkpoints"):
+    with pytest.raises(CheckpointError, match=r"could not be written to .*/file/checkpoints"):
         write(tmp_path / "file" / "checkpoints", checkpoint_of(1))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.conftest import checkpoint_of, steps_in
+from checkpoint.doubles import checkpoint_of, steps_in
 
 from ddpforge.checkpoint import Checkpoints
 from ddpforge.checkpoint.format import write
@@ -152,7 +152,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(fol
     for step in (10, 20):
         (write(folder, checkpoint_of(step)) / "COMMIT").unlink()
 
-    with pytest.raises(CheckpointError, match="none of the checkpoints in .* is intact") as caught:
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints in .* is intact") as caught:
         alone(folder).load()
     assert "--fresh" in caught.value.hints[0]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from checkpoint.conftest import checkpoint_of
+from checkpoint.doubles import checkpoint_of
 
 from ddpforge.checkpoint.format import write
 from ddpforge.checkpoint.manifest import read_manifest
@@ -48,7 +48,7 @@ def test_steps_are_numbers_not_text(folder: Path) -> None:
 
 
 def test_of_one_step_the_one_written_last_counts(folder: Path) -> None:
-    for _ in range(5):     # names are random: five in the right order by chance are one in 120
+    for _ in range(5):  # names are random: five in the right order by chance are one in 120
         (last,) = save(folder, [10])
         assert newest(folder)[0] == last
 
@@ -165,7 +165,7 @@ def test_a_broken_checkpoint_does_not_count_as_kept_and_is_left_alone(folder: Pa
 
 
 def test_what_the_hint_names_is_never_removed(folder: Path) -> None:
-    save(folder, [30, 10])     # a run that went back to an earlier step
+    save(folder, [30, 10])  # a run that went back to an earlier step
 
     prune(folder, KeepSection(last=1))
 

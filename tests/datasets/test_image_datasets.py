@@ -149,7 +149,7 @@ def test_several_processes_never_download(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(EnvironmentProblem, match="CIFAR10 is missing") as caught:
         torchvision_dataset(name="CIFAR10", root=tmp_path, split="train", download=True)
-    assert f'CIFAR10("{tmp_path}", download=True)' in caught.value.hints[0]
+    assert f"CIFAR10('{tmp_path}', download=True)" in caught.value.hints[0]
 
 
 def test_files_that_are_there_need_no_download(mnist: Path, monkeypatch: pytest.MonkeyPatch) -> None:

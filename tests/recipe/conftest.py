@@ -64,23 +64,29 @@ class CachingRegistry(Registry):
 def registry() -> Iterator[Registry]:
     sys.path.insert(0, str(Path(__file__).parent))
     yield CachingRegistry(
-        Entry(kind, name, "parts", "1.0", f"parts:{target}")
+        Entry(kind, name, "parts", "1.0", f"recipe_parts:{target}")
         for kind, row in PARTS.items()
         for name, target in row.items()
     )
     sys.path.remove(str(Path(__file__).parent))
 
 
-Load = Callable[..., LoadedRecipe]
+@pytest.fixture
+def valid() -> str:
+    """The text of a recipe without a mistake."""
+    return VALID
 
 
 @pytest.fixture
-def load(tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """Loads a recipe from its text; the texts of further files are keyword arguments without `.toml`."""
+def load(tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LoadedRecipe]:
+    """`load(text, *sets, **files)` writes recipe.toml and, for each keyword, a file NAME.toml, and loads the first.
+
+    Without a text it is the valid recipe; the working directory is empty otherwise.
+    """
     monkeypatch.chdir(tmp_path)
 
-    def load(text: str = VALID, *sets: str, **others: str) -> LoadedRecipe:
-        for name, other in {"recipe": text, **others}.items():
+    def load(text: str | None = None, *sets: str, **others: str) -> LoadedRecipe:
+        for name, other in {"recipe": VALID if text is None else text, **others}.items():
             Path(f"{name}.toml").write_text(other, encoding="utf-8")
         return load_recipe("recipe.toml", sets=sets, registry=registry)
 

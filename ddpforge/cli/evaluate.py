@@ -1,0 +1,30 @@
+"""`ddpforge eval`: evaluate a run's checkpoint; under a launcher this process is one rank."""
+
+import json
+
+import click
+
+from ddpforge.cli.ending import ending
+from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_option
+
+
+@click.command("eval")
+@run_argument
+@checkpoint_options
+@sets_option
+@json_option
+def evaluate(run: str, step: int | None, best: bool, sets: tuple[str, ...], as_json: bool) -> None:
+    """Evaluate RUN, a run's folder or its name in runs/, on the recipe's [data.eval].
+
+    `--set` changes the recipe for this evaluation, e.g. data.eval.path=other.txt.
+    """
+    with ending():
+        from ddpforge.checkpoint.choose import choose
+        from ddpforge.run import evaluate as evaluate_run
+        from ddpforge.runfolder import RunFolder
+
+        folder = RunFolder.find(run)
+        found = evaluate_run(folder, choose(folder, step=step, best=best), sets=sets)
+        if found.is_main:
+            numbers = "  ".join(f"{name} {value:.6g}" for name, value in found.metrics.items())
+            click.echo(json.dumps(found.as_dict()) if as_json else f"step {found.step}  {numbers}")

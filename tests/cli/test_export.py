@@ -1,0 +1,120 @@
+"""`ddpforge export`, from a run's folder to a file that other programs read."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+from ddpforge.checkpoint import Checkpoint
+from ddpforge.checkpoint.format import write
+from ddpforge.cli.export import export
+from ddpforge.errors import UsageError
+from ddpforge.interfaces import CanonicalState
+from ddpforge.runfolder import RunFolder
+
+RESOLVED = '[checkpoint.keep]\nlast = 9\nbest = 1\nby = "eval/loss"\n'
+
+
+@pytest.fixture(autouse=True)
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run called digits, in ./runs, whose weights tell their step; step 2 is the best."""
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder(Path("runs/digits"))
+    folder.create(text="", resolved=RESOLVED, local_files={})
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        state = CanonicalState(model={"w": torch.full((2,), float(step))}, optimizer={})
+        averages = {"ema": {"w": torch.full((2,), step + 0.5)}}
+        metrics = {"eval/loss": loss}
+        write(
+            folder.checkpoints,
+            Checkpoint(
+                step=step, samples=0, state=state, strategy="", world_size=1, callbacks=averages, metrics=metrics
+            ),
+        )
+    return folder
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(export, arguments, catch_exceptions=False)
+
+
+def weight(file: str) -> float:
+    return float(load_file(file)["w"][0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "file", "expected"),
+    [
+        (["digits"], "digits.safetensors", 3.0),
+        (["runs/digits"], "digits.safetensors", 3.0),
+        (["digits", "--step", "1"], "digits.safetensors", 1.0),
+        (["digits", "--best"], "digits.safetensors", 2.0),
+        (["digits", "--weights", "ema"], "digits-ema.safetensors", 3.5),
+        (["digits", "--out", "model.st"], "model.st", 3.0),
+    ],
+)
+def test_the_right_weights_land_in_the_right_file(arguments: list[str], file: str, expected: float) -> None:
+    result = call(*arguments)
+
+    assert result.exit_code == 0
+    assert weight(file) == expected
+    assert result.stdout.startswith(f"{file}: 1 tensors,")
+
+
+def test_the_dtype_can_be_chosen() -> None:
+    call("digits", "--dtype", "bf16")
+
+    assert load_file("digits.safetensors")["w"].dtype == torch.bfloat16
+
+
+def test_json_says_what_was_written() -> None:
+    said = json.loads(call("digits", "--json").stdout)
+
+    assert (said["file"], said["step"], said["tensors"]) == ("digits.safetensors", 3, 1)
+    assert said["bytes"] == Path("digits.safetensors").stat().st_size
+
+
+def test_a_damaged_checkpoint_is_passed_over_aloud(run: RunFolder) -> None:
+    newest = next(run.checkpoints.glob("step-000000003-*"))
+    (newest / "COMMIT").unlink()
+
+    result = call("digits")
+
+    assert weight("digits.safetensors") == 2.0
+    assert "passed over:" in result.stderr
+    assert "COMMIT is damaged" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint", "hint"),
+    [
+        (["digit"], "there is no run 'digit'", "did you mean digits?"),
+        (["digits", "--step", "9"], "runs/digits has no checkpoint of step 9", "it has checkpoints of step 1, 2, 3"),
+        (["digits", "--step", "1", "--best"], "--best and --step", "give one of them"),
+        (["digits", "--weights", "emma"], "holds no weights called 'emma'", "callbacks that saved tensors: ema"),
+    ],
+)
+def test_mistakes_are_usage_errors_with_a_way_out(arguments: list[str], complaint: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=complaint) as caught:
+        call(*arguments)
+    assert caught.value.hints == (hint,)
+    assert not list(Path().glob("*.safetensors"))
+
+
+def test_best_needs_a_metric_that_says_what_best_is(run: RunFolder) -> None:
+    run.resolved.write_text("[checkpoint.keep]\nlast = 2\n")
+
+    with pytest.raises(UsageError, match=r"no metric decides what is best"):
+        call("digits", "--best")
+
+
+def test_an_existing_file_is_replaced_only_on_request() -> None:
+    Path("digits.safetensors").write_text("precious")
+
+    with pytest.raises(UsageError, match=r"digits\.safetensors exists"):
+        call("digits")
+    call("digits", "--force")
+    assert weight("digits.safetensors") == 3.0

@@ -1,0 +1,69 @@
+"""`ddpforge show`: the resolved recipe with origins, which is itself a recipe, and what it amounts to."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ddpforge.cli import main
+from ddpforge.recipe import load_recipe
+
+
+def _show(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["show", *arguments])
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("small.toml").write_text(
+        """\
+recipe = 1
+name = "small"
+model = { use = "mlp", inputs = 64, classes = 10 }
+data.train = { use = "digits", split = "train" }
+task = { use = "classification", metrics = ["accuracy", "top5"] }
+optimizer = { use = "adamw", lr = 1e-3 }
+train = { length = "2ep", global_batch = 64, micro_batch = 8 }
+""",
+        encoding="utf-8",
+    )
+    return "small.toml"
+
+
+def test_every_value_is_followed_by_its_origin(recipe: str) -> None:
+    lines = _show(recipe, "--set", "train.seed=7").stdout.split("\n")
+    told = {line.partition(" = ")[0]: line.rpartition("# ")[2] for line in lines if " = " in line and "  # " in line}
+    assert told["name"] == "small.toml:2"
+    assert told["metrics"] == "small.toml:5"
+    assert told["seed"] == "--set"
+    assert told["precision"] == "default"
+    assert len({line.index("  # ") for line in lines if "  # " in line}) == 1
+
+
+def test_the_output_is_a_recipe_that_amounts_to_the_same(recipe: str) -> None:
+    Path("shown.toml").write_text(_show(recipe).stdout, encoding="utf-8")
+    assert load_recipe("shown.toml").recipe == load_recipe(recipe).recipe
+
+
+def test_batch_and_contract_are_spelled_out(recipe: str) -> None:
+    lines = _show(recipe, "--ranks", "2").stdout.split("\n")
+    assert "# batch: 64 per step = 8 per forward pass × 4 accumulation × 2 ranks" in lines
+    assert any(line.startswith("# ddp shards: nothing") for line in lines)
+    assert any(line.startswith("# ddp master dtype: fp32") for line in lines)
+
+
+def test_ranks_that_do_not_divide_the_batch_are_an_error(recipe: str) -> None:
+    result = _show(recipe, "--ranks", "3")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "nearest global_batch: 48 or 72, with micro_batch = 8" in result.stderr
+
+
+def test_json_holds_the_same(recipe: str) -> None:
+    shown = json.loads(_show(recipe, "--ranks", "2", "--json").stdout)
+    assert shown["recipe"]["train"]["global_batch"] == 64
+    assert shown["origins"]["train.global_batch"] == "small.toml:7"
+    assert shown["batch"] == {"global_batch": 64, "micro_batch": 8, "accumulation": 4, "data_ranks": 2}
+    assert shown["contract"]["shards"].startswith("nothing")

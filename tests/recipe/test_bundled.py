@@ -1,0 +1,52 @@
+"""Finding a recipe: bare names are bundled recipes, everything with a separator or `.toml` is a path."""
+
+from pathlib import Path
+
+import pytest
+
+from ddpforge.errors import RecipeError
+from ddpforge.recipe import bundled, find_recipe, load_recipe, render
+
+
+def _refusal(name: str | Path) -> str:
+    with pytest.raises(RecipeError) as caught:
+        find_recipe(name)
+    return render(caught.value)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text("")
+    Path("plain").write_text("")
+
+
+def test_names_and_paths() -> None:
+    assert find_recipe("digits") == bundled()["digits"]
+    assert find_recipe("mine.toml") == Path("mine.toml")
+    assert find_recipe("./plain") == Path("plain")
+    assert find_recipe(Path("plain")) == Path("plain")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("digit", "did you mean `digits`?"),
+        ("plain", "a file in this folder is written `./plain`"),
+        ("mien.toml", "did you mean `mine.toml`?"),
+        ("digits.toml", "`digits` without a path is a recipe that ships with ddpforge"),
+        ("no/such.toml", "there is no folder `no`"),
+        ("./", "`./` is a folder, not a recipe"),
+        ("a\0b.toml", "a�b.toml"),
+        ("x" * 5000 + ".toml", "cannot be a file"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_the_nearest(name: str, said: str) -> None:
+    assert said in _refusal(name)
+
+
+@pytest.mark.parametrize("name", sorted(bundled()))
+def test_every_bundled_recipe_is_valid(name: str) -> None:
+    loaded = load_recipe(name)
+    Path("resolved.toml").write_text(loaded.dumps(), encoding="utf-8")
+    assert load_recipe("resolved.toml").recipe == loaded.recipe

@@ -1,0 +1,251 @@
+"""How a recipe comes together: files, what they extend, `--set`, variables, and where each value came from."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddpforge.durations import Duration
+from ddpforge.errors import RecipeError
+from ddpforge.recipe import LoadedRecipe, load_recipe, render
+from ddpforge.registry import Registry
+
+Load = Callable[..., LoadedRecipe]
+
+
+def _messages(load: Load, *arguments: str | None, **files: str) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        load(*arguments, **files)
+    return [problem.message for problem in caught.value.problems]
+
+
+# ---------------------------------------------------------------------------------------------- what comes out
+def test_a_recipe_is_typed_and_complete(load: Load) -> None:
+    recipe = load().recipe
+    assert recipe.name == "digits"
+    assert recipe.model.use == "cnn"
+    assert recipe.model.options == {"classes": 10, "width": 32, "dropout": 0.0}
+    assert recipe.schedule.options == {"warmup": Duration(0, "st")}
+    assert recipe.strategy.use == "ddp"
+    assert recipe.train.length == Duration(5, "ep")
+    assert recipe.train.clip_norm is None
+    assert recipe.optimizer.no_decay == ()
+
+
+def test_trackers_and_callbacks_are_named_by_their_key_unless_use_says_otherwise(load: Load, valid: str) -> None:
+    text = valid + '[track.wandb]\nproject = "p"\n[callbacks.ema]\n[callbacks.slow]\nuse = "ema"\ndecay = 0.9999\n'
+    recipe = load(text).recipe
+    assert recipe.track.trackers["wandb"].options == {"project": "p", "tags": []}
+    assert [component.use for component in recipe.callbacks.values()] == ["ema", "ema"]
+    assert recipe.callbacks["slow"].options == {"decay": 0.9999}
+
+
+def test_the_resolved_recipe_loads_to_an_equal_one(load: Load, valid: str, registry: Registry) -> None:
+    text = valid.replace("[task]", '[vars]\nrate = 0.5\n\n[task]\nmetrics = ["accuracy", { use = "accuracy", top = 5 }]')
+    text = text.replace("lr = 1e-3", 'lr = "${vars.rate}"\nbetas = [0.1, 0.2]\nno_decay = ["a $${b}"]')
+    text += '[track]\nevery = "3st"\nwandb = { project = "$${x}" }\n'
+    first = load(text, "train.clip_norm=0.5")
+    assert "vars" not in first.tables
+    Path("resolved.toml").write_text(first.dumps(), encoding="utf-8")
+
+    second = load_recipe("resolved.toml", registry=registry)
+    assert second.recipe == first.recipe
+    assert second.tables == first.tables
+    assert second.dumps() == first.dumps()
+    assert second.recipe.optimizer.no_decay == ("a ${b}",)
+
+
+def test_local_code_is_found_beside_the_file_that_names_it(load: Load, valid: str, registry: Registry) -> None:
+    Path("nets").mkdir()
+    Path("nets/my.py").write_text("def Net(*, depth: int = 2) -> None: ...\n", encoding="utf-8")
+    Path("nets/base.toml").write_text('[model]\nuse = "./my.py:Net"\n', encoding="utf-8")
+    loaded = load('extends = "nets/base.toml"\n' + valid.replace('use = "cnn"\nclasses = 10\n', "depth = 3\n"))
+
+    file = Path("nets/my.py").absolute()
+    assert loaded.recipe.model.options == {"depth": 3}
+    assert loaded.recipe.model.base == file.parent
+    assert loaded.local_files() == [file]
+    assert 'use = "./nets/my.py:Net"' in loaded.dumps()
+    assert 'use = "./code/0/my.py:Net"' in loaded.dumps({file: "code/0/my.py"})
+
+    Path("resolved.toml").write_text(loaded.dumps(), encoding="utf-8")
+    assert load_recipe("resolved.toml", registry=registry).local_files() == [file]
+
+
+# ---------------------------------------------------------------------------------------------- extends
+def test_later_layers_win_tables_merge_and_arrays_are_replaced(load: Load, valid: str) -> None:
+    child = 'extends = ["one.toml", "two.toml"]\n[optimizer]\nbetas = [0.5, 0.6]\n[train]\nseed = 3\n'
+    one = valid + "seed = 1\n[checkpoint]\nkeep = { last = 7 }\n"
+    two = "[train]\nseed = 2\nmicro_batch = 64\n[checkpoint]\nkeep = { best = 1, by = 'train/loss' }\n"
+    loaded = load(child, one=one, two=two)
+    recipe = loaded.recipe
+    assert (recipe.train.seed, recipe.train.micro_batch, recipe.train.global_batch) == (3, 64, 256)
+    assert (recipe.checkpoint.keep.last, recipe.checkpoint.keep.best) == (7, 1)
+    assert recipe.optimizer.options["betas"] == (0.5, 0.6)
+    assert loaded.source == Path("recipe.toml")
+    assert loaded.text == child
+
+
+def test_another_component_drops_the_options_of_the_old_one_but_not_the_frameworks(load: Load, valid: str) -> None:
+    base = valid.replace("lr = 1e-3", 'lr = 1e-3\nweight_decay = 0.5\nno_decay = ["bias"]')
+    recipe = load('extends = "base.toml"\n[optimizer]\nuse = "sgd"\nlr = 0.1\n', base=base).recipe
+    assert recipe.optimizer.options == {"lr": 0.1, "momentum": 0.0, "nesterov": False}
+    assert recipe.optimizer.no_decay == ("bias",)
+
+    same = load('extends = "base.toml"\n[optimizer]\nuse = "adamw"\nlr = 0.1\n', base=base).recipe
+    assert same.optimizer.options["weight_decay"] == 0.5
+
+
+def test_options_without_a_component_wait_for_the_child_to_name_one(load: Load, valid: str) -> None:
+    base = valid.replace('use = "cnn"\n', "width = 8\n")
+    assert load('extends = "base.toml"\nmodel.use = "cnn"\n', base=base).recipe.model.options["width"] == 8
+
+
+def test_a_file_may_be_extended_twice_but_not_by_itself(load: Load, valid: str) -> None:
+    files = {"root": valid, "left": 'extends = "root.toml"\n', "right": 'extends = "root.toml"\ntrain.seed = 4\n'}
+    assert load('extends = ["left.toml", "right.toml"]\n', **files).recipe.train.seed == 4
+    assert _messages(load, 'extends = "recipe.toml"\n') == ["`extends` goes in a circle"]
+
+
+def test_missing_and_mistyped_bases_are_all_told(load: Load) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load('extends = ["bse.toml", 3, "no/where.toml", "."]\n', base="")
+    text = render(caught.value)
+    assert [problem.message for problem in caught.value.problems] == [
+        "no such recipe: `bse.toml`",
+        "`extends` must be a file name or an array of file names, not an integer",
+        "no such recipe: `no/where.toml`",
+        "`.` is a folder, not a recipe",
+    ]
+    assert "did you mean `base.toml`?" in text
+    assert "recipe.toml:1:24" in text
+
+
+# ---------------------------------------------------------------------------------------------- --set
+def test_set_takes_toml_values_and_bare_words(load: Load) -> None:
+    sets = ["train.clip_norm=0.5", "name = 2026-11-20", "optimizer.betas=[0.1, 0.2]", "train.precision=bf16"]
+    recipe = load(None, *sets).recipe
+    assert recipe.train.clip_norm == 0.5
+    assert recipe.name == "2026-11-20"
+    assert recipe.optimizer.options["betas"] == (0.1, 0.2)
+    assert recipe.train.precision == "bf16"
+
+
+def test_later_sets_win_and_no_set_undoes_another_whatever_their_order(load: Load) -> None:
+    assert load(None, "train.seed=1", "train.seed=2").recipe.train.seed == 2
+    for sets in (["optimizer.lr=0.5", "optimizer.use=sgd"], ["optimizer.use=sgd", "optimizer.lr=0.5"]):
+        optimizer = load(None, *sets).recipe.optimizer
+        assert (optimizer.use, optimizer.options["lr"]) == ("sgd", 0.5)
+    assert _messages(load, None, "optimizer.use=sgd") == ['missing key `lr` in [optimizer], which uses "sgd"']
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "seed", "=3", "train.seed=", "# train.seed=3", "train.seed=3\nname='x'", "a b=3", "train.=3", "x=[", 'x="',
+     "train.seed=99999999999999999999", "extends=base.toml", "name=\udcff"],
+)  # fmt: skip
+def test_a_set_that_assigns_nothing_is_refused(load: Load, text: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(None, text)
+    assert "--set:1:" in render(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------- variables
+def test_a_whole_reference_keeps_the_variables_type(load: Load, valid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHERE", "here")
+    monkeypatch.setenv("EMPTY", "")
+    text = valid.replace("256", '"${vars.batch}"').replace('"digits"\n\n[model]', '"x-${vars.batch}-${env:WHERE}"\n\n[model]')
+    text += '[vars]\nbatch = 64\nfolder = "${env:EMPTY:-a}/b"\n'
+    text = text.replace("[task]", '[callbacks.ema]\n\n[task]').replace("[train]", 'no_decay = ["${vars.folder}", "$${x}"]\n[train]')
+    recipe = load(text).recipe
+    assert recipe.train.global_batch == 64
+    assert recipe.name == "x-64-here"
+    assert recipe.optimizer.no_decay == ("a/b", "${x}")
+    assert load(text, "vars.batch=32").recipe.train.global_batch == 32
+
+
+def test_what_cannot_be_filled_in_is_told_once(load: Load, valid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOWHERE", raising=False)
+    text = valid.replace("256", '"${vars.batch}"').replace("1e-3", '"${env:NOWHERE}"').replace("= 32", '= "${ 32"')
+    text += '[vars]\nbatch = "${env:NOWHERE}"\nother = "${vars.batch}"\nlist = [1]\n'
+    assert _messages(load, text) == [
+        "`optimizer.lr`: the environment variable NOWHERE is not set",
+        "`train.micro_batch`: `${` without its `}`",
+        "`vars.batch`: the environment variable NOWHERE is not set",
+        "`vars.other`: a variable cannot refer to a variable",
+        "`vars.list` must be a single value, not an array",
+    ]
+
+
+def test_a_variable_counts_as_used_where_a_later_layer_replaced_its_use(load: Load, valid: str) -> None:
+    text = valid.replace("= 32", '= "${vars.micro}"') + "[vars]\nmicro = 32\n"
+    assert load(text, "train.micro_batch=64").recipe.train.micro_batch == 64
+
+
+def test_an_environment_variable_is_text_and_the_error_says_so(
+    load: Load, valid: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCH", "256")
+    with pytest.raises(RecipeError) as caught:
+        load(valid.replace("256", '"${env:BATCH}"'))
+    assert caught.value.problems[0].hints == (
+        "environment variables are text: --set train.global_batch=… takes numbers, true and false",
+    )
+
+
+# ---------------------------------------------------------------------------------------------- origins
+def test_every_value_knows_where_it_comes_from(load: Load, valid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEED_NAME", "x")
+    child = 'extends = "base.toml"\n[train]\nglobal_batch = "${vars.batch}"\n'
+    base = valid + "[track.wandb]\nproject = '${env:SEED_NAME}'\n[vars]\nbatch = 128\n"
+    loaded = load(child, "optimizer.lr=0.1", base=base)
+    told = {".".join(map(str, path)): str(origin) for path, origin in loaded.origins.items()}
+    assert told["train.length"] == "base.toml:24"
+    assert told["train.global_batch"] == "recipe.toml:3, vars.batch from base.toml:30"
+    assert told["optimizer.lr"] == "--set"
+    assert told["optimizer.weight_decay"] == "default"
+    assert told["track.wandb.project"] == "base.toml:28, env:SEED_NAME"
+    assert told["track.wandb.use"] == "base.toml:27"
+    assert told["strategy.use"] == "default"
+
+
+# ---------------------------------------------------------------------------------------------- unreadable files
+@pytest.mark.parametrize(
+    ("data", "line", "said"),
+    [
+        (b"recipe = 1\nname = \xff\n", ":2:8", "not UTF-8 text: byte 0xff"),
+        (b"recipe = \x00", ":1:10", "not valid TOML"),
+        (b"name = \"a", ":1:10", "is its closing quote missing?"),
+        (b"train = { length = ", ":1:19", "not valid TOML"),
+        (b"a = " + b"[" * 5000 + b"]" * 5000, "", "nested too deeply"),
+        (b"a." * 5000 + b"b = 1", ":1:", "nested too deeply"),
+        (b"[model]\nx = " + b"9" * 6000, "", "not valid TOML"),
+        (b"[model]\nx = 0x" + b"f" * 6000, ":2:5", "does not fit into 64 bits"),
+        (b"[model]\nuse = 2026-11-20", ":2:7", 'add quotes: use = "2026-11-20"'),
+        (b"[model]\nclasses = ten", ":2:11", 'text needs quotes: classes = "ten"'),
+        (b"[model]\nclasses = None", ":2:11", "leave the key out"),
+        (b"[model]\nx = True", ":2:5", "write x = true"),
+        (b"[model]\nx = .5", ":2:5", "x = 0.5"),
+        (b"model: cnn", ":1:6", "TOML writes `key = value`"),
+        (b"[model]\nx =", ":2:4", "a value is missing"),
+        (b"x = 1\nx = 2", ":2:6", "it is set twice"),
+        (b"x = [1, 2", ":1:10", "is a closing bracket or quote missing?"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused_where_it_goes_wrong(
+    data: bytes, line: str, said: str, tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.toml").write_bytes(data)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("r.toml", registry=registry)
+    text = render(caught.value)
+    assert f"--> r.toml{line}" in text
+    assert said in text
+    assert max(map(len, text.split("\n"))) < 200
+
+
+def test_windows_line_ends_and_a_byte_order_mark_do_no_harm(load: Load, valid: str, registry: Registry) -> None:
+    load()
+    Path("w.toml").write_bytes(b"\xef\xbb\xbf" + valid.replace("\n", "\r\n").encode())
+    assert load_recipe("w.toml", registry=registry).recipe == load_recipe("recipe.toml", registry=registry).recipe

@@ -1,0 +1,80 @@
+"""Settings that can only be mistakes are refused before anything starts, and the refusal names the key."""
+
+from collections.abc import Callable
+
+import pytest
+
+from ddpforge.errors import RecipeError
+from ddpforge.recipe import LoadedRecipe
+
+Load = Callable[..., LoadedRecipe]
+
+
+@pytest.mark.parametrize(
+    ("key", "sets"),
+    [
+        ("optimizer.lr", ["optimizer.lr=-1e-3"]),
+        ("optimizer.lr", ["optimizer.lr=0"]),
+        ("optimizer.lr", ["optimizer.lr=nan"]),
+        ("optimizer.lr", ["optimizer.lr='1e-3'"]),
+        ("optimizer.betas[1]", ["optimizer.betas=[0.9, 1.5]"]),
+        ("optimizer.no_decay", ["optimizer.no_decay=bias"]),
+        ("model.dropout", ["model.dropout=1.5"]),
+        ("model.classes", ["model.classes=0"]),
+        ("train.length", ["train.length=5"]),
+        ("train.length", ["train.length=0ep"]),
+        ("train.length", ["train.length=-5ep"]),
+        ("train.global_batch", ["train.global_batch=0"]),
+        ("train.global_batch", ["train.global_batch=256.5"]),
+        ("train.micro_batch", ["train.micro_batch=512"]),
+        ("train.micro_batch", ["train.micro_batch=48"]),
+        ("train.eval_batch", ["train.eval_batch=-1"]),
+        ("train.clip_norm", ["train.clip_norm=0"]),
+        ("train.precision", ["train.precision=int8"]),
+        ("train.seed", ["train.seed=-1"]),
+        ("train.timeout", ["train.timeout=5ep"]),
+        ("train.timeout", ["train.timeout=9999999h"]),
+        ("train.gradient_accumulation_steps", ["train.gradient_accumulation_steps=4"]),
+        ("train.num_processes", ["train.num_processes=8"]),
+        ("schedule.warmup", ["schedule.use=cosine", "schedule.warmup=6ep"]),
+        ("train.length", ["schedule.use=cosine", "train.length=2h"]),
+        ("track.every", ["track.every=10s"]),
+        ("checkpoint.keep.last", ["checkpoint.keep.last=0"]),
+        ("checkpoint.keep.best", ["checkpoint.keep.best=1"]),
+        ("checkpoint.keep.by", ["checkpoint.keep.by=eval/loss"]),
+        ("checkpoint.keep.by", ["checkpoint.keep.best=1", "checkpoint.keep.by=loss"]),
+        ("checkpoint.keep.mode", ["checkpoint.keep.mode=min"]),
+        ("data.workers", ["data.workers=-1"]),
+        ("data.train.split", ["data.train.split=trian"]),
+        ("name", ["name=../escape"]),
+        ("name", [f"name={'é' * 150}"]),
+        ("output_dir", ["output_dir=/abs"]),
+        ("recipe", ["recipe=2"]),
+        ("recipe", ["recipe=true"]),
+        ("callbacks.ema.decay", ["callbacks.ema.decay=1"]),
+        ("track.wandb.project", ["track.wandb.project=3"]),
+        ("task.metrics[0].top", ["task.metrics=[{use='accuracy', top=0}]"]),
+    ],
+)
+def test_nonsense_is_refused_by_its_key(load: Load, key: str, sets: list[str]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(None, *sets)
+    problem = caught.value.problems[0]
+    assert len(caught.value.problems) == 1
+    assert problem.key == key
+    assert key.rpartition(".")[2].partition("[")[0] in problem.message
+    assert problem.place is not None
+    assert problem.place.file == "--set"
+
+
+@pytest.mark.parametrize("key", ["eval_batch = 32", 'eval_every = "1ep"'])
+def test_evaluation_settings_need_something_to_evaluate_on(load: Load, valid: str, key: str) -> None:
+    text = valid.replace('[data.eval]\nuse = "digits"\nsplit = "test"\n', "") + key
+    with pytest.raises(RecipeError, match="has no effect without a section \\[data.eval\\]"):
+        load(text)
+
+
+def test_the_best_by_a_metric_of_evaluation_needs_evaluation(load: Load, valid: str) -> None:
+    text = valid.replace('[data.eval]\nuse = "digits"\nsplit = "test"\n', "")
+    with pytest.raises(RecipeError, match="there is no section \\[data.eval\\] to compute it from"):
+        load(text + '[checkpoint]\nkeep = { best = 1, by = "eval/loss" }')
