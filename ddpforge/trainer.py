@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +120,7 @@ class Trainer:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Goes on from `checkpoint`, whatever strategy and number of ranks wrote it."""
         self.strategy.load_state(self.model, self.optimizer, checkpoint.state)
-        self.strategy.load_loop_state(checkpoint.loop)
+        self.strategy.load_loop_state(cast(Mapping[str, float], checkpoint.loop))
         for name, callback in self.callbacks.items():
             if name in checkpoint.callbacks:
                 callback.load_state(checkpoint.callbacks[name])
@@ -266,7 +266,7 @@ class Trainer:
         at once.
         """
         bad: list[int] = []
-        norms = torch.stack(list(self._norms.values())).tolist() if self._norms else []
+        norms: list[float] = torch.stack(list(self._norms.values())).tolist() if self._norms else []
         for step, norm in zip(self._norms, norms, strict=True):
             self._norm = norm
             self._skips_in_a_row = 0 if math.isfinite(norm) else self._skips_in_a_row + 1

@@ -68,7 +68,7 @@ def export(
 
 def _kept_by(callback: str, checkpoint: Path, manifest: Manifest) -> dict[str, Tensor]:
     """The callback's tensors, provided that they are weights of this model."""
-    model = {name: entry.shape for name, entry in manifest.tensors["model"].items()}
+    model = {name: entry.shape for name, entry in manifest.tensors.get("model", {}).items()}
     kept = read_section(checkpoint, manifest, "callbacks")
     mine = {name.removeprefix(f"{callback}/"): t for name, t in kept.items() if name.startswith(f"{callback}/")}
     if not mine or any(model.get(name) != t.shape for name, t in mine.items()):
@@ -96,6 +96,7 @@ def _write(out: Path, content: Mapping[str, Tensor], metadata: Mapping[str, str]
         files.rename(temporary, out)
         files.sync_folder(out.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise CheckpointError(f"{out} could not be written: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
     return size, digest

@@ -37,6 +37,7 @@ from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState
 
 Contents = Mapping[Section, Mapping[str, Tensor]]
+OptimizerState = dict[str, dict[str, Tensor | int | float | bool | None]]
 
 
 @dataclass(kw_only=True)
@@ -219,7 +220,7 @@ def read(path: Path, *, verify: bool = True) -> Checkpoint:
     try:
         state = CanonicalState(
             model=read_section(path, manifest, "model"),
-            optimizer=cast("OptimizerState", _join(manifest.optimizer, optimizer, _OPTIMIZER)),
+            optimizer=cast(OptimizerState, _join(manifest.optimizer, optimizer, _OPTIMIZER)),
             aliases=manifest.aliases,
         )
         callback_state = _join(manifest.callbacks, callbacks, _CALLBACKS)
@@ -239,9 +240,6 @@ def read(path: Path, *, verify: bool = True) -> Checkpoint:
         callbacks=callback_state,
         metrics={name: manifest.metric(name) for name in manifest.metrics},
     )
-
-
-OptimizerState = dict[str, dict[str, Tensor | int | float | bool | None]]
 
 
 def read_section(path: Path, manifest: Manifest, section: Section) -> dict[str, Tensor]:

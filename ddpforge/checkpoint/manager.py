@@ -63,7 +63,7 @@ class Checkpoints:
             log.warning("passed over: %s", reason)
         if path is None and skipped:
             raise CheckpointError(
-                f"none of the checkpoints in {self.folder} is intact; the newest: {skipped[-1][1]}",
+                f"none of the checkpoints in {self.folder} is intact; the newest: {skipped[0][1]}",
                 hints=["start anew with --fresh, which keeps this folder under another name"],
             )
         return path

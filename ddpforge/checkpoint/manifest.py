@@ -140,9 +140,8 @@ def read_manifest(path: Path, *, verify: bool = False) -> Manifest:
 
     manifest = _parse(Manifest, path / MANIFEST, content)
     _check_files(path, manifest)
-    for name, entry in manifest.files.items() if verify else ():
-        if files.sha256(path / name) != entry.sha256:
-            raise damaged(path / name, "its sha256 is not the one in the manifest")
+    if verify:
+        _check_contents(path, manifest)
     return manifest
 
 
@@ -163,6 +162,16 @@ def _check_files(path: Path, manifest: Manifest) -> None:
         for name, tensor in section.items():
             if tensor.file not in manifest.files:
                 raise damaged(path / MANIFEST, f"it puts {name} in the file {tensor.file!r}, which it does not list")
+
+
+def _check_contents(path: Path, manifest: Manifest) -> None:
+    for name, entry in manifest.files.items():
+        try:
+            digest = files.sha256(path / name)
+        except OSError as error:
+            raise damaged(path / name, f"it cannot be read ({error.strerror})") from error
+        if digest != entry.sha256:
+            raise damaged(path / name, "its sha256 is not the one in the manifest")
 
 
 def _size(path: Path) -> int:

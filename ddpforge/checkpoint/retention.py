@@ -35,20 +35,26 @@ def committed(folder: Path) -> tuple[list[Found], list[tuple[Path, str]]]:
         except CheckpointError as error:
             broken.append((path, error.message))
     found.sort(key=lambda each: (each.manifest.step, each.manifest.created), reverse=True)
-    return found, sorted(broken)
+    return found, broken
 
 
 def newest(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest checkpoint that is intact to the last byte, and those passed over for it, with reasons."""
-    found, skipped = committed(folder)
+    """The newest checkpoint that is intact to the last byte, and those passed over for it, with reasons.
+
+    Those come newest first; broken ones that are older than the chosen one are left out.
+    """
+    found, broken = committed(folder)
+    chosen, oldest = None, 0
     for path, manifest in found:
         try:
             read_manifest(path, verify=True)
         except CheckpointError as error:
-            skipped.append((path, error.message))
+            broken.append((path, error.message))
         else:
-            return path, [(other, reason) for other, reason in skipped if _step(other) >= manifest.step]
-    return None, skipped
+            chosen, oldest = path, manifest.step
+            break
+    skipped = [(path, reason) for path, reason in broken if _step(path) >= oldest]
+    return chosen, sorted(skipped, key=lambda each: _step(each[0]), reverse=True)
 
 
 def is_best(metrics: Mapping[str, float], keep: KeepSection, found: list[Found]) -> bool:

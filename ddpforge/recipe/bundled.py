@@ -50,8 +50,8 @@ def require_file(path: Path, label: str, place: Place | None = None, *, key: str
             return
         beside = [one.name for one in path.parent.glob("*.toml")] if path.parent.is_dir() else []
         inside = sorted(one.name for one in path.glob("*.toml")) if path.is_dir() else []
-    except (OSError, ValueError) as error:  # a NUL, or a name that no file system takes
-        raise RecipeError([Problem(f"`{label}` cannot be a file: {error}", key, place)]) from error
+    except OSError as error:  # a name that no file system takes
+        raise RecipeError([Problem(f"`{label}` cannot be a file: {error.strerror}", key, place)]) from error
 
     if path.is_dir():
         hints = [f"recipes in it: {', '.join(inside)}"] if inside else ["give the path of a .toml file"]

@@ -29,10 +29,8 @@ _LIMITS = {
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
     "multiple_of": "a multiple of {multiple_of}",
-    "string_too_short": "at least {min_length} characters long",
-    "string_too_long": "at most {max_length} characters long",
-    "too_short": "at least {min_length} elements long",
-    "too_long": "at most {max_length} elements long",
+    **dict.fromkeys(("string_too_short", "too_short"), "at least {min_length} long"),
+    **dict.fromkeys(("string_too_long", "too_long"), "at most {max_length} long"),
     "finite_number": "a finite number",
 }
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*)?\.?\d+([eE][-+]?\d+)?")
@@ -97,7 +95,7 @@ class Explainer:
             self.add(
                 path,
                 f"{name} cannot be {shown(value)}: {reason}",
-                *([_unit(path, value)] if needs_unit else []),
+                *([self._unit(path, value)] if needs_unit else []),
             )
 
     # -- keys
@@ -133,7 +131,7 @@ class Explainer:
     def wrong_type(self, path: KeyPath, value: object, expected: list[str]) -> None:
         """Reports a value of a type that its key does not take; `expected` are the types that it takes."""
         if self.vocabulary.takes_duration(path):
-            hints = [_unit(path, value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
+            hints = [self._unit(path, value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
             self.add(path, f"`{dotted(path)}` must be a duration, not {kind_of(value)}", *hints)
             return
         name = f"[{dotted(path)}]" if expected == ["a table"] else f"`{dotted(path)}`"
@@ -157,6 +155,12 @@ class Explainer:
             yield f"put it in brackets: {key}[{shown(value)}]"
         elif kind_at(path) and isinstance(value, str):
             yield f"a component is named by `use`: {dotted(path)}.use = {shown(value)}"
+        elif kind_at(path):
+            yield f"options go in a section [{dotted(path)}] or in braces: {key}{{ … }}"
+
+    def _unit(self, path: KeyPath, value: object) -> str:
+        examples = [f'"{value}{unit}" ({meaning})' for unit, meaning in self.vocabulary.units(path).items()]
+        return f"it needs a unit: {dotted(path[-1:])} = {', '.join(examples)}"
 
     # -- places and names
     def _problem(self, path: KeyPath, at: KeyPath, message: str, hints: Iterable[str], on_key: bool = False) -> Problem:
@@ -190,8 +194,3 @@ def _keys_in(error: ErrorDetails, table: Table) -> KeyPath:
             value = value[part]
             path = (*path, part)
     return (*path, error["loc"][-1]) if error["type"] == "missing" else path
-
-
-def _unit(path: KeyPath, value: object) -> str:
-    key = dotted(path[-1:])
-    return f'it needs a unit: {key} = "{value}ep" (epochs), "{value}st" (steps), "{value}m" (minutes; or s, h)'

@@ -26,7 +26,7 @@ _KEYS = {
     (
         "train",
         "global_batch = 256",
-    ): "batch_size batchsize train_batch_size effective_batch_size global_batch_size",
+    ): "train_batch_size effective_batch_size global_batch_size",
     ("train", "micro_batch = 32"): (
         "micro_batch_size per_device_train_batch_size per_device_batch_size batch_size_per_gpu"
         " train_micro_batch_size_per_gpu"
@@ -88,6 +88,11 @@ def _hints() -> dict[str, Foreign]:
         key = text.partition(" ")[0]
         entry = Foreign(f"ddpforge writes `{text}` {where}", (section, key) if section else (key,))
         hints |= dict.fromkeys(aliases.split(), entry)
+    batch = Foreign(
+        "a batch has two sizes: `global_batch` per step, over all ranks, and `micro_batch` per forward pass",
+        ("train", "global_batch"),
+    )
+    hints |= dict.fromkeys(("batch_size", "batchsize", "batch"), batch)
     derived = Foreign("accumulation is derived: global_batch / (micro_batch × ranks); `ddpforge show` prints it")
     launched = Foreign("the launcher decides how many ranks there are: torchrun, accelerate or `ddpforge launch`")
     return hints | dict.fromkeys(_ACCUMULATION.split(), derived) | dict.fromkeys(_WORLD.split(), launched)

@@ -14,7 +14,7 @@ from ddpforge.recipe.compose import compose
 from ddpforge.recipe.interpolate import escape, interpolate
 from ddpforge.recipe.layers import Layers, map_strings, paths, strings
 from ddpforge.recipe.origins import KeyPath, Origin, Place
-from ddpforge.recipe.report import Problem
+from ddpforge.recipe.report import Problem, dotted
 from ddpforge.recipe.schema import Component, Recipe
 from ddpforge.recipe.validate import local_file, validate
 from ddpforge.registry import Registry
@@ -58,7 +58,7 @@ class LoadedRecipe:
     def problem(self, key: KeyPath, message: str, *hints: str) -> Problem:
         """A problem with the value of `key`, at its place: for checks that only a run can make."""
         origin = self.origins.get(key, Origin())
-        return Problem(message, ".".join(map(str, key)), origin.place(), hints)
+        return Problem(message, dotted(key), origin.place(), hints)
 
 
 def load_recipe(source: str | Path, *, sets: Sequence[str] = (), registry: Registry | None = None) -> LoadedRecipe:

@@ -108,8 +108,12 @@ class _Spans:
 
     def _next(self, skip: re.Pattern[str] = _BLANK) -> str:
         """The next character after what `skip` matches; empty at the end."""
-        self._at = skip.match(self.text, self._at).end()  # type: ignore[union-attr]  # matches the empty string
+        self._skip(skip)
         return self.text[self._at : self._at + 1]
+
+    def _skip(self, pattern: re.Pattern[str]) -> None:
+        if found := pattern.match(self.text, self._at):
+            self._at = found.end()
 
     def _header(self) -> KeyPath:
         double = self.text.startswith("[[", self._at)
@@ -123,6 +127,7 @@ class _Spans:
             if double and end == parts[-1][2]:
                 self._elements[path] = self._elements.get(path, -1) + 1
             self.keys.setdefault(path, (start, end))
+            self.values.setdefault(path, (start, end))
             if path in self._elements:
                 path = (*path, self._elements[path])
         self.keys[path] = self.values[path] = (parts[0][1], parts[-1][2])
@@ -143,7 +148,7 @@ class _Spans:
         while True:
             quoted = self._next() in ("'", '"')
             start = self._at
-            self._at = (_STRING if quoted else _BARE_KEY).match(self.text, start).end()  # type: ignore[union-attr]
+            self._skip(_STRING if quoted else _BARE_KEY)
             name = self.text[start : self._at]
             yield (tomllib.loads(f"k={name}")["k"] if quoted else name), start, self._at
             if self._next() != ".":
@@ -151,17 +156,18 @@ class _Spans:
             self._at += 1
 
     def _value(self, path: KeyPath, plain: re.Pattern[str]) -> None:
-        start = end = self._at
-        opening = self.text[start : start + 1]
-        if opening and opening in "[{":
-            self._inside(path, "]" if opening == "[" else "}")
-            end = self._at
-        elif opening and opening in "'\"":
-            end = self._at = _STRING.match(self.text, start).end()  # type: ignore[union-attr]
-        else:
-            self._at = plain.match(self.text, start).end()  # type: ignore[union-attr]
-            end = start + len(self.text[start : self._at].rstrip())
-        self.values[path] = (start, end)
+        start = self._at
+        match self.text[start : start + 1]:
+            case "[":
+                self._inside(path, "]")
+            case "{":
+                self._inside(path, "}")
+            case "'" | '"':
+                self._skip(_STRING)
+            case _:
+                self._skip(plain)
+        written = self.text[start : self._at].rstrip()
+        self.values[path] = (start, start + len(written))
 
     def _inside(self, path: KeyPath, closing: str) -> None:
         """The elements of an array or of an inline table."""

@@ -148,8 +148,10 @@ class _Validation:
             return None
 
     def _plain(self, recipe: Recipe) -> Table:
-        """The recipe as TOML has it, defaults included; what is None has no key."""
+        """The recipe as TOML has it, defaults included; what is None or has no effect has no key."""
         tables = recipe.model_dump(mode="json", exclude_none=True)
+        if recipe.data.eval is None:
+            del tables["train"]["eval_every"]
         tables["track"] |= tables["track"].pop("trackers")
         for path in recipe.components():
             component = inside(tables, path)

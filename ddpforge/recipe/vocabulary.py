@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from ddpforge.durations import Duration
@@ -29,6 +29,7 @@ _SECTIONS: dict[KeyPath, type[BaseModel]] = {
     ("checkpoint", "keep"): KeepSection,
     ("track",): TrackSection,
 }
+_UNITS = {"ep": "epochs", "st": "steps", "s": "seconds", "m": "minutes", "h": "hours"}
 _READ_EARLIER = ["extends", "vars"]  # keys of the top table that are gone before validation
 
 
@@ -56,6 +57,12 @@ class Vocabulary:
         """Whether the key at `path` is a Duration."""
         field = self.field(path)
         return field is not None and _mentions(field.annotation, Duration)
+
+    def units(self, path: KeyPath) -> dict[str, str]:
+        """The units that the duration at `path` may have, and what they mean."""
+        field = self.field(path)
+        adapter = TypeAdapter[object](field.rebuild_annotation() if field else Duration)
+        return {unit: meaning for unit, meaning in _UNITS.items() if _accepts(adapter, f"1{unit}")}
 
     def suggest(self, path: KeyPath, *, section: bool) -> tuple[list[str], set[KeyPath]]:
         """Hints for an unknown key, or section, at `path`, and the keys that were probably meant."""
@@ -85,6 +92,14 @@ class Vocabulary:
 
 def _of(table: KeyPath) -> str:
     return f"of [{dotted(table)}]" if table else "at the top of the recipe"
+
+
+def _accepts(adapter: TypeAdapter[object], value: str) -> bool:
+    try:
+        adapter.validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def _mentions(annotation: object, wanted: type) -> bool:

@@ -145,7 +145,8 @@ class AcceleratedStrategy(Strategy):
             torch.nn.utils.clip_grads_with_norm_(self._trained, self.train.clip_norm, norm)
 
         self.precision.update(optimizer, norm)
-        optimizer.zero_grad(set_to_none=True)
+        for parameter in self._trained:     # what zero_grad does, without its 20 µs of bookkeeping
+            parameter.grad = None
         return norm
 
     def overflowed(self) -> bool:

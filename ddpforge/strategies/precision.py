@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -40,7 +41,7 @@ class Precision:
         if self.device.type != "cpu" and getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
             optimizer.step()
-        elif torch.isfinite(norm):
+        elif math.isfinite(norm.item()):
             optimizer.step()
 
     def overflowed(self) -> bool:

@@ -1,6 +1,7 @@
 """`ddpforge export`, from a run's folder to a file that other programs read."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -77,15 +78,18 @@ def test_json_says_what_was_written() -> None:
     assert said["bytes"] == Path("digits.safetensors").stat().st_size
 
 
-def test_a_damaged_checkpoint_is_passed_over_aloud(run: RunFolder) -> None:
+def test_a_damaged_checkpoint_is_passed_over_aloud(
+    run: RunFolder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("ddpforge"), "propagate", True)
     newest = next(run.checkpoints.glob("step-000000003-*"))
     (newest / "COMMIT").unlink()
 
-    result = call("digits")
+    call("digits")
 
     assert weight("digits.safetensors") == 2.0
-    assert "passed over:" in result.stderr
-    assert "COMMIT is damaged" in result.stderr
+    assert "passed over:" in caplog.text
+    assert "COMMIT is damaged" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         """\
 recipe = 1
 name = "small"
-model = { use = "mlp", inputs = 64, classes = 10 }
+model = { use = "cnn", classes = 10 }
 data.train = { use = "digits", split = "train" }
 task = { use = "classification", metrics = ["accuracy", "top5"] }
 optimizer = { use = "adamw", lr = 1e-3 }

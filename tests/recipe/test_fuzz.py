@@ -48,24 +48,43 @@ callbacks.ema.decay = 0.99
 """.splitlines()
 
 KEYS = [line.partition(" = ")[0] for line in RECIPE]
-NUMBERS = ("data.workers", "strategy.bucket", "train.global_batch", "train.micro_batch", "model.classes", "optimizer.lr")
+NUMBERS = (
+    "data.workers",
+    "strategy.bucket",
+    "train.global_batch",
+    "train.micro_batch",
+    "model.classes",
+    "optimizer.lr",
+)
 DURATIONS = ("schedule.warmup", "train.length", "train.eval_every", "checkpoint.every", "track.every")
 NONSENSE = {
     **dict.fromkeys(KEYS, ("{ a.b = [] }", "[[[]]]", "9" * 30, "1979-05-27", "0x" + "f" * 5000, "[" * 600 + "]" * 600)),
     **dict.fromkeys(NUMBERS, ("-1", "nan", "-inf", "inf", '"1"', "true", '"ten"', "1e308", "99999999999999", "[1]")),
-    **dict.fromkeys(DURATIONS, ("5", "1.5", '"5"', '"-5ep"', '"0ep"', '"5 epochs"', '"1.5st"', '"9e9st"', '""', '"∞ep"')),
+    **dict.fromkeys(DURATIONS, ("5", "1.5", '"5"', '"-5ep"', '"0ep"', '"5 epochs"', '"1.5st"', '"9e9st"', '""')),
     "schedule.warmup": ('"6ep"', '"5.1ep"', '"-1st"', "100", '"soon"'),
     "train.micro_batch": ("0", "48", "257", "512", "1.0"),
     "train.precision": ('"int8"', '"BF16"', "16", '"bf16 "', '"名"'),
     "model.dropout": ("1", "1.5", "-0.1", '"half"'),
     "optimizer.betas": ("[0.9]", "[0.9, 1.0]", "[0.9, 0.9, 0.9]", "0.9", '["a", "b"]', "{ a = 1 }"),
-    "checkpoint.keep": ("{ best = 1 }", '{ by = "eval/loss" }', '{ best = 1, by = "loss" }', "{ lst = 2 }", "{ last = 0 }", "3"),
+    "checkpoint.keep": ("{ best = 1 }", '{ by = "eval/loss" }', '{ best = 1, by = "x" }', "{ lst = 2 }"),
     "task.metrics": ('["acuracy"]', "[{ top = 5 }]", '[{ use = "accuracy", top = 0 }]', '"accuracy"', "[3]"),
     "model.use": ('"cn"', '""', '"./nowhere.py:Net"', '"no.such.module:Net"', '"\\u0000"', '"名"', "3", '["cnn"]'),
     "name": ('""', '"../up"', '"a/b"', '"-x"', '"' + "x" * 5000 + '"', "3"),
     "recipe": ("2", "0", "true", '"1"', "1.0"),
 }  # fmt: skip
-UNKNOWN = ("x", "lenght", "Learning-Rate", "epochs", "名前", "a b", 'q"uote', "new\nline", "\x1b[31mred", "k" * 3000, "")
+UNKNOWN = (
+    "x",
+    "lenght",
+    "Learning-Rate",
+    "epochs",
+    "名前",
+    "a b",
+    'q"uote',
+    "new\nline",
+    "\x1b[31mred",
+    "k" * 3000,
+    "",
+)
 
 
 def _nonsense(random: random.Random) -> tuple[str, list[str]]:
@@ -84,15 +103,17 @@ def _unknown_key(random: random.Random) -> tuple[str, list[str]]:
 
 
 def _missing_key(random: random.Random) -> tuple[str, list[str]]:
-    key = random.choice([key for key in KEYS if key.endswith((".use", "lr", "length", "global_batch", "root", "name"))])
+    needed = (".use", "lr", "length", "global_batch", "root", "name")
+    key = random.choice([key for key in KEYS if key.endswith(needed)])
     return key.rpartition(".")[0] or key, [line for line in RECIPE if not line.startswith(f"{key} = ")]
 
 
 def _noise(random: random.Random) -> tuple[str, list[str]]:
     text = "\n".join(RECIPE)
     for _ in range(random.randint(1, 4)):
-        at = random.randrange(len(text))
-        text = text[:at] + random.choice(["", "=", '"', "[", "]", "{", "}", ".", "\n", "é", "\t", "\0", "#", "0", "$${", "${"]) + text[at + random.randint(0, 3) :]  # fmt: skip
+        at, gone = random.randrange(len(text)), random.randint(0, 3)
+        new = random.choice([*'="[]{}.é#0', "", "\n", "\t", "\0", "$${", "${"])
+        text = text[:at] + new + text[at + gone :]
     return "", text.split("\n")
 
 
@@ -106,14 +127,23 @@ def test_damage_is_refused_by_name(
     generator = random.Random(count)
     for _ in range(count):
         named, lines = damage(generator)
-        try:
-            load("\n".join(lines))
-        except RecipeError as error:
-            text = render(error)
-            assert named in text
-            assert damage is _noise or any(named in f"{one.key} {one.message}" or not one.key for one in error.problems)
-            assert "\0" not in text
-            assert "\x1b" not in text
-            assert len(text) < 20_000
-        else:
+        refusal = _refusal(load, "\n".join(lines))
+        if refusal is None:
             assert damage is _noise, lines
+            continue
+
+        text = render(refusal)
+        assert named in text
+        if damage is not _noise:
+            assert any(named in f"{one.key} {one.message}" or not one.key for one in refusal.problems)
+        assert "\0" not in text
+        assert "\x1b" not in text
+        assert len(text) < 20_000
+
+
+def _refusal(load: Load, text: str) -> RecipeError | None:
+    try:
+        load(text)
+    except RecipeError as error:
+        return error
+    return None

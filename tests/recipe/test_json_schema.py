@@ -22,7 +22,9 @@ def _errors(schema: Any, value: Any, root: dict[str, Any], at: str = "") -> list
     if schema is True or schema == {}:
         return []
     found: list[str] = []
-    inner = lambda part: _errors(part, value, root, at)  # noqa: E731
+
+    def inner(part: Any) -> list[str]:
+        return _errors(part, value, root, at)
 
     if "$ref" in schema:
         target: Any = root

@@ -41,7 +41,9 @@ def test_trackers_and_callbacks_are_named_by_their_key_unless_use_says_otherwise
 
 
 def test_the_resolved_recipe_loads_to_an_equal_one(load: Load, valid: str, registry: Registry) -> None:
-    text = valid.replace("[task]", '[vars]\nrate = 0.5\n\n[task]\nmetrics = ["accuracy", { use = "accuracy", top = 5 }]')
+    text = valid.replace(
+        "[task]", '[vars]\nrate = 0.5\n\n[task]\nmetrics = ["accuracy", { use = "accuracy", top = 5 }]'
+    )
     text = text.replace("lr = 1e-3", 'lr = "${vars.rate}"\nbetas = [0.1, 0.2]\nno_decay = ["a $${b}"]')
     text += '[track]\nevery = "3st"\nwandb = { project = "$${x}" }\n'
     first = load(text, "train.clip_norm=0.5")
@@ -53,6 +55,13 @@ def test_the_resolved_recipe_loads_to_an_equal_one(load: Load, valid: str, regis
     assert second.tables == first.tables
     assert second.dumps() == first.dumps()
     assert second.recipe.optimizer.no_decay == ("a ${b}",)
+
+
+def test_a_default_that_would_have_no_effect_is_not_written_out(load: Load, valid: str, registry: Registry) -> None:
+    first = load(valid.replace('[data.eval]\nuse = "digits"\nsplit = "test"\n', ""))
+    Path("resolved.toml").write_text(first.dumps(), encoding="utf-8")
+    assert load_recipe("resolved.toml", registry=registry).recipe == first.recipe
+    assert "eval_every" not in first.dumps()
 
 
 def test_local_code_is_found_beside_the_file_that_names_it(load: Load, valid: str, registry: Registry) -> None:
@@ -154,9 +163,9 @@ def test_a_set_that_assigns_nothing_is_refused(load: Load, text: str) -> None:
 def test_a_whole_reference_keeps_the_variables_type(load: Load, valid: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHERE", "here")
     monkeypatch.setenv("EMPTY", "")
-    text = valid.replace("256", '"${vars.batch}"').replace('"digits"\n\n[model]', '"x-${vars.batch}-${env:WHERE}"\n\n[model]')
+    text = valid.replace("256", '"${vars.batch}"').replace('name = "digits"', 'name = "x-${vars.batch}-${env:WHERE}"')
+    text = text.replace("[train]", 'no_decay = ["${vars.folder}", "$${x}"]\n[train]')
     text += '[vars]\nbatch = 64\nfolder = "${env:EMPTY:-a}/b"\n'
-    text = text.replace("[task]", '[callbacks.ema]\n\n[task]').replace("[train]", 'no_decay = ["${vars.folder}", "$${x}"]\n[train]')
     recipe = load(text).recipe
     assert recipe.train.global_batch == 64
     assert recipe.name == "x-64-here"
@@ -215,7 +224,7 @@ def test_every_value_knows_where_it_comes_from(load: Load, valid: str, monkeypat
     [
         (b"recipe = 1\nname = \xff\n", ":2:8", "not UTF-8 text: byte 0xff"),
         (b"recipe = \x00", ":1:10", "not valid TOML"),
-        (b"name = \"a", ":1:10", "is its closing quote missing?"),
+        (b'name = "a', ":1:10", "is its closing quote missing?"),
         (b"train = { length = ", ":1:19", "not valid TOML"),
         (b"a = " + b"[" * 5000 + b"]" * 5000, "", "nested too deeply"),
         (b"a." * 5000 + b"b = 1", ":1:", "nested too deeply"),

@@ -70,11 +70,11 @@ def test_nonsense_is_refused_by_its_key(load: Load, key: str, sets: list[str]) -
 @pytest.mark.parametrize("key", ["eval_batch = 32", 'eval_every = "1ep"'])
 def test_evaluation_settings_need_something_to_evaluate_on(load: Load, valid: str, key: str) -> None:
     text = valid.replace('[data.eval]\nuse = "digits"\nsplit = "test"\n', "") + key
-    with pytest.raises(RecipeError, match="has no effect without a section \\[data.eval\\]"):
+    with pytest.raises(RecipeError, match=r"has no effect without a section \[data\.eval\]"):
         load(text)
 
 
 def test_the_best_by_a_metric_of_evaluation_needs_evaluation(load: Load, valid: str) -> None:
     text = valid.replace('[data.eval]\nuse = "digits"\nsplit = "test"\n', "")
-    with pytest.raises(RecipeError, match="there is no section \\[data.eval\\] to compute it from"):
+    with pytest.raises(RecipeError, match=r"there is no section \[data\.eval\] to compute it from"):
         load(text + '[checkpoint]\nkeep = { best = 1, by = "eval/loss" }')

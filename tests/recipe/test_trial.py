@@ -43,5 +43,5 @@ def test_an_optimizer_that_needs_a_closure_is_refused(load: Load, registry: Regi
 
 
 def test_what_makes_no_optimizer_is_refused(load: Load, registry: Registry) -> None:
-    key, message = _problem(load, registry)      # the test double returns None
+    key, message = _problem(load, registry)  # the test double returns None
     assert (key, message) == ("optimizer.use", 'optimizer "adamw" makes a NoneType, not a torch.optim.Optimizer')
