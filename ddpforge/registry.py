@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ddpforge.errors import PluginError
+from ddpforge.errors import ExitCode, PluginError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -35,6 +35,7 @@ __all__ = [
     "AmbiguousComponent",
     "BrokenComponent",
     "Entry",
+    "RefusedOptions",
     "Registry",
     "UnknownComponent",
 ]
@@ -130,6 +131,12 @@ class BrokenComponent(PluginError):
         self.cause = cause
         self.where = where
         self.missing = missing
+
+
+class RefusedOptions(PluginError):
+    """A component does not take its options, although each of them alone is of the right form: the recipe's fault."""
+
+    exit_code = ExitCode.USAGE
 
 
 # --------------------------------------------------------------------------------------------------- registry
@@ -245,7 +252,7 @@ class Registry:
         try:
             return function(**options, **{name: value for name, value in given.items() if name in accepted})
         except (TypeError, ValueError) as error:
-            raise PluginError(
+            raise RefusedOptions(
                 f"{kind} `{component.use}` refused its options: {error}",
                 hints=[f"`ddpforge plugins show {component.use} --kind {kind}` documents them"],
             ) from error

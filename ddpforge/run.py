@@ -5,35 +5,30 @@ from __future__ import annotations
 import logging
 import math
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypedDict
 
-import torch
-
+from ddpforge.agree import on_main
+from ddpforge.assemble import assemble
 from ddpforge.checkpoint.format import read
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.console import setup_logging
-from ddpforge.data import Batches, Share, mix, open_data
-from ddpforge.durations import Horizon
-from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed, UsageError
-from ddpforge.interfaces import Callback, Strategy, Task, Tracker, World
-from ddpforge.optim.groups import parameter_groups
+from ddpforge.errors import Diverged, ExitCode, ForgeError
+from ddpforge.interfaces import Strategy, Tracker, World
 from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
-from ddpforge.recipe.batch import check_world, plan_batch
+from ddpforge.recipe.batch import check_world
+from ddpforge.recipe.trial import check_optimizer
 from ddpforge.registry import Registry
-from ddpforge.runfolder import RunFolder, Status, recipe_changes, refuse_fixed
+from ddpforge.runfolder import RunFolder, State, Status, recipe_changes, refuse_fixed
 from ddpforge.trackers.several import Several
 from ddpforge.trainer import Trainer
 
 __all__ = ["Evaluation", "Outcome", "evaluate", "run"]
 
-T = TypeVar("T")
-State = Literal["running", "done", "failed", "stopped", "diverged"]
 log = logging.getLogger("ddpforge")
-
-_WEIGHTS = 0x1217       # keeps the random numbers of initial weights apart from all others
 
 
 @dataclass(frozen=True)
@@ -70,31 +65,25 @@ def run(
     earlier run of this name aside instead of continuing it. Raises ForgeError for everything that can be expected
     to go wrong; a RecipeError comes before anything is started.
     """
-    loaded = load_recipe(source, sets=sets)
-    recipe, registry = loaded.recipe, Registry.installed()
-
-    strategy: Strategy = registry.build("strategy", recipe.strategy)
-    world = strategy.setup(recipe.train)
-    setup_logging(world.rank)
-    check_world(loaded, world.data_size)
+    loaded, registry, strategy, world = _join(source, sets)
+    recipe, papers = loaded.recipe, _papers(loaded)
+    on_rank_0 = partial(on_main, is_main=world.is_main, broadcast=strategy.broadcast)
 
     folder = RunFolder(Path(out or recipe.output_dir) / recipe.name)
-    finished = _on_main(strategy, world, lambda: _open(folder, loaded, fresh=fresh, allow_change=allow_change))
+    finished = on_rank_0(lambda: _open(folder, papers, fresh=fresh, allow_change=allow_change))
     if finished:
         return Outcome(folder.path, finished, world.is_main)
 
     setup_logging(world.rank, folder.path)
-    checkpoints = Checkpoints(
-        folder.checkpoints, keep=recipe.checkpoint.keep, is_main=world.is_main, broadcast=strategy.broadcast
-    )
     tracker = _trackers(recipe, registry) if world.is_main else Tracker()
     trainer = None
     try:
-        trainer = assemble(loaded, registry, strategy, world, checkpoints, tracker)
+        checkpoints = _checkpoints(folder, recipe, strategy, world)
+        trainer = assemble(recipe, registry, strategy, world, checkpoints, tracker)
         checkpoint = checkpoints.load()
         if checkpoint:
             trainer.restore(checkpoint)
-        _on_main(strategy, world, lambda: _begin(folder, loaded, trainer, tracker))
+        trainer.origin = on_rank_0(lambda: _begin(folder, loaded, papers, trainer, tracker))
         state = trainer.fit()
     except BaseException as error:
         _failed(folder, world, recipe, trainer, tracker, error)
@@ -123,147 +112,66 @@ def evaluate(folder: RunFolder, checkpoint: Path, *, sets: Sequence[str] = ()) -
 
     Averaged weights are used where the recipe's callbacks evaluate with them. Writes nothing.
     """
-    loaded = load_recipe(folder.resolved, sets=sets)
-    recipe, registry = loaded.recipe, Registry.installed()
-    strategy: Strategy = registry.build("strategy", recipe.strategy)
-    world = strategy.setup(recipe.train)
-    setup_logging(world.rank)
-    check_world(loaded, world.data_size)
-
-    checkpoints = Checkpoints(
-        folder.checkpoints, keep=recipe.checkpoint.keep, is_main=world.is_main, broadcast=strategy.broadcast
-    )
-    trainer = assemble(loaded, registry, strategy, world, checkpoints, Tracker())
+    loaded, registry, strategy, world = _join(folder.resolved, sets)
+    checkpoints = _checkpoints(folder, loaded.recipe, strategy, world)
+    trainer = assemble(loaded.recipe, registry, strategy, world, checkpoints, Tracker())
     trainer.restore(read(checkpoint))
     metrics = trainer.evaluate()
     strategy.close()
     return Evaluation(trainer.progress.step, metrics, world.is_main)
 
 
-def assemble(
-    loaded: LoadedRecipe,
-    registry: Registry,
-    strategy: Strategy,
-    world: World,
-    checkpoints: Checkpoints,
-    tracker: Tracker,
-) -> Trainer:
-    """Builds everything a recipe names and puts it together; `strategy` has been set up."""
-    recipe = loaded.recipe
-    training, evaluation, dataset = _data(recipe, registry, world)
-    horizon = _horizon(recipe, training)
-    task: Task = registry.build("task", recipe.task)
+def _join(source: str | Path, sets: Sequence[str]) -> tuple[LoadedRecipe, Registry, Strategy, World]:
+    """Loads the recipe, and joins the world that its strategy finds."""
+    registry = Registry.installed()
+    loaded = load_recipe(source, sets=sets, registry=registry)
+    check_optimizer(loaded, registry)
 
-    # The same initial weights on every rank. The order matters: a strategy shards or replaces the model before an
-    # optimizer is built from its parameters, for an optimizer of the old ones would train nothing.
-    torch.manual_seed(mix(recipe.train.seed, _WEIGHTS))
-    with strategy.building():
-        bare = registry.build("model", recipe.model)
-    task.check(bare, dataset)
-    model = strategy.wrap(bare)
-    groups = parameter_groups(model, recipe.optimizer.no_decay)
-    optimizer = registry.build("optimizer", recipe.optimizer, params=groups)
-    model, optimizer = strategy.prepare(model, optimizer)
+    strategy: Strategy = registry.build("strategy", loaded.recipe.strategy)
+    world = strategy.setup(loaded.recipe.train)
+    setup_logging(world.rank)
+    check_world(loaded, world.data_size)
+    return loaded, registry, strategy, world
 
-    callbacks: dict[str, Callback] = {
-        name: registry.build("callback", component) for name, component in recipe.callbacks.items()
-    }
-    for callback in callbacks.values():
-        callback.on_start(strategy.unwrap(model), world)
 
-    return Trainer(
-        recipe=recipe,
-        world=world,
-        strategy=strategy,
-        task=task,
-        model=model,
-        optimizer=optimizer,
-        schedule=registry.build("schedule", recipe.schedule, horizon=horizon),
-        horizon=horizon,
-        training=training,
-        evaluation=evaluation,
-        callbacks=callbacks,
-        checkpoints=checkpoints,
-        tracker=tracker,
-        origin={"recipe": _papers(loaded)["resolved"], "strategy": recipe.strategy.use, "world_size": world.size},
+def _checkpoints(folder: RunFolder, recipe: Recipe, strategy: Strategy, world: World) -> Checkpoints:
+    return Checkpoints(
+        folder.checkpoints, keep=recipe.checkpoint.keep, is_main=world.is_main, broadcast=strategy.broadcast
     )
-
-
-def _data(recipe: Recipe, registry: Registry, world: World) -> tuple[Batches, Batches | None, Any]:
-    """The training batches, the evaluation batches, and the training dataset itself."""
-    train, data = recipe.train, recipe.data
-    plan = plan_batch(train, world.data_size)
-    fetching: dict[str, Any] = {
-        "seed": train.seed,
-        "workers": data.workers,
-        "prefetch": data.prefetch,
-        "pin": world.device.type == "cuda",
-    }
-
-    dataset = registry.build("data", data.train, seed=train.seed)
-    training = open_data(
-        dataset,
-        global_batch=plan.global_batch,
-        share=Share(world.data_rank, world.data_size, plan.micro_batch),
-        shuffle=True,
-        drop_last=train.last_batch == "drop",
-        **fetching,
-    )
-    if data.eval is None:
-        return training, None, dataset
-
-    batch = train.eval_batch or plan.micro_batch
-    evaluation = open_data(
-        registry.build("data", data.eval, seed=train.seed),
-        global_batch=batch * world.data_size,
-        share=Share(world.data_rank, world.data_size, batch),
-        shuffle=False,
-        drop_last=False,
-        **fetching,
-    )
-    return training, evaluation, dataset
-
-
-def _horizon(recipe: Recipe, training: Batches) -> Horizon:
-    length = recipe.train.length
-    horizon = Horizon(None, training.steps_per_epoch)
-    try:
-        return horizon if length.is_time else Horizon(horizon.steps(length), horizon.steps_per_epoch)
-    except ValueError as error:
-        raise UsageError(f"train.length: {error}", hints=['write train.length in steps, e.g. "1000st"']) from None
 
 
 def _trackers(recipe: Recipe, registry: Registry) -> Tracker:
-    """The run's own record, the console, and what the recipe asks for; rank 0 only."""
+    """The run's own record, the console, and what the recipe asks for."""
     ours = {name: registry.load("tracker", name)() for name in ("jsonl", "console")}
     asked = {name: registry.build("tracker", component) for name, component in recipe.track.trackers.items()}
     return Several(ours | asked)
 
 
-def _facts(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
-    """What trackers want to know of a run beyond its recipe."""
-    return {
-        "strategy": recipe.strategy.use,
-        "total_steps": trainer.horizon.total,
-        "steps_per_epoch": trainer.horizon.steps_per_epoch,
-        "world_size": trainer.world.size,
-        "device": str(trainer.world.device),
-        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
-    }
-
-
 # ---------------------------------------------------------------------------------------------- the run's folder
-def _open(
-    folder: RunFolder, loaded: LoadedRecipe, *, fresh: bool, allow_change: Sequence[str]
-) -> Status | None:
+class Papers(TypedDict):
+    """A recipe as a run's folder keeps it: as given, resolved, and its own copies of local code by relative path."""
+
+    text: str
+    resolved: str
+    local_files: dict[str, bytes]
+
+
+def _papers(loaded: LoadedRecipe) -> Papers:
+    """Read at once, before anything moves: the recipe may lie in the run's own folder."""
+    copies = {file: f"code/{number}/{file.name}" for number, file in enumerate(loaded.local_files())}
+    local_files = {name: file.read_bytes() for file, name in copies.items()}
+    return Papers(text=loaded.text, resolved=loaded.dumps(copies), local_files=local_files)
+
+
+def _open(folder: RunFolder, papers: Papers, *, fresh: bool, allow_change: Sequence[str]) -> Status | None:
     """Makes sure that the folder may be trained in; returns the status of a run that is finished already."""
     if fresh and folder.exists():
         log.info("the earlier run is kept as %s", folder.retire())
     if not folder.exists():
-        folder.create(**_papers(loaded))
+        folder.create(**papers)
         return None
 
-    changes = recipe_changes(folder.tables(), tomllib.loads(_papers(loaded)["resolved"]))
+    changes = recipe_changes(folder.tables(), tomllib.loads(papers["resolved"]))
     refuse_fixed(changes, allow_change)
     for change in changes:
         log.info("changed since the last attempt: %s", change)
@@ -275,25 +183,33 @@ def _open(
     return status
 
 
-def _papers(loaded: LoadedRecipe) -> dict[str, Any]:
-    """The recipe as a run's folder keeps it: as given, resolved, and with its own copies of local code."""
-    copies = {file: f"code/{number}/{file.name}" for number, file in enumerate(loaded.local_files())}
-    local_files = {name: file for file, name in copies.items()}
-    return {"text": loaded.text, "resolved": loaded.dumps(copies), "local_files": local_files}
-
-
-def _begin(folder: RunFolder, loaded: LoadedRecipe, trainer: Trainer, tracker: Tracker) -> None:
-    """Writes down that an attempt begins, and starts the trackers (rank 0)."""
-    step = trainer.progress.step
-    attempt = folder.begin_attempt(step=step, **_papers(loaded))
-    trainer.origin = {**trainer.origin, "lineage": folder.lineage()}
+def _begin(
+    folder: RunFolder, loaded: LoadedRecipe, papers: Papers, trainer: Trainer, tracker: Tracker
+) -> dict[str, Any]:
+    """Writes down that an attempt begins and starts the trackers; returns what checkpoints say of their origin."""
+    step, strategy = trainer.progress.step, loaded.recipe.strategy.use
+    attempt = folder.begin_attempt(step=step, **papers)
+    facts = {
+        "strategy": strategy,
+        "total_steps": trainer.horizon.total,
+        "steps_per_epoch": trainer.horizon.steps_per_epoch,
+        "world_size": trainer.world.size,
+        "device": str(trainer.world.device),
+        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+    }
     tracker.start(
         name=loaded.recipe.name,
         folder=folder.path,
-        config=loaded.tables | {"run": _facts(loaded.recipe, trainer)},
+        config=loaded.tables | {"run": facts},
         resumed_at=step if attempt > 1 else None,
     )
     folder.write_status(_status("running", trainer.world, loaded.recipe, trainer))
+    return {
+        "recipe": papers["resolved"],
+        "lineage": folder.lineage(),
+        "strategy": strategy,
+        "world_size": trainer.world.size,
+    }
 
 
 def _ended(
@@ -302,22 +218,17 @@ def _ended(
     """Tells callbacks and trackers, then writes the verdict."""
     for callback in trainer.callbacks.values():
         callback.on_end(None)
-    status = _status(state, world, recipe, trainer)
     tracker.finish(state=state, summary=trainer.metrics)
+    status = _status(state, world, recipe, trainer)
     if world.is_main:
         folder.write_status(status)
     return status
 
 
 def _failed(
-    folder: RunFolder,
-    world: World,
-    recipe: Recipe,
-    trainer: Trainer | None,
-    tracker: Tracker,
-    error: BaseException,
+    folder: RunFolder, world: World, recipe: Recipe, trainer: Trainer | None, tracker: Tracker, error: BaseException
 ) -> None:
-    """Writes down the failure, by whichever rank meets one first: its peers fail after it, and only because of it."""
+    """Writes down the failure, on whichever rank meets one first: its peers fail later, and only because of it."""
     state: State = "diverged" if isinstance(error, Diverged) else "failed"
     for callback in trainer.callbacks.values() if trainer else ():
         callback.on_end(error)
@@ -327,10 +238,8 @@ def _failed(
 
 
 def _is_first(folder: RunFolder) -> bool:
-    """True on the first rank that fails: whoever creates the file."""
-    attempt = folder.attempts()
     try:
-        (folder.path / "logs" / f"failure-{attempt}").touch(exist_ok=False)
+        (folder.path / "logs" / f"failure-{folder.attempts()}").touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
@@ -351,21 +260,3 @@ def _status(
         metrics=trainer.metrics if trainer else {},
         error=f"rank {world.rank}: {type(error).__name__}: {error}" if error else None,
     )
-
-
-def _on_main(strategy: Strategy, world: World, action: Callable[[], T]) -> T:
-    """What `action` returns on rank 0, on every rank; when it fails there, every rank fails."""
-    result: T | None = None
-    error: ForgeError | None = None
-    if world.is_main:
-        try:
-            result = action()
-        except ForgeError as caught:
-            error = caught
-
-    result, code = strategy.broadcast((result, error.exit_code if error else None))
-    if error:
-        raise error
-    if code is not None:
-        raise PeerFailed(code)
-    return cast(T, result)

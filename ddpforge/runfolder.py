@@ -102,11 +102,11 @@ class RunFolder:
         """True when this is the folder of a run, whatever became of it."""
         return (self.path / "run.json").is_file()
 
-    def create(self, *, text: str, resolved: str, local_files: Mapping[str, Path]) -> None:
+    def create(self, *, text: str, resolved: str, local_files: Mapping[str, bytes]) -> None:
         """Lays the folder down, whole or not at all.
 
         `text` is the recipe as given, `resolved` the same with all defaults; `local_files` maps the paths of
-        plugin files, as `resolved` writes them, to the files themselves, which are copied there. Raises
+        plugin files, as `resolved` writes them, to what is in them. Raises
         UsageError when something else is at this place, EnvironmentProblem when the disk refuses.
         """
         if self.path.exists():
@@ -126,7 +126,7 @@ class RunFolder:
             files.rename(draft.path, self.path)
             files.sync_folder(self.path.parent)
 
-    def begin_attempt(self, *, step: int, text: str, resolved: str, local_files: Mapping[str, Path]) -> int:
+    def begin_attempt(self, *, step: int, text: str, resolved: str, local_files: Mapping[str, bytes]) -> int:
         """Notes that training goes on from `step` with this recipe; returns the attempt's number, from 1."""
         run = self._run()
         run["attempts"] += 1
@@ -182,11 +182,11 @@ class RunFolder:
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         files.replace(self.path / name, json.dumps(value, indent=1, allow_nan=False).encode())
 
-    def _write_recipe(self, text: str, resolved: str, local_files: Mapping[str, Path]) -> None:
-        for name, source in local_files.items():
+    def _write_recipe(self, text: str, resolved: str, local_files: Mapping[str, bytes]) -> None:
+        for name, contents in local_files.items():
             target = self.path / _inside(name)
             target.parent.mkdir(parents=True, exist_ok=True)
-            files.replace(target, source.read_bytes())
+            files.replace(target, contents)
         files.replace(self.recipe, text.encode())
         files.replace(self.resolved, resolved.encode())
 

@@ -84,7 +84,6 @@ class Trainer:
         callbacks: Mapping[str, Callback],
         checkpoints: Checkpoints,
         tracker: Tracker,
-        origin: Mapping[str, Any],
     ) -> None:
         # what the run is made of
         self.settings = recipe.train
@@ -92,7 +91,7 @@ class Trainer:
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.horizon, self.training, self.evaluation = horizon, training, evaluation
         self.callbacks, self.checkpoints, self.tracker = callbacks, checkpoints, tracker
-        self.origin = origin                            # recipe, lineage, …: what a checkpoint says of its origin
+        self.origin: Mapping[str, Any] = {}             # recipe, lineage, …: what a checkpoint says of its origin
 
         # how often what happens
         self.end = math.inf if horizon.total is None else horizon.total
@@ -230,7 +229,7 @@ class Trainer:
         self, micro: MicroBatch, batch: Any, loss: Tensor, outputs: Any, *, measure: bool
     ) -> dict[str, Total]:
         """What a micro-batch adds to sums and counts; a stand-in adds nothing, under the same names."""
-        totals = {"loss": Total(loss.detach(), self._items(micro))}
+        totals = {"loss": Total(loss.detach().clone(), self._items(micro))}  # CUDA graphs reuse their outputs
         if measure:
             with torch.no_grad():
                 totals |= self.task.metrics(outputs, batch)

@@ -56,22 +56,19 @@ def test_a_new_folder_holds_the_recipe_as_given_and_as_resolved(folder: RunFolde
 
 
 def test_local_code_is_copied_to_where_the_resolved_recipe_looks_for_it(tmp_path: Path) -> None:
-    (tmp_path / "my_models.py").write_text("class Net: ...")
     folder = RunFolder(tmp_path / "runs" / "digits")
 
-    folder.create(text=TEXT, resolved=RESOLVED, local_files={"./code/0/my_models.py": tmp_path / "my_models.py"})
+    folder.create(text=TEXT, resolved=RESOLVED, local_files={"./code/0/my_models.py": b"class Net: ..."})
 
     assert (folder.path / "code" / "0" / "my_models.py").read_text() == "class Net: ..."
 
 
 @pytest.mark.parametrize("name", ["../models.py", "/tmp/models.py", "code/../../models.py"])
 def test_local_code_is_never_written_outside_the_folder(tmp_path: Path, name: str) -> None:
-    source = tmp_path / "source.py"
-    source.touch()
     folder = RunFolder(tmp_path / "runs" / "digits")
 
     with pytest.raises(UsageError, match="is not below the recipe's folder"):
-        folder.create(text=TEXT, resolved=RESOLVED, local_files={name: source})
+        folder.create(text=TEXT, resolved=RESOLVED, local_files={name: b""})
     assert not folder.exists()
 
 

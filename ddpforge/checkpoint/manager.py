@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ddpforge.agree import on_main
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.format import Checkpoint, read, write
 from ddpforge.checkpoint.manifest import read_manifest
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 class Checkpoints:
     """Saves, finds and prunes checkpoints in a folder that every rank can read.
 
-    Every method is called on every rank, and what goes wrong on rank 0 is raised on all of them. `broadcast`
+    Every method is called on every rank, and fails on all of them when it fails on rank 0 (see `agree.on_main`). `broadcast`
     gives rank 0's value to every rank: a strategy's own.
     """
 
@@ -69,19 +70,4 @@ class Checkpoints:
         return path
 
     def _on_main(self, action: Callable[[], T]) -> T:
-        """Rank 0 acts; its result or its error is every rank's."""
-        result: tuple[T | None, Exception | None] = (None, None)
-        if self._is_main:
-            try:
-                result = (action(), None)
-            except CheckpointError as error:
-                result = (None, error)
-            except Exception as error:
-                # A defect: its traceback belongs to rank 0, but the others wait and must hear of it.
-                self._broadcast((None, CheckpointError(f"rank 0 failed: {type(error).__name__}: {error}")))
-                raise
-
-        value, failure = self._broadcast(result)
-        if failure is not None:
-            raise failure
-        return value  # type: ignore[no-any-return]
+        return on_main(action, is_main=self._is_main, broadcast=self._broadcast)

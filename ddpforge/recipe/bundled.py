@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ddpforge.errors import RecipeError
-from ddpforge.recipe.origins import Place
+from ddpforge.recipe.origins import Origin
 from ddpforge.recipe.report import Problem, did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -29,37 +29,31 @@ def find_recipe(name_or_path: str | Path) -> Path:
     if not is_path and text in bundled():
         return bundled()[text]
 
-    path = Path(text)
-    if not is_path:
-        here = [f"a file in this folder is written `./{text}`"] if path.exists() else did_you_mean(text, bundled())
-        names = f"recipes that ship with ddpforge: {', '.join(bundled())}" if bundled() else ""
-        hints = [
-            *here,
-            *([names] if names else []),
-            "a recipe of your own is given by its path, such as `./my.toml`",
-        ]
-        raise RecipeError([Problem(f"no recipe named `{text}`", hints=tuple(hints))])
-    require_file(path, text)
-    return path
+    if is_path:
+        require_file(Path(text), text)
+        return Path(text)
+
+    exists = os.path.exists(text)
+    hints = [f"a file in this folder is written `./{text}`"] if exists else did_you_mean(text, bundled())
+    hints.append(f"recipes that ship with ddpforge: {', '.join(bundled())}")
+    hints.append("a recipe of your own is given by its path, such as `./my.toml`")
+    raise RecipeError([Problem(f"no recipe named `{text}`", hints=tuple(hints))])
 
 
-def require_file(path: Path, label: str, place: Place | None = None, *, key: str = "") -> None:
-    """Raises RecipeError, at `place`, when `path` is not a file; `label` is how people wrote it."""
-    try:
-        if path.is_file():
-            return
-        beside = [one.name for one in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-        inside = sorted(one.name for one in path.glob("*.toml")) if path.is_dir() else []
-    except OSError as error:  # a name that no file system takes
-        raise RecipeError([Problem(f"`{label}` cannot be a file: {error.strerror}", key, place)]) from error
-
-    if path.is_dir():
-        hints = [f"recipes in it: {', '.join(inside)}"] if inside else ["give the path of a .toml file"]
-        raise RecipeError([Problem(f"`{label}` is a folder, not a recipe", key, place, tuple(hints))])
-    if not path.parent.is_dir():
-        hints = [f"there is no folder `{Path(label).parent}`"]
+def require_file(path: Path, label: str, origin: Origin | None = None) -> None:
+    """Raises RecipeError when `path` is not a file; `label` is how people wrote it, and `origin` where."""
+    if os.path.isfile(path):  # unlike Path.is_file, false for names that no file system takes
+        return
+    beside = [one.name for one in path.parent.glob("*.toml")] if os.path.isdir(path.parent) else []
+    if os.path.isdir(path):
+        inside = ", ".join(sorted(one.name for one in path.glob("*.toml")))
+        message, hints = f"`{label}` is a folder, not a recipe", [f"recipes in it: {inside}"] if inside else []
+    elif not os.path.isdir(path.parent):
+        message, hints = f"no such recipe: `{label}`", [f"there is no folder `{Path(label).parent}`"]
     else:
-        hints = did_you_mean(path.name, beside)
-    if place is None and path.stem in bundled():
+        message, hints = f"no such recipe: `{label}`", did_you_mean(path.name, beside)
+    if origin is None and path.stem in bundled():
         hints.append(f"`{path.stem}` without a path is a recipe that ships with ddpforge")
-    raise RecipeError([Problem(f"no such recipe: `{label}`", key, place, tuple(hints))])
+
+    key, place = ("extends", origin.place()) if origin else ("", None)
+    raise RecipeError([Problem(message, key, place, tuple(hints))])

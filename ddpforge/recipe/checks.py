@@ -57,7 +57,7 @@ def _check_best(recipe: Recipe, explainer: Explainer) -> None:
 
 def _check_schedule(recipe: Recipe, explainer: Explainer) -> None:
     length, schedule = recipe.train.length, recipe.schedule
-    if length.is_time and schedule.use not in _NEEDS_NO_TOTAL:
+    if length.is_time and schedule.use.removeprefix("ddpforge:") not in _NEEDS_NO_TOTAL:
         message = f'`train.length` is a wall time, and the schedule "{schedule.use}" must know the number of steps'
         hints = (
             "give the length in epochs or steps",

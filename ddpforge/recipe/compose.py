@@ -12,7 +12,7 @@ from pathlib import Path
 from ddpforge.errors import RecipeError
 from ddpforge.recipe.bundled import require_file
 from ddpforge.recipe.layers import Layers, Table
-from ddpforge.recipe.origins import Place, Source
+from ddpforge.recipe.origins import Origin, Source
 from ddpforge.recipe.report import Problem, kind_of, printable
 from ddpforge.recipe.toml import parse, read
 
@@ -52,9 +52,8 @@ def _file(path: Path, label: str, chain: _Chain) -> tuple[Layers, Source]:
     layers = Layers()
     problems: list[Problem] = []
     for index, name in enumerate(names):
-        place = source.place(("extends", index))
         try:
-            layers.merge(_base(source, name, place, chain))
+            layers.merge(_base(name, Origin(source, ("extends", index)), source, chain))
         except RecipeError as error:
             problems += error.problems
     if problems:
@@ -64,19 +63,19 @@ def _file(path: Path, label: str, chain: _Chain) -> tuple[Layers, Source]:
     return layers, source
 
 
-def _base(source: Source, name: object, place: Place, chain: _Chain) -> Layers:
+def _base(name: object, origin: Origin, source: Source, chain: _Chain) -> Layers:
     if not isinstance(name, str):
         message = f"`extends` must be a file name or an array of file names, not {kind_of(name)}"
-        raise RecipeError([Problem(message, "extends", place)])
+        raise RecipeError([Problem(message, "extends", origin.place())])
     path = source.folder / name
-    require_file(path, name, place, key="extends")
+    require_file(path, name, origin)
 
     label = os.path.normpath(os.path.join(os.path.dirname(source.label), name))
     seen = [one for one, _ in chain]
     if path.resolve() in seen:
         circle = [one for _, one in chain[seen.index(path.resolve()) :]]
         hint = " extends ".join([*circle, circle[0]])
-        raise RecipeError([Problem("`extends` goes in a circle", "extends", place, (hint,))])
+        raise RecipeError([Problem("`extends` goes in a circle", "extends", origin.place(), (hint,))])
     return _file(path, label, chain)[0]
 
 

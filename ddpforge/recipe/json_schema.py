@@ -9,7 +9,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from ddpforge.durations import Duration
 from ddpforge.errors import PluginError
-from ddpforge.recipe.layers import NAMED_SLOTS, SLOTS
+from ddpforge.recipe.layers import FRAMEWORK_KEYS, NAMED_SLOTS, SLOTS
 from ddpforge.recipe.schema import (
     CheckpointSection,
     DataSection,
@@ -100,8 +100,8 @@ def _options(kind: str, name: str, registry: Registry) -> Schema:
         schema = _schema(registry.options_model(kind, name), f"{kind}.{name}/$defs/")
     except PluginError as error:
         return {"type": "object", "description": error.message}
-    framework = _schema(OptimizerComponent, "")["properties"] if kind == "optimizer" else {}
-    own = {key: framework[key] for key in ("no_decay",) if key in framework}
+    framework = _schema(OptimizerComponent, "")["properties"]
+    own = {key: framework[key] for key in FRAMEWORK_KEYS.get((kind,), ())}
     return {**schema, "properties": {"use": {}, **own, **schema["properties"]}}
 
 

@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +61,8 @@ def render(error: ForgeError | Problem) -> str:
         margin = " " * len(str(error.place.line))
         lines += _excerpt(error.place, margin)
     for hint in error.hints:
-        first, *more = textwrap.wrap(printable(hint), _WRAP, break_long_words=False, break_on_hyphens=False)
-        lines += [f"{margin} = help: {first}", *(f"{margin}         {line}" for line in more)]
+        wrapped = textwrap.wrap(printable(hint), _WRAP, break_long_words=False, break_on_hyphens=False)
+        lines.append(f"{margin} = help: " + f"\n{margin}         ".join(wrapped))
     return "\n".join(lines)
 
 
@@ -117,20 +117,14 @@ def dotted(path: KeyPath) -> str:
     return text
 
 
-def listed(names: Iterable[object]) -> str:
-    """Names in a row, each in the form that `shown` gives it unless it is a plain word."""
-    return ", ".join(name if isinstance(name, str) else shown(name) for name in names)
-
-
-def nearest(name: object, known: Iterable[str]) -> str | None:
+def nearest(name: str, known: Iterable[str]) -> str | None:
     """The one of `known` that `name` was probably meant to be."""
-    text = str(name)
-    by_folded: Mapping[str, str] = {one.casefold(): one for one in known}
-    matches = difflib.get_close_matches(text[:100].casefold(), by_folded, n=1, cutoff=0.6)
+    by_folded = {one.casefold(): one for one in known}
+    matches = difflib.get_close_matches(name[:100].casefold(), by_folded, n=1)
     return by_folded[matches[0]] if matches else None
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> list[str]:
+def did_you_mean(name: str, known: Iterable[str]) -> list[str]:
     """A hint with the nearest of `known`, or none."""
     near = nearest(name, known)
     return [f"did you mean `{near}`?"] if near else []

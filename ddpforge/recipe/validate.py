@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,9 +36,9 @@ _DEFAULTS = ("schedule", "strategy")  # components that a recipe need not name
 
 
 def local_file(text: str, base: Path) -> Path | None:
-    """The file that `text` names if it has the form `./file.py:Name`, relative to the folder `base`."""
+    """The file in the folder `base` that `text` names, if it has the form `./file.py:Name`."""
     match = _LOCAL_CODE.fullmatch(text)
-    return base / match[1] if match else None
+    return base / match[1] if match and os.path.isfile(base / match[1]) else None
 
 
 def validate(layers: Layers, file: str, registry: Registry) -> tuple[Recipe | None, Table, list[Problem]]:
@@ -112,7 +113,7 @@ class _Validation:
         """The folder that local code is relative to: that of the file which names it."""
         for inner, text in strings(table):
             source = self.layers.origin((*path, *inner)).source
-            if source and local_file(text, source.folder):
+            if source and _LOCAL_CODE.fullmatch(text):
                 return source.folder
         return Path()
 

@@ -67,19 +67,19 @@ class Vocabulary:
     def suggest(self, path: KeyPath, *, section: bool) -> tuple[list[str], set[KeyPath]]:
         """Hints for an unknown key, or section, at `path`, and the keys that were probably meant."""
         table, key = path[:-1], str(path[-1])
+        near = nearest(key, self.keys(table))
+        foreign = None if section else FOREIGN_KEYS.get(key.lower())
         hints: list[str] = []
         meant: set[KeyPath] = set()
 
         if section and (name := FOREIGN_SECTIONS.get(key.lower())):
             hints.append(f"did you mean [{name}]?")
             meant.add(tuple(name.split(".")))
-        elif near := nearest(key, self.keys(table)):
+        elif near and not (foreign and foreign.path == (*table, near)):
             name = f"[{dotted((*table, near))}]" if section else f"`{near}`"
             hints.append(f"did you mean {name}?")
             meant.add((*table, near))
-
-        foreign = FOREIGN_KEYS.get(key.lower())
-        if foreign and not section and foreign.path not in meant:
+        if foreign:
             hints.append(foreign.hint)
             meant.add(foreign.path)
 

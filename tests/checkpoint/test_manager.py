@@ -13,7 +13,7 @@ from checkpoint.doubles import checkpoint_of, steps_in
 from ddpforge.checkpoint import Checkpoints
 from ddpforge.checkpoint.format import write
 from ddpforge.checkpoint.retention import committed
-from ddpforge.errors import CheckpointError
+from ddpforge.errors import CheckpointError, ExitCode, PeerFailed
 from ddpforge.recipe.schema import KeepSection
 
 
@@ -86,7 +86,7 @@ def test_nothing_to_load_is_none_on_every_rank(tmp_path: Path) -> None:
         lambda checkpoints: checkpoints.load(Path("nowhere")),
     ],
 )
-def test_a_failure_on_rank_0_is_the_same_error_on_every_rank(
+def test_a_failure_on_rank_0_ends_every_rank_and_only_rank_0_has_words(
     tmp_path: Path, action: Callable[[Checkpoints], Any]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -94,8 +94,8 @@ def test_a_failure_on_rank_0_is_the_same_error_on_every_rank(
     first, second = Ranks(tmp_path / "file").run(action)
 
     assert isinstance(first, CheckpointError)
-    assert isinstance(second, CheckpointError)
-    assert (first.message, first.hints) == (second.message, second.hints)
+    assert isinstance(second, PeerFailed)
+    assert second.exit_code == first.exit_code == ExitCode.ENVIRONMENT
 
 
 def test_a_defect_on_rank_0_does_not_leave_the_others_waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +107,8 @@ def test_a_defect_on_rank_0_does_not_leave_the_others_waiting(folder: Path, monk
     first, second = Ranks(folder).run(lambda checkpoints: checkpoints.save(checkpoint_of(5)))
 
     assert isinstance(first, ZeroDivisionError)
-    assert isinstance(second, CheckpointError)
-    assert second.message == "rank 0 failed: ZeroDivisionError: a defect"
+    assert isinstance(second, PeerFailed)
+    assert second.exit_code == ExitCode.FAILED
 
 
 def test_a_rank_that_dies_during_the_save_costs_nothing_that_was_written(folder: Path) -> None:

@@ -12,9 +12,9 @@ import torch
 from parts import RaggedTokens
 from ranks import Ranks
 
+from ddpforge.assemble import WEIGHTS
 from ddpforge.data import mix, permute
 from ddpforge.models.gpt import GPT
-from ddpforge.run import _WEIGHTS
 
 RECIPE = """
 recipe = 1
@@ -60,7 +60,7 @@ def rows(folder: Path, key: str) -> list[float]:
 
 def by_hand() -> tuple[list[float], list[float]]:
     """The loss and the gradient norm before clipping of 50 steps, in 40 lines of plain torch."""
-    torch.manual_seed(mix(3, _WEIGHTS))
+    torch.manual_seed(mix(3, WEIGHTS))
     model = GPT(vocab_size=16, block_size=8, layers=2, heads=2, width=16)
     plain = [p for n, p in model.named_parameters() if n.endswith("bias") or "norm" in n]
     decayed = [p for p in model.parameters() if all(p is not other for other in plain)]

@@ -81,6 +81,15 @@ def test_local_code_is_found_beside_the_file_that_names_it(load: Load, valid: st
     assert load_recipe("resolved.toml", registry=registry).local_files() == [file]
 
 
+def test_code_that_is_not_beside_its_recipe_is_not_looked_for_elsewhere(load: Load, valid: str) -> None:
+    Path("deep").mkdir()
+    Path("my.py").write_text("def Net() -> None: ...\n", encoding="utf-8")
+    Path("deep/base.toml").write_text('[model]\nuse = "./my.py:Net"\n', encoding="utf-8")
+    child = 'extends = "deep/base.toml"\n' + valid.replace('use = "cnn"\nclasses = 10\n', "")
+    (message,) = _messages(load, child)
+    assert "deep/my.py is not a Python file" in message
+
+
 # ---------------------------------------------------------------------------------------------- extends
 def test_later_layers_win_tables_merge_and_arrays_are_replaced(load: Load, valid: str) -> None:
     child = 'extends = ["one.toml", "two.toml"]\n[optimizer]\nbetas = [0.5, 0.6]\n[train]\nseed = 3\n'

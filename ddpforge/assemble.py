@@ -1,0 +1,129 @@
+"""Builds everything that a recipe names and puts it together into a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ddpforge.checkpoint.manager import Checkpoints
+from ddpforge.data import Batches, Share, mix, open_data
+from ddpforge.durations import Horizon
+from ddpforge.errors import UsageError
+from ddpforge.interfaces import Callback, Strategy, Task, Tracker, World
+from ddpforge.optim.groups import parameter_groups
+from ddpforge.recipe import Recipe
+from ddpforge.recipe.batch import plan_batch
+from ddpforge.registry import Registry
+from ddpforge.trainer import Trainer
+
+__all__ = ["WEIGHTS", "assemble"]
+
+WEIGHTS = 0x1217  # keeps the random numbers of initial weights apart from all others
+
+
+def assemble(
+    recipe: Recipe,
+    registry: Registry,
+    strategy: Strategy,
+    world: World,
+    checkpoints: Checkpoints,
+    tracker: Tracker,
+) -> Trainer:
+    """A trainer for `recipe` in `world`, which `strategy` has set up; nothing is trained or restored yet.
+
+    Raises RecipeError or UsageError for a recipe whose parts do not fit together, PluginError for a broken part.
+    """
+    sets = [registry.build("data", part, seed=recipe.train.seed) for part in (recipe.data.train, recipe.data.eval) if part]
+    training, evaluation = _batches(recipe, world, sets)
+    horizon = _horizon(recipe, training)
+    task: Task = registry.build("task", recipe.task)
+
+    # The same initial weights on every rank. The order matters: a strategy shards or replaces the model before an
+    # optimizer is built from its parameters, for an optimizer of the old ones would train nothing.
+    torch.manual_seed(mix(recipe.train.seed, WEIGHTS))
+    with strategy.building():
+        bare = registry.build("model", recipe.model)
+    with _recipes_fault():
+        for data in sets:
+            task.check(bare, data)
+        model = strategy.wrap(bare)
+        groups = parameter_groups(model, recipe.optimizer.no_decay)
+    optimizer = registry.build("optimizer", recipe.optimizer, params=groups)
+    model, optimizer = strategy.prepare(model, optimizer)
+
+    callbacks: dict[str, Callback] = {
+        name: registry.build("callback", component) for name, component in recipe.callbacks.items()
+    }
+    for callback in callbacks.values():
+        callback.on_start(strategy.unwrap(model), world)
+
+    return Trainer(
+        recipe=recipe,
+        world=world,
+        strategy=strategy,
+        task=task,
+        model=model,
+        optimizer=optimizer,
+        schedule=registry.build("schedule", recipe.schedule, horizon=horizon),
+        horizon=horizon,
+        training=training,
+        evaluation=evaluation,
+        callbacks=callbacks,
+        checkpoints=checkpoints,
+        tracker=tracker,
+    )
+
+
+def _batches(recipe: Recipe, world: World, sets: list[Any]) -> tuple[Batches, Batches | None]:
+    """This rank's part of the training data and, where there is any, of the evaluation data."""
+    train = recipe.train
+    plan = plan_batch(train, world.data_size)
+    fetching: dict[str, Any] = {
+        "seed": train.seed,
+        "workers": recipe.data.workers,
+        "prefetch": recipe.data.prefetch,
+        "pin": world.device.type == "cuda",
+    }
+    training = open_data(
+        sets[0],
+        global_batch=plan.global_batch,
+        share=Share(world.data_rank, world.data_size, plan.micro_batch),
+        shuffle=True,
+        drop_last=train.last_batch == "drop",
+        **fetching,
+    )
+    if len(sets) == 1:
+        return training, None
+
+    batch = train.eval_batch or plan.micro_batch
+    evaluation = open_data(
+        sets[1],
+        global_batch=batch * world.data_size,
+        share=Share(world.data_rank, world.data_size, batch),
+        shuffle=False,
+        drop_last=False,
+        **fetching,
+    )
+    return training, evaluation
+
+
+def _horizon(recipe: Recipe, training: Batches) -> Horizon:
+    length, per_epoch = recipe.train.length, training.steps_per_epoch
+    if length.is_time:
+        return Horizon(None, per_epoch)
+    try:
+        return Horizon(Horizon(None, per_epoch).steps(length), per_epoch)
+    except ValueError as error:
+        raise UsageError(f"train.length: {error}", hints=['write train.length in steps, e.g. "1000st"']) from None
+
+
+@contextmanager
+def _recipes_fault() -> Iterator[None]:
+    """A ValueError in here says that parts of the recipe do not fit together."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error

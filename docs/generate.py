@@ -1,0 +1,156 @@
+"""Writes into docs/reference what the code itself knows: a recipe's keys, the built-in components, the commands.
+
+    python docs/generate.py
+
+Each page is prose with marked blocks; a line `<!-- generated: NAME -->` begins one and `<!-- end -->` ends it. The
+text between them is replaced by what `BLOCKS[NAME]` returns.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+from pydantic import BaseModel, create_model
+
+import ddpforge.cli
+from ddpforge.options import OptionRow, options_table
+from ddpforge.recipe.layers import NAMED_SLOTS, SLOTS
+from ddpforge.recipe.report import dotted
+from ddpforge.recipe.schema import OptimizerComponent, Recipe
+from ddpforge.recipe.vocabulary import Vocabulary
+from ddpforge.registry import KINDS, Registry
+
+PAGES = Path(__file__).parent / "reference"
+_SECTIONS = ("data", "train", "checkpoint", "checkpoint.keep", "track")
+_BLOCK = re.compile(r"(<!-- generated: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def render(page: str) -> str:
+    """The text of a page with its generated blocks brought up to date; raises KeyError for an unknown block."""
+    return _BLOCK.sub(lambda match: f"{match[1]}\n{BLOCKS[match[2]]()}\n\n{match[3]}", page)
+
+
+# ---------------------------------------------------------------------------------------------- recipe
+def _section(*path: str) -> str:
+    """The keys of one table of the recipe; the tables and components in it have tables of their own."""
+    vocabulary = Vocabulary()
+    rows = [row for row in options_table(vocabulary.models[path]) if not row.type.startswith("table")]
+    types = {row.name: "duration" for row in rows if vocabulary.takes_duration((*path, row.name))}
+    return _options(rows, types)
+
+
+def _optimizer() -> str:
+    """What [optimizer] holds beside `use` and the optimizer's own options."""
+    field = OptimizerComponent.model_fields["no_decay"]
+    no_decay: Any = (field.annotation, field)
+    table: type[BaseModel] = create_model("Optimizer", no_decay=no_decay)
+    return _options(options_table(table))
+
+
+def _slots() -> str:
+    """The tables that name a component, what kind, and which one an absent table means."""
+    absent = {
+        name: "required" if field.is_required() else f'`use = "{field.default.use}"`'
+        for name, field in Recipe.model_fields.items()
+        if (name,) in SLOTS
+    } | {"data.train": "required", "data.eval": "no evaluation"}
+    rows = [(f"`[{dotted(path)}]`", _link(kind), absent[dotted(path)]) for path, kind in SLOTS.items()]
+    rows += [(f"`[{table}.NAME]`", _link(kind), "none") for table, kind in NAMED_SLOTS.items()]
+    return _table(("Table", "Kind", "When absent"), rows)
+
+
+def _link(kind: str) -> str:
+    return f"[{kind}](components.md#{kind})"
+
+
+# ---------------------------------------------------------------------------------------------- components
+def _components(kind: str) -> str:
+    """Every component of a kind that ddpforge itself provides."""
+    entries = Registry.installed().entries(kind)
+    return "\n\n".join(_component(kind, entry.name) for entry in entries if entry.distribution == "ddpforge")
+
+
+def _component(kind: str, name: str) -> str:
+    registry = Registry.installed()
+    use = f"ddpforge:{name}"  # ours, even where another package provides the same name
+    options = options_table(registry.options_model(kind, use))
+    about = inspect.getdoc(registry.load(kind, use)) or ""
+    return "\n\n".join([f"### {name}", about, _options(options) if options else "No options."])
+
+
+def _options(rows: Sequence[OptionRow], types: Mapping[str, str] = {}) -> str:
+    return _table(
+        ("Key", "Type", "Default", "Limits", "Meaning"),
+        [
+            (
+                f"`{row.name}`",
+                _code(types.get(row.name, row.type)),
+                _code(row.default) if row.default else "required",
+                row.limits,
+                row.description,
+            )
+            for row in rows
+        ],
+    )
+
+
+# ---------------------------------------------------------------------------------------------- commands
+def _commands() -> str:
+    return "\n\n".join(_command(path, command) for path, command in commands())
+
+
+def commands() -> Iterator[tuple[str, click.Command]]:
+    """Every command with what it is called, e.g. ("ddpforge plugins list", …)."""
+    for name, (module, _) in ddpforge.cli._COMMANDS.items():
+        command = getattr(import_module(f"ddpforge.cli.{module}"), module)
+        if isinstance(command, click.Group):
+            yield from ((f"ddpforge {name} {inner}", found) for inner, found in command.commands.items())
+        else:
+            yield f"ddpforge {name}", command
+
+
+def _command(path: str, command: click.Command) -> str:
+    context = click.Context(command, info_name=path)
+    usage = f"```text\n{path} {' '.join(command.collect_usage_pieces(context))}\n```"
+    options = [
+        (_code(_flags(option, context)), option.help or "")
+        for option in command.params
+        if isinstance(option, click.Option)
+    ]
+    parts = [f"## {path}", usage, inspect.cleandoc(command.help or "")]
+    return "\n\n".join([*parts, _table(("Option", "Meaning"), options)] if options else parts)
+
+
+def _flags(option: click.Option, context: click.Context) -> str:
+    value = option.make_metavar(context).replace("INTEGER RANGE", "N")
+    return ", ".join(option.opts) + ("" if option.is_flag else f" {value}")
+
+
+# ---------------------------------------------------------------------------------------------- Markdown
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    escaped = [[cell.replace("|", "\\|") for cell in line] for line in (header, ["---"] * len(header), *rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    "recipe": _section,
+    "recipe optimizer": _optimizer,
+    **{f"recipe {name}": partial(_section, *name.split(".")) for name in _SECTIONS},
+    "slots": _slots,
+    **{kind: partial(_components, kind) for kind in KINDS},
+    "commands": _commands,
+}
+
+
+if __name__ == "__main__":
+    for file in sorted(PAGES.glob("*.md")):
+        file.write_text(render(file.read_text(encoding="utf-8")), encoding="utf-8")
