@@ -3,9 +3,9 @@
     python benchmarks/overhead.py                 the table: two models, one and two processes
     python benchmarks/overhead.py --repeats 9     more pairs, steadier medians
 
-The two sides take turns (A B A B …) in fresh processes, and the ratio is that of their medians. The hand-written loop is
-the one of the PyTorch tutorials: DistributedSampler, DataLoader, DistributedDataParallel, `loss.item()` printed every
-10 steps. ddpforge runs a recipe as any user would, with metrics.jsonl and the console tracker on.
+The two sides take turns (A B A B …) in fresh processes, and the ratio is that of their medians. The hand-written
+loop is the one of the PyTorch tutorials: DistributedSampler, DataLoader, DistributedDataParallel, `loss.item()` printed
+every 10 steps. ddpforge runs a recipe as any user would, with metrics.jsonl and the console tracker on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-WARM_UP = 50    # steps that are not timed: caches, allocator, autotuning
+WARM_UP = 50  # steps that are not timed: caches, allocator, autotuning
 
 RECIPE = """
 recipe = 1
@@ -68,7 +68,7 @@ block_size = 64
 use = "language_modelling"
 """,
 }
-WORK = {"mlp": (2000, 64), "gpt": (150, 16)}    # timed steps, global batch
+WORK = {"mlp": (2000, 64), "gpt": (150, 16)}  # timed steps, global batch
 
 STOPWATCH = '''
 import json, os, time
@@ -159,7 +159,8 @@ def measure(side: str, kind: str, nproc: int, folder: Path) -> float:
         command = [*torchrun, str(Path(__file__).resolve()), "--by-hand", kind]
 
     result = folder / "result.json"
-    environment = os.environ | {"BENCH_RESULT": str(result), "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc))}
+    threads = max(1, (os.cpu_count() or 1) // nproc)
+    environment = os.environ | {"BENCH_RESULT": str(result), "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)

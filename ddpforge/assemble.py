@@ -36,7 +36,8 @@ def assemble(
 
     Raises RecipeError or UsageError for a recipe whose parts do not fit together, PluginError for a broken part.
     """
-    sets = [registry.build("data", part, seed=recipe.train.seed) for part in (recipe.data.train, recipe.data.eval) if part]
+    parts = (recipe.data.train, recipe.data.eval)
+    sets = [registry.build("data", part, seed=recipe.train.seed) for part in parts if part]
     training, evaluation = _batches(recipe, world, sets)
     horizon = _horizon(recipe, training)
     task: Task = registry.build("task", recipe.task)

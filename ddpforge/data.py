@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count, islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from ddpforge.errors import PluginError
 
 __all__ = ["Batches", "MicroBatch", "Share", "mix", "open_data", "permute", "seed_all", "to_device"]
 
-_BLOCK = 1 << 16        # samples whose order is computed in one vectorised go
+_BLOCK = 1 << 16  # samples whose order is computed in one vectorised go
 _ROUNDS = 6
 _MASK = (1 << 64) - 1
 
@@ -102,7 +102,7 @@ class Share(NamedTuple):
         first, end = (rank * samples // self.ranks for rank in (self.rank, self.rank + 1))
         parts = math.ceil(math.ceil(samples / self.ranks) / self.micro_batch)
         cuts = [first + part * (end - first) // parts for part in range(parts + 1)]
-        return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        return [range(a, b) for a, b in pairwise(cuts)]
 
 
 class Request(NamedTuple):
@@ -124,8 +124,8 @@ class MicroBatch(NamedTuple):
 
     data: Any
     samples: int
-    step_samples: int       # samples of the whole step, over all ranks
-    last: bool              # the last micro-batch of the step
+    step_samples: int  # samples of the whole step, over all ranks
+    last: bool  # the last micro-batch of the step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,14 +155,14 @@ class _Order:
 
     def _block(self, steps: range) -> Iterator[Request]:
         """The requests of several steps, whose sample order is worked out in one go."""
-        plan: list[tuple[range, int, int, int, bool]] = []      # places, epoch, samples, step_samples, last
+        plan: list[tuple[range, int, int, int, bool]] = []  # places, epoch, samples, step_samples, last
         for step in steps:
             epoch, turn = divmod(step, self.steps_per_epoch)
             begin = turn * self.global_batch
             size = min(self.global_batch, self.samples - begin)
             micro = self.share.deal(size)
             for number, part in enumerate(micro, start=1):
-                places = part or range(1)                       # a stand-in: the first sample of the step
+                places = part or range(1)  # a stand-in: the first sample of the step
                 shifted = range(begin + places.start, begin + places.stop)
                 plan.append((shifted, epoch, len(part), size, number == len(micro)))
 
@@ -233,7 +233,7 @@ class _Stream(IterableDataset[MicroBatch]):
     def __iter__(self) -> Iterator[MicroBatch]:
         worker = get_worker_info()
         mine, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        turn = count()                                  # loader processes take turns, micro-batch by micro-batch
+        turn = count()  # loader processes take turns, micro-batch by micro-batch
 
         for step, samples in enumerate(islice(self._steps(), self.start, None), self.start):
             micro = self.order.share.deal(len(samples))

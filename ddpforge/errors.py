@@ -29,8 +29,8 @@ class ExitCode(IntEnum):
     USAGE = 2
     ENVIRONMENT = 3
     DIVERGED = 4
-    STOPPED = 75        # EX_TEMPFAIL: a checkpoint was saved, start me again
-    INTERRUPTED = 130   # interrupted before anything was saved
+    STOPPED = 75  # EX_TEMPFAIL: a checkpoint was saved, start me again
+    INTERRUPTED = 130  # interrupted before anything was saved
 
 
 class ForgeError(Exception):

@@ -94,11 +94,11 @@ class StepInfo:
 class Contract:
     """What a strategy promises, in words for people: shown by `ddpforge show`."""
 
-    shards: str                 # "nothing", or what each rank holds only a part of
-    master_dtype: str           # dtype of the weights that the optimizer updates
-    reduce_dtype: str           # dtype in which gradients are summed over ranks
-    clips: str                  # who clips the gradient norm, and when
-    accumulates: str            # who adds up micro-batches
+    shards: str  # "nothing", or what each rank holds only a part of
+    master_dtype: str  # dtype of the weights that the optimizer updates
+    reduce_dtype: str  # dtype in which gradients are summed over ranks
+    clips: str  # who clips the gradient norm, and when
+    accumulates: str  # who adds up micro-batches
 
 
 @dataclass
@@ -326,5 +326,3 @@ class Strategy(ABC):
 
     def close(self) -> None:
         """Leaves the process group; not called when training failed, where peers may be gone."""
-
-

@@ -212,9 +212,7 @@ def _begin(
     }
 
 
-def _ended(
-    folder: RunFolder, world: World, recipe: Recipe, trainer: Trainer, tracker: Tracker, state: State
-) -> Status:
+def _ended(folder: RunFolder, world: World, recipe: Recipe, trainer: Trainer, tracker: Tracker, state: State) -> Status:
     """Tells callbacks and trackers, then writes the verdict."""
     for callback in trainer.callbacks.values():
         callback.on_end(None)

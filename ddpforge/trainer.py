@@ -28,10 +28,10 @@ __all__ = ["Progress", "Trainer"]
 
 log = logging.getLogger("ddpforge")
 
-_AGREE_SECONDS = 1.0    # how long a stop request on one rank may go unnoticed by the others
-_MOST_SKIPS = 100       # steps in a row without a finite gradient, after which skipping is no longer training
+_AGREE_SECONDS = 1.0  # how long a stop request on one rank may go unnoticed by the others
+_MOST_SKIPS = 100  # steps in a row without a finite gradient, after which skipping is no longer training
 _MOST_ROLLBACKS = 10
-_FORWARD = 0xF03A       # keeps the random numbers of forward passes apart from those of the data
+_FORWARD = 0xF03A  # keeps the random numbers of forward passes apart from those of the data
 
 
 @dataclass
@@ -40,9 +40,9 @@ class Progress:
 
     step: int = 0
     samples: int = 0
-    seconds: float = 0.0                                # wall time, over all attempts
-    skipped: int = 0                                    # steps whose gradient was not finite
-    left_out: set[int] = field(default_factory=set)     # steps that a rollback decided not to train on
+    seconds: float = 0.0  # wall time, over all attempts
+    skipped: int = 0  # steps whose gradient was not finite
+    left_out: set[int] = field(default_factory=set)  # steps that a rollback decided not to train on
 
     def to_json(self) -> dict[str, Any]:
         """What a checkpoint stores beside step and samples."""
@@ -91,7 +91,7 @@ class Trainer:
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.horizon, self.training, self.evaluation = horizon, training, evaluation
         self.callbacks, self.checkpoints, self.tracker = callbacks, checkpoints, tracker
-        self.origin: Mapping[str, Any] = {}             # recipe, lineage, …: what a checkpoint says of its origin
+        self.origin: Mapping[str, Any] = {}  # recipe, lineage, …: what a checkpoint says of its origin
 
         # how often what happens
         self.end = math.inf if horizon.total is None else horizon.total
@@ -101,13 +101,13 @@ class Trainer:
 
         # where it stands
         self.progress = Progress()
-        self.metrics: dict[str, float] = {}             # the newest value of every metric
-        self._saved: int | None = None                  # the newest step that is in a checkpoint
+        self.metrics: dict[str, float] = {}  # the newest value of every metric
+        self._saved: int | None = None  # the newest step that is in a checkpoint
         self._evaluated: int | None = None
-        self._norms: dict[int, Tensor] = {}             # gradient norms by step, not looked at yet
+        self._norms: dict[int, Tensor] = {}  # gradient norms by step, not looked at yet
         self._skips_in_a_row = self._rollbacks = 0
-        self._norm = math.nan                           # the newest norm that was looked at
-        self._agreed: set[str] = set()                  # what all ranks know to be wanted: stop, end, …
+        self._norm = math.nan  # the newest norm that was looked at
+        self._agreed: set[str] = set()  # what all ranks know to be wanted: stop, end, …
         self._agree_every = 1
         self._stop = StopRequests()
         self._window = Window()
@@ -135,7 +135,7 @@ class Trainer:
         self._began = time.monotonic() - self.progress.seconds
         with self._stop:
             if self.settings.on_nonfinite == "rollback" and self._saved is None:
-                self._save()                            # so that there always is something to go back to
+                self._save()  # so that there always is something to go back to
             while True:
                 try:
                     self._train()
@@ -225,9 +225,7 @@ class Trainer:
             self.strategy.backward(loss * scale if micro.samples else loss * 0.0)
         return self._totals(micro, batch, loss, outputs, measure=measure)
 
-    def _totals(
-        self, micro: MicroBatch, batch: Any, loss: Tensor, outputs: Any, *, measure: bool
-    ) -> dict[str, Total]:
+    def _totals(self, micro: MicroBatch, batch: Any, loss: Tensor, outputs: Any, *, measure: bool) -> dict[str, Total]:
         """What a micro-batch adds to sums and counts; a stand-in adds nothing, under the same names."""
         totals = {"loss": Total(loss.detach().clone(), self._items(micro))}  # CUDA graphs reuse their outputs
         if measure:
@@ -343,7 +341,7 @@ class Trainer:
 
     def _must_evaluate(self, step: int, rung: set[str], *, ended: bool) -> bool:
         if self.evaluation is None or "stop" in rung:
-            return False        # whoever asked us to stop is waiting
+            return False  # whoever asked us to stop is waiting
         return ended or self.eval_cadence.due(step, rung)
 
     def _evaluate_and_report(self, step: int) -> bool:
@@ -399,7 +397,6 @@ class Trainer:
         for callback in self.callbacks.values():
             callback.on_checkpoint(self.progress.step, folder)
         self._window.go_on()
-
 
     def _metrics_of(self, step: int) -> dict[str, float]:
         """What is known of the weights at `step`; an older evaluation says nothing about them."""

@@ -36,7 +36,13 @@ class Zygote:
         self.process: subprocess.Popen[str] | None = None
 
     def run(
-        self, arguments: Sequence[str], *, nproc: int, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 120
+        self,
+        arguments: Sequence[str],
+        *,
+        nproc: int,
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 120,
     ) -> Ranks:
         """`ddpforge ARGUMENTS` in each of `nproc` ranks."""
         if self.process is None:
@@ -45,7 +51,13 @@ class Zygote:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
 
-        order = {"arguments": list(arguments), "nproc": nproc, "cwd": str(cwd), "env": dict(env or {}), "timeout": timeout}
+        order = {
+            "arguments": list(arguments),
+            "nproc": nproc,
+            "cwd": str(cwd),
+            "env": dict(env or {}),
+            "timeout": timeout,
+        }
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
         return Ranks(**json.loads(self.process.stdout.readline()))

@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -89,7 +89,7 @@ def test_an_epoch_is_a_permutation(samples: int) -> None:
 def test_every_epoch_and_every_seed_has_its_own_order() -> None:
     orders = [order(1000, epoch, seed) for epoch in range(3) for seed in range(3)]
     matches = [sum(a == b for a, b in zip(x, y, strict=True)) for i, x in enumerate(orders) for y in orders[:i]]
-    assert max(matches) < 10     # two independent permutations agree in one place on average
+    assert max(matches) < 10  # two independent permutations agree in one place on average
 
 
 def test_the_order_is_as_uniform_as_a_fair_shuffle() -> None:
@@ -134,7 +134,7 @@ def test_the_number_of_ranks_does_not_change_what_a_step_trains_on(ranks: int) -
     alone = steps(deal(Numbers(100), batch=24, micro=24), 12)
     hands = [steps(deal(Numbers(100), rank=r, ranks=ranks, batch=24, micro=1), 12) for r in range(ranks)]
     assert [sum((hand[step] for hand in hands), []) for step in range(12)] == alone
-    assert [len(step) for step in alone[:5]] == [24, 24, 24, 24, 4]      # the ragged end is trained on, not padded
+    assert [len(step) for step in alone[:5]] == [24, 24, 24, 24, 4]  # the ragged end is trained on, not padded
 
 
 def test_two_epochs_hold_every_sample_once_each_in_different_orders() -> None:
@@ -179,14 +179,14 @@ def test_evaluation_sees_every_sample_once_in_order(samples: int, ranks: int) ->
 def test_a_rank_with_nothing_left_gets_a_real_sample_that_counts_zero() -> None:
     batches = deal(Numbers(5), rank=0, ranks=2, batch=4, micro=2)
     source = batches.training(1)
-    micro = next(source)                     # the epoch's last step: one sample for two ranks
+    micro = next(source)  # the epoch's last step: one sample for two ranks
     assert (micro.samples, micro.step_samples, micro.last, len(micro.data)) == (0, 1, True, 1)
 
 
 # ---------------------------------------------------------------------------------------------- fetching
 def test_a_batched_fetch_is_asked_once_per_micro_batch() -> None:
     class Batched(Numbers):
-        calls: list[list[int]] = []
+        calls: ClassVar[list[list[int]]] = []
 
         def __getitems__(self, indices: list[int]) -> torch.Tensor:
             self.calls.append(indices)

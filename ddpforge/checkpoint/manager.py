@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 class Checkpoints:
     """Saves, finds and prunes checkpoints in a folder that every rank can read.
 
-    Every method is called on every rank, and fails on all of them when it fails on rank 0 (see `agree.on_main`). `broadcast`
-    gives rank 0's value to every rank: a strategy's own.
+    Every method is called on every rank, and fails on all of them when it fails on rank 0 (see `agree.on_main`).
+    `broadcast` gives rank 0's value to every rank: a strategy's own.
     """
 
     def __init__(self, folder: Path, *, keep: KeepSection, is_main: bool, broadcast: Callable[[Any], Any]) -> None:

@@ -32,12 +32,12 @@ def launch(
     from ddpforge.launch import launch as start
     from ddpforge.launch import torchrun_command
     from ddpforge.recipe import load_recipe
-    from ddpforge.recipe.batch import plan_batch
+    from ddpforge.recipe.batch import check_world
 
     nproc = nproc or _gpus() or 1
     loaded = load_recipe(recipe, sets=sets)
     if not any(flag.startswith("--nnodes") for flag in torchrun_flags):
-        plan_batch(loaded.recipe.train, nproc)
+        check_world(loaded, nproc)
 
     arguments = [recipe, *(f"--set={value}" for value in sets), *(f"--allow-change={key}" for key in allow_change)]
     arguments += [f"--out={out}"] if out else []

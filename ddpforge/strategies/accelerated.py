@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -58,9 +59,7 @@ class AcceleratedStrategy(Strategy):
         _refuse_contradictions(train)
         on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" or not torch.cuda.is_available()
         group = InitProcessGroupKwargs(timeout=timedelta(seconds=train.timeout.seconds))
-        self.accelerator = Accelerator(
-            cpu=on_cpu, mixed_precision="no", kwargs_handlers=[group, *self.handlers()]
-        )
+        self.accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[group, *self.handlers()])
         self._check_world()
 
         state = self.accelerator
@@ -145,7 +144,7 @@ class AcceleratedStrategy(Strategy):
             torch.nn.utils.clip_grads_with_norm_(self._trained, self.train.clip_norm, norm)
 
         self.precision.update(optimizer, norm)
-        for parameter in self._trained:     # what zero_grad does, without its 20 µs of bookkeeping
+        for parameter in self._trained:  # what zero_grad does, without its 20 µs of bookkeeping
             parameter.grad = None
         return norm
 
@@ -191,8 +190,8 @@ class AcceleratedStrategy(Strategy):
             dist.all_reduce(flat)
 
         numbers: list[float] = flat.tolist()
-        means = [sum_ / count if count else float("nan") for sum_, count in zip(numbers[::2], numbers[1::2], strict=True)]
-        return dict(zip(totals, means, strict=True))
+        pairs = zip(numbers[::2], numbers[1::2], strict=True)
+        return dict(zip(totals, (sum_ / count if count else math.nan for sum_, count in pairs), strict=True))
 
     def total(self, count: Tensor) -> Tensor:
         """`count` summed over ranks."""

@@ -70,7 +70,7 @@ def by_hand() -> tuple[list[float], list[float]]:
 
     losses, norms = [], []
     for step in range(50):
-        epoch, turn = divmod(step, 4)       # 43 samples: 12 + 12 + 12 + 7
+        epoch, turn = divmod(step, 4)  # 43 samples: 12 + 12 + 12 + 7
         places = np.arange(turn * 12, min(43, turn * 12 + 12), dtype=np.uint64)
         ids = permute(places, np.full(len(places), epoch, dtype=np.uint64), 43, 3).astype(np.int64)
 
@@ -101,7 +101,7 @@ def curves(ddpforge: Callable[..., Ranks], tmp_path: Path) -> dict[int, Path]:
 def test_one_two_and_four_ranks_train_like_a_hand_written_loop(curves: dict[int, Path]) -> None:
     """Traps 01, 02, 04, 15, 24, 27: token-weighted loss, accumulation 4, 2 and 1, clipping, a ragged last batch."""
     losses, norms = by_hand()
-    assert sum(norm > 0.5 for norm in norms) > 25       # the clipping bites
+    assert sum(norm > 0.5 for norm in norms) > 25  # the clipping bites
     for folder in curves.values():
         assert rows(folder, "train/loss") == pytest.approx(losses, rel=1e-5)
         assert rows(folder, "train/grad_norm") == pytest.approx(norms, rel=1e-4)

@@ -73,7 +73,7 @@ def test_the_last_incomplete_step_weighs_its_samples_not_its_configuration(run: 
     """Traps 02 and 24: gradient 1 for every sample, 5 samples in steps of 4, learning rate 1: w is -1, then -2."""
     run(nproc=nproc, values=[1.0] * 5, batch=4, length="1ep", train="micro_batch = 1")
     assert run.weights()["a"] == -2.0
-    assert [row["samples"] for row in run.rows()] == [4, 5]     # trap 31: what was processed, not configured
+    assert [row["samples"] for row in run.rows()] == [4, 5]  # trap 31: what was processed, not configured
 
 
 def test_nobody_clips_unasked(run: Run) -> None:
@@ -126,7 +126,12 @@ def test_ranks_that_use_different_parameters(run: Run) -> None:
     assert 0 not in failed.codes
     assert "forward did not use it" in failed.stderr
 
-    run(nproc=2, values=[1.0, 1.0], model='weights = "ab"\nuses = "one by rank"', strategy="find_unused_parameters = true")
+    run(
+        nproc=2,
+        values=[1.0, 1.0],
+        model='weights = "ab"\nuses = "one by rank"',
+        strategy="find_unused_parameters = true",
+    )
     assert run.weights() == {"a": -0.5, "b": -0.5}
 
 
@@ -165,7 +170,7 @@ def test_a_nan_on_one_rank_stops_all_before_the_weights(run: Run, nproc: int) ->
     assert f"the gradient of step {bad} is not finite" in failed.stderr
     assert all(math.isfinite(value) for value in run.weights().values())
     assert run.rows()[-1]["step"] == bad
-    assert "train/loss" in run.rows()[-1]["nonfinite"]      # the log tells the truth
+    assert "train/loss" in run.rows()[-1]["nonfinite"]  # the log tells the truth
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
