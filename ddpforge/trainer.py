@@ -96,8 +96,11 @@ class Trainer:
         # how often what happens
         self.end = math.inf if horizon.total is None else horizon.total
         self.log_every = horizon.steps(recipe.track.every)
-        self.eval_cadence = Cadence("train.eval_every", recipe.train.eval_every, horizon)
         self.save_cadence = Cadence("checkpoint.every", recipe.checkpoint.every, horizon)
+        self.cadences = [self.save_cadence]
+        if evaluation is not None:
+            self.eval_cadence = Cadence("train.eval_every", recipe.train.eval_every, horizon)
+            self.cadences.append(self.eval_cadence)
 
         # where it stands
         self.progress = Progress()
@@ -174,7 +177,7 @@ class Trainer:
         """What happens by the clock. Only rank 0's counts; the others learn of it when ranks agree."""
         if not self.world.is_main:
             return []
-        alarms = [cadence.alarm for cadence in (self.eval_cadence, self.save_cadence) if cadence.alarm]
+        alarms = [cadence.alarm for cadence in self.cadences if cadence.alarm]
         if self.settings.length.is_time:
             alarms.append(Alarm("end", self.settings.length.seconds - self.progress.seconds))
         return alarms
@@ -246,7 +249,7 @@ class Trainer:
     def _agree(self, totals: Mapping[str, Total], alarms: Iterable[Alarm]) -> dict[str, float]:
         """One reduction over ranks: the means of `totals`, and whether anybody wants to stop or an alarm rang."""
         wishes = {"stop": self._stop.requested} | {alarm.name: alarm.rings() for alarm in alarms}
-        known = ("stop", "end", self.eval_cadence.key, self.save_cadence.key)
+        known = ["stop", "end", *(cadence.key for cadence in self.cadences)]
         votes = {f"?{name}": Total(torch.tensor(float(wishes.get(name, False))), 1) for name in known}
         pace = {"?seconds": Total(torch.tensor(self._window.seconds / self._window.steps), 1)}
 

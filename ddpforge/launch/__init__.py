@@ -8,12 +8,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 __all__ = ["launch", "record_verdict", "threads_per_process", "torchrun_command"]
 
 VERDICT = "DDPFORGE_VERDICT"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_GRACE = "600"  # seconds that ranks get for their last step and checkpoint; torchrun's own 30 are short for that
 
 
 def torchrun_command(arguments: Sequence[str], *, nproc: int, flags: Sequence[str] = ()) -> list[str]:
@@ -23,7 +26,7 @@ def torchrun_command(arguments: Sequence[str], *, nproc: int, flags: Sequence[st
     replaces the stand-alone one.
     """
     rendezvous = [] if any(flag.startswith(("--rdzv", "--master", "--nnodes")) for flag in flags) else ["--standalone"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous, f"--nproc-per-node={nproc}", *flags]
+    torchrun = [sys.executable, "-m", "ddpforge.launch.torchrun", *rendezvous, f"--nproc-per-node={nproc}", *flags]
     return [*torchrun, "-m", "ddpforge", "run", *arguments]
 
 
@@ -33,27 +36,48 @@ def threads_per_process(nproc: int) -> int:
 
 
 def launch(command: Sequence[str], *, nproc: int) -> int:
-    """Runs `command`, passing on SIGTERM and SIGUSR1; returns the exit code of the first rank that failed, or 0.
+    """Runs `command`; returns 0, or the exit code of the first rank that failed.
 
     Launchers flatten every failure to 1, so the ranks also write their codes to a file that only this launch knows.
-    A terminal sends Ctrl-C to the whole process group: the ranks have it already, and this process waits for them.
+    SIGTERM, SIGUSR1, SIGHUP and Ctrl-C each reach the launcher as one SIGTERM, which it passes on to the ranks: they
+    finish their step and save. A second Ctrl-C kills launcher and ranks.
     """
+    asked: list[int] = []
+
+    def stop(number: int, _: FrameType | None) -> None:
+        if not asked:
+            process.terminate()
+        elif number == signal.SIGINT:
+            _kill(process.pid)
+        asked.append(number)
+
     with tempfile.NamedTemporaryFile(prefix="ddpforge-") as verdict:
-        environment = {"OMP_NUM_THREADS": str(threads_per_process(nproc))} | os.environ | {VERDICT: verdict.name}
-        process = subprocess.Popen(command, env=environment)
-
-        def pass_on(number: int, _: FrameType | None) -> None:
-            process.send_signal(number)
-
-        before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        defaults = {"OMP_NUM_THREADS": str(threads_per_process(nproc)), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE}
+        # A session of its own: a terminal would send Ctrl-C to the launcher as well, which dies of the second one.
+        process = subprocess.Popen(command, env=defaults | os.environ | {VERDICT: verdict.name}, start_new_session=True)
+        heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
+        before = {number: signal.signal(number, stop) for number in heard}
         try:
             code = process.wait()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
         codes = [int(line) for line in Path(verdict.name).read_text().split()]
-    return next((code for code in codes if code), code)
+
+    if code == 0:
+        return 0  # whatever went wrong, torchrun has started the ranks again
+    signalled = asked[0] if asked else -code
+    return next((code for code in codes if code), 128 + signalled if signalled > 0 else code)
+
+
+def _kill(pid: int) -> None:
+    """Ends a process and all that it has started, at once."""
+    import psutil
+
+    launcher = psutil.Process(pid)
+    for process in [launcher, *launcher.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def record_verdict(code: int) -> None:

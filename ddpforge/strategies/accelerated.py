@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.commands.config import default_config_file, load_config_from_file
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, KwargsHandler
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -282,7 +284,7 @@ def _refuse_contradictions(train: TrainSection) -> None:
 def processes_asked_for() -> int:
     """How many processes `accelerate launch` was told to start, when this process is the only one it started.
 
-    It hands a lone process no WORLD_SIZE, so its own command line is the only place that says what was wanted.
+    It hands a lone process no WORLD_SIZE: only its command line and its configuration file say what was wanted.
     """
     if "WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" not in os.environ:
         return 1
@@ -290,8 +292,21 @@ def processes_asked_for() -> int:
         words = psutil.Process().parent().cmdline()
     except (psutil.Error, AttributeError):
         return 1
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        flag, _, value = word.replace("_", "-").partition("=")
-        if flag == "--num-processes" and (value or following).isdigit():
-            return int(value or following)
-    return 1
+    if not any("accelerate" in word for word in words):
+        return 1
+    if number := _value_of("--num-processes", words):
+        return int(number)
+
+    file = _value_of("--config-file", words)
+    if file is None and ("--cpu" in words or not os.path.isfile(default_config_file)):
+        return 1
+    return int(load_config_from_file(file).num_processes)
+
+
+def _value_of(flag: str, words: Sequence[str]) -> str | None:
+    """What a command line says after `flag`, which Accelerate lets people spell with underscores too."""
+    for word, following in pairwise([*words, ""]):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == flag:
+            return value if equals else following
+    return None

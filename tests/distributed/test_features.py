@@ -1,0 +1,245 @@
+"""What a recipe can ask for does what it says, on two ranks as on one."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copy
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from safetensors.torch import load_file
+
+RECIPE = """
+recipe = 1
+name = "{name}"
+[model]
+use = "mlp"
+inputs = 4
+hidden = [8]
+outputs = 1
+{model}
+[data]
+{data}
+[data.train]
+use = "./parts.py:Points"
+samples = {samples}
+noisy = true
+[data.eval]
+use = "./parts.py:Points"
+samples = 11
+[task]
+use = "regression"
+metrics = ["mae"]
+[optimizer]
+use = "sgd"
+lr = 0.1
+momentum = 0.9
+[strategy]
+use = "ddp"
+{strategy}
+[train]
+length = "{length}"
+global_batch = 8
+eval_every = "4st"
+{train}
+[track]
+every = "1st"
+{more}
+"""
+
+
+class Bench:
+    """Writes a recipe, runs it, reads what came of it."""
+
+    def __init__(self, folder: Path, ddpforge: Callable[..., Ranks]) -> None:
+        self.folder, self.ddpforge = folder, ddpforge
+        copy(Path(__file__).parent.parent / "parts.py", folder)
+
+    def __call__(self, name: str, *, nproc: int = 2, fails: bool = False, env: Any = None, **text: Any) -> Ranks:
+        blank = dict.fromkeys(("model", "data", "strategy", "train", "more"), "")
+        options = blank | {"name": name, "samples": 43, "length": "12st"} | text
+        (self.folder / f"{name}.toml").write_text(RECIPE.format(**options))
+        return self.ddpforge("run", f"{name}.toml", nproc=nproc, fails=fails, env=env)
+
+    def column(self, name: str, key: str = "train/loss") -> list[float]:
+        rows = map(json.loads, (self.folder / f"runs/{name}/metrics.jsonl").read_text().splitlines())
+        return [row[key] for row in rows if key in row]
+
+    def status(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / f"runs/{name}/status.json").read_text())
+        return found
+
+    def checkpoints(self, name: str) -> list[Path]:
+        return sorted((self.folder / f"runs/{name}/checkpoints").glob("step-*"))
+
+
+@pytest.fixture
+def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
+    return Bench(tmp_path, ddpforge)
+
+
+# ---------------------------------------------------------------------------------------------- DDP's options
+def test_options_that_only_save_memory_or_time_do_not_change_the_curve(bench: Bench) -> None:
+    bench("plain")
+    bench("static", strategy="static_graph = true")
+    bench("copies", strategy="gradient_as_bucket_view = false\nbucket_cap_mb = 1")
+    bench("unused", strategy="find_unused_parameters = true")
+    for other in ("static", "copies", "unused"):
+        assert bench.column(other) == pytest.approx(bench.column("plain"), rel=1e-6)
+
+
+@pytest.mark.parametrize(("compression", "tolerance"), [("fp16", 0.05), ("bf16", 0.05), ("powersgd", 0.5)])
+def test_compressed_gradients_train_nearly_alike(bench: Bench, compression: str, tolerance: float) -> None:
+    bench("plain")
+    bench("compressed", strategy=f'compression = "{compression}"\npowersgd_start = 2')
+    plain, compressed = bench.column("plain"), bench.column("compressed")
+    assert compressed != plain
+    assert compressed == pytest.approx(plain, rel=tolerance)
+
+
+# ---------------------------------------------------------------------------------------------- precision, compile
+def test_bf16_is_near_fp32_and_alike_on_one_and_two_ranks(bench: Bench) -> None:
+    bench("fp32", nproc=1)
+    bench("one", nproc=1, train='precision = "bf16"')
+    bench("two", nproc=2, train='precision = "bf16"')
+    assert bench.column("one") != bench.column("fp32")
+    assert bench.column("one") == pytest.approx(bench.column("fp32"), rel=0.05)
+    assert bench.column("two") == pytest.approx(bench.column("one"), rel=0.05)
+
+
+def test_fp16_scales_the_loss_and_resumes_with_its_scale(bench: Bench) -> None:
+    """An overflow lowers the scale and skips the step; the scale is part of a checkpoint."""
+    bench("whole", train='precision = "fp16"')
+    bench("parts", length="5st", train='precision = "fp16"')
+    bench("parts", length="12st", train='precision = "fp16"')
+    assert bench.column("parts") == bench.column("whole")
+    manifest = json.loads((bench.checkpoints("whole")[-1] / "manifest.json").read_text())
+    assert manifest["loop"]["loss_scale"] >= 1.0
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains_like_an_eager_one_under_the_same_names(bench: Bench) -> None:
+    """Trap 25."""
+    bench("eager")
+    bench("compiled", train='compile = "default"')
+    assert bench.column("compiled") == pytest.approx(bench.column("eager"), rel=1e-4)
+    names = [set(load_file(bench.checkpoints(name)[-1] / "model.safetensors")) for name in ("eager", "compiled")]
+    assert names[0] == names[1]
+    assert not any("module." in name or "_orig_mod" in name for name in names[1])
+
+
+# ---------------------------------------------------------------------------------------------- data
+def test_loader_processes_change_nothing(bench: Bench) -> None:
+    bench("none")
+    bench("two", data="workers = 2")
+    assert bench.column("two") == bench.column("none")
+
+
+def test_fewer_samples_than_ranks_at_the_end_of_an_epoch(bench: Bench) -> None:
+    """Trap 12: 17 samples in steps of 8 leave one for three ranks."""
+    bench("one", nproc=1, samples=17)
+    bench("four", nproc=4, samples=17)
+    assert bench.column("four") == pytest.approx(bench.column("one"), rel=1e-5)
+    assert bench.column("four", "samples")[:4] == [8, 16, 17, 25]
+
+
+def test_a_stream_trains_alike_on_one_and_two_ranks(bench: Bench, tmp_path: Path) -> None:
+    """Trap 37."""
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 30)
+    recipe = """
+recipe = 1
+name = "{name}"
+model = {{ use = "gpt", block_size = 16, layers = 1, heads = 2, width = 16 }}
+data = {{ workers = {workers}, train = {{ use = "text_stream", path = "text.txt", block_size = 16 }} }}
+task = {{ use = "language_modelling" }}
+optimizer = {{ use = "adamw", lr = 1e-2 }}
+train = {{ length = "20st", global_batch = 6 }}
+checkpoint = {{ every = "20st" }}
+track = {{ every = "1st" }}
+"""
+    for name, nproc, workers in (("one", 1, 0), ("two", 2, 0), ("loaders", 2, 2)):
+        (tmp_path / f"{name}.toml").write_text(recipe.format(name=name, workers=workers))
+        bench.ddpforge("run", f"{name}.toml", nproc=nproc)
+    assert bench.column("two") == pytest.approx(bench.column("one"), rel=1e-5)
+    assert bench.column("loaders") == bench.column("two")
+
+
+# ---------------------------------------------------------------------------------------------- callbacks
+def test_averaged_weights_are_the_same_on_one_and_two_ranks_and_can_be_exported(bench: Bench) -> None:
+    """Trap 43."""
+    ema = "[callbacks.ema]\ndecay = 0.8"
+    for name, nproc in (("one", 1), ("two", 2)):
+        bench(name, nproc=nproc, more=ema)
+        bench.ddpforge("export", name, "--weights", "ema")
+    assert bench.column("two", "eval/loss") == pytest.approx(bench.column("one", "eval/loss"), rel=1e-5)
+
+    averages = [load_file(bench.folder / f"{name}-ema.safetensors") for name in ("one", "two")]
+    live = load_file(bench.checkpoints("two")[-1] / "model.safetensors")
+    torch.testing.assert_close(averages[0], averages[1], rtol=1e-5, atol=1e-6)
+    assert any(not torch.equal(live[name], averages[1][name]) for name in live)
+
+
+def test_early_stopping_ends_both_ranks_at_the_same_step(bench: Bench) -> None:
+    """Trap 45: an impossible improvement of 10 is asked for, so the third evaluation without it ends the run."""
+    stop = '[callbacks.early_stopping]\nmetric = "eval/loss"\npatience = 2\nmin_delta = 10.0'
+    bench("stopped", length="40st", more=stop)
+    assert (bench.status("stopped")["state"], bench.status("stopped")["step"]) == ("done", 12)
+    bench("stopped", length="40st", more=stop)      # it is done, and stays done
+    assert bench.status("stopped")["step"] == 12
+
+
+def test_throughput_adds_columns(bench: Bench) -> None:
+    bench("perf", more="[callbacks.throughput]")
+    assert len(bench.column("perf", "perf/step_seconds")) == 12
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+def test_the_best_checkpoint_is_saved_when_it_is_found_and_outlives_newer_ones(bench: Bench) -> None:
+    """Trap 46."""
+    keep = '[checkpoint]\nevery = "100st"\nkeep = { last = 1, best = 1, by = "eval/loss" }'
+    bench("best", length="40st", more=keep)
+    losses = dict(zip(range(4, 41, 4), bench.column("best", "eval/loss"), strict=True))
+    best = min(losses, key=lambda step: losses[step])
+    assert [int(path.name.split("-")[1]) for path in bench.checkpoints("best")] == sorted({best, 40})
+
+    chosen = bench.ddpforge("eval", "best", "--best", "--json", nproc=2)
+    assert json.loads(chosen.stdout)["eval/loss"] == pytest.approx(losses[best], rel=1e-6)
+
+
+def test_a_run_can_be_as_long_as_a_wall_time(bench: Bench) -> None:
+    bench("timed", length="1s", more='[checkpoint]\nevery = "100st"')
+    assert bench.status("timed")["state"] == "done"
+    assert bench.status("timed")["step"] >= 1
+    step = bench.status("timed")["step"]
+    bench("timed", length="1s", more='[checkpoint]\nevery = "100st"')
+    assert bench.status("timed")["step"] == step        # the time is used up
+
+
+def test_another_model_or_a_frozen_choice_cannot_slip_into_a_run(bench: Bench) -> None:
+    bench("fixed", length="4st")
+    failed = bench("fixed", length="12st", model="dropout = 0.5", fails=True)
+    assert set(failed.codes) == {2}
+    assert "model.dropout: 0.0 → 0.5" in failed.stderr
+    assert failed.stderr.count("error:") == 1       # rank 0 speaks for all
+    assert bench.status("fixed")["step"] == 4
+
+
+# ---------------------------------------------------------------------------------------------- logs
+def test_one_wandb_run_for_all_ranks_with_every_step(bench: Bench) -> None:
+    """Trap 32a."""
+    wandb = '[track.wandb]\nproject = "test"\nmode = "offline"'
+    bench("tracked", more=wandb, env={"WANDB_ERROR_REPORTING": "false", "HOME": str(bench.folder)})
+    runs = list((bench.folder / "runs/tracked").glob("wandb/offline-run-*"))
+    assert len(runs) == 1
+
+
+def test_what_a_run_says(bench: Bench) -> None:
+    """Rank 0 alone speaks; no cursor movement and no colour in a file; stdout holds the result."""
+    said = bench("quiet")
+    assert re.fullmatch(r"runs/quiet: done at step 12, eval/loss [\d.]+, eval/mae [\d.]+\n", said.stdout)
+    assert not set(said.stderr) & {"\r", "\x1b"}
+    assert said.stderr.count("quiet: ddp, 12 steps, global batch 8 = 2 ranks x 1 x 4") == 1
+    assert said.stderr.count("12/12") == 1
