@@ -14,6 +14,7 @@ from ddpforge.durations import Horizon
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Callback, Strategy, Task, Tracker, World
 from ddpforge.optim.groups import parameter_groups
+from ddpforge.pace import in_steps
 from ddpforge.recipe import Recipe
 from ddpforge.recipe.batch import plan_batch
 from ddpforge.registry import Registry
@@ -113,12 +114,8 @@ def _batches(recipe: Recipe, world: World, sets: list[Any]) -> tuple[Batches, Ba
 
 def _horizon(recipe: Recipe, training: Batches) -> Horizon:
     length, per_epoch = recipe.train.length, training.steps_per_epoch
-    if length.is_time:
-        return Horizon(None, per_epoch)
-    try:
-        return Horizon(Horizon(None, per_epoch).steps(length), per_epoch)
-    except ValueError as error:
-        raise UsageError(f"train.length: {error}", hints=['write train.length in steps, e.g. "1000st"']) from None
+    total = None if length.is_time else in_steps("train.length", length, Horizon(None, per_epoch))
+    return Horizon(total, per_epoch)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from ddpforge.durations import Duration, Horizon
 from ddpforge.errors import UsageError
 
-__all__ = ["Alarm", "Cadence", "Window"]
+__all__ = ["Alarm", "Cadence", "Window", "in_steps"]
 
 
 class Alarm:
@@ -27,16 +27,21 @@ class Alarm:
         return self._clock() - self._since >= self.seconds
 
 
+def in_steps(key: str, duration: Duration, horizon: Horizon) -> int:
+    """`duration`, the value of the recipe's `key`, in steps; raises UsageError where the data has no epochs."""
+    try:
+        return horizon.steps(duration)
+    except ValueError as error:
+        raise UsageError(f"{key}: {error}", hints=[f'write {key} in steps, e.g. "500st"']) from None
+
+
 class Cadence:
     """Every so many steps, or every so often: says at which steps something is due."""
 
     def __init__(self, key: str, every: Duration, horizon: Horizon) -> None:
         self.key = key
         self.alarm = Alarm(key, every.seconds) if every.is_time else None
-        try:
-            self._steps = 0 if every.is_time else horizon.steps(every)
-        except ValueError as error:
-            raise UsageError(f"{key}: {error}", hints=[f'write {key} in steps ("500st") or time ("30m")']) from None
+        self._steps = 0 if every.is_time else in_steps(key, every, horizon)
 
     def due(self, step: int, rung: Collection[str]) -> bool:
         """`rung` are the alarms that all ranks agreed have rung."""

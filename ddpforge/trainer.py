@@ -20,7 +20,8 @@ from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
 from ddpforge.durations import Horizon
 from ddpforge.errors import Diverged, UsageError
 from ddpforge.interfaces import Callback, Schedule, StepInfo, Strategy, Task, Total, Tracker, World
-from ddpforge.pace import Alarm, Cadence, Window
+from ddpforge.norms import Norms
+from ddpforge.pace import Alarm, Cadence, Window, in_steps
 from ddpforge.recipe.schema import Recipe
 from ddpforge.signals import StopRequests
 
@@ -95,7 +96,7 @@ class Trainer:
 
         # how often what happens
         self.end = math.inf if horizon.total is None else horizon.total
-        self.log_every = horizon.steps(recipe.track.every)
+        self.log_every = in_steps("track.every", recipe.track.every, horizon)
         self.save_cadence = Cadence("checkpoint.every", recipe.checkpoint.every, horizon)
         self.cadences = [self.save_cadence]
         if evaluation is not None:
@@ -107,9 +108,8 @@ class Trainer:
         self.metrics: dict[str, float] = {}  # the newest value of every metric
         self._saved: int | None = None  # the newest step that is in a checkpoint
         self._evaluated: int | None = None
-        self._norms: dict[int, Tensor] = {}  # gradient norms by step, not looked at yet
-        self._skips_in_a_row = self._rollbacks = 0
-        self._norm = math.nan  # the newest norm that was looked at
+        self._norms = Norms()
+        self._rollbacks = 0
         self._agreed: set[str] = set()  # what all ranks know to be wanted: stop, end, …
         self._agree_every = 1
         self._stop = StopRequests()
@@ -199,7 +199,7 @@ class Trainer:
                 _add(totals, self._micro_step(micro, scale, measure=measure))
 
         if trains:
-            self._norms[step] = self.strategy.step(self.model, self.optimizer)
+            self._norms.add(step, self.strategy.step(self.model, self.optimizer))
         self.progress.step = step
         self.progress.samples += first.step_samples
         self._window.add(first.step_samples)
@@ -259,30 +259,20 @@ class Trainer:
         return means
 
     def _look_at_norms(self, totals: Mapping[str, Total]) -> None:
-        """Finds out whether a gradient was not finite, and does what the recipe says.
+        """Does what the recipe says where a gradient was not finite.
 
         The norm is that of the reduced gradient, hence the same on every rank, and the strategy has kept such a
-        gradient away from the weights already. Looking waits for the device, so on a GPU it is done for many steps
-        at once.
+        gradient away from the weights already: all ranks come to the same decision without talking.
         """
-        bad: list[int] = []
-        norms: list[float] = torch.stack(list(self._norms.values())).tolist() if self._norms else []
-        for step, norm in zip(self._norms, norms, strict=True):
-            self._norm = norm
-            self._skips_in_a_row = 0 if math.isfinite(norm) else self._skips_in_a_row + 1
-            if self._skips_in_a_row:
-                bad.append(step)
-        self._norms.clear()
-
-        if not bad:
-            return
+        bad = self._norms.look()
         self.progress.skipped += len(bad)
-        if self.strategy.overflowed():
+        if not bad or self.strategy.overflowed():
             return
+
         self._log_bad(bad[-1], totals)
         if self.settings.on_nonfinite == "rollback":
             raise _GoBack(bad)
-        if self.settings.on_nonfinite == "stop" or self._skips_in_a_row >= _MOST_SKIPS:
+        if self.settings.on_nonfinite == "stop" or self._norms.nonfinite_in_a_row >= _MOST_SKIPS:
             raise Diverged(
                 f"the gradient of step {bad[0]} is not finite; the weights are still those before it",
                 hints=[
@@ -296,7 +286,7 @@ class Trainer:
         """The log tells the truth about a bad step: its loss, where it is still at hand, and its norm."""
         means = self.strategy.reduce(totals) if step == self.progress.step else {}
         row = {f"train/{name}": value for name, value in means.items()}
-        self._log(step, {"samples": self.progress.samples, **row, "train/grad_norm": self._norm})
+        self._log(step, {"samples": self.progress.samples, **row, "train/grad_norm": self._norms.newest})
 
     def _go_back(self, bad: list[int]) -> None:
         """Restores the newest checkpoint and leaves the bad steps out from now on."""
@@ -330,7 +320,7 @@ class Trainer:
 
     def _row(self, means: dict[str, float], lr: float) -> dict[str, float]:
         row = {f"train/{name}": value for name, value in self.task.finish(means).items()}
-        row |= {"train/grad_norm": self._norm, "lr": lr, "samples": self.progress.samples}
+        row |= {"train/grad_norm": self._norms.newest, "lr": lr, "samples": self.progress.samples}
         row["train/samples_per_second"] = self._window.samples / self._window.seconds
         if self.horizon.steps_per_epoch:
             row["epoch"] = self.progress.step / self.horizon.steps_per_epoch

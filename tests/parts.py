@@ -101,6 +101,16 @@ class Scalars(nn.Module):
         return sum((getattr(self, name) * x for name in self.uses), torch.zeros_like(x))
 
 
+class Branches(Scalars):
+    """Samples below 10 go through `a`, others, less 10, through `b`; a micro-batch must be of one kind."""
+
+    def __init__(self) -> None:
+        super().__init__(weights="ab")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a * x if x[0] < 10 else self.b * (x - 10)
+
+
 class Values:
     """The sample at index i is the number `values[i]`; that at index `nan` is not a number."""
 

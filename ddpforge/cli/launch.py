@@ -5,11 +5,12 @@ import sys
 import click
 
 from ddpforge.cli.options import json_option, out_option, recipe_argument, run_options, sets_option
+from ddpforge.errors import UsageError
 
 
 @click.command()
 @recipe_argument
-@click.option("-n", "--nproc", type=click.IntRange(min=1), help="Processes to start; default: one per GPU, or one.")
+@click.option("-n", "--nproc", type=click.IntRange(1, 1024), help="Processes to start; default: one per GPU, or one.")
 @sets_option
 @out_option
 @run_options
@@ -33,6 +34,9 @@ def launch(
     from ddpforge.launch import torchrun_command
     from ddpforge.recipe import load_recipe
     from ddpforge.recipe.batch import check_world
+
+    if torchrun_flags and not torchrun_flags[0].startswith("-"):
+        raise UsageError(f"`{torchrun_flags[0]}` is one argument too many", hints=["flags for torchrun follow after `--`"])
 
     nproc = nproc or _gpus() or 1
     loaded = load_recipe(recipe, sets=sets)

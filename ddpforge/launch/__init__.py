@@ -43,29 +43,33 @@ def launch(command: Sequence[str], *, nproc: int) -> int:
     finish their step and save. A second Ctrl-C kills launcher and ranks.
     """
     asked: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
 
     def stop(number: int, _: FrameType | None) -> None:
-        if not asked:
-            process.terminate()
-        elif number == signal.SIGINT:
-            _kill(process.pid)
         asked.append(number)
+        if process and len(asked) == 1:
+            process.terminate()
+        elif process and number == signal.SIGINT:
+            _kill(process.pid)
 
-    with tempfile.NamedTemporaryFile(prefix="ddpforge-") as verdict:
-        defaults = {"OMP_NUM_THREADS": str(threads_per_process(nproc)), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE}
-        # A session of its own: a terminal would send Ctrl-C to the launcher as well, which dies of the second one.
-        process = subprocess.Popen(command, env=defaults | os.environ | {VERDICT: verdict.name}, start_new_session=True)
-        heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
-        before = {number: signal.signal(number, stop) for number in heard}
-        try:
+    heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
+    before = {number: signal.signal(number, stop) for number in heard}
+    defaults = {"OMP_NUM_THREADS": str(threads_per_process(nproc)), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE}
+    try:
+        with tempfile.NamedTemporaryFile(prefix="ddpforge-") as verdict:
+            environment = defaults | os.environ | {VERDICT: verdict.name}
+            # A session of its own: a terminal would send Ctrl-C to the launcher too, which gives up at the second.
+            process = subprocess.Popen(command, env=environment, start_new_session=True)
+            if asked:
+                process.terminate()
             code = process.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        codes = [int(line) for line in Path(verdict.name).read_text().split()]
+            codes = [int(line) for line in Path(verdict.name).read_text().split()]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
-    if code == 0:
-        return 0  # whatever went wrong, torchrun has started the ranks again
+    if code == 0 or codes[-nproc:] == [0] * nproc:
+        return 0  # whatever an earlier attempt or the launcher itself came to
     signalled = asked[0] if asked else -code
     return next((code for code in codes if code), 128 + signalled if signalled > 0 else code)
 

@@ -135,6 +135,17 @@ def test_ranks_that_use_different_parameters(run: Run) -> None:
     assert run.weights() == {"a": -0.5, "b": -0.5}
 
 
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_parameters_used_in_some_micro_batches_only(tmp_path: Path, run: Run, nproc: int) -> None:
+    """Trap 30 (1): the samples 1, 2 for `a` and 1, 2 for `b`, one to a micro-batch: both gradients are 3 / 4."""
+    text = RECIPE.replace("parts.py:Scalars", "parts.py:Branches")
+    options = {"model": "", "more": "", "length": "1st", "batch": 4, "values": [1.0, 2.0, 11.0, 12.0]}
+    strategy, train = "find_unused_parameters = true", "micro_batch = 1"
+    (tmp_path / "run.toml").write_text(text.format(strategy=strategy, train=train, **options))
+    run.ddpforge("run", "run.toml", nproc=nproc)
+    assert run.weights() == {"a": -0.75, "b": -0.75}
+
+
 def test_frozen_parameters_stay(run: Run) -> None:
     run(nproc=2, values=[1.0, 1.0], model='weights = "ab"\nfrozen = "b"\nstart = 3.0')
     assert run.weights() == {"a": 2.0, "b": 3.0}

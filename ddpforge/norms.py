@@ -1,0 +1,37 @@
+"""Gradient norms, looked at as seldom as possible: reading one waits for the device."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["Norms"]
+
+
+class Norms:
+    """The gradient norms of the steps since the last look."""
+
+    def __init__(self) -> None:
+        self.newest = math.nan          # as of the last look
+        self.nonfinite_in_a_row = 0
+        self._pending: dict[int, Tensor] = {}
+
+    def add(self, step: int, norm: Tensor) -> None:
+        """Notes the norm of a step (0-d, on any device); does not wait for it."""
+        self._pending[step] = norm
+
+    def look(self) -> list[int]:
+        """The steps since the last look whose norm was not finite, in one transfer from the device."""
+        if not self._pending:
+            return []
+        bad: list[int] = []
+        values: list[float] = torch.stack(list(self._pending.values())).tolist()
+        for step, value in zip(self._pending, values, strict=True):
+            self.nonfinite_in_a_row = 0 if math.isfinite(value) else self.nonfinite_in_a_row + 1
+            if self.nonfinite_in_a_row:
+                bad.append(step)
+        self.newest = values[-1]
+        self._pending.clear()
+        return bad

@@ -1,0 +1,72 @@
+"""The same recipes on CUDA: NCCL, autocast, fused optimizers and torch.compile. Run with `pytest -m gpu`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+RECIPE = """
+recipe = 1
+name = "{name}"
+[model]
+use = "gpt"
+block_size = 32
+layers = 2
+heads = 2
+width = 64
+[data.train]
+use = "text"
+split = "train"
+block_size = 32
+[task]
+use = "language_modelling"
+[optimizer]
+use = "adamw"
+lr = 1e-3
+[train]
+length = "30st"
+global_batch = 16
+micro_batch = 8
+clip_norm = 1.0
+precision = "{precision}"
+compile = "{compile}"
+[checkpoint]
+every = "10st"
+[track]
+every = "1st"
+"""
+
+
+@pytest.fixture
+def losses(ddpforge: Callable[..., Ranks], tmp_path: Path) -> Callable[..., list[float]]:
+    """The training loss of every step of a recipe."""
+
+    def run(name: str, *, precision: str = "fp32", compile: str = "off", cpu: bool = False) -> list[float]:
+        text = RECIPE.format(name=name, precision=precision, compile=compile)
+        (tmp_path / f"{name}.toml").write_text(text)
+        ddpforge("run", f"{name}.toml", nproc=1, env={"ACCELERATE_USE_CPU": "true"} if cpu else None)
+        rows = map(json.loads, (tmp_path / f"runs/{name}/metrics.jsonl").read_text().splitlines())
+        return [row["train/loss"] for row in rows]
+
+    return run
+
+
+def test_fp32_on_cuda_trains_like_the_cpu(losses: Callable[..., list[float]]) -> None:
+    assert losses("cuda") == pytest.approx(losses("cpu", cpu=True), rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("compile", ["off", "default", "reduce-overhead"])
+def test_low_precision_and_compilation_stay_near_fp32(
+    losses: Callable[..., list[float]], precision: str, compile: str
+) -> None:
+    found = losses("low", precision=precision, compile=compile)
+    assert found == pytest.approx(losses("fp32"), rel=0.02)

@@ -1,0 +1,300 @@
+"""The launchers themselves: however ddpforge is started, the world it reports is the one that trained."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Zygote
+
+from ddpforge.errors import ExitCode
+from ddpforge.launch import launch, threads_per_process, torchrun_command
+
+REPOSITORY = Path(__file__).parent.parent
+SETS = ["--set=train.length=3st", "--set=track.every=1st"]
+STEP = "step 1/"  # what rank 0 says on stderr once it trains
+
+Start = Callable[..., subprocess.CompletedProcess[str]]
+
+
+# ---------------------------------------------------------------------------------------------- real launchers
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A shell in which nobody has configured Accelerate and this installation's commands come first."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "HF_HOME": str(tmp_path / "huggingface"),
+        "PET_MASTER_PORT": str(port),  # torchrun's --master-port
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.fixture
+def start(tmp_path: Path, environment: dict[str, str]) -> Start:
+    """Runs a command in the test's folder to its end."""
+
+    def run(command: str, cwd: Path = tmp_path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command.split(), cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+@pytest.fixture
+def popen(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Starts a command as a shell would, in a process group of its own, and waits until it trains."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(command: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command.split(), cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        started.append(process)
+        assert process.stderr
+        assert any(STEP in line for line in process.stderr)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def status(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "status.json").read_text())
+    return found
+
+
+def losses(folder: Path) -> list[float]:
+    rows = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+@pytest.fixture(scope="module")
+def curve(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the first three steps of the digits recipe."""
+    folder = tmp_path_factory.mktemp("curve")
+    zygote.run(["run", "digits", *SETS], nproc=1, cwd=folder).check()
+    return losses(folder / "runs/digits")
+
+
+SEVERAL = {1: "", 2: "--multi_gpu --num_processes 2 --main_process_port 0"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "accelerate launch {several} -m ddpforge run digits",
+        "torchrun --nproc-per-node {nproc} -m ddpforge run digits",
+        "ddpforge launch digits --nproc {nproc}",
+    ],
+)
+def test_every_launcher_trains_the_same_curve(
+    tmp_path: Path, start: Start, curve: list[float], form: str, nproc: int
+) -> None:
+    ended = start(f"{form.format(nproc=nproc, several=SEVERAL[nproc])} {' '.join(SETS)} --json")
+
+    assert ended.returncode == 0, ended.stderr
+    found = status(tmp_path / "runs/digits")
+    assert (found["state"], found["step"], found["world_size"]) == ("done", 3, nproc)
+    assert losses(tmp_path / "runs/digits") == pytest.approx(curve, rel=1e-5)
+    assert json.loads(ended.stdout) == found  # one object, from one rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_the_repository_itself_can_be_launched(tmp_path: Path, start: Start, curve: list[float], nproc: int) -> None:
+    """`accelerate launch ddpforge` takes the word for a script and finds the package's folder."""
+    command = f"accelerate launch {SEVERAL[nproc]} ddpforge run recipes/digits.toml --out {tmp_path} {' '.join(SETS)}"
+    ended = start(command, cwd=REPOSITORY)
+
+    assert ended.returncode == 0, ended.stderr
+    assert status(tmp_path / "digits")["world_size"] == nproc
+    assert losses(tmp_path / "digits") == pytest.approx(curve, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_no_launcher_is_needed_for_one_process(tmp_path: Path, start: Start, curve: list[float]) -> None:
+    ended = start(f"ddpforge run digits {' '.join(SETS)}")
+
+    assert ended.returncode == 0, ended.stderr
+    assert status(tmp_path / "runs/digits")["world_size"] == 1
+    assert losses(tmp_path / "runs/digits") == pytest.approx(curve, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    ["--cpu --num_processes 2", "--num-processes=2", "--config_file two.yaml", "with its default configuration"],
+)
+def test_accelerate_that_starts_one_process_instead_of_two_is_refused(
+    tmp_path: Path, environment: dict[str, str], start: Start, flags: str
+) -> None:
+    """Trap 05b: without GPUs it does so and says nothing."""
+    configuration = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 2\nuse_cpu: true\n"
+    (tmp_path / "two.yaml").write_text(configuration)
+    if not flags.startswith("--"):
+        flags = ""
+        (tmp_path / "huggingface/accelerate").mkdir(parents=True)
+        (tmp_path / "huggingface/accelerate/default_config.yaml").write_text(configuration)
+
+    ended = start(f"accelerate launch {flags} -m ddpforge run digits")
+    assert ended.returncode != 0
+    assert "was asked for 2 processes and started 1" in ended.stderr
+    assert "ddpforge launch RECIPE --nproc 2" in ended.stderr
+    assert "torchrun --nproc-per-node 2 -m ddpforge run RECIPE" in ended.stderr
+    assert "accelerate launch --multi_gpu --num_processes 2 -m ddpforge run RECIPE" in ended.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_launch_ends_with_the_exit_code_of_the_run_and_the_last_word_is_ours(tmp_path: Path, start: Start) -> None:
+    sets = [*SETS, "--set=optimizer.lr=1e6", "--set=schedule.use=constant", "--set=train.length=200st"]
+    ended = start(f"ddpforge launch digits --nproc 2 {' '.join(sets)} -- --role=scientist")
+
+    assert ended.returncode == ExitCode.DIVERGED
+    assert status(tmp_path / "runs/digits")["exit_code"] == ExitCode.DIVERGED
+    assert "is not finite" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    environment = json.loads((tmp_path / "runs/digits/env.json").read_text())["environment"]
+    assert environment["ROLE_NAME"] == "scientist"  # what follows `--` is torchrun's
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT])
+def test_launch_passes_a_request_to_stop_on_to_the_ranks(
+    tmp_path: Path, popen: Callable[[str], subprocess.Popen[str]], asked: signal.Signals
+) -> None:
+    """SIGTERM reaches the process that a scheduler started, Ctrl-C the whole process group of a terminal."""
+    process = popen("ddpforge launch digits --nproc 2 --set=train.length=1000ep --set=track.every=1st")
+    if asked == signal.SIGINT:
+        os.killpg(process.pid, asked)
+    else:
+        process.send_signal(asked)
+    _, said = process.communicate(timeout=60)
+
+    assert process.returncode == ExitCode.STOPPED, said
+    assert "Traceback" not in said
+    found = status(tmp_path / "runs/digits")
+    assert (found["state"], found["exit_code"], found["world_size"]) == ("stopped", 75, 2)
+    (checkpoint,) = (tmp_path / "runs/digits/checkpoints").glob("step-*")
+    assert f"step-{found['step']:09}" in checkpoint.name
+
+
+@pytest.mark.slow
+def test_loader_processes_leave_stopping_to_their_rank(
+    tmp_path: Path, popen: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    """torchrun and Slurm signal every process of a rank, also those that fetch its data."""
+    process = popen("ddpforge run digits --set=data.workers=1 --set=train.length=1000ep --set=track.every=1st")
+    os.killpg(process.pid, signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+
+    assert process.returncode == ExitCode.STOPPED, said
+    assert status(tmp_path / "runs/digits")["state"] == "stopped"
+
+
+# ---------------------------------------------------------------------------------------------- launch() alone
+def pretend(script: str) -> list[str]:
+    """A launcher that only does what `script` says; `verdict(*codes)` writes what its ranks would."""
+    prelude = """
+import os, signal, sys
+def verdict(*codes):
+    with open(os.environ["DDPFORGE_VERDICT"], "a") as file:
+        file.writelines(f"{code}\\n" for code in codes)
+"""
+    return [sys.executable, "-c", prelude + script]
+
+
+@pytest.mark.parametrize(
+    ("codes", "ends_with", "expected"),
+    [
+        ([0, 0], 0, 0),
+        ([0, 0], 1, 0),  # a launcher that stumbles after all ranks have finished
+        ([1, 1, 0, 0], 0, 0),  # torchrun has started the ranks a second time
+        ([4, 4], 1, 4),
+        ([0, 3], 1, 3),
+        ([75, 75], 1, 75),
+        ([0], 1, 1),  # a rank that could not say anything: killed
+        ([], 1, 1),
+    ],
+)
+def test_the_ranks_verdict_counts(codes: Sequence[int], ends_with: int, expected: int) -> None:
+    assert launch(pretend(f"verdict(*{codes}); sys.exit({ends_with})"), nproc=2) == expected
+
+
+def test_a_launcher_that_was_killed_is_reported_like_a_shell_does() -> None:
+    assert launch(pretend("os.kill(os.getpid(), signal.SIGKILL)"), nproc=1) == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_every_request_reaches_the_launcher_as_one_sigterm(number: signal.Signals) -> None:
+    """torchrun passes SIGTERM on to its ranks, but dies of SIGUSR1 and leaves them behind."""
+    script = """
+signal.signal(signal.SIGTERM, lambda *_: (verdict(75), sys.exit(1)))
+os.kill(os.getppid(), int(sys.argv[1]))
+signal.pause()
+"""
+    assert launch([*pretend(script), str(int(number))], nproc=1) == ExitCode.STOPPED
+
+
+def test_a_stop_before_there_is_anything_to_save() -> None:
+    assert launch(pretend("os.kill(os.getppid(), signal.SIGTERM); signal.pause()"), nproc=1) == 128 + signal.SIGTERM
+
+
+def test_a_second_ctrl_c_ends_the_launcher_and_all_that_it_started(tmp_path: Path) -> None:
+    """Also ranks in process groups of their own, as torchrun's are: the pipe that one holds is closed in the end."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    script = """
+import subprocess
+rank = "import signal, sys; pipe = open(sys.argv[1], 'w'); print('here', flush=True); signal.pause()"
+rank = subprocess.Popen([sys.executable, "-c", rank, sys.argv[1]], stdout=subprocess.PIPE, start_new_session=True)
+rank.stdout.readline()
+signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT))
+os.kill(os.getppid(), signal.SIGINT)
+while True:
+    signal.pause()
+"""
+    assert launch([*pretend(script), str(pipe)], nproc=1) == ExitCode.INTERRUPTED
+    os.set_blocking(reading, True)
+    assert os.read(reading, 1) == b""
+    os.close(reading)
+
+
+def test_the_launchers_signals_are_its_own_again_afterwards() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)]
+    launch(pretend(""), nproc=1)
+    after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)]
+    assert after == before
+
+
+# ---------------------------------------------------------------------------------------------- command lines
+def test_torchrun_stands_alone_unless_a_rendezvous_is_named() -> None:
+    alone = torchrun_command(["r.toml"], nproc=2)
+    assert alone[1:] == [
+        *("-m", "ddpforge.launch.torchrun", "--standalone", "--nproc-per-node=2"),
+        *("-m", "ddpforge", "run", "r.toml"),
+    ]
+    for flag in ("--nnodes=2", "--rdzv-endpoint=a:1", "--master-port=1"):
+        command = torchrun_command(["r.toml"], nproc=2, flags=[flag])
+        assert flag in command
+        assert "--standalone" not in command
+
+
+def test_processes_share_the_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert threads_per_process(1) == cores
+    assert threads_per_process(cores) == 1
+    assert threads_per_process(1000 * cores) == 1
