@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-__all__ = ["StopRequests"]
+__all__ = ["StopRequests", "leave_stopping_to_the_rank"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 log = logging.getLogger("ddpforge")
@@ -41,3 +41,17 @@ class StopRequests:
         if not self.requested:
             log.info("%s: finishing this step, then saving a checkpoint", signal.Signals(number).name)
         self.requested = True
+
+
+def leave_stopping_to_the_rank(_: int) -> None:
+    """The `worker_init_fn` of loader processes: launchers and schedulers signal them along with their rank.
+
+    The rank needs them for its last steps, so they let the first signal of each kind pass; the second one ends a
+    process that is stuck in its work.
+    """
+    for number in _SIGNALS:
+        signal.signal(number, _ignore_once)
+
+
+def _ignore_once(number: int, _: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)

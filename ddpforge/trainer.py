@@ -145,7 +145,7 @@ class Trainer:
                     break
                 except _GoBack as request:
                     self._go_back(request.bad)
-        return "stopped" if "stop" in self._agreed else "done"
+        return "stopped" if "stop" in self._agreed and self.progress.step < self.end else "done"
 
     def _train(self) -> None:
         source = self.training.training(self.progress.step)
@@ -333,7 +333,7 @@ class Trainer:
         self.tracker.log(step, row)
 
     def _must_evaluate(self, step: int, rung: set[str], *, ended: bool) -> bool:
-        if self.evaluation is None or "stop" in rung:
+        if self.evaluation is None or ("stop" in rung and step < self.end):
             return False  # whoever asked us to stop is waiting
         return ended or self.eval_cadence.due(step, rung)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import pytest
@@ -17,7 +18,26 @@ from ddpforge.errors import ExitCode
 from ddpforge.launch import launch, threads_per_process, torchrun_command
 
 REPOSITORY = Path(__file__).parent.parent
-SETS = ["--set=train.length=3st", "--set=track.every=1st"]
+RECIPE = """
+recipe = 1
+name = "tiny"
+model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
+data.train = { use = "digits", split = "train" }
+task = { use = "classification" }
+optimizer = { use = "sgd", lr = 0.1 }
+train = { length = "3st", global_batch = 8 }
+track.every = "1st"
+"""
+NOT_A_NUMBER = """
+recipe = 1
+name = "tiny"
+model = { use = "./parts.py:Scalars" }
+data.train = { use = "./parts.py:Values", values = [1.0, 1.0, 1.0, 1.0], nan = 3 }
+task = { use = "./parts.py:SumOfLosses" }
+optimizer = { use = "sgd", lr = 1.0 }
+train = { length = "1ep", global_batch = 2 }
+"""
+FOREVER = "--set=train.length=100000ep"
 STEP = "step 1/"  # what rank 0 says on stderr once it trains
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
@@ -27,6 +47,7 @@ Start = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """A shell in which nobody has configured Accelerate and this installation's commands come first."""
+    (tmp_path / "tiny.toml").write_text(RECIPE)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -40,7 +61,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def start(tmp_path: Path, environment: dict[str, str]) -> Start:
-    """Runs a command in the test's folder to its end."""
+    """Runs a command to its end, by default in the test's folder, where there is a recipe."""
 
     def run(command: str, cwd: Path = tmp_path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command.split(), cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
@@ -80,10 +101,11 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def curve(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of the first three steps of the digits recipe."""
+    """The losses that the tiny recipe gives."""
     folder = tmp_path_factory.mktemp("curve")
-    zygote.run(["run", "digits", *SETS], nproc=1, cwd=folder).check()
-    return losses(folder / "runs/digits")
+    (folder / "tiny.toml").write_text(RECIPE)
+    zygote.run(["run", "tiny.toml"], nproc=1, cwd=folder).check()
+    return losses(folder / "runs/tiny")
 
 
 SEVERAL = {1: "", 2: "--multi_gpu --num_processes 2 --main_process_port 0"}
@@ -94,42 +116,44 @@ SEVERAL = {1: "", 2: "--multi_gpu --num_processes 2 --main_process_port 0"}
 @pytest.mark.parametrize(
     "form",
     [
-        "accelerate launch {several} -m ddpforge run digits",
-        "torchrun --nproc-per-node {nproc} -m ddpforge run digits",
-        "ddpforge launch digits --nproc {nproc}",
+        "accelerate launch {several} -m ddpforge run tiny.toml",
+        "torchrun --nproc-per-node {nproc} -m ddpforge run tiny.toml",
+        "ddpforge launch tiny.toml --nproc {nproc}",
     ],
 )
 def test_every_launcher_trains_the_same_curve(
     tmp_path: Path, start: Start, curve: list[float], form: str, nproc: int
 ) -> None:
-    ended = start(f"{form.format(nproc=nproc, several=SEVERAL[nproc])} {' '.join(SETS)} --json")
+    ended = start(f"{form.format(nproc=nproc, several=SEVERAL[nproc])} --json")
 
     assert ended.returncode == 0, ended.stderr
-    found = status(tmp_path / "runs/digits")
+    found = status(tmp_path / "runs/tiny")
     assert (found["state"], found["step"], found["world_size"]) == ("done", 3, nproc)
-    assert losses(tmp_path / "runs/digits") == pytest.approx(curve, rel=1e-5)
+    assert losses(tmp_path / "runs/tiny") == pytest.approx(curve, rel=1e-5)
     assert json.loads(ended.stdout) == found  # one object, from one rank
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_the_repository_itself_can_be_launched(tmp_path: Path, start: Start, curve: list[float], nproc: int) -> None:
+def test_the_repository_itself_can_be_launched(tmp_path: Path, start: Start, nproc: int) -> None:
     """`accelerate launch ddpforge` takes the word for a script and finds the package's folder."""
-    command = f"accelerate launch {SEVERAL[nproc]} ddpforge run recipes/digits.toml --out {tmp_path} {' '.join(SETS)}"
+    sets = "--set train.length=3st --set schedule.warmup=1st --set track.every=1st"
+    command = f"accelerate launch {SEVERAL[nproc]} ddpforge run recipes/digits.toml --out {tmp_path} {sets}"
     ended = start(command, cwd=REPOSITORY)
 
     assert ended.returncode == 0, ended.stderr
-    assert status(tmp_path / "digits")["world_size"] == nproc
-    assert losses(tmp_path / "digits") == pytest.approx(curve, rel=1e-5)
+    found = status(tmp_path / "digits")
+    assert (found["state"], found["step"], found["world_size"]) == ("done", 3, nproc)
+    assert losses(tmp_path / "digits")[-1] < losses(tmp_path / "digits")[0]
 
 
 @pytest.mark.slow
 def test_no_launcher_is_needed_for_one_process(tmp_path: Path, start: Start, curve: list[float]) -> None:
-    ended = start(f"ddpforge run digits {' '.join(SETS)}")
+    ended = start("ddpforge run tiny.toml")
 
     assert ended.returncode == 0, ended.stderr
-    assert status(tmp_path / "runs/digits")["world_size"] == 1
-    assert losses(tmp_path / "runs/digits") == pytest.approx(curve, rel=1e-5)
+    assert status(tmp_path / "runs/tiny")["world_size"] == 1
+    assert losses(tmp_path / "runs/tiny") == pytest.approx(curve, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -148,7 +172,7 @@ def test_accelerate_that_starts_one_process_instead_of_two_is_refused(
         (tmp_path / "huggingface/accelerate").mkdir(parents=True)
         (tmp_path / "huggingface/accelerate/default_config.yaml").write_text(configuration)
 
-    ended = start(f"accelerate launch {flags} -m ddpforge run digits")
+    ended = start(f"accelerate launch {flags} -m ddpforge run tiny.toml")
     assert ended.returncode != 0
     assert "was asked for 2 processes and started 1" in ended.stderr
     assert "ddpforge launch RECIPE --nproc 2" in ended.stderr
@@ -159,14 +183,15 @@ def test_accelerate_that_starts_one_process_instead_of_two_is_refused(
 
 @pytest.mark.slow
 def test_launch_ends_with_the_exit_code_of_the_run_and_the_last_word_is_ours(tmp_path: Path, start: Start) -> None:
-    sets = [*SETS, "--set=optimizer.lr=1e6", "--set=schedule.use=constant", "--set=train.length=200st"]
-    ended = start(f"ddpforge launch digits --nproc 2 {' '.join(sets)} -- --role=scientist")
+    copy(REPOSITORY / "tests/parts.py", tmp_path)
+    (tmp_path / "tiny.toml").write_text(NOT_A_NUMBER)
+    ended = start("ddpforge launch tiny.toml --nproc 2 -- --role=scientist")
 
     assert ended.returncode == ExitCode.DIVERGED
-    assert status(tmp_path / "runs/digits")["exit_code"] == ExitCode.DIVERGED
+    assert status(tmp_path / "runs/tiny")["exit_code"] == ExitCode.DIVERGED
     assert "is not finite" in ended.stderr
     assert "Traceback" not in ended.stderr
-    environment = json.loads((tmp_path / "runs/digits/env.json").read_text())["environment"]
+    environment = json.loads((tmp_path / "runs/tiny/env.json").read_text())["environment"]
     assert environment["ROLE_NAME"] == "scientist"  # what follows `--` is torchrun's
 
 
@@ -176,7 +201,7 @@ def test_launch_passes_a_request_to_stop_on_to_the_ranks(
     tmp_path: Path, popen: Callable[[str], subprocess.Popen[str]], asked: signal.Signals
 ) -> None:
     """SIGTERM reaches the process that a scheduler started, Ctrl-C the whole process group of a terminal."""
-    process = popen("ddpforge launch digits --nproc 2 --set=train.length=1000ep --set=track.every=1st")
+    process = popen(f"ddpforge launch tiny.toml --nproc 2 {FOREVER}")
     if asked == signal.SIGINT:
         os.killpg(process.pid, asked)
     else:
@@ -185,9 +210,9 @@ def test_launch_passes_a_request_to_stop_on_to_the_ranks(
 
     assert process.returncode == ExitCode.STOPPED, said
     assert "Traceback" not in said
-    found = status(tmp_path / "runs/digits")
+    found = status(tmp_path / "runs/tiny")
     assert (found["state"], found["exit_code"], found["world_size"]) == ("stopped", 75, 2)
-    (checkpoint,) = (tmp_path / "runs/digits/checkpoints").glob("step-*")
+    (checkpoint,) = (tmp_path / "runs/tiny/checkpoints").glob("step-*")
     assert f"step-{found['step']:09}" in checkpoint.name
 
 
@@ -196,12 +221,12 @@ def test_loader_processes_leave_stopping_to_their_rank(
     tmp_path: Path, popen: Callable[[str], subprocess.Popen[str]]
 ) -> None:
     """torchrun and Slurm signal every process of a rank, also those that fetch its data."""
-    process = popen("ddpforge run digits --set=data.workers=1 --set=train.length=1000ep --set=track.every=1st")
+    process = popen(f"ddpforge run tiny.toml --set=data.workers=1 {FOREVER}")
     os.killpg(process.pid, signal.SIGTERM)
     _, said = process.communicate(timeout=60)
 
     assert process.returncode == ExitCode.STOPPED, said
-    assert status(tmp_path / "runs/digits")["state"] == "stopped"
+    assert status(tmp_path / "runs/tiny")["state"] == "stopped"
 
 
 # ---------------------------------------------------------------------------------------------- launch() alone

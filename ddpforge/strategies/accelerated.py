@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import warnings
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["AcceleratedStrategy"]
 
 T = TypeVar("T")
+log = logging.getLogger("ddpforge")
 
 
 class AcceleratedStrategy(Strategy):
@@ -73,6 +75,9 @@ class AcceleratedStrategy(Strategy):
             data_rank=state.process_index,
             data_size=state.num_processes,
         )
+        idle = torch.cuda.device_count() - 1
+        if self.world.size == 1 and self.world.device.type == "cuda" and idle:
+            log.info("%d more GPUs are idle: ddpforge launch RECIPE --nproc %d", idle, idle + 1)
         self.train = train
         self.precision = precision_for(train.precision, self.world.device)
         return self.world

@@ -44,10 +44,9 @@ def restore(model: nn.Module, optimizer: Optimizer, state: CanonicalState) -> No
     with torch.no_grad():
         for name, tensor in current.model.items():
             saved = state.model[name]
-            if saved.shape != tensor.shape:
-                raise CheckpointError(
-                    f"`{name}` has shape {list(tensor.shape)} in the model and {list(saved.shape)} in the checkpoint"
-                )
+            if (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
+                here, there = (f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in (tensor, saved))
+                raise CheckpointError(f"`{name}` is {here} in the model and {there} in the checkpoint")
             tensor.copy_(saved)
 
     # torch's own loader moves each tensor to its parameter's device and gives `step` the form the optimizer wants.
