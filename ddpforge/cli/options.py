@@ -5,8 +5,9 @@ from typing import Any
 
 import click
 
-recipe_argument = click.argument("recipe", metavar="RECIPE")
-run_argument = click.argument("run", metavar="RUN")
+# Names do as well as paths; the type lets shells complete the latter.
+recipe_argument = click.argument("recipe", metavar="RECIPE", type=click.Path())
+run_argument = click.argument("run", metavar="RUN", type=click.Path())
 sets_option = click.option(
     "-s", "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a value, e.g. train.seed=1; repeatable."
 )

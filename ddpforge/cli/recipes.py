@@ -33,7 +33,10 @@ def list_recipes(as_json: bool) -> None:
 @click.argument("name")
 @click.argument("target", required=False, type=click.Path(path_type=Path))
 def copy_recipe(name: str, target: Path | None) -> None:
-    """Copy the bundled recipe NAME to TARGET (a file or a folder; default: here), to edit."""
+    """Copy the bundled recipe NAME, to edit it.
+
+    TARGET is a file or a folder; default: the current folder.
+    """
     from ddpforge.recipe.bundled import bundled, find_recipe
 
     source = bundled().get(name) or find_recipe(name)

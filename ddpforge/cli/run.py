@@ -24,8 +24,9 @@ def run(
     """
     with ending():
         from ddpforge.run import run as train
+        from ddpforge.runfolder import RunFolder
 
         outcome = train(recipe, sets=sets, out=out, fresh=fresh, allow_change=allow_change)
         if outcome.is_main:
-            click.echo(json.dumps(outcome.status) if as_json else outcome.sentence())
+            click.echo(json.dumps(RunFolder(outcome.folder).status()) if as_json else outcome.sentence())
         leave(outcome.exit_code)

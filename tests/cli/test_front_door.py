@@ -1,0 +1,114 @@
+"""The front door: light, helpful, and the same for every command."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import ddpforge
+from ddpforge.cli import main
+
+HEAVY = {"accelerate", "numpy", "pydantic", "rich", "torch", "wandb"}
+
+
+def heavy_imports(code: str) -> set[str]:
+    """Which of the heavy packages a fresh interpreter has imported after `code`."""
+    script = f"import sys\n{code}\nprint(*{HEAVY} & set(sys.modules), file=sys.stderr)"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(ended.stderr.split())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["plugins", "list"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    called = f"""
+from contextlib import suppress
+from ddpforge.cli import main
+with suppress(SystemExit):
+    main({arguments}, prog_name="ddpforge")
+"""
+    assert heavy_imports(called) == set()
+
+
+@pytest.mark.parametrize("module", ["ddpforge", "ddpforge.errors", "ddpforge.interfaces", "ddpforge.registry"])
+def test_what_a_plugin_author_imports_costs_nothing(module: str) -> None:
+    assert heavy_imports(f"import {module}") == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "allowed"),
+    [
+        ("ddpforge.recipe", {"pydantic"}),
+        ("ddpforge.recipe.json_schema", {"pydantic"}),
+        ("ddpforge.runfolder", set()),
+        ("ddpforge.launch", set()),
+        ("ddpforge.console", set()),
+    ],
+)
+def test_recipes_and_run_folders_are_read_without_torch(module: str, allowed: set[str]) -> None:
+    assert heavy_imports(f"import {module}") <= allowed
+
+
+# ---------------------------------------------------------------------------------------------- help
+def commands(group: click.Group, *path: str) -> Iterator[tuple[str, ...]]:
+    """The words that call each command, groups included."""
+    yield path
+    for name in group.commands:
+        context = click.Context(group)
+        _, command, _ = group.resolve_command(context, [name])
+        if isinstance(command, click.Group):
+            yield from commands(command, *path, name)
+        else:
+            yield (*path, name)
+
+
+def options_of(path: tuple[str, ...]) -> list[click.Option]:
+    command: click.Command = main
+    for name in path:
+        assert isinstance(command, click.Group)
+        _, found, _ = command.resolve_command(click.Context(command), [name])
+        assert found
+        command = found
+    return [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+
+
+@pytest.mark.parametrize("path", [*commands(main)], ids=" ".join)
+def test_every_command_and_option_says_what_it_is_for(path: tuple[str, ...]) -> None:
+    for flag in ("--help", "-h"):
+        shown = CliRunner().invoke(main, [*path, flag], prog_name="ddpforge")
+        assert shown.exit_code == 0
+        assert shown.stdout.startswith(f"Usage: {' '.join(['ddpforge', *path])}")
+        assert len(shown.stdout.split("\n\n")[1].strip()) > 20  # the description
+    assert all(option.help for option in options_of(path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["rum"], "Did you mean 'run'?"),
+        (["evaluate"], "Did you mean 'eval'?"),
+        (["run", "--frehs"], "Did you mean '--fresh'?"),
+        (["recipes", "copy"], "Did you mean 'cp'?"),
+    ],
+)
+def test_what_was_mistyped_is_recognised(arguments: list[str], hint: str) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert hint in result.stderr
+
+
+def test_the_version_is_the_packages() -> None:
+    assert CliRunner().invoke(main, ["--version"]).stdout == f"ddpforge, version {ddpforge.__version__}\n"
+
+
+# ---------------------------------------------------------------------------------------------- other doors
+def test_the_package_can_be_run_as_a_module_and_as_a_folder(tmp_path: Path) -> None:
+    """As a folder: what `accelerate launch ddpforge` makes of it. Its modules must not hide the library's."""
+    folder = str(Path(ddpforge.__file__).parent)
+    for door in (["-m", "ddpforge"], [folder]):
+        command = [sys.executable, *door, "--version"]
+        said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        assert said == f"ddpforge, version {ddpforge.__version__}\n"

@@ -1,0 +1,245 @@
+"""The documentation is true: what it shows loads, parses, runs and leads somewhere, and its tables are up to date."""
+
+import ast
+import importlib.util
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+import pytest
+from ranks import Ranks
+
+import ddpforge as package
+from ddpforge.cli import main
+from ddpforge.errors import ExitCode, RecipeError
+from ddpforge.recipe import load_recipe, render
+from ddpforge.recipe.layers import FRAMEWORK_KEYS, kind_at, used_name
+from ddpforge.recipe.vocabulary import Vocabulary
+from ddpforge.registry import Registry
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "recipes/README.md"])
+SECTIONS = "model|data|task|optimizer|schedule|strategy|train|checkpoint|track|callbacks"
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    found = re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [text for language, text in found if language in languages]
+
+
+def spans(page: Path) -> list[str]:
+    """Code within the prose."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return [span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", prose)]
+
+
+def recipes(page: Path) -> list[str]:
+    return [text for text in blocks(page, "toml") if text.startswith("recipe = 1")]
+
+
+def write_files(page: Path, folder: Path) -> None:
+    """The Python files that a page shows; a block says in its first line which file it is, or belongs to."""
+    for text in blocks(page, "python"):
+        if name := re.match(r"# (\w+\.py)", text):
+            with (folder / name[1]).open("a") as file:
+                file.write(text)
+
+
+# ---------------------------------------------------------------------------------------------- reference
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "reference").glob("*.md")), ids=lambda page: page.stem)
+def test_the_reference_is_up_to_date(page: Path, generate: ModuleType) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text == generate.render(text), "run: python docs/generate.py"
+
+
+def test_every_exit_code_is_documented() -> None:
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", (DOCS / "reference/exit-codes.md").read_text(), re.MULTILINE)
+    assert rows == [(str(code.value), code.name) for code in ExitCode]
+    readme = re.findall(r"^\| (\d+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert readme == [str(code.value) for code in ExitCode]
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    first = re.search(r"^## \[(.+?)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first is not None
+    assert first[1] == package.__version__
+
+
+# ---------------------------------------------------------------------------------------------- recipes, keys, code
+@each_page
+def test_recipes_load(page: Path, tmp_path: Path) -> None:
+    write_files(page, tmp_path)
+    for text in recipes(page):
+        (tmp_path / "recipe.toml").write_text(text)
+        load_recipe(tmp_path / "recipe.toml")
+
+
+@each_page
+def test_python_compiles(page: Path) -> None:
+    for text in blocks(page, "python"):
+        ast.parse(text)
+
+
+@each_page
+def test_documented_keys_exist(page: Path, tmp_path: Path) -> None:
+    """Those of TOML fragments, and `train.length`, `[train]` and the like in the prose."""
+    write_files(page, tmp_path)
+    for text in blocks(page, "toml"):
+        table = tomllib.loads(text)
+        if "project" not in table:
+            for path in leaves(table):
+                assert is_key(path, table, tmp_path), ".".join(path)
+
+    for span in spans(page):
+        key = re.fullmatch(rf"\[?((?:{SECTIONS})(?:\.\w+)*)\]?(?: = .*)?", span)
+        if key and not key[1].endswith((".NAME", ".py", ".safetensors")) and (span.startswith("[") or "." in key[1]):
+            path = tuple(key[1].split("."))
+            assert kind_at(path) or path in Vocabulary().models or is_key(path, {}, tmp_path), span
+
+
+def leaves(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from leaves(value, (*path, key))
+        else:
+            yield (*path, key)
+
+
+def is_key(path: tuple[str, ...], table: dict[str, Any], folder: Path) -> bool:
+    """Whether a recipe can have the key: of a section, or of a component, any of its kind where `table` names none."""
+    vocabulary, registry = Vocabulary(), Registry.installed()
+    if path[0] == "vars" or path[-1] in vocabulary.keys(path[:-1]):
+        return True
+    for end in range(1, len(path)):
+        if kind := kind_at(path[:end]):
+            slot = table
+            for part in path[:end]:
+                slot = slot.get(part, {})
+            use = used_name(path[:end], slot)
+            options = (registry.options_model(kind, name, folder) for name in ([use] if use else registry.names(kind)))
+            mine = ("use", *FRAMEWORK_KEYS.get(path[:end], ()))
+            return path[end] in mine or any(path[end] in model.model_fields for model in options)
+    return False
+
+
+def test_the_error_message_in_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = recipes(ROOT / "README.md")[0]
+    for right, wrong in (('"adamw"', '"adam"'), ("length", "lenght"), ("clip_norm", "max_grad_norm")):
+        text = text.replace(right, wrong)
+    Path("recipe.toml").write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("recipe.toml")
+    assert f"$ ddpforge check recipe.toml\n{render(caught.value)}\n" in blocks(ROOT / "README.md", "text")
+
+
+# ---------------------------------------------------------------------------------------------- commands
+@each_page
+def test_commands_parse(page: Path, generate: ModuleType) -> None:
+    commands = dict(generate.commands())
+    for text in blocks(page, "sh"):
+        for words in command_lines(text):
+            parse(words, commands)
+    for text in blocks(page, "text"):
+        for line in re.findall(r"^\$ (.*)", text, re.MULTILINE):
+            for words in command_lines(line):
+                parse(words, commands)
+    for span in spans(page):
+        if "ddpforge " in span and "…" not in span:
+            for words in command_lines(span):
+                parse(words, commands, whole=False)
+
+
+def command_lines(script: str) -> Iterator[list[str]]:
+    """What follows the word ddpforge in every command of a shell script."""
+    for line in script.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        for is_word, group in groupby(lexer, lambda word: bool(word.strip("();<>|&"))):
+            words = list(group)
+            names = [word.rpartition("/")[2] for word in words]
+            if is_word and "ddpforge" in names:
+                yield words[names.index("ddpforge") + 1 :]
+
+
+def parse(words: Sequence[str], commands: dict[str, click.Command], *, whole: bool = True) -> None:
+    """Fails unless ddpforge takes these words; where not `whole`, arguments may be missing."""
+    try:
+        if not words or words[0].startswith("-"):
+            main.make_context("ddpforge", list(words))
+            return
+        size = 1 if f"ddpforge {words[0]}" in commands else 2
+        name = " ".join(["ddpforge", *words[:size]])
+        if not whole and any(known.startswith(f"{name} ") for known in commands):
+            return  # a group
+        commands[name].make_context(name, list(words[size:]))
+    except click.exceptions.Exit:
+        pass  # --help and --version
+    except click.MissingParameter:
+        if whole:
+            raise
+
+
+# ---------------------------------------------------------------------------------------------- links
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" not in link:
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings as GitHub links to them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+# ---------------------------------------------------------------------------------------------- runs
+def test_the_plugins_of_the_how_to_run(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
+    page = DOCS / "how-to/write-a-plugin.md"
+    write_files(page, tmp_path)
+    (tmp_path / "denoising.toml").write_text(recipes(page)[0])
+    ddpforge("run", "denoising.toml", "--set", "train.length=2st", nproc=2)
+    written = (tmp_path / "runs/denoising/evaluations.csv").read_text()
+    assert {line.split(",")[1] for line in written.splitlines()} == {"eval/loss", "eval/mae", "eval/psnr"}
+
+
+def test_the_run_of_the_tutorial_is_as_the_reference_describes_it(
+    ddpforge: Callable[..., Ranks], tmp_path: Path
+) -> None:
+    write_files(DOCS / "tutorial.md", tmp_path)
+    (tmp_path / "spirals.toml").write_text(recipes(DOCS / "tutorial.md")[0] + "[callbacks.throughput]\n")
+    ddpforge("run", "spirals.toml", "--set", "train.length=2ep")
+
+    run = tmp_path / "runs/spirals"
+    described = (DOCS / "reference/run-folder.md").read_text()
+    for path in run.iterdir():
+        assert re.search(rf"^  (\S+  )?{re.escape(path.name)}[ /]", described, re.MULTILINE), path.name
+
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    named = {*spans(DOCS / "reference/run-folder.md"), *spans(DOCS / "reference/metrics.md")}
+    assert {name for row in rows for name in row} <= named
+    assert {*json.loads((run / "status.json").read_text()), *json.loads((run / "run.json").read_text())} <= named
