@@ -13,10 +13,10 @@ def setup_logging(rank: int, folder: Path | None = None, level: int = logging.IN
     """Directs the "ddpforge" logger; call again once the run's `folder` is known.
 
     Rank 0 writes records of at least `level` to stderr. Other ranks write only warnings and errors, marked
-    `[rank 3]`, or `[rank 3 node07]` when the job spans several nodes. Everything from INFO on (or `level`, if
-    lower) is appended to `logs/rank-N.log` in `folder`.
+    `[rank 3]`, or `[rank 3 node07]` when the job spans several nodes. Everything is appended to `logs/rank-N.log`
+    in `folder`.
     """
-    logger.setLevel(min(level, logging.INFO))
+    logger.setLevel(logging.DEBUG)
     logger.propagate = False  # a library's basicConfig() would print every rank's messages once more
     for handler in logger.handlers[:]:
         logger.removeHandler(handler)

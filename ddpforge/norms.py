@@ -14,7 +14,7 @@ class Norms:
     """The gradient norms of the steps since the last look."""
 
     def __init__(self) -> None:
-        self.newest = math.nan          # as of the last look
+        self.newest = math.nan  # as of the last look
         self.nonfinite_in_a_row = 0
         self._pending: dict[int, Tensor] = {}
 

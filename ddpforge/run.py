@@ -8,7 +8,9 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from os import getpid
 from pathlib import Path
+from socket import gethostname
 from typing import Any, TypedDict
 
 from ddpforge.agree import on_main
@@ -75,6 +77,7 @@ def run(
         return Outcome(folder.path, finished, world.is_main)
 
     setup_logging(world.rank, folder.path)
+    log.debug("rank %d of %d on %s, device %s, pid %d", world.rank, world.size, gethostname(), world.device, getpid())
     tracker = _trackers(recipe, registry) if world.is_main else Tracker()
     trainer = None
     try:
@@ -175,6 +178,10 @@ def _open(folder: RunFolder, papers: Papers, *, fresh: bool, allow_change: Seque
     refuse_fixed(changes, allow_change)
     for change in changes:
         log.info("changed since the last attempt: %s", change)
+    for name, code in papers["local_files"].items():
+        kept = folder.path / name
+        if kept.is_file() and kept.read_bytes() != code:
+            log.info("changed since the last attempt: the code in %s", Path(name).name)
 
     status = folder.status()
     if status is None or status["state"] != "done" or any(change.path == "train.length" for change in changes):
@@ -248,6 +255,8 @@ def _status(
 ) -> Status:
     codes = {"running": None, "done": ExitCode.DONE, "stopped": ExitCode.STOPPED}
     code = error.exit_code if isinstance(error, ForgeError) else codes.get(state, ExitCode.FAILED)
+    if isinstance(error, KeyboardInterrupt):
+        code = ExitCode.INTERRUPTED
     return Status(
         state=state,
         exit_code=code,

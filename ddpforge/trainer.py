@@ -32,7 +32,7 @@ log = logging.getLogger("ddpforge")
 _AGREE_SECONDS = 1.0  # how long a stop request on one rank may go unnoticed by the others
 _MOST_SKIPS = 100  # steps in a row without a finite gradient, after which skipping is no longer training
 _MOST_ROLLBACKS = 10
-_FORWARD = 0xF03A  # keeps the random numbers of forward passes apart from those of the data
+_FORWARD, _EVALUATION = 0xF03A, 0xE7A1  # keep the random numbers of forward passes apart from those of the data
 
 
 @dataclass
@@ -274,7 +274,7 @@ class Trainer:
             raise _GoBack(bad)
         if self.settings.on_nonfinite == "stop" or self._norms.nonfinite_in_a_row >= _MOST_SKIPS:
             raise Diverged(
-                f"the gradient of step {bad[0]} is not finite; the weights are still those before it",
+                f"the gradient of step {bad[0]} is not finite; it was kept away from the weights",
                 hints=[
                     "lower optimizer.lr, set train.clip_norm, or look at that step's samples",
                     'or let the run go on with train.on_nonfinite = "skip" or "rollback"',
@@ -356,7 +356,8 @@ class Trainer:
         with ExitStack() as stack, torch.no_grad():
             for callback in self.callbacks.values():
                 stack.enter_context(callback.evaluating())
-            for micro in self.evaluation.evaluation():
+            for number, micro in enumerate(self.evaluation.evaluation()):
+                seed_all(mix(self.settings.seed, _EVALUATION, number, self.world.data_rank), self.world.device)
                 batch = to_device(micro.data, self.world.device)
                 with self.strategy.forward():
                     loss, outputs = self.task.loss(self.model, batch)

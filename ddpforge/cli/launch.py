@@ -36,7 +36,9 @@ def launch(
     from ddpforge.recipe.batch import check_world
 
     if torchrun_flags and not torchrun_flags[0].startswith("-"):
-        raise UsageError(f"`{torchrun_flags[0]}` is one argument too many", hints=["flags for torchrun follow after `--`"])
+        raise UsageError(
+            f"`{torchrun_flags[0]}` is one argument too many", hints=["flags for torchrun follow after `--`"]
+        )
 
     nproc = nproc or _gpus() or 1
     loaded = load_recipe(recipe, sets=sets)

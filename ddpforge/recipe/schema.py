@@ -81,7 +81,8 @@ class OptimizerComponent(Component):
     """The optimizer, and which parameters it must not decay."""
 
     no_decay: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        default=(), description="Parts of the names of parameters and modules that get no weight decay."
+        default=(),
+        description='Parameters without weight decay: "bias", "norm", "embedding", "1d", or a glob over full names.',
     )
 
 

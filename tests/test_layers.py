@@ -1,0 +1,146 @@
+"""The architecture, read from the source: who may import whom, and what every module owes its readers."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import ddpforge
+
+PACKAGE = Path(ddpforge.__file__).parent
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+COMPONENTS = {"callbacks", "datasets", "metrics", "models", "optim", "strategies", "tasks", "trackers"}
+
+# From the top down; a module imports only what is below its own line, and a package its own modules. The longest
+# name that fits decides: `checkpoint.files` is a leaf that run folders need too.
+LAYERS = [
+    {"__main__"},
+    {"cli"},
+    {"run"},
+    {"assemble"},
+    {"trainer"},
+    {"checkpoint", "data", "norms", "pace", "signals"},
+    # ------------------------------------------------------------------------ nothing below imports torch
+    {"runfolder"},
+    {"agree", "checkpoint.files", "console", "environment", "launch"},
+    {"recipe"},
+    {"registry"},
+    {"options"},
+    {"interfaces"},
+    {"durations"},
+    {"errors"},
+    {""},  # ddpforge itself: the version, and names that are imported when they are used
+]
+
+
+def layer(module: str) -> int:
+    """The number of a module's layer, counted from the top; components sit on the interfaces."""
+    name = module.removeprefix("ddpforge").removeprefix(".")
+    if name.partition(".")[0] in COMPONENTS:
+        return next(i for i, names in enumerate(LAYERS) if "registry" in names)
+    fits = {one: i for i, names in enumerate(LAYERS) for one in names if name == one or name.startswith(f"{one}.")}
+    assert fits, f"{module} has no place in LAYERS"
+    return fits[max(fits, key=len)]
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+def imports(module: str, node: ast.AST | None = None) -> Iterator[str]:
+    """What a module imports when it runs, also inside functions; without what only type checkers see."""
+    for child in ast.iter_child_nodes(node or tree(module)):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert not child.level, f"{module} imports relatively"
+            names = [f"{child.module}.{alias.name}" for alias in child.names]
+            yield from (name if name in MODULES else str(child.module) for name in names)
+        else:
+            yield from imports(module, child)
+
+
+def package_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+EDGES = [
+    (module, imported)
+    for module in MODULES
+    for imported in imports(module)
+    if imported.partition(".")[0] == "ddpforge" and package_of(imported) != package_of(module)
+]
+
+
+# ---------------------------------------------------------------------------------------------- who imports whom
+def test_imports_point_down() -> None:
+    upward = [edge for edge in EDGES if layer(edge[0]) >= layer(edge[1])]
+    assert not upward
+
+
+def test_components_live_by_the_rules_of_plugins() -> None:
+    """Whatever comes with ddpforge could have come from somebody else: it needs the interfaces and nothing more."""
+    ours = [edge for edge in EDGES if package_of(edge[0]).removeprefix("ddpforge.") in COMPONENTS]
+    assert {imported for _, imported in ours} <= {"ddpforge.interfaces", "ddpforge.errors"}
+
+
+@pytest.mark.parametrize(
+    ("library", "home"),
+    [
+        ("accelerate", "ddpforge.strategies"),
+        ("deepspeed", "ddpforge.strategies"),
+        ("wandb", "ddpforge.trackers.wandb"),
+        ("click", "ddpforge.cli"),
+    ],
+)
+def test_a_library_is_imported_in_one_place(library: str, home: str) -> None:
+    users = {module for module in MODULES if library in {name.partition(".")[0] for name in imports(module)}}
+    assert all(user == home or user.startswith(f"{home}.") for user in users), users
+
+
+def test_nothing_below_the_torch_line_imports_torch_when_it_is_imported() -> None:
+    """Functions may, and `launch.torchrun` is a program of its own."""
+    line = layer("ddpforge.runfolder")
+    light = [
+        module for module in MODULES if layer(module) >= line and package_of(module).split(".")[-1] not in COMPONENTS
+    ]
+    heavy = [
+        (module, imported)
+        for module in set(light) - {"ddpforge.launch.torchrun"}
+        for statement in tree(module).body
+        if isinstance(statement, ast.Import | ast.ImportFrom)
+        for imported in imports(module, ast.Module([statement], []))
+        if imported.partition(".")[0] in ("torch", "numpy", "accelerate", "safetensors")
+    ]
+    assert not heavy
+
+
+# ---------------------------------------------------------------------------------------------- every module
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_begins_by_saying_what_it_is_for(module: str) -> None:
+    documentation = ast.get_docstring(tree(module))
+    assert documentation
+    assert documentation.partition("\n\n")[0].rstrip().endswith((".", ":"))
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if not module.endswith("__main__")])
+def test_what_a_module_announces_exists(module: str) -> None:
+    found = import_module(module)
+    assert [name for name in getattr(found, "__all__", ()) if not hasattr(found, name)] == []
+
+
+# ---------------------------------------------------------------------------------------------- the version
+def test_the_changelog_begins_with_this_version() -> None:
+    text = (PACKAGE.parent / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = re.findall(r"^## \[?v?(\d+\.\d+\.\d+\S*?)\]?(?=[\s,(:]|$)", text, re.MULTILINE)
+    assert versions[0] == ddpforge.__version__
