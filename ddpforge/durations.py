@@ -3,13 +3,14 @@
 import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
     from pydantic_core import CoreSchema
 
-_FORM = re.compile(r"(\d+(?:\.\d+)?)(ep|st|h|m|s)")
+_FORM = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ep|st|h|m|s)")
 _SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 _LIMIT = 1e15
 
@@ -38,7 +39,7 @@ class Duration:
         return duration
 
     def __str__(self) -> str:
-        return f"{self.value:.15g}{self.unit}"
+        return f"{Decimal(repr(self.value)).normalize():f}{self.unit}"  # never 1e-05: `parse` must read it again
 
     @property
     def is_time(self) -> bool:
@@ -82,4 +83,5 @@ class Horizon:
             raise ValueError(f"{duration} is a wall time; expected epochs or steps")
         if self.steps_per_epoch is None:
             raise ValueError(f"{duration} needs to know how long an epoch is, and this data has no length; use steps")
-        return math.ceil(round(duration.value * self.steps_per_epoch, 9))
+        steps = math.ceil(round(duration.value * self.steps_per_epoch, 9))  # 1.1 × 10 is a little more than 11
+        return max(1, steps) if duration.value else 0

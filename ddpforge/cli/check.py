@@ -5,21 +5,14 @@ from collections.abc import Sequence
 
 import click
 
-from ddpforge.cli.options import json_option, recipe_argument, sets_option
+from ddpforge.cli.options import json_option, ranks_option, recipe_argument, sets_option
 from ddpforge.errors import ForgeError, RecipeError
 
 
 @click.command()
 @recipe_argument
 @sets_option
-@click.option(
-    "--ranks",
-    type=click.IntRange(1, 2**20),
-    envvar="WORLD_SIZE",
-    default=1,
-    show_default="WORLD_SIZE, else 1",
-    help="Check that the batch divides by this many ranks.",
-)
+@ranks_option
 @json_option
 def check(recipe: str, sets: Sequence[str], ranks: int, as_json: bool) -> None:
     """Find every error in RECIPE (a file or a bundled recipe's name); starts nothing."""

@@ -19,6 +19,14 @@ out_option = click.option(
     metavar="DIR",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object to stdout.")
+ranks_option = click.option(
+    "--ranks",
+    type=click.IntRange(1, 2**20),
+    envvar="WORLD_SIZE",
+    default=1,
+    show_default="WORLD_SIZE, else 1",
+    help="Deal the batch out to this many ranks.",
+)
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ddpforge.cli.options import json_option, recipe_argument, sets_option
+from ddpforge.cli.options import json_option, ranks_option, recipe_argument, sets_option
 
 if TYPE_CHECKING:
     from ddpforge.interfaces import Contract
@@ -19,14 +19,7 @@ _WIDEST = 48  # columns before the comments; longer values push theirs to the ri
 @click.command()
 @recipe_argument
 @sets_option
-@click.option(
-    "--ranks",
-    type=click.IntRange(1, 2**20),
-    envvar="WORLD_SIZE",
-    default=1,
-    show_default="WORLD_SIZE, else 1",
-    help="Deal the batch out to this many ranks.",
-)
+@ranks_option
 @json_option
 def show(recipe: str, sets: Sequence[str], ranks: int, as_json: bool) -> None:
     """Print RECIPE resolved, with all defaults, and where each value came from. The output is a recipe too."""
