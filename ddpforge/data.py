@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from ddpforge.errors import PluginError
+from ddpforge.signals import leave_stopping_to_the_rank
 
 __all__ = ["Batches", "MicroBatch", "Share", "mix", "open_data", "permute", "seed_all", "to_device"]
 
@@ -283,6 +284,7 @@ class Batches:
         options: dict[str, Any] = {"num_workers": self._workers, "pin_memory": self._pin, "batch_size": None}
         if self._workers:
             options |= {"prefetch_factor": self._prefetch, "persistent_workers": True}
+            options["worker_init_fn"] = leave_stopping_to_the_rank
 
         if _is_stream(self._data):
             return DataLoader(_Stream(self._data, self._order, start, one_epoch), **options)

@@ -69,6 +69,8 @@ class Zygote:
 
 # ---------------------------------------------------------------------------------------------- in the zygote
 def _serve() -> None:
+    import torch._dynamo  # what the first optimizer of every process imports, 2 seconds' worth
+
     import ddpforge.run
     import ddpforge.strategies.ddp  # noqa: F401
 

@@ -217,7 +217,6 @@ def test_launch_passes_a_request_to_stop_on_to_the_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="data.py does not hand leave_stopping_to_the_rank to its DataLoaders yet")
 def test_loader_processes_leave_stopping_to_their_rank(
     tmp_path: Path, popen: Callable[[str], subprocess.Popen[str]]
 ) -> None:

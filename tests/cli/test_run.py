@@ -182,9 +182,8 @@ def test_local_code_that_fails_when_it_is_imported_is_named_with_its_line(broken
     assert broken.stdout == ""
 
 
-@pytest.mark.xfail(strict=True, reason="recipe/validate.py makes a problem of the recipe out of it: 2")
-def test_local_code_that_fails_when_it_is_imported_is_an_environment_problem(broken: Result) -> None:
-    assert broken.exit_code == ExitCode.ENVIRONMENT
+def test_local_code_that_fails_when_it_is_imported_is_found_before_anything_starts(broken: Result) -> None:
+    assert broken.exit_code == ExitCode.USAGE
 
 
 def test_a_file_where_the_folder_should_be_is_an_environment_problem(ddpforge: Callable[..., Ranks]) -> None:

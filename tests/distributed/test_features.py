@@ -187,7 +187,7 @@ def test_early_stopping_ends_both_ranks_at_the_same_step(bench: Bench) -> None:
     stop = '[callbacks.early_stopping]\nmetric = "eval/loss"\npatience = 2\nmin_delta = 10.0'
     bench("stopped", length="40st", more=stop)
     assert (bench.status("stopped")["state"], bench.status("stopped")["step"]) == ("done", 12)
-    bench("stopped", length="40st", more=stop)      # it is done, and stays done
+    bench("stopped", length="40st", more=stop)  # it is done, and stays done
     assert bench.status("stopped")["step"] == 12
 
 
@@ -215,7 +215,7 @@ def test_a_run_can_be_as_long_as_a_wall_time(bench: Bench) -> None:
     assert bench.status("timed")["step"] >= 1
     step = bench.status("timed")["step"]
     bench("timed", length="1s", more='[checkpoint]\nevery = "100st"')
-    assert bench.status("timed")["step"] == step        # the time is used up
+    assert bench.status("timed")["step"] == step  # the time is used up
 
 
 def test_another_model_or_a_frozen_choice_cannot_slip_into_a_run(bench: Bench) -> None:
@@ -223,7 +223,7 @@ def test_another_model_or_a_frozen_choice_cannot_slip_into_a_run(bench: Bench) -
     failed = bench("fixed", length="12st", model="dropout = 0.5", fails=True)
     assert set(failed.codes) == {2}
     assert "model.dropout: 0.0 → 0.5" in failed.stderr
-    assert failed.stderr.count("error:") == 1       # rank 0 speaks for all
+    assert failed.stderr.count("error:") == 1  # rank 0 speaks for all
     assert bench.status("fixed")["step"] == 4
 
 
