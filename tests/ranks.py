@@ -69,7 +69,7 @@ class Zygote:
 
 # ---------------------------------------------------------------------------------------------- in the zygote
 def _serve() -> None:
-    import torch._dynamo  # what the first optimizer of every process imports, 2 seconds' worth
+    import torch._dynamo  # noqa: F401  (what the first optimizer of every process imports: 2 seconds)
 
     import ddpforge.run
     import ddpforge.strategies.ddp  # noqa: F401
