@@ -26,10 +26,10 @@ LAYERS = [
     {"run"},
     {"assemble"},
     {"trainer"},
-    {"checkpoint", "data", "norms", "pace", "signals"},
+    {"checkpoint", "data", "norms", "pace"},
     # ------------------------------------------------------------------------ nothing below imports torch
     {"runfolder"},
-    {"agree", "checkpoint.files", "console", "environment", "launch"},
+    {"agree", "checkpoint.files", "console", "environment", "launch", "signals"},
     {"recipe"},
     {"registry"},
     {"options"},

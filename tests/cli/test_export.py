@@ -39,7 +39,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 
 def call(*arguments: str) -> Result:
-    return CliRunner().invoke(export, arguments, catch_exceptions=False)
+    return CliRunner().invoke(export, arguments, catch_exceptions=False, help_option_names=["-h", "--help"])
 
 
 def weight(file: str) -> float:
