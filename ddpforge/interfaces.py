@@ -126,8 +126,7 @@ class Data(Protocol):
     - `collate(samples)` makes a batch out of what was fetched; return it unchanged when it already is one;
     - `random = False` says that fetching draws no random numbers, which saves seeding per sample. Otherwise
       python's, numpy's and torch's generators are seeded from (recipe seed, epoch, sample) before each sample, or
-      from (recipe seed, epoch, first sample) before each `__getitems__`;
-    - `batch_size(batch)`: samples in a batch, where it is not the length of the batch's first tensor.
+      from (recipe seed, epoch, first sample) before each `__getitems__`.
 
     An iterable dataset has `__iter__` and no `__getitem__`. It must yield the same samples in the same order on
     every rank and in every worker; ddpforge deals them out so that each is used once. Its `set_epoch(epoch: int)`,

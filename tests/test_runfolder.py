@@ -63,7 +63,7 @@ def test_local_code_is_copied_to_where_the_resolved_recipe_looks_for_it(tmp_path
     assert (folder.path / "code" / "0" / "my_models.py").read_text() == "class Net: ..."
 
 
-@pytest.mark.parametrize("name", ["../models.py", "/tmp/models.py", "code/../../models.py"])
+@pytest.mark.parametrize("name", ["../models.py", "/elsewhere/models.py", "code/../../models.py"])
 def test_local_code_is_never_written_outside_the_folder(tmp_path: Path, name: str) -> None:
     folder = RunFolder(tmp_path / "runs" / "digits")
 
