@@ -1,5 +1,6 @@
 """Fixtures that every test may ask for."""
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,3 +32,11 @@ def ddpforge(zygote: Zygote, tmp_path: Path) -> Callable[..., Ranks]:
 def _one_thread() -> None:
     """Small tensors gain nothing from threads, which only get into each other's way on a busy machine."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _signals_arrive() -> None:
+    """Whoever started the tests may have had signals ignored (nohup, a shell's background), which is inherited."""
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
