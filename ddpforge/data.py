@@ -292,7 +292,7 @@ class Batches:
         requests = _Requests(self._order, start, self._order.steps_per_epoch if one_epoch else None)
         fetcher = _Fetcher(self._data, self._order.seed)
         if not self._workers and not self._pin:
-            return map(fetcher.__getitem__, requests) if not one_epoch else _Mapped(fetcher, requests)
+            return _Mapped(fetcher, requests)
         return DataLoader(fetcher, sampler=requests, **options)
 
 
