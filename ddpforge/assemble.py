@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from ddpforge.blocks import find_blocks, rework_blocks
 from ddpforge.checkpoint.manager import Checkpoints
+from ddpforge.contract import count_parameters, prove
 from ddpforge.data import Batches, Share, mix, open_data
 from ddpforge.durations import Horizon
 from ddpforge.errors import UsageError
@@ -48,19 +50,24 @@ def assemble(
     torch.manual_seed(mix(recipe.train.seed, WEIGHTS))
     with strategy.building():
         bare = registry.build("model", recipe.model)
+    size = count_parameters(bare)
     with _recipes_fault():
         for data in sets:
             task.check(bare, data)
-        model = strategy.wrap(bare)
+        blocks = find_blocks(bare, recipe.train.blocks)
+        rework_blocks(blocks, recipe.train)
+        model = strategy.wrap(bare, blocks)
         groups = parameter_groups(model, recipe.optimizer.no_decay)
     optimizer = registry.build("optimizer", recipe.optimizer, params=groups)
     model, optimizer = strategy.prepare(model, optimizer)
+    weights = strategy.weights(model, optimizer)
+    prove(strategy, world, weights, size)
 
     callbacks: dict[str, Callback] = {
         name: registry.build("callback", component) for name, component in recipe.callbacks.items()
     }
     for callback in callbacks.values():
-        callback.on_start(strategy.unwrap(model), world)
+        callback.on_start(strategy.unwrap(model), world, weights)
 
     return Trainer(
         recipe=recipe,
@@ -68,6 +75,7 @@ def assemble(
         strategy=strategy,
         task=task,
         model=model,
+        parameters=size.all,
         optimizer=optimizer,
         schedule=registry.build("schedule", recipe.schedule, horizon=horizon),
         horizon=horizon,

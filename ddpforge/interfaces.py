@@ -7,11 +7,11 @@ step; the contracts of the other kinds are below. This module does not import to
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from ddpforge.durations import Duration, Horizon
 
@@ -36,10 +36,12 @@ __all__ = [
     "Task",
     "Total",
     "Tracker",
+    "Weights",
     "World",
 ]
 
 T = TypeVar("T")
+Sharded = Literal["weights", "gradients", "optimizer state"]
 Schedule = Callable[[int], float]
 """Maps a step (0 for the first) to the factor on the recipe's learning rate. A pure function: nothing to save."""
 
@@ -92,13 +94,50 @@ class StepInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """What a strategy promises, in words for people: shown by `ddpforge show`."""
+    """What a strategy promises: shown by `ddpforge show`, and proven at the start of a run.
 
-    shards: str  # "nothing", or what each rank holds only a part of
-    master_dtype: str  # dtype of the weights that the optimizer updates
-    reduce_dtype: str  # dtype in which gradients are summed over ranks
+    `shards` says of what each rank holds only a part, and `copies` how often the parts exist among all ranks; where
+    the optimizer's state is sharded, the weights that the optimizer updates are sharded like it.
+    """
+
+    shards: tuple[Sharded, ...] = ()
+    copies: int = 1
+    master_dtype: str = "float32"  # of the weights that the optimizer updates, as torch spells it
+    reduce_dtype: str = "float32"  # in which gradients are summed over ranks
     clips: str  # who clips the gradient norm, and when
-    accumulates: str  # who adds up micro-batches
+    accumulates: str  # who adds up micro-batches, and where
+
+
+class Weights:
+    """The trainable weights as the optimizer updates them, by parameter name: as much of each as this rank holds.
+
+    This class is for strategies under which every rank holds every weight whole; others have a subclass. A part is a
+    tensor of any shape, possibly empty; whoever keeps something per weight (averages, say) keeps it in parts.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the whole weights."""
+        named = self._model.named_parameters()
+        return {name: tuple(parameter.shape) for name, parameter in named if parameter.requires_grad}
+
+    def parts(self) -> dict[str, Tensor]:
+        """This rank's parts, live and without gradients: writing into them changes the weights, see `changed`."""
+        named = self._model.named_parameters()
+        return {name: parameter.detach() for name, parameter in named if parameter.requires_grad}
+
+    def changed(self) -> None:
+        """Makes forward passes use what was written into the parts; called on every rank."""
+
+    def gather(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors out of parts like those of `parts()`: on rank 0, nothing elsewhere; called on every rank."""
+        return dict(parts)
+
+    def split(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's parts of whole tensors, wherever those are."""
+        return dict(whole)
 
 
 @dataclass
@@ -206,8 +245,12 @@ class Callback:
     the same everywhere; returning True from `on_step` or `on_eval` ends training after this step.
     """
 
-    def on_start(self, model: nn.Module, world: World) -> None:
-        """Before the first step and before a checkpoint is restored; `model` is the bare model."""
+    def on_start(self, model: nn.Module, world: World, weights: Weights) -> None:
+        """Before the first step and before a checkpoint is restored.
+
+        `model` is the bare model. Where a strategy shards, its parameters are not whole: use `weights` to read or
+        write them.
+        """
 
     def on_step(self, info: StepInfo) -> bool | None:
         """After every optimizer step."""
@@ -241,10 +284,15 @@ class Strategy(ABC):
     """How one model becomes many: joins the ranks, wraps the model, and steps the optimizer.
 
     The order of calls is the order of this class. A strategy touches the model and the optimizer and nothing else:
-    sample order and learning rate are functions of the step and belong to the trainer.
+    sample order and learning rate are functions of the step and belong to the trainer. `contract` may depend on the
+    strategy's options; it is read before `setup` by `ddpforge show`, and after `prepare` by the run itself.
     """
 
-    contract: ClassVar[Contract]
+    contract: Contract
+
+    def generated(self, train: TrainSection, ranks: int) -> Mapping[str, Any]:
+        """What another library is told, as generated from the recipe for `ranks` ranks; for `ddpforge show`."""
+        return {}
 
     # -- before the loop
     @abstractmethod
@@ -255,8 +303,12 @@ class Strategy(ABC):
         """Wraps the construction of the model, e.g. to build it on the meta device."""
         return nullcontext()
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Shards or replaces the model, before the optimizer is built from its parameters."""
+    def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        """Shards or replaces the model, before the optimizer is built from its parameters.
+
+        `blocks` are the modules to treat one by one: what the recipe's `train.blocks` names, or the model's own
+        repeated blocks. None contains another.
+        """
         return model
 
     @abstractmethod
@@ -308,9 +360,13 @@ class Strategy(ABC):
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The bare model, as the recipe's component built it."""
 
+    def weights(self, model: nn.Module, optimizer: Optimizer) -> Weights:
+        """The weights that the optimizer updates; here, for strategies that shard nothing."""
+        return Weights(self.unwrap(model))
+
     @abstractmethod
     def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState:
-        """Model and optimizer by parameter name; called on every rank."""
+        """Model and optimizer by parameter name, whole, on rank 0; called on every rank, elsewhere it may be empty."""
 
     @abstractmethod
     def load_state(self, model: nn.Module, optimizer: Optimizer, state: CanonicalState) -> None:

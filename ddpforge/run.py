@@ -11,7 +11,7 @@ from functools import partial
 from os import getpid
 from pathlib import Path
 from socket import gethostname
-from typing import Any, TypedDict
+from typing import Any
 
 from ddpforge.agree import on_main
 from ddpforge.assemble import assemble
@@ -24,7 +24,7 @@ from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
 from ddpforge.recipe.batch import check_world
 from ddpforge.recipe.trial import check_optimizer
 from ddpforge.registry import Registry
-from ddpforge.runfolder import RunFolder, State, Status, recipe_changes, refuse_fixed
+from ddpforge.runfolder import Papers, RunFolder, State, Status, papers_of, recipe_changes, refuse_fixed
 from ddpforge.trackers.several import Several
 from ddpforge.trainer import Trainer
 
@@ -68,7 +68,7 @@ def run(
     to go wrong; a RecipeError comes before anything is started.
     """
     loaded, registry, strategy, world = _join(source, sets)
-    recipe, papers = loaded.recipe, _papers(loaded)
+    recipe, papers = loaded.recipe, papers_of(loaded)
     on_rank_0 = partial(on_main, is_main=world.is_main, broadcast=strategy.broadcast)
 
     folder = RunFolder(Path(out or recipe.output_dir) / recipe.name)
@@ -151,21 +151,6 @@ def _trackers(recipe: Recipe, registry: Registry) -> Tracker:
 
 
 # ---------------------------------------------------------------------------------------------- the run's folder
-class Papers(TypedDict):
-    """A recipe as a run's folder keeps it: as given, resolved, and its own copies of local code by relative path."""
-
-    text: str
-    resolved: str
-    local_files: dict[str, bytes]
-
-
-def _papers(loaded: LoadedRecipe) -> Papers:
-    """Read at once, before anything moves: the recipe may lie in the run's own folder."""
-    copies = {file: f"code/{number}/{file.name}" for number, file in enumerate(loaded.local_files())}
-    local_files = {name: file.read_bytes() for file, name in copies.items()}
-    return Papers(text=loaded.text, resolved=loaded.dumps(copies), local_files=local_files)
-
-
 def _open(folder: RunFolder, papers: Papers, *, fresh: bool, allow_change: Sequence[str]) -> Status | None:
     """Makes sure that the folder may be trained in; returns the status of a run that is finished already."""
     if fresh and folder.exists():
@@ -202,7 +187,7 @@ def _begin(
         "steps_per_epoch": trainer.horizon.steps_per_epoch,
         "world_size": trainer.world.size,
         "device": str(trainer.world.device),
-        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "parameters": trainer.parameters,
     }
     tracker.start(
         name=loaded.recipe.name,

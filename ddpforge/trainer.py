@@ -77,6 +77,7 @@ class Trainer:
         strategy: Strategy,
         task: Task,
         model: nn.Module,
+        parameters: int,
         optimizer: Optimizer,
         schedule: Schedule,
         horizon: Horizon,
@@ -90,6 +91,7 @@ class Trainer:
         self.settings = recipe.train
         self.world, self.strategy, self.task = world, strategy, task
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        self.parameters = parameters  # elements of the whole model, wherever they are
         self.horizon, self.training, self.evaluation = horizon, training, evaluation
         self.callbacks, self.checkpoints, self.tracker = callbacks, checkpoints, tracker
         self.origin: Mapping[str, Any] = {}  # recipe, lineage, …: what a checkpoint says of its origin
@@ -97,6 +99,8 @@ class Trainer:
         # how often what happens
         self.end = math.inf if horizon.total is None else horizon.total
         self.log_every = in_steps("track.every", recipe.track.every, horizon)
+        # A rollback must always have something to go back to.
+        self._saves_first = recipe.checkpoint.at_start or recipe.train.on_nonfinite == "rollback"
         self.save_cadence = Cadence("checkpoint.every", recipe.checkpoint.every, horizon)
         self.cadences = [self.save_cadence]
         if evaluation is not None:
@@ -137,8 +141,8 @@ class Trainer:
         """
         self._began = time.monotonic() - self.progress.seconds
         with self._stop:
-            if self.settings.on_nonfinite == "rollback" and self._saved is None:
-                self._save()  # so that there always is something to go back to
+            if self._saved is None and self._saves_first:
+                self._save()
             while True:
                 try:
                     self._train()

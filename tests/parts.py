@@ -53,7 +53,7 @@ class Points:
 class Recorder(Callback):
     """Writes, per rank, one line per step: the step and a checksum of the weights after it."""
 
-    def on_start(self, model: nn.Module, world: Any) -> None:
+    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
         self.model, self.rank = model, world.rank
         self.file = open(f"weights-{world.rank}.txt", "a")  # noqa: SIM115
 
@@ -79,7 +79,7 @@ class StopAt(Callback):
     def __init__(self, step: int, rank: int, signal: str = "SIGTERM") -> None:
         self.step, self.rank, self.signal = step, rank, signal
 
-    def on_start(self, model: nn.Module, world: Any) -> None:
+    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
         self.here = world.rank == self.rank
 
     def on_step(self, info: StepInfo) -> None:
@@ -131,7 +131,7 @@ class Values:
 class Thaw(Callback):
     """Unfreezes `b` after the first step."""
 
-    def on_start(self, model: nn.Module, world: Any) -> None:
+    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
         self.model = model
 
     def on_step(self, info: StepInfo) -> None:
@@ -153,7 +153,7 @@ class Statistics(nn.Module):
 class ShowBuffers(Callback):
     """Writes each rank's running mean when an evaluation begins."""
 
-    def on_start(self, model: nn.Module, world: Any) -> None:
+    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
         self.model, self.rank = model, world.rank
 
     def evaluating(self) -> nullcontext[None]:
@@ -169,7 +169,7 @@ class FailAt(Callback):
     def __init__(self, step: int, rank: int) -> None:
         self.step, self.rank = step, rank
 
-    def on_start(self, model: nn.Module, world: Any) -> None:
+    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
         self.here = world.rank == self.rank
 
     def on_step(self, info: StepInfo) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, StepInfo, World
+from ddpforge.interfaces import Callback, StepInfo, Weights, World
 
 logger = logging.getLogger("ddpforge")
 
@@ -21,7 +21,7 @@ class EMA(Callback):
 
     Averages are held in fp32 at least. They start at the initial weights, or, where a run goes on that kept
     none, at the weights after its next step. Buffers are the live model's. A parameter that is frozen at the
-    start is left out: its average is itself.
+    start is left out: its average is itself. Where weights are sharded, the averages are too.
     """
 
     def __init__(
@@ -34,21 +34,24 @@ class EMA(Callback):
         self._evaluate = evaluate
         self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
 
-    def on_start(self, model: nn.Module, world: World) -> None:
-        """Copies the initial weights."""
-        self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._averages = {name: _at_least_fp32(p).clone() for name, p in self._weights.items()}
+    def on_start(self, model: nn.Module, world: World, weights: Weights) -> None:
+        """Copies the initial weights: as much of each as this rank holds."""
+        self._weights = weights
+        self._averages = {name: _at_least_fp32(part).clone() for name, part in weights.parts().items()}
         self._begun = False
 
     def on_step(self, info: StepInfo) -> None:
         """Moves the averages towards the weights, in one fused operation."""
+        if self._begun and info.step % self._every:
+            return
+        live = self._weights.parts().values()
         averages = list(self._averages.values())
         if not self._begun and info.step > 1:
             logger.info("ema: the checkpoint holds no averages; they start at step %d", info.step)
-            _copy(averages, self._weights.values())
+            _copy(averages, live)
         self._begun = True
         if info.step % self._every == 0:
-            self._update(averages, [_at_least_fp32(p) for p in self._weights.values()], 0)
+            self._update(averages, [_at_least_fp32(part) for part in live], 0)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -57,21 +60,25 @@ class EMA(Callback):
             yield
             return
 
-        weights = list(self._weights.values())
-        live = [p.detach().clone() for p in weights]
+        parts = list(self._weights.parts().values())
+        live = [part.clone() for part in parts]
         try:
-            _copy(weights, self._averages.values())
+            self._write(self._averages.values())
             yield
         finally:
-            _copy(weights, live)
+            self._write(live)
+
+    def _write(self, sources: Iterable[Tensor]) -> None:
+        _copy(self._weights.parts().values(), sources)
+        self._weights.changed()
 
     def state(self) -> Mapping[str, Tensor]:
         """The averages by parameter name."""
-        return self._averages
+        return self._weights.gather(self._averages)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from saved averages; raises CheckpointError unless they are of exactly this model."""
-        expected = {name: tuple(average.shape) for name, average in self._averages.items()}
+        expected = self._weights.shapes()
         found = {name: tuple(average.shape) for name, average in state.items()}
         if found != expected:
             names = sorted(name for name in expected | found if expected.get(name) != found.get(name))
@@ -79,7 +86,8 @@ class EMA(Callback):
                 f"the averaged weights in the checkpoint are not of this model: {', '.join(names)} differ",
                 hints=["resume with the model and the ema callback that the checkpoint was made with"],
             )
-        _copy(self._averages.values(), (state[name] for name in self._averages))
+        parts = self._weights.split(state)
+        _copy(self._averages.values(), (parts[name] for name in self._averages))
         self._begun = True
 
 
@@ -90,5 +98,5 @@ def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
 
 
 def _at_least_fp32(weight: Tensor) -> Tensor:
-    """`weight` itself where its dtype is wide enough; without gradients."""
-    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    """`weight` itself where its dtype is wide enough."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from ddpforge.interfaces import Callback, StepInfo, World
+from ddpforge.interfaces import Callback, StepInfo, Weights, World
 
 PositiveFlops = Annotated[float, Field(gt=0, le=1e30)]
 
@@ -37,7 +37,7 @@ class Throughput(Callback):
         self._peak_flops = peak_flops
         self._last: StepInfo | None = None
 
-    def on_start(self, model: nn.Module, world: World) -> None:
+    def on_start(self, model: nn.Module, world: World, weights: Weights) -> None:
         """Remembers the devices."""
         self._world = world
 

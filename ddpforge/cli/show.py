@@ -1,7 +1,7 @@
 """`ddpforge show`: the resolved recipe, where each value came from, and what it amounts to."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import click
 from ddpforge.cli.options import json_option, ranks_option, recipe_argument, sets_option
 
 if TYPE_CHECKING:
-    from ddpforge.interfaces import Contract
+    from ddpforge.interfaces import Contract, Strategy
     from ddpforge.recipe import LoadedRecipe
 
 _WIDEST = 48  # columns before the comments; longer values push theirs to the right
@@ -29,16 +29,30 @@ def show(recipe: str, sets: Sequence[str], ranks: int, as_json: bool) -> None:
     registry = Registry.installed()
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     plan = check_world(loaded, ranks)
-    strategy = loaded.recipe.strategy
-    contract = getattr(registry.load("strategy", strategy.use, strategy.base), "contract", None)
+    strategy: Strategy = registry.build("strategy", loaded.recipe.strategy)
+    generated = strategy.generated(loaded.recipe.train, ranks)
 
     if as_json:
-        click.echo(json.dumps(_as_dict(loaded, asdict(plan), contract), indent=2))
+        facts = {"batch": asdict(plan), "contract": asdict(strategy.contract), "generated": generated}
+        click.echo(json.dumps(_as_dict(loaded) | facts, indent=2))
         return
     click.echo(_annotated(loaded))
     click.echo(f"\n# batch: {plan}")
-    for name, promise in asdict(contract).items() if contract else ():
-        click.echo(f"# {strategy.use} {name.replace('_', ' ')}: {promise}")
+    for name, promise in _promises(strategy.contract, ranks):
+        click.echo(f"# {loaded.recipe.strategy.use} {name}: {promise}")
+    for name, config in generated.items():
+        text = f"{name}: {json.dumps(config, indent=2)}"
+        click.echo("".join(f"# {line}\n" for line in text.splitlines()), nl=False)
+
+
+def _promises(contract: "Contract", ranks: int) -> Iterator[tuple[str, str]]:
+    """The contract in words."""
+    spread = f"over {ranks // contract.copies} of {ranks} ranks" if contract.copies > 1 else "over all ranks"
+    yield "shards", f"{', '.join(contract.shards)}, {spread}" if contract.shards else "nothing: every rank holds all"
+    yield "master weights", contract.master_dtype
+    yield "gradients are reduced in", contract.reduce_dtype
+    yield "clips", contract.clips
+    yield "accumulates", contract.accumulates
 
 
 def _annotated(loaded: "LoadedRecipe") -> str:
@@ -56,12 +70,10 @@ def _annotated(loaded: "LoadedRecipe") -> str:
     return "\n".join(lines)
 
 
-def _as_dict(loaded: "LoadedRecipe", batch: dict[str, int], contract: "Contract | None") -> dict[str, object]:
+def _as_dict(loaded: "LoadedRecipe") -> dict[str, object]:
     from ddpforge.recipe.report import dotted
 
     return {
         "recipe": loaded.tables,
         "origins": {dotted(path): str(origin) for path, origin in loaded.origins.items()},
-        "batch": batch,
-        "contract": asdict(contract) if contract else None,
     }

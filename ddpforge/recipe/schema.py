@@ -143,6 +143,19 @@ class TrainSection(Section):
     compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = Field(
         default="off", description="torch.compile mode."
     )
+    compile_blocks: bool = Field(
+        default=False,
+        description="Compile the model's blocks one by one, not the model: once for all that are alike.",
+    )
+    activation_checkpointing: bool = Field(
+        default=False,
+        description="Recompute each block's activations in the backward pass instead of keeping them.",
+    )
+    blocks: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(),
+        description="Classes of the modules that are sharded, recomputed and compiled one by one; absent: the model's"
+        " repeated blocks.",
+    )
     sync_batchnorm: bool = Field(default=False, description="Compute BatchNorm statistics over all ranks (CUDA only).")
     timeout: WallTime = Field(
         default=Duration(10, "m"),
@@ -169,6 +182,7 @@ class CheckpointSection(Section):
         default=Duration(1, "ep"),
         description="How often to save; the end of training and every requested stop save too.",
     )
+    at_start: bool = Field(default=False, description="Save the initial weights too, before the first step.")
     keep: KeepSection = KeepSection()
 
 

@@ -1,4 +1,4 @@
-"""The base of strategies that let Accelerate form the world and wrap the model."""
+"""The base of strategies that let Accelerate form the world; it wraps models that every rank holds whole."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.commands.config import default_config_file, load_config_from_file
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, KwargsHandler
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, KwargsHandler, patch_environment
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -35,15 +35,32 @@ __all__ = ["AcceleratedStrategy"]
 T = TypeVar("T")
 log = logging.getLogger("ddpforge")
 
+# What the launcher's variables are when nobody set anything, and the keys of the recipe that decide instead.
+_SAYS_NOTHING = {
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_USE_DEEPSPEED": "false",
+    "ACCELERATE_USE_FSDP": "false",
+    "ACCELERATE_DYNAMO_BACKEND": "no",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+}
+_DECIDED_BY = {
+    "ACCELERATE_MIXED_PRECISION": "train.precision",
+    "ACCELERATE_DYNAMO_BACKEND": "train.compile",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "train.micro_batch",
+}
+
 
 class AcceleratedStrategy(Strategy):
     """A replicated model in a world that Accelerate set up.
 
     A subclass says what it adds with `handlers` (Accelerator options) and checks what it got with `check`; that is
-    all a strategy of this family needs. Loaders, schedules and optimizers never enter Accelerate.
+    all a strategy of this family needs. Loaders, schedules and optimizers never enter Accelerate. `group` says that
+    a process group is needed even by a single process.
     """
 
     allows_unused_parameters: ClassVar[bool] = True
+    unused_hints: ClassVar[tuple[str, ...]] = ()  # what else to do about parameters that forward does not use
+    group: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.world: World
@@ -60,11 +77,18 @@ class AcceleratedStrategy(Strategy):
     # -- before the loop
     def setup(self, train: TrainSection) -> World:
         """Joins the gloo (CPU) or NCCL (CUDA) process group that the launcher announced, and checks its size."""
-        _refuse_contradictions(train)
+        self._refuse_contradictions(train)
         on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" or not torch.cuda.is_available()
-        group = InitProcessGroupKwargs(timeout=timedelta(seconds=train.timeout.seconds))
-        self.accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[group, *self.handlers()])
+        timeout = timedelta(seconds=train.timeout.seconds)
+        handlers = [InitProcessGroupKwargs(timeout=timeout), *self.handlers()]
+        with patch_environment(ACCELERATE_USE_DEEPSPEED="false", ACCELERATE_USE_FSDP="false"):
+            # Accelerate forms the world and nothing more; what shards the model is handed its own options.
+            self.accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=handlers)
         self._check_world()
+        if self.group and not dist.is_initialized():
+            backend = "gloo" if on_cpu else "nccl"
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
         state = self.accelerator
         self.world = World(
@@ -81,6 +105,27 @@ class AcceleratedStrategy(Strategy):
         self.train = train
         self.precision = precision_for(train.precision, self.world.device)
         return self.world
+
+    def launcher_may_say(self, train: TrainSection) -> dict[str, str]:
+        """Variables of `accelerate launch` that say what the recipe says, and the value with which they do."""
+        return {
+            "ACCELERATE_MIXED_PRECISION": {"fp32": "no"}.get(train.precision, train.precision),
+            "ACCELERATE_USE_DEEPSPEED": "false",
+            "ACCELERATE_USE_FSDP": "false",
+            "ACCELERATE_DYNAMO_BACKEND": "no",
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+        }
+
+    def _refuse_contradictions(self, train: TrainSection) -> None:
+        """The recipe owns training, the launcher owns the world: where the launcher says otherwise, show both."""
+        for variable, wanted in self.launcher_may_say(train).items():
+            said = os.environ.get(variable, wanted)
+            if said.lower() not in (wanted, _SAYS_NOTHING.get(variable)):
+                key = _DECIDED_BY.get(variable, "strategy.use")
+                raise StrategyError(
+                    f"the launcher says {variable}={said}, which `{key}` in the recipe decides",
+                    hints=[f"leave it out of the launcher's flags and `accelerate config`, and set `{key}`"],
+                )
 
     def _check_world(self) -> None:
         promised = int(os.environ.get("WORLD_SIZE", "1"))
@@ -104,9 +149,12 @@ class AcceleratedStrategy(Strategy):
                 ],
             )
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Moves the model to the device; converts BatchNorm to SyncBatchNorm where the recipe asks for it."""
-        model = model.to(self.world.device)
+        return self.converted(model.to(self.world.device))
+
+    def converted(self, model: nn.Module) -> nn.Module:
+        """The model, with SyncBatchNorm for BatchNorm where the recipe asks for it."""
         if not self.train.sync_batchnorm:
             return model
         if self.world.device.type != "cuda":
@@ -124,15 +172,20 @@ class AcceleratedStrategy(Strategy):
         self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         self._bare = model
 
+        prepared = self.replicated(model)
+        self.check(prepared)
+        if self.train.compile != "off" and not self.train.compile_blocks:
+            # In place, and on the wrapper: state keeps its names, and DDP's buckets still overlap with backward.
+            prepared.compile(mode=self.train.compile)
+        return prepared, optimizer
+
+    def replicated(self, model: nn.Module) -> nn.Module:
+        """The model, wrapped so that its gradients are averaged over ranks."""
         with warnings.catch_warnings():
             # torch 2.15 renamed the option by which DDP leaves buffers alone; older ones know only this name.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
             prepared: nn.Module = self.accelerator.prepare_model(model)
-        self.check(prepared)
-        if self.train.compile != "off":
-            # In place, and on the wrapper: state keeps its names, and DDP's buckets still overlap with backward.
-            prepared.compile(mode=self.train.compile)
-        return prepared, optimizer
+        return prepared
 
     # -- one step
     def forward(self) -> AbstractContextManager[Any]:
@@ -146,14 +199,22 @@ class AcceleratedStrategy(Strategy):
     def step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
         """Unscales, measures the norm, clips, updates, clears: in this order at every precision."""
         self.precision.unscale(optimizer)
-        norm = torch.nn.utils.get_total_norm(self._gradients())
+        norm = self.norm(self._gradients())
         if self.train.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._trained, self.train.clip_norm, norm)
+            self.clip(self.train.clip_norm, norm)
 
         self.precision.update(optimizer, norm)
         for parameter in self._trained:  # what zero_grad does, without its 20 µs of bookkeeping
             parameter.grad = None
         return norm
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """The norm of all gradients together (0-d)."""
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def clip(self, largest: float, norm: Tensor) -> None:
+        """Scales the gradients, whose norm is `norm`, down to the `largest` norm."""
+        torch.nn.utils.clip_grads_with_norm_(self._trained, largest, norm)
 
     def overflowed(self) -> bool:
         """True when a non-finite norm only lowered fp16's loss scale."""
@@ -176,16 +237,18 @@ class AcceleratedStrategy(Strategy):
                 hints=["leave requires_grad alone during a run; freeze and unfreeze between runs"],
             )
 
-        unused = [self._names[id(p)] for p in self._trained if p.grad is None]
+        unused = [p for p in self._trained if p.grad is None]
         if unused and not self.allows_unused_parameters:
-            more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-            raise StrategyError(
-                f"parameter `{unused[0]}`{more} got no gradient on rank {self.world.rank}: forward did not use it",
-                hints=[
-                    "remove it from the model, or set requires_grad = False",
-                    "or set strategy.find_unused_parameters = true, which costs a walk of the graph at every step",
-                ],
-            )
+            self.refuse_unused(unused)
+
+    def refuse_unused(self, parameters: Sequence[nn.Parameter]) -> NoReturn:
+        """Raises the StrategyError for parameters that forward did not use on this rank."""
+        more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
+        raise StrategyError(
+            f"parameter `{self._names[id(parameters[0])]}`{more} got no gradient on rank {self.world.rank}: "
+            "forward did not use it",
+            hints=["remove it from the model, or set requires_grad = False", *self.unused_hints],
+        )
 
     # -- agreement
     def reduce(self, totals: Mapping[str, Total]) -> dict[str, float]:
@@ -265,25 +328,6 @@ def _running_statistics(model: nn.Module) -> Iterator[Tensor]:
             for buffer in (module.running_mean, module.running_var):
                 if buffer is not None:
                     yield buffer
-
-
-def _refuse_contradictions(train: TrainSection) -> None:
-    """The recipe owns training, the launcher owns the world: where the launcher says otherwise, show both."""
-    environment = os.environ
-    said = {
-        "ACCELERATE_MIXED_PRECISION": ("no", {"fp32": "no"}.get(train.precision, train.precision), "train.precision"),
-        "ACCELERATE_USE_DEEPSPEED": ("false", "false", "strategy.use"),
-        "ACCELERATE_USE_FSDP": ("false", "false", "strategy.use"),
-        "ACCELERATE_DYNAMO_BACKEND": ("no", "no", "train.compile"),
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "1", "train.micro_batch"),
-    }
-    for variable, (default, wanted, key) in said.items():
-        value = environment.get(variable, default).lower()
-        if value not in (default, wanted):
-            raise StrategyError(
-                f"the launcher says {variable}={environment[variable]}, which `{key}` in the recipe decides",
-                hints=[f"leave it out of the launcher's flags and `accelerate config`, and set `{key}`"],
-            )
 
 
 def processes_asked_for() -> int:

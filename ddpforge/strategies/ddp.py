@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, KwargsHandler
 from pydantic import Field
@@ -17,10 +18,10 @@ from ddpforge.strategies.accelerated import AcceleratedStrategy
 __all__ = ["DDP"]
 
 _HOOKS = {
-    "none": DDPCommunicationHookType.NO,
-    "fp16": DDPCommunicationHookType.FP16,
-    "bf16": DDPCommunicationHookType.BF16,
-    "powersgd": DDPCommunicationHookType.POWER_SGD,
+    "none": (DDPCommunicationHookType.NO, "float32"),
+    "fp16": (DDPCommunicationHookType.FP16, "float16"),
+    "bf16": (DDPCommunicationHookType.BF16, "bfloat16"),
+    "powersgd": (DDPCommunicationHookType.POWER_SGD, "float32, of a low-rank approximation"),
 }
 
 
@@ -31,13 +32,12 @@ class DDP(AcceleratedStrategy):
     "PyTorch Distributed" (VLDB 2020).
     """
 
-    contract: ClassVar[Contract] = Contract(
-        shards="nothing: every rank holds weights, gradients and optimizer state whole",
-        master_dtype="fp32",
-        reduce_dtype="fp32 (fp16 or bf16 with strategy.compression)",
+    contract = Contract(
         clips="every rank alike, after the all-reduce, by the norm of all gradients",
         accumulates="autograd, in the parameters' .grad; one all-reduce per step, in the last micro-batch",
     )
+
+    unused_hints = ("or set strategy.find_unused_parameters = true, which costs a walk of the graph at every step",)
 
     def __init__(
         self,
@@ -67,6 +67,8 @@ class DDP(AcceleratedStrategy):
     ) -> None:
         super().__init__()
         self.allows_unused_parameters = find_unused_parameters or static_graph  # type: ignore[misc]
+        hook, reduce_dtype = _HOOKS[compression]
+        self.contract = replace(self.contract, reduce_dtype=reduce_dtype)
         powersgd = {"matrix_approximation_rank": powersgd_rank, "start_powerSGD_iter": powersgd_start}
         self.options = DistributedDataParallelKwargs(
             # Buffers are made equal when somebody reads them (evaluation, checkpoints), not at every forward pass.
@@ -75,7 +77,7 @@ class DDP(AcceleratedStrategy):
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
-            comm_hook=_HOOKS[compression],
+            comm_hook=hook,
             comm_state_option=powersgd if compression == "powersgd" else {},
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,8 +36,18 @@ def capture(model: nn.Module, optimizer: Optimizer) -> CanonicalState:
     return CanonicalState(weights, state, aliases)
 
 
-def restore(model: nn.Module, optimizer: Optimizer, state: CanonicalState) -> None:
-    """Copies `state` into `model` and `optimizer` in place; the optimizer keeps the recipe's hyper-parameters."""
+def restore(
+    model: nn.Module,
+    optimizer: Optimizer,
+    state: CanonicalState,
+    *,
+    place: Callable[[Tensor, Tensor], Tensor] = lambda whole, like: whole,
+) -> None:
+    """Copies `state` into `model` and `optimizer` in place; the optimizer keeps the recipe's hyper-parameters.
+
+    `place(whole, like)` makes of a whole tensor one that lies on the ranks as `like` does. A tensor of the
+    optimizer's state that is shaped like its parameter lies as the parameter does.
+    """
     current = capture(model, optimizer)
     _match(set(current.model), set(state.model) - set(state.aliases))
 
@@ -47,7 +57,7 @@ def restore(model: nn.Module, optimizer: Optimizer, state: CanonicalState) -> No
             if (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
                 here, there = (f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in (tensor, saved))
                 raise CheckpointError(f"`{name}` is {here} in the model and {there} in the checkpoint")
-            tensor.copy_(saved)
+            tensor.copy_(place(saved, tensor))
 
     # torch's own loader moves each tensor to its parameter's device and gives `step` the form the optimizer wants.
     packed = optimizer.state_dict()
@@ -55,8 +65,17 @@ def restore(model: nn.Module, optimizer: Optimizer, state: CanonicalState) -> No
     unknown = sorted(set(state.optimizer) - set(indices))
     if unknown:
         raise CheckpointError(f"the checkpoint holds optimizer state of `{unknown[0]}`, which is not trained here")
-    packed["state"] = {indices[name]: dict(entry) for name, entry in state.optimizer.items()}
+    packed["state"] = {
+        indices[name]: {key: _placed(value, current.model[name], place) for key, value in entry.items()}
+        for name, entry in state.optimizer.items()
+    }
     optimizer.load_state_dict(packed)
+
+
+def _placed(value: Any, parameter: Tensor, place: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor) and value.shape == parameter.shape:
+        return place(value, parameter)
+    return value
 
 
 def _names(model: nn.Module) -> dict[int, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Contract, World
@@ -17,10 +17,7 @@ __all__ = ["Single"]
 class Single(AcceleratedStrategy):
     """Trains in one process; refuses to start in more."""
 
-    contract: ClassVar[Contract] = Contract(
-        shards="nothing",
-        master_dtype="fp32",
-        reduce_dtype="none (one process)",
+    contract = Contract(
         clips="before the update, by the norm of all gradients",
         accumulates="autograd, in the parameters' .grad",
     )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ddpforge.callbacks.ema import EMA
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import StepInfo, World
+from ddpforge.interfaces import StepInfo, Weights, World
 
 WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), data_rank=0, data_size=1)
 
@@ -35,7 +35,7 @@ def step_and_average(model: nn.Module, ema: EMA, steps: range) -> None:
 
 def started(model: nn.Module, **options: object) -> EMA:
     ema = EMA(**{"decay": 0.9, **options})  # type: ignore[arg-type]
-    ema.on_start(model, WORLD)
+    ema.on_start(model, WORLD, Weights(model))
     return ema
 
 

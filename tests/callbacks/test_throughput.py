@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ddpforge.callbacks.throughput import Throughput
-from ddpforge.interfaces import StepInfo, World
+from ddpforge.interfaces import StepInfo, Weights, World
 
 WORLD = World(rank=0, size=2, local_rank=0, device=torch.device("cpu"), data_rank=0, data_size=2)
 
@@ -15,7 +15,7 @@ def info(step: int, samples: int, seconds: float = 0.5) -> StepInfo:
 
 def started(**options: float) -> Throughput:
     throughput = Throughput(**options)
-    throughput.on_start(torch.nn.Linear(1, 1), WORLD)
+    throughput.on_start(model := torch.nn.Linear(1, 1), WORLD, Weights(model))
     return throughput
 
 

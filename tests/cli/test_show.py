@@ -51,7 +51,22 @@ def test_batch_and_contract_are_spelled_out(recipe: str) -> None:
     lines = _show(recipe, "--ranks", "2").stdout.split("\n")
     assert "# batch: 64 per step = 8 per forward pass × 4 accumulation × 2 ranks" in lines
     assert any(line.startswith("# ddp shards: nothing") for line in lines)
-    assert any(line.startswith("# ddp master dtype: fp32") for line in lines)
+    assert "# ddp master weights: float32" in lines
+    assert "# ddp gradients are reduced in: float32" in lines
+
+
+def test_what_is_generated_for_another_library_is_shown(recipe: str) -> None:
+    Path("telling.py").write_text(
+        "from ddpforge.strategies.ddp import DDP\n\n"
+        "class Telling(DDP):\n"
+        "    def generated(self, train, ranks):\n"
+        '        return {"engine": {"clip": train.clip_norm, "ranks": ranks}}\n'
+    )
+    use = ("--set", 'strategy.use="./telling.py:Telling"', "--set", "train.clip_norm=0.5", "--ranks", "2")
+    shown = _show(recipe, *use).stdout
+    comment = shown[shown.index("# engine: ") :].replace("\n# ", "\n").removeprefix("# engine: ")
+    assert json.loads(comment) == {"clip": 0.5, "ranks": 2}
+    assert json.loads(_show(recipe, *use, "--json").stdout)["generated"] == {"engine": json.loads(comment)}
 
 
 def test_ranks_that_do_not_divide_the_batch_are_an_error(recipe: str) -> None:
@@ -66,4 +81,4 @@ def test_json_holds_the_same(recipe: str) -> None:
     assert shown["recipe"]["train"]["global_batch"] == 64
     assert shown["origins"]["train.global_batch"] == "small.toml:7"
     assert shown["batch"] == {"global_batch": 64, "micro_batch": 8, "accumulation": 4, "data_ranks": 2}
-    assert shown["contract"]["shards"].startswith("nothing")
+    assert shown["contract"]["shards"] == []

@@ -52,9 +52,6 @@ def cosine(horizon: object, *, warmup: Duration = Duration(0, "st"), floor: Shar
 
 class DDP(Strategy):
     contract = Contract(
-        shards="nothing",
-        master_dtype="fp32",
-        reduce_dtype="fp32",
         clips="torch, over all parameters, before every step",
         accumulates="torch, in the gradients",
     )

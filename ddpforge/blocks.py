@@ -1,0 +1,81 @@
+"""The repeated blocks of a model: what is sharded, recomputed and compiled one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ddpforge.recipe.schema import TrainSection
+
+__all__ = ["find_blocks", "rework_blocks"]
+
+
+def find_blocks(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
+    """The outermost modules of the named `classes`, in the model's order.
+
+    Without names: the members of the lists that the model's `repeated` attribute names, or, where it has none,
+    those members of `nn.ModuleList` and `nn.Sequential` that have children and share their class with another
+    member; a model may have none. Raises ValueError for a class that names no such module.
+    """
+    if classes:
+        return _named(model, classes)
+    lists = getattr(model, "repeated", None)
+    if lists is None:
+        return list(_alike(model))
+    return [block for path in lists for block in model.get_submodule(path).children()]
+
+
+def rework_blocks(blocks: Sequence[nn.Module], train: TrainSection) -> None:
+    """Makes the blocks recompute their activations and compiles them, where the recipe says so.
+
+    Their `forward` is replaced in place, so names and hooks stay what they are. Raises ValueError when there are no
+    blocks to do it to.
+    """
+    for key in ("activation_checkpointing", "compile_blocks"):
+        if getattr(train, key) and not blocks:
+            raise ValueError(f"train.{key} needs repeated blocks and the model has none; name classes in train.blocks")
+    if train.compile_blocks and train.compile == "off":
+        raise ValueError('train.compile_blocks has no effect while train.compile is "off"; set a mode')
+
+    for block in blocks:
+        if train.activation_checkpointing:
+            # Random numbers are replayed, so dropout draws the same mask twice.
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if train.compile_blocks:
+            block.forward = torch.compile(block.forward, mode=train.compile)
+
+
+def _named(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
+    found = list(_outermost(model, set(classes)))
+    names = {base.__name__ for block in found for base in type(block).__mro__}
+    for wanted in classes:
+        if wanted not in names:
+            there = sorted({type(module).__name__ for module in model.modules()})
+            near = ", ".join(get_close_matches(wanted, there, n=3, cutoff=0))
+            inside = " outside of the others" if wanted in there else ""
+            raise ValueError(f"train.blocks: the model has no {wanted}{inside}; near it are {near}")
+    return found
+
+
+def _outermost(module: nn.Module, classes: set[str]) -> Iterator[nn.Module]:
+    if classes & {base.__name__ for base in type(module).__mro__}:
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child, classes)
+
+
+def _alike(module: nn.Module) -> Iterator[nn.Module]:
+    """Members of lists that have children of their own and are not the only one of their class."""
+    for child in module.children():
+        classes = Counter(type(member) for member in module.children())
+        if isinstance(module, nn.ModuleList | nn.Sequential) and classes[type(child)] > 1 and any(child.children()):
+            yield child
+        else:
+            yield from _alike(child)

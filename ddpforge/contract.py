@@ -1,0 +1,56 @@
+"""Proves, before the first step, that a strategy does what its contract says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ddpforge.errors import PluginError, StrategyError
+from ddpforge.interfaces import Contract, Strategy, Weights, World
+
+__all__ = ["Size", "count_parameters", "prove"]
+
+
+@dataclass(frozen=True)
+class Size:
+    """Elements of a model's parameters, tied ones counted once."""
+
+    all: int
+    trainable: int
+
+
+def count_parameters(model: nn.Module) -> Size:
+    """The size of a bare model."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return Size(sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains))
+
+
+def prove(strategy: Strategy, world: World, weights: Weights, size: Size) -> None:
+    """Raises StrategyError unless the weights are of the promised dtype and spread over the ranks as promised.
+
+    Every rank counts the elements that its optimizer updates. Together they are the model once for every copy that
+    the contract names: a strategy that was to shard and did not, or the other way round, is found here.
+    """
+    name = type(strategy).__name__
+    if not isinstance(contract := getattr(strategy, "contract", None), Contract):
+        raise PluginError(f"{name} has no contract", hints=["set `contract = Contract(…)` on the class or in __init__"])
+    parts = weights.parts()
+    for parameter, part in parts.items():
+        dtype = str(part.dtype).removeprefix("torch.")
+        if dtype != contract.master_dtype:
+            raise StrategyError(
+                f"parameter `{parameter}` is {dtype}, and {name} promises {contract.master_dtype} master weights: "
+                "updates smaller than a rounding step would vanish",
+                hints=['build the model in float32; train.precision = "bf16" computes in bfloat16 all the same'],
+            )
+
+    copies = contract.copies if "optimizer state" in contract.shards else world.size
+    held = int(strategy.total(torch.tensor(sum(part.numel() for part in parts.values()))))
+    if held != copies * size.trainable:
+        raise StrategyError(
+            f"{name} promises {copies} {'copy' if copies == 1 else 'copies'} of the {size.trainable:,} trainable "
+            f"weights among {world.size} ranks, and they hold {held:,} together",
+            hints=["this is a bug in the strategy: what it promises is not what runs"],
+        )

@@ -1,0 +1,310 @@
+"""FSDP2: every rank holds a part of the weights, of their gradients and of the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import CanonicalState, Contract, Weights, World
+from ddpforge.strategies import replicated
+from ddpforge.strategies.accelerated import AcceleratedStrategy
+from ddpforge.strategies.meta import materialise
+
+if TYPE_CHECKING:
+    from ddpforge.recipe.schema import TrainSection
+
+__all__ = ["FSDP"]
+
+T = TypeVar("T")
+
+
+class FSDP(AcceleratedStrategy):
+    """torch's `fully_shard` on each of the model's blocks and on what is left of the model.
+
+    See https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html and Zhao et al., "PyTorch FSDP" (VLDB
+    2023). With `replicas` the ranks form that many groups; each shards the model among its own ranks and gradients
+    are then averaged over the groups (hybrid sharding, HSDP).
+    """
+
+    contract = Contract(
+        shards=("weights", "gradients", "optimizer state"),
+        clips="every rank alike, after the reduce-scatter, by the norm over all shards",
+        accumulates="the shards' .grad; one reduce-scatter per micro-batch",
+    )
+    group = True
+    allows_unused_parameters = False
+
+    def __init__(
+        self,
+        *,
+        replicas: Annotated[
+            int, Field(ge=1, le=2**16, description="Groups of ranks that each hold the whole model; must divide ranks.")
+        ] = 1,
+        reshard_after_forward: Annotated[
+            bool, Field(description="Free a block's weights after its forward pass and gather them again for backward.")
+        ] = True,
+        accumulate: Annotated[
+            Literal["shards", "whole"],
+            Field(
+                description='Where gradients of a step\'s micro-batches add up: in "shards", or "whole", which saves'
+                " communication and costs the memory of all gradients."
+            ),
+        ] = "shards",
+        gather: Annotated[
+            Literal["fp32", "compute"],
+            Field(
+                description='Dtype in which a block\'s weights are gathered: "fp32", or "compute", that of'
+                " train.precision, which halves the traffic and rounds what autocast leaves alone (norms)."
+            ),
+        ] = "fp32",
+        cpu_offload: Annotated[
+            bool, Field(description="Keep shards and optimizer state in host memory, and update them there.")
+        ] = False,
+        meta: Annotated[
+            bool,
+            Field(
+                description="Build the model without memory and fill it block by block; every layer with parameters"
+                " needs `reset_parameters`."
+            ),
+        ] = False,
+    ) -> None:
+        super().__init__()
+        self.replicas = replicas
+        self.reshard_after_forward = reshard_after_forward
+        self.accumulate = accumulate
+        self.gather = gather
+        self.cpu_offload = cpu_offload
+        self.meta = meta
+        self.contract = replace(self.contract, copies=replicas)
+        if accumulate == "whole":
+            self.contract = replace(
+                self.contract, accumulates="whole, in fp32; one reduce-scatter per step, in the last micro-batch"
+            )
+
+    # -- before the loop
+    def setup(self, train: TrainSection) -> World:
+        """Joins the process group and lays the ranks out as replicas × shards."""
+        world = super().setup(train)
+        if world.size % self.replicas:
+            raise StrategyError(
+                f"strategy.replicas = {self.replicas} does not divide the {world.size} ranks",
+                hints=[f"use one of {', '.join(str(n) for n in range(1, world.size + 1) if world.size % n == 0)}"],
+            )
+        if self.cpu_offload and world.device.type == "cpu":
+            raise StrategyError(
+                "strategy.cpu_offload moves shards from a GPU to the host, and this run is on a CPU",
+                hints=["leave strategy.cpu_offload out"],
+            )
+        if self.gather == "compute" and self.precision.dtype is None:
+            raise StrategyError(
+                'strategy.gather = "compute" has no effect while train.precision is "fp32"',
+                hints=['set train.precision = "bf16", or leave strategy.gather out'],
+            )
+        self.mesh = self._mesh(world)
+        return world
+
+    def _mesh(self, world: World) -> DeviceMesh:
+        if self.replicas == 1:
+            return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
+        shape = (self.replicas, world.size // self.replicas)
+        return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+    def building(self) -> AbstractContextManager[Any]:
+        """The meta device, where the recipe asks for it."""
+        if not self.meta:
+            return nullcontext()
+        self._random = torch.get_rng_state()  # initial weights are drawn later, from where they would have been
+        return torch.device("meta")
+
+    def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        """Shards every block, then the rest of the model; parameters become DTensors, under the same names."""
+        if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
+            raise StrategyError(
+                f"parameter `{scalars[0]}` is a scalar, and FSDP shards along the first dimension",
+                hints=["give it the shape [1]"],
+            )
+        model = self.converted(model)
+        ties = _ties(model)
+        if self.meta:
+            torch.set_rng_state(self._random)
+            materialise(model, then={id(block): self._shard_block for block in blocks})
+        else:
+            for block in blocks:
+                self._shard_block(block)
+        # What is left over (embeddings, the last norm) is gathered in fp32: autocast decides what it computes in.
+        fully_shard(model, mesh=self.mesh, mp_policy=_policy(None), offload_policy=self._offload())
+
+        if broken := sorted(ties - _ties(model)):
+            raise StrategyError(
+                f"`{broken[0][0]}` and `{broken[0][1]}` are one parameter, and sharding them in different blocks would "
+                "make them two",
+                hints=["name other classes in train.blocks, so that both lie in one block or in none"],
+            )
+        return model
+
+    def _shard_block(self, block: nn.Module) -> None:
+        fully_shard(
+            block,
+            mesh=self.mesh,
+            reshard_after_forward=self.reshard_after_forward,
+            mp_policy=_policy(self.precision.dtype if self.gather == "compute" else None),
+            offload_policy=self._offload(),
+        )
+
+    def _offload(self) -> OffloadPolicy:
+        return CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
+
+    def replicated(self, model: nn.Module) -> nn.Module:
+        """The model itself: it was sharded before the optimizer was built."""
+        return model
+
+    def check(self, model: nn.Module) -> None:
+        """Every parameter must be a DTensor, sharded over the mesh's last dimension, with its part on this rank."""
+        shards = self.mesh.size(-1)
+        for name, parameter in model.named_parameters():
+            if not isinstance(model, FSDPModule) or not isinstance(parameter, DTensor):
+                raise StrategyError(f"asked for FSDP, but parameter `{name}` is a {type(parameter).__name__}")
+            rows = -(-parameter.shape[0] // shards)
+            if len(parameter.to_local()) > rows or not parameter.placements[-1].is_shard(0):
+                raise StrategyError(f"asked for FSDP, but parameter `{name}` is placed as {parameter.placements}")
+        self._model = cast(FSDPModule, model)
+        self._reduced: set[int] = set()
+        for parameter in self._trained:
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda p: self._reduced.add(id(p))
+            )
+
+    # -- one step
+    def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+        """Holds back what need not happen before the last micro-batch: the all-reduce over replicas, or everything."""
+        if self.accumulate == "whole":
+            self._model.set_requires_gradient_sync(last)
+        elif self.replicas > 1:
+            self._model.set_requires_all_reduce(last)
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of `loss`; every trained parameter must get one, on every rank, in every micro-batch.
+
+        Ranks that used different parameters would have added up gradients that do not belong together.
+        """
+        super().backward(loss)
+        if self._reduced and len(self._reduced) != len(self._trained):
+            self.refuse_unused([p for p in self._trained if id(p) not in self._reduced])
+        self._reduced.clear()
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """The norm over all shards: one all-reduce of a number."""
+        square = torch.nn.utils.get_total_norm(_local(gradients)).to(self.world.device).square()
+        dist.all_reduce(square, group=self.mesh.get_group(-1))
+        return square.sqrt()
+
+    def clip(self, largest: float, norm: Tensor) -> None:
+        """torch's own formula, on the shards."""
+        factor = (largest / (norm + 1e-6)).clamp(max=1.0)
+        shards = _local(p.grad for p in self._trained if p.grad is not None)
+        torch._foreach_mul_(shards, factor.to(shards[0].device))
+
+    # -- to disk and back
+    def weights(self, model: nn.Module, optimizer: Optimizer) -> Weights:
+        """The shards."""
+        return _Shards(model)
+
+    def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState:
+        """Gathered one tensor at a time; only rank 0 keeps it."""
+        _reshard(self._bare)
+        state = replicated.capture(self._bare, optimizer)
+        return CanonicalState(
+            model=_gathered(state.model),
+            optimizer={name: _gathered(entry) for name, entry in state.optimizer.items()},
+            aliases=state.aliases,
+        )
+
+    def load_state(self, model: nn.Module, optimizer: Optimizer, state: CanonicalState) -> None:
+        """Every rank takes its part."""
+        _reshard(self._bare)
+        replicated.restore(self._bare, optimizer, state, place=_placed)
+
+
+class _Shards(Weights):
+    """Weights that are DTensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        # A forward pass without backward leaves gathered weights in the model, so the shards are remembered here.
+        self._shards = {name: cast(DTensor, p) for name, p in model.named_parameters() if p.requires_grad}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(shard.shape) for name, shard in self._shards.items()}
+
+    def parts(self) -> dict[str, Tensor]:
+        return dict(zip(self._shards, _local(self._shards.values()), strict=True))
+
+    def changed(self) -> None:
+        _reshard(self._model)
+
+    def gather(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return _gathered({name: _shard(part, self._shards[name]) for name, part in parts.items()})
+
+    def split(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        placed = [_placed(tensor, self._shards[name]) for name, tensor in whole.items()]
+        return dict(zip(whole, _local(placed), strict=True))
+
+
+def _reshard(model: nn.Module) -> None:
+    """Drops gathered weights: the model's parameters are the shards again, and what is gathered next is their value."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's shards, without gradients."""
+    return [cast(DTensor, tensor).to_local().detach() for tensor in tensors]
+
+
+def _gathered(values: Mapping[str, T]) -> dict[str, T]:
+    """The values, with whole tensors on the CPU for DTensors; nothing but on rank 0. Called on every rank."""
+    whole = {name: value.full_tensor().cpu() if isinstance(value, DTensor) else value for name, value in values.items()}
+    return cast(dict[str, T], whole) if dist.get_rank() == 0 else {}
+
+
+def _placed(whole: Tensor, like: Tensor) -> Tensor:
+    """`whole` as a tensor that lies on the ranks as `like` does; without communication."""
+    if not isinstance(like, DTensor):
+        return whole
+    whole = whole.to(like.to_local().device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _shard(part: Tensor, like: DTensor) -> DTensor:
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _policy(gather: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Weights are gathered in dtype `gather`, or as they are; gradients are reduced in fp32 whatever that is.
+
+    Inputs are left as they are: the residual stream has the dtype that autocast gives it under every strategy.
+    """
+    return MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def _ties(model: nn.Module) -> set[tuple[str, str]]:
+    """Pairs of names of one parameter."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {(first[id(p)], name) for name, p in named if first.setdefault(id(p), name) != name}
