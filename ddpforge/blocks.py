@@ -17,7 +17,7 @@ __all__ = ["find_blocks", "rework_blocks"]
 
 
 def find_blocks(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
-    """The outermost modules of the named `classes`, in the model's order.
+    """The outermost modules of the named `classes` within the model, in its order.
 
     Without names: the members of the lists that the model's `repeated` attribute names, or, where it has none,
     those members of `nn.ModuleList` and `nn.Sequential` that have children and share their class with another
@@ -52,11 +52,11 @@ def rework_blocks(blocks: Sequence[nn.Module], train: TrainSection) -> None:
 
 
 def _named(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
-    found = list(_outermost(model, set(classes)))
+    found = [block for child in model.children() for block in _outermost(child, set(classes))]
     names = {base.__name__ for block in found for base in type(block).__mro__}
     for wanted in classes:
         if wanted not in names:
-            there = sorted({type(module).__name__ for module in model.modules()})
+            there = sorted({type(module).__name__ for child in model.children() for module in child.modules()})
             near = ", ".join(get_close_matches(wanted, there, n=3, cutoff=0))
             inside = " outside of the others" if wanted in there else ""
             raise ValueError(f"train.blocks: the model has no {wanted}{inside}; near it are {near}")

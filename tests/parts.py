@@ -88,12 +88,12 @@ class StopAt(Callback):
 
 
 class Scalars(nn.Module):
-    """A scalar weight for each letter of `weights`, all `start`; `uses` says which of them forward touches."""
+    """A weight of shape [1] for each letter of `weights`, all `start`; `uses` says which of them forward touches."""
 
     def __init__(self, weights: str = "a", uses: str = "", frozen: str = "", start: float = 0.0) -> None:
         super().__init__()
         for name in weights:
-            self.register_parameter(name, nn.Parameter(torch.tensor(start), requires_grad=name not in frozen))
+            self.register_parameter(name, nn.Parameter(torch.tensor([start]), requires_grad=name not in frozen))
         rank = int(os.environ.get("RANK", "0"))
         self.uses = weights[rank] if uses == "one by rank" else uses or weights
 

@@ -6,6 +6,7 @@ Any other is named by its class, e.g. `use = "torch.optim:RMSprop"`.
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from torch import Tensor
 from torch.optim import SGD, AdamW
 
 _LearningRate = Annotated[
@@ -47,8 +48,14 @@ def sgd(
     weight_decay: _WeightDecay = 0.0,
     fused: _Fused = "auto",
 ) -> SGD:
-    """Stochastic gradient descent; `params` are parameter groups."""
-    fused = _can_fuse(params) if fused == "auto" else fused
+    """Stochastic gradient descent; `params` are parameter groups.
+
+    Raises ValueError for `fused` on sharded weights, for which torch has no fused kernel.
+    """
+    sharded = any(type(parameter.data) is not Tensor for group in params for parameter in group["params"])  # DTensor
+    if fused is True and sharded:
+        raise ValueError("torch has no fused SGD for sharded weights; leave `fused` out")
+    fused = (_can_fuse(params) and not sharded) if fused == "auto" else fused
     return SGD(params, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, fused=fused)
 
 

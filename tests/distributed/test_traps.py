@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from ranks import Ranks
 from safetensors.torch import load_file
+from sharding import DDP, each_strategy
 
 RECIPE = """
 recipe = 1
@@ -26,7 +27,6 @@ use = "./parts.py:SumOfLosses"
 use = "sgd"
 lr = 1.0
 [strategy]
-use = "ddp"
 {strategy}
 [train]
 length = "{length}"
@@ -46,7 +46,7 @@ class Run:
         copy(Path(__file__).parent.parent / "parts.py", folder)
 
     def __call__(self, *, nproc: int, fails: bool = False, **text: Any) -> Ranks:
-        options = {"model": "", "strategy": "", "train": "", "more": "", "batch": 2, "length": "1st"} | text
+        options = {"model": "", "strategy": DDP, "train": "", "more": "", "batch": 2, "length": "1st"} | text
         (self.folder / "run.toml").write_text(RECIPE.format(**options))
         return self.ddpforge("run", "run.toml", "--fresh", nproc=nproc, fails=fails)
 
@@ -68,33 +68,38 @@ def run(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Run:
 
 
 # ---------------------------------------------------------------------------------------------- the step
+@each_strategy
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_the_last_incomplete_step_weighs_its_samples_not_its_configuration(run: Run, nproc: int) -> None:
+def test_the_last_incomplete_step_weighs_its_samples_not_its_configuration(run: Run, nproc: int, strategy: str) -> None:
     """Traps 02 and 24: gradient 1 for every sample, 5 samples in steps of 4, learning rate 1: w is -1, then -2."""
-    run(nproc=nproc, values=[1.0] * 5, batch=4, length="1ep", train="micro_batch = 1")
+    run(nproc=nproc, strategy=strategy, values=[1.0] * 5, batch=4, length="1ep", train="micro_batch = 1")
     assert run.weights()["a"] == -2.0
     assert [row["samples"] for row in run.rows()] == [4, 5]  # trap 31: what was processed, not configured
 
 
-def test_nobody_clips_unasked(run: Run) -> None:
+@each_strategy
+def test_nobody_clips_unasked(run: Run, strategy: str) -> None:
     """Trap 07."""
-    run(nproc=2, values=[100.0] * 2)
+    run(nproc=2, strategy=strategy, values=[100.0] * 2)
     assert run.weights()["a"] == -100.0
     assert run.rows()[0]["train/grad_norm"] == 100.0
 
 
+@each_strategy
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_clipping_is_of_the_true_gradient_at_every_precision(run: Run, precision: str) -> None:
+def test_clipping_is_of_the_true_gradient_at_every_precision(run: Run, precision: str, strategy: str) -> None:
     """Traps 07 and 35b: fp16's scaled gradient is unscaled before it is measured and clipped."""
-    run(nproc=2, values=[100.0] * 2, train=f'clip_norm = 0.5\nprecision = "{precision}"')
+    run(nproc=2, strategy=strategy, values=[100.0] * 2, train=f'clip_norm = 0.5\nprecision = "{precision}"')
     assert run.weights()["a"] == pytest.approx(-0.5, rel=1e-5)
     assert run.rows()[0]["train/grad_norm"] == pytest.approx(100.0)
 
 
-def test_master_weights_are_fp32_under_bf16(run: Run) -> None:
+@each_strategy
+def test_master_weights_are_fp32_under_bf16(run: Run, strategy: str) -> None:
     """Trap 26: a hundred steps of 0.001 from 1.0; in bf16 none of them would change the weight."""
     run(
         nproc=2,
+        strategy=strategy,
         values=[1.0] * 2,
         length="100st",
         model="start = 1.0",
@@ -103,21 +108,23 @@ def test_master_weights_are_fp32_under_bf16(run: Run) -> None:
     assert run.weights()["a"] == pytest.approx(0.9, abs=1e-4)
 
 
-def test_the_logged_loss_is_that_of_all_ranks(run: Run) -> None:
+@each_strategy
+def test_the_logged_loss_is_that_of_all_ranks(run: Run, strategy: str) -> None:
     """Trap 15: the samples 1 and 3 on two ranks, weights of one: the loss of the step is 2."""
-    run(nproc=2, values=[1.0, 3.0], model="start = 1.0")
+    run(nproc=2, strategy=strategy, values=[1.0, 3.0], model="start = 1.0")
     (row,) = run.rows()
     assert row["train/loss"] == 2.0
     assert row["train/mean"] == 2.0
 
 
 # ---------------------------------------------------------------------------------------------- parameters
-def test_an_unused_parameter_is_named(run: Run) -> None:
+@each_strategy
+def test_an_unused_parameter_is_named(run: Run, strategy: str) -> None:
     """Trap 30 (2)."""
-    failed = run(nproc=2, values=[1.0] * 2, model='weights = "ab"\nuses = "a"', fails=True)
+    failed = run(nproc=2, strategy=strategy, values=[1.0] * 2, model='weights = "ab"\nuses = "a"', fails=True)
     assert set(failed.codes) == {3}
     assert "parameter `b` got no gradient on rank 0: forward did not use it" in failed.stderr
-    assert "find_unused_parameters" in failed.stderr
+    assert ("find_unused_parameters" in failed.stderr) == (strategy == DDP)
 
 
 def test_ranks_that_use_different_parameters(run: Run) -> None:
@@ -130,7 +137,7 @@ def test_ranks_that_use_different_parameters(run: Run) -> None:
         nproc=2,
         values=[1.0, 1.0],
         model='weights = "ab"\nuses = "one by rank"',
-        strategy="find_unused_parameters = true",
+        strategy=f"{DDP}\nfind_unused_parameters = true",
     )
     assert run.weights() == {"a": -0.5, "b": -0.5}
 
@@ -140,21 +147,24 @@ def test_parameters_used_in_some_micro_batches_only(tmp_path: Path, run: Run, np
     """Trap 30 (1): the samples 1, 2 for `a` and 1, 2 for `b`, one to a micro-batch: both gradients are 3 / 4."""
     text = RECIPE.replace("parts.py:Scalars", "parts.py:Branches")
     options = {"model": "", "more": "", "length": "1st", "batch": 4, "values": [1.0, 2.0, 11.0, 12.0]}
-    strategy, train = "find_unused_parameters = true", "micro_batch = 1"
+    strategy, train = f"{DDP}\nfind_unused_parameters = true", "micro_batch = 1"
     (tmp_path / "run.toml").write_text(text.format(strategy=strategy, train=train, **options))
     run.ddpforge("run", "run.toml", nproc=nproc)
     assert run.weights() == {"a": -0.75, "b": -0.75}
 
 
-def test_frozen_parameters_stay(run: Run) -> None:
-    run(nproc=2, values=[1.0, 1.0], model='weights = "ab"\nfrozen = "b"\nstart = 3.0')
+@each_strategy
+def test_frozen_parameters_stay(run: Run, strategy: str) -> None:
+    run(nproc=2, strategy=strategy, values=[1.0, 1.0], model='weights = "ab"\nfrozen = "b"\nstart = 3.0')
     assert run.weights() == {"a": 2.0, "b": 3.0}
 
 
-def test_a_parameter_that_is_unfrozen_later_is_an_error(run: Run) -> None:
+@each_strategy
+def test_a_parameter_that_is_unfrozen_later_is_an_error(run: Run, strategy: str) -> None:
     """Trap 38: it would be trained apart on each rank."""
     failed = run(
         nproc=2,
+        strategy=strategy,
         values=[1.0, 3.0],
         length="3st",
         model='weights = "ab"\nuses = "a"\nfrozen = "b"',
@@ -169,10 +179,13 @@ def test_a_parameter_that_is_unfrozen_later_is_an_error(run: Run) -> None:
 NAN = f"{[1.0] * 12}\nnan = 4"
 
 
+@each_strategy
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_nan_on_one_rank_stops_all_before_the_weights(run: Run, nproc: int) -> None:
+def test_a_nan_on_one_rank_stops_all_before_the_weights(run: Run, nproc: int, strategy: str) -> None:
     """Trap 14."""
-    failed = run(nproc=nproc, values=NAN, length="1ep", fails=True, more='[checkpoint]\nevery = "1st"')
+    failed = run(
+        nproc=nproc, strategy=strategy, values=NAN, length="1ep", fails=True, more='[checkpoint]\nevery = "1st"'
+    )
     assert set(failed.codes) == {4}
     status = run.status()
     assert (status["state"], status["exit_code"]) == ("diverged", 4)
@@ -184,28 +197,40 @@ def test_a_nan_on_one_rank_stops_all_before_the_weights(run: Run, nproc: int) ->
     assert "train/loss" in run.rows()[-1]["nonfinite"]  # the log tells the truth
 
 
+@each_strategy
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_nan_step_is_skipped_on_all_ranks_and_counted(run: Run, nproc: int) -> None:
+def test_a_nan_step_is_skipped_on_all_ranks_and_counted(run: Run, nproc: int, strategy: str) -> None:
     """Trap 14: six steps, one of them skipped, gradient 1 and learning rate 1."""
-    run(nproc=nproc, values=NAN, length="1ep", train='on_nonfinite = "skip"')
+    run(nproc=nproc, strategy=strategy, values=NAN, length="1ep", train='on_nonfinite = "skip"')
     assert run.weights()["a"] == -5.0
     assert run.rows()[-1]["train/skipped_steps"] == 1
 
 
-def test_a_rollback_goes_back_and_leaves_the_step_out(run: Run) -> None:
-    run(nproc=2, values=NAN, length="1ep", train='on_nonfinite = "rollback"', more='[checkpoint]\nevery = "2st"')
+@each_strategy
+def test_a_rollback_goes_back_and_leaves_the_step_out(run: Run, strategy: str) -> None:
+    run(
+        nproc=2,
+        strategy=strategy,
+        values=NAN,
+        length="1ep",
+        train='on_nonfinite = "rollback"',
+        more='[checkpoint]\nevery = "2st"',
+    )
     assert run.weights()["a"] == -5.0
     steps = [row["step"] for row in run.rows()]
     assert len(steps) == len(set(steps))
 
 
 # ---------------------------------------------------------------------------------------------- buffers
-def test_batchnorm_statistics_are_the_mean_over_ranks_when_somebody_looks(tmp_path: Path, run: Run) -> None:
+@each_strategy
+def test_batchnorm_statistics_are_the_mean_over_ranks_when_somebody_looks(
+    tmp_path: Path, run: Run, strategy: str
+) -> None:
     """Trap 13: rank 0 sees 0 and 2 (mean 1), rank 1 sees 10 and 12 (mean 11): both evaluate and save with 6."""
     more = '[callbacks.show]\nuse = "./parts.py:ShowBuffers"\n[data.eval]\nuse = "./parts.py:Values"\nvalues = [0.0]'
     text = {"model": "", "values": "[0.0, 2.0, 10.0, 12.0]", "batch": 4, "more": more}
     recipe = RECIPE.replace("parts.py:Scalars", "parts.py:Statistics")
-    options = {"strategy": "", "train": "", "length": "3st"} | text
+    options = {"strategy": strategy, "train": "", "length": "3st"} | text
     (tmp_path / "run.toml").write_text(recipe.format(**options))
     run.ddpforge("run", "run.toml", nproc=2)
 
@@ -222,12 +247,13 @@ def test_sync_batchnorm_is_refused_on_a_cpu(run: Run) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- evaluation
+@each_strategy
 @pytest.mark.parametrize("nproc", [2, 3])
-def test_eleven_samples_are_evaluated_once_each(run: Run, nproc: int) -> None:
+def test_eleven_samples_are_evaluated_once_each(run: Run, nproc: int, strategy: str) -> None:
     """Traps 03 and 12: the mean of 0 to 10 is 5 on any number of ranks."""
     values = [float(value) for value in range(11)]
     more = f'[data.eval]\nuse = "./parts.py:Values"\nvalues = {values}'
-    run(nproc=nproc, values=[-1.0] * 6, batch=6, train="eval_batch = 2", more=more)
+    run(nproc=nproc, strategy=strategy, values=[-1.0] * 6, batch=6, train="eval_batch = 2", more=more)
     assert run.weights()["a"] == 1.0
     assert run.rows()[-1]["eval/mean"] == 5.0
 
@@ -246,9 +272,16 @@ def test_one_failing_rank_ends_the_run_in_its_own_words(run: Run) -> None:
 
 def test_single_refuses_several_processes(tmp_path: Path, run: Run) -> None:
     """Trap 05b."""
-    text = RECIPE.replace('use = "ddp"', 'use = "single"')
-    options = {"model": "", "strategy": "", "train": "", "more": "", "batch": 2, "length": "1st", "values": [1.0] * 2}
-    (tmp_path / "run.toml").write_text(text.format(**options))
+    options = {
+        "model": "",
+        "strategy": 'use = "single"',
+        "train": "",
+        "more": "",
+        "batch": 2,
+        "length": "1st",
+        "values": [1.0] * 2,
+    }
+    (tmp_path / "run.toml").write_text(RECIPE.format(**options))
     failed = run.ddpforge("run", "run.toml", nproc=2, fails=True)
     assert set(failed.codes) == {3}
     assert 'strategy.use = "single" was started in 2 processes' in failed.stderr

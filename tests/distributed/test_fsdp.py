@@ -1,0 +1,187 @@
+"""FSDP2 and HSDP shard everything and change nothing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copy
+
+import pytest
+from ranks import Ranks
+from safetensors.torch import load_file
+from sharding import DDP, FSDP, HSDP, Bench
+
+from ddpforge.models.gpt import GPT as GPTModel
+
+EMA = "[callbacks.ema]\ndecay = 0.9\n"
+STOP = '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = {step}\nrank = 0\n'
+
+
+@pytest.fixture
+def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
+    return Bench(tmp_path, ddpforge)
+
+
+# ---------------------------------------------------------------------------------------------- one curve
+def test_every_way_to_shard_gives_the_curve_of_one_process(bench: Bench) -> None:
+    """Traps 01, 02, 04, 06, 24, 27; averaged weights are evaluated."""
+    bench("one", 'use = "single"', nproc=1, more=EMA)
+    for name, nproc, strategy in (
+        ("one-shard", 1, FSDP),
+        ("two-shards", 2, FSDP),
+        ("whole-gradients", 2, f'{FSDP}\naccumulate = "whole"'),
+        ("kept", 2, f"{FSDP}\nreshard_after_forward = false"),
+        ("meta", 2, f"{FSDP}\nmeta = true"),
+        ("hybrid", 4, HSDP),
+    ):
+        bench(name, strategy, nproc=nproc, more=EMA)
+        bench.alike(name, "one")
+
+
+def test_recomputed_and_compiled_blocks_change_nothing(bench: Bench) -> None:
+    dropout = "dropout = 0.2"
+    bench("plain", FSDP, model=dropout)
+    bench("recomputed", FSDP, model=dropout, train="activation_checkpointing = true")
+    bench("recomputed-ddp", DDP, model=dropout, train="activation_checkpointing = true")
+    assert bench.column("recomputed") == bench.column("plain")
+    bench.alike("recomputed-ddp", "plain")
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_like_eager_ones(bench: Bench) -> None:
+    bench("eager", FSDP)
+    bench("compiled", FSDP, train='compile = "default"\ncompile_blocks = true\nactivation_checkpointing = true')
+    bench("compiled-ddp", DDP, train='compile = "default"\ncompile_blocks = true')
+    bench.alike("compiled", "eager", rel=1e-4)
+    bench.alike("compiled-ddp", "eager", rel=1e-4)
+    assert set(load_file(bench.newest("compiled") / "model.safetensors")) == set(
+        load_file(bench.newest("eager") / "model.safetensors")
+    )
+
+
+def test_weights_gathered_in_bf16_train_nearly_alike(bench: Bench) -> None:
+    """Half the traffic; an MLP, because a CPU's LayerNorm takes no mixed dtypes."""
+    mlp = """
+[model]
+use = "mlp"
+inputs = 4
+hidden = [16, 16]
+outputs = 1
+[data.train]
+use = "./parts.py:Points"
+[data.eval]
+use = "./parts.py:Points"
+samples = 11
+[task]
+use = "regression"
+"""
+    bf16 = 'precision = "bf16"\nblocks = ["Linear"]'
+    bench("autocast", FSDP, parts=mlp, train=bf16)
+    bench("gathered", f'{FSDP}\ngather = "compute"', parts=mlp, train=bf16)
+    bench.alike("gathered", "autocast", rel=2e-2)
+
+
+# ---------------------------------------------------------------------------------------------- to disk and back
+def test_a_run_goes_on_under_other_strategies_and_numbers_of_ranks(bench: Bench) -> None:
+    """Trap 19: FSDP on 2 ranks, DDP on 1, HSDP on 4, FSDP on 2: the curve of the run that nobody interrupted."""
+    bench("whole", DDP, more=EMA)
+    for strategy, nproc, step in ((FSDP, 2, 4), (DDP, 1, 8), (HSDP, 4, 12)):
+        stopped = bench("parts", strategy, nproc=nproc, more=EMA + STOP.format(step=step), fails=True)
+        assert set(stopped.codes) == {75}
+    bench("parts", FSDP, more=EMA)
+    bench.alike("parts", "whole")
+
+
+def test_a_resume_on_the_same_ranks_is_bitwise(bench: Bench) -> None:
+    """Traps 08, 09, 36, with dropout and averaged weights."""
+    bench("whole", FSDP, model="dropout = 0.2", more=EMA)
+    stopped = bench("parts", FSDP, model="dropout = 0.2", more=EMA + STOP.format(step=5), fails=True)
+    assert stopped.codes == [75, 75]
+    bench("parts", FSDP, model="dropout = 0.2", more=EMA)
+    assert bench.column("parts") == bench.column("whole")
+    assert bench.column("parts", "eval/loss") == bench.column("whole", "eval/loss")
+
+
+def test_a_checkpoint_and_an_export_are_those_of_a_plain_model(bench: Bench) -> None:
+    """Trap 25; tied embeddings are one tensor."""
+    bench("run", FSDP, more=EMA)
+    bench.ddpforge("export", "run")
+    bench.ddpforge("export", "run", "--weights", "ema")
+    model = GPTModel(vocab_size=16, block_size=8, layers=2, heads=2, width=16)
+    for name in ("run", "run-ema"):
+        model.load_state_dict(load_file(bench.folder / f"{name}.safetensors"))
+
+    evaluated = bench.ddpforge("eval", "run", "--json", nproc=2)
+    assert json.loads(evaluated.stdout)["eval/loss"] == bench.column("run", "eval/loss")[-1]
+
+
+# ---------------------------------------------------------------------------------------------- engaged or error
+@pytest.mark.parametrize(
+    ("strategy", "nproc", "train", "said"),
+    [
+        (f"{FSDP}\nreplicas = 3", 2, "", "strategy.replicas = 3 does not divide the 2 ranks"),
+        (f"{FSDP}\ncpu_offload = true", 1, "", "strategy.cpu_offload moves shards from a GPU to the host"),
+        (f'{FSDP}\ngather = "compute"', 1, "", 'has no effect while train.precision is "fp32"'),
+        (FSDP, 2, "sync_batchnorm = true", "train.sync_batchnorm needs CUDA"),
+    ],
+)
+def test_what_cannot_be_is_refused(bench: Bench, strategy: str, nproc: int, train: str, said: str) -> None:
+    failed = bench("run", strategy, nproc=nproc, train=train, fails=True)
+    assert set(failed.codes) == {3}
+    assert said in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+POINTS = """
+[model]
+use = "./odd_models.py:{name}"
+{{model}}
+[data.train]
+use = "./parts.py:Points"
+[task]
+use = "regression"
+"""
+
+
+@pytest.fixture
+def train_model(bench: Bench) -> Callable[..., Ranks]:
+    copy(Path(__file__).parent.parent / "odd_models.py", bench.folder)
+
+    def run(name: str, strategy: str, **options: str) -> Ranks:
+        parts = POINTS.format(name=name)
+        failed = bench("run", strategy, parts=parts, fails=True, **options)
+        assert 0 not in failed.codes
+        assert "Traceback" not in failed.stderr
+        return failed
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        ("TiedBlocks", "", "`blocks.0.inner.weight` and `blocks.1.inner.weight` are one parameter"),  # trap 35c
+        ("Uninitialised", "meta = true", "(Uninitialised) has parameters or buffers and no reset_parameters"),
+        ("Scalar", "", "parameter `scale` is a scalar"),
+        ("Half", "", "parameter `head.weight` is bfloat16, and FSDP promises float32 master weights"),  # trap 26
+        ("BySample", "", "got no gradient on rank"),  # trap 30
+    ],
+)
+def test_models_that_cannot_be_sharded_faithfully(
+    train_model: Callable[..., Ranks], model: str, options: str, said: str
+) -> None:
+    failed = train_model(model, f"{FSDP}\n{options}")
+    assert 3 in failed.codes
+    assert said in failed.stderr
+
+
+def test_a_strategy_that_does_not_keep_its_contract_is_found(bench: Bench) -> None:
+    """Trap 05: it says that it shards, and every rank holds everything."""
+    (bench.folder / "lying.py").write_text(
+        "from dataclasses import replace\n"
+        "from ddpforge.strategies.ddp import DDP\n\n"
+        "class Lying(DDP):\n"
+        '    contract = replace(DDP.contract, shards=("optimizer state",))\n'
+    )
+    failed = bench("run", 'use = "./lying.py:Lying"', fails=True)
+    assert set(failed.codes) == {3}
+    assert "Lying promises 1 copy of the 6,976 trainable weights among 2 ranks, and they hold 13,952" in failed.stderr

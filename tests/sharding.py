@@ -1,0 +1,108 @@
+"""Strategies that must all do the same, as the [strategy] tables of a recipe, and a recipe to run under them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copy
+from typing import Any
+
+import pytest
+from ranks import Ranks
+
+DDP = 'use = "ddp"'
+FSDP = 'use = "fsdp"'
+HSDP = 'use = "fsdp"\nreplicas = 2'
+ZERO = {stage: f'use = "deepspeed"\nstage = {stage}' for stage in (1, 2, 3)}
+
+EACH = {"ddp": DDP, "fsdp": FSDP, **{f"zero{stage}": table for stage, table in ZERO.items()}}
+
+each_strategy = pytest.mark.parametrize("strategy", EACH.values(), ids=EACH)
+"""Runs a test under every strategy."""
+
+GPT = """
+[model]
+use = "gpt"
+vocab_size = 16
+block_size = 8
+layers = 2
+heads = 2
+width = 16
+{model}
+[data.train]
+use = "./parts.py:RaggedTokens"
+[data.eval]
+use = "./parts.py:RaggedTokens"
+samples = 11
+[task]
+use = "language_modelling"
+"""
+CNN = """
+[model]
+use = "cnn"
+width = 4
+{model}
+[data.train]
+use = "digits"
+split = "train"
+[data.eval]
+use = "digits"
+split = "test"
+[task]
+use = "classification"
+metrics = ["accuracy"]
+"""
+RECIPE = """
+recipe = 1
+name = "{name}"
+{parts}
+[optimizer]
+use = "adamw"
+lr = 1e-2
+weight_decay = 0.1
+no_decay = ["bias", "norm"]
+[schedule]
+use = "cosine"
+warmup = "5st"
+[strategy]
+{strategy}
+[train]
+length = "{length}"
+global_batch = 12
+micro_batch = 3
+clip_norm = 0.5
+seed = 3
+{train}
+[track]
+every = "1st"
+{more}
+"""
+
+
+class Bench:
+    """Runs the recipe in one folder, under any strategy on any number of ranks, and reads what came of it."""
+
+    def __init__(self, folder: Path, ddpforge: Callable[..., Ranks]) -> None:
+        self.folder, self.ddpforge = folder, ddpforge
+        copy(Path(__file__).parent / "parts.py", folder)
+
+    def __call__(
+        self, name: str, strategy: str = DDP, *, nproc: int = 2, parts: str = GPT, fails: bool = False, **text: Any
+    ) -> Ranks:
+        options = {"model": "", "train": "", "more": "", "length": "20st", "strategy": strategy, "name": name} | text
+        parts = parts.format(model=options.pop("model"))
+        (self.folder / f"{name}.toml").write_text(RECIPE.format(parts=parts, **options))
+        return self.ddpforge("run", f"{name}.toml", nproc=nproc, fails=fails)
+
+    def column(self, name: str, key: str = "train/loss") -> list[float]:
+        rows = map(json.loads, (self.folder / f"runs/{name}/metrics.jsonl").read_text().splitlines())
+        return [row[key] for row in rows if key in row]
+
+    def newest(self, name: str) -> Path:
+        """The newest checkpoint of a run."""
+        return max((self.folder / f"runs/{name}/checkpoints").glob("step-*"))
+
+    def alike(self, name: str, other: str, rel: float = 1e-5) -> None:
+        """Asserts that two runs have the same curves."""
+        for key, tolerance in (("train/loss", rel), ("train/grad_norm", 10 * rel), ("eval/loss", rel), ("lr", 1e-12)):
+            assert self.column(name, key) == pytest.approx(self.column(other, key), rel=tolerance), key
+        assert self.column(name)
