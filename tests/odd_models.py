@@ -3,6 +3,8 @@
 All take [B, 4] and give [B, 1].
 """
 
+import os
+
 import torch
 from torch import Tensor, nn
 
@@ -90,3 +92,16 @@ class BySample(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) if x[0, 0] > 0 else self.b(x)
+
+
+class Uneven(nn.Module):
+    """Two branches of different sizes, of which rank 0 uses one and all others the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 1)
+        self.b = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 1))
+        self.first = os.environ.get("RANK", "0") == "0"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if self.first else self.b(x)

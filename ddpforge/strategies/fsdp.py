@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import torch
@@ -180,11 +181,27 @@ class FSDP(AcceleratedStrategy):
             if len(parameter.to_local()) > rows or not parameter.placements[-1].is_shard(0):
                 raise StrategyError(f"asked for FSDP, but parameter `{name}` is placed as {parameter.placements}")
         self._model = cast(FSDPModule, model)
-        self._reduced: set[int] = set()
-        for parameter in self._trained:
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda p: self._reduced.add(id(p))
-            )
+        self._watch_gradients(model)
+
+    def _watch_gradients(self, model: nn.Module) -> None:
+        """Notes which parameters get a gradient in a backward pass, before gradients are reduced over ranks."""
+        self._used: set[str] = set()
+        if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # not in torch 2.11
+            # Ranks that used different parameters then come to the end of backward, where that is reported.
+            self._model.set_reduce_scatter_unused_params(True)
+        for prefix, unit in model.named_modules():
+            if isinstance(unit, FSDPModule):
+                _at_first_forward(unit, partial(self._watch_unit, prefix))
+
+    def _watch_unit(self, prefix: str, unit: nn.Module) -> None:
+        """Called while the unit's parameters are gathered: what backward gives gradients to are these, not shards."""
+        for name, parameter in unit.named_parameters(prefix):
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+
+                def note(_: Tensor, name: str = name) -> None:
+                    self._used.add(name)
+
+                parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     # -- one step
     def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
@@ -201,9 +218,9 @@ class FSDP(AcceleratedStrategy):
         Ranks that used different parameters would have added up gradients that do not belong together.
         """
         super().backward(loss)
-        if self._reduced and len(self._reduced) != len(self._trained):
-            self.refuse_unused([p for p in self._trained if id(p) not in self._reduced])
-        self._reduced.clear()
+        if len(self._used) != len(self._trained):
+            self.refuse_unused([p for p in self._trained if self._names[id(p)] not in self._used])
+        self._used.clear()
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """The norm over all shards: one all-reduce of a number."""
@@ -261,6 +278,16 @@ class _Shards(Weights):
     def split(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         placed = [_placed(tensor, self._shards[name]) for name, tensor in whole.items()]
         return dict(zip(whole, _local(placed), strict=True))
+
+
+def _at_first_forward(unit: nn.Module, action: Callable[[nn.Module], None]) -> None:
+    """Calls `action(unit)` once, when the unit's forward begins and FSDP has gathered its parameters."""
+
+    def hook(module: nn.Module, _: Any) -> None:
+        handle.remove()
+        action(module)
+
+    handle = unit.register_forward_pre_hook(torch.compiler.disable(hook))
 
 
 def _reshard(model: nn.Module) -> None:

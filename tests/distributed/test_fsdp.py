@@ -164,6 +164,7 @@ def train_model(bench: Bench) -> Callable[..., Ranks]:
         ("Scalar", "", "parameter `scale` is a scalar"),
         ("Half", "", "parameter `head.weight` is bfloat16, and FSDP promises float32 master weights"),  # trap 26
         ("BySample", "", "got no gradient on rank"),  # trap 30
+        ("Uneven", "", "parameter `b.0.weight` and 3 more got no gradient on rank 0"),
     ],
 )
 def test_models_that_cannot_be_sharded_faithfully(
