@@ -19,11 +19,14 @@ from difflib import get_close_matches
 from hashlib import sha256
 from itertools import count
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 from ddpforge.checkpoint import files
 from ddpforge.environment import describe_environment
 from ddpforge.errors import EnvironmentProblem, UsageError
+
+if TYPE_CHECKING:
+    from ddpforge.recipe import LoadedRecipe
 
 State = Literal["running", "done", "failed", "stopped", "diverged"]
 
@@ -39,6 +42,21 @@ class Status(TypedDict):
     strategy: str
     metrics: Mapping[str, float | None]
     error: str | None
+
+
+class Papers(TypedDict):
+    """A recipe as a run's folder keeps it: as given, resolved, and its own copies of local code by relative path."""
+
+    text: str
+    resolved: str
+    local_files: dict[str, bytes]
+
+
+def papers_of(loaded: "LoadedRecipe") -> Papers:
+    """What a run's folder keeps of a recipe, read at once: the recipe may lie in the folder that is about to move."""
+    copies = {file: f"code/{number}/{file.name}" for number, file in enumerate(loaded.local_files())}
+    local_files = {name: file.read_bytes() for file, name in copies.items()}
+    return Papers(text=loaded.text, resolved=loaded.dumps(copies), local_files=local_files)
 
 
 class Lineage(TypedDict):

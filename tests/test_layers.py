@@ -23,10 +23,10 @@ COMPONENTS = {"callbacks", "datasets", "metrics", "models", "optim", "strategies
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"run"},
+    {"parity", "run"},
     {"assemble"},
     {"trainer"},
-    {"checkpoint", "data", "norms", "pace"},
+    {"blocks", "checkpoint", "contract", "data", "norms", "pace"},
     # ------------------------------------------------------------------------ nothing below imports torch
     {"runfolder"},
     {"agree", "checkpoint.files", "console", "environment", "launch", "signals"},

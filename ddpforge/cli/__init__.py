@@ -13,6 +13,7 @@ from ddpforge.errors import ExitCode, ForgeError, PeerFailed
 _COMMANDS = {
     "run": ("run", "Train a recipe; continues an interrupted run by itself."),
     "launch": ("launch", "Start several processes on this machine and train a recipe in them."),
+    "parity": ("parity", "Train under several strategies and say where they come apart."),
     "check": ("check", "Find every error in a recipe; starts nothing."),
     "show": ("show", "Print the resolved recipe and where each value came from."),
     "eval": ("evaluate", "Evaluate a run's checkpoint."),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 __all__ = ["launch", "record_verdict", "threads_per_process", "torchrun_command"]
 
@@ -35,8 +36,10 @@ def threads_per_process(nproc: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // nproc)
 
 
-def launch(command: Sequence[str], *, nproc: int) -> int:
+def launch(command: Sequence[str], *, nproc: int, output: IO[bytes] | None = None) -> int:
     """Runs `command`; returns 0, or the exit code of the first rank that failed.
+
+    What it prints goes to `output`; by default, where this process prints.
 
     Launchers flatten every failure to 1, so the ranks also write their codes to a file that only this launch knows.
     SIGTERM, SIGUSR1, SIGHUP and Ctrl-C each reach the launcher as one SIGTERM, which it passes on to the ranks: they
@@ -59,7 +62,7 @@ def launch(command: Sequence[str], *, nproc: int) -> int:
         with tempfile.NamedTemporaryFile(prefix="ddpforge-") as verdict:
             environment = defaults | os.environ | {VERDICT: verdict.name}
             # A session of its own: a terminal would send Ctrl-C to the launcher too, which gives up at the second.
-            process = subprocess.Popen(command, env=environment, start_new_session=True)
+            process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=output, stderr=output)
             if asked:
                 process.terminate()
             code = process.wait()

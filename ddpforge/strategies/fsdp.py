@@ -191,7 +191,7 @@ class FSDP(AcceleratedStrategy):
             self._model.set_reduce_scatter_unused_params(True)
         for prefix, unit in model.named_modules():
             if isinstance(unit, FSDPModule):
-                _at_first_forward(unit, partial(self._watch_unit, prefix))
+                _at_first_forward(cast(nn.Module, unit), partial(self._watch_unit, prefix))
 
     def _watch_unit(self, prefix: str, unit: nn.Module) -> None:
         """Called while the unit's parameters are gathered: what backward gives gradients to are these, not shards."""
@@ -287,7 +287,7 @@ def _at_first_forward(unit: nn.Module, action: Callable[[nn.Module], None]) -> N
         handle.remove()
         action(module)
 
-    handle = unit.register_forward_pre_hook(torch.compiler.disable(hook))
+    handle = unit.register_forward_pre_hook(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
 
 
 def _reshard(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ import pytest
 from ranks import Ranks
 from safetensors.torch import load_file
 from sharding import DDP, FSDP, HSDP, Bench
+from torch.distributed.fsdp import FSDPModule
 
 from ddpforge.models.gpt import GPT as GPTModel
 
@@ -164,7 +165,13 @@ def train_model(bench: Bench) -> Callable[..., Ranks]:
         ("Scalar", "", "parameter `scale` is a scalar"),
         ("Half", "", "parameter `head.weight` is bfloat16, and FSDP promises float32 master weights"),  # trap 26
         ("BySample", "", "got no gradient on rank"),  # trap 30
-        ("Uneven", "", "parameter `b.0.weight` and 3 more got no gradient on rank 0"),
+        pytest.param(
+            *("Uneven", "", "parameter `b.0.weight` and 3 more got no gradient on rank 0"),
+            marks=pytest.mark.skipif(
+                not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+                reason="an older torch has rank 0 and rank 1 reduce different sizes, which ends both",
+            ),
+        ),
     ],
 )
 def test_models_that_cannot_be_sharded_faithfully(

@@ -1,0 +1,154 @@
+"""`ddpforge parity`: train a recipe under several strategies, and say where they come apart."""
+
+import json
+import math
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import click
+
+from ddpforge.cli import complain
+from ddpforge.cli.options import json_option, recipe_argument, sets_option
+
+if TYPE_CHECKING:
+    from ddpforge.parity.compare import Point, Quantity
+    from ddpforge.parity.runs import Report, Verdict
+
+_COLUMNS = {"train/loss": "loss", "train/grad_norm": "gradient norm", "weights": "weights"}
+
+
+@click.command()
+@recipe_argument
+@click.option(
+    "--strategies",
+    multiple=True,
+    required=True,
+    metavar="NAME[:OPTION...][@RANKS],...",
+    help="What to compare, the reference first, e.g. ddp,fsdp,deepspeed:3 or single@1,./mine.py:Mine; repeatable.",
+)
+@click.option(
+    "-n", "--nproc", type=click.IntRange(1, 1024), help="Processes for each; default: one per GPU, and at least two."
+)
+@click.option(
+    "--steps", type=click.IntRange(1, 2**20), default=20, show_default=True, help="How many steps to train, at most."
+)
+@sets_option
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0, 1, min_open=True),
+    metavar="X",
+    help="Relative difference of the loss that is no drift, the others in proportion; default: by train.precision.",
+)
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Keep the runs' folders in DIR, which must be empty.",
+)
+@json_option
+def parity(
+    recipe: str,
+    strategies: tuple[str, ...],
+    nproc: int | None,
+    steps: int,
+    sets: tuple[str, ...],
+    tolerance: float | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Train RECIPE under several strategies and compare them with the first.
+
+    All begin with the same weights and see the same samples in the same order. Compared are loss, gradient norm and
+    learning rate at every step, and the weights and the evaluation after the last. Exit codes: 0 the same, 1 they
+    drift apart, 2 usage or recipe, otherwise that of the run that failed.
+    """
+    from ddpforge.parity.runs import RunFailed
+    from ddpforge.parity.runs import parity as compare
+
+    with ExitStack() as stack:
+        folder = out or Path(stack.enter_context(TemporaryDirectory(prefix="ddpforge-parity-")))
+        try:
+            report = compare(
+                recipe,
+                strategies,
+                ranks=nproc or _processes(),
+                steps=steps,
+                out=folder,
+                sets=sets,
+                tolerance=tolerance,
+                say=lambda text: click.echo(text, err=True),
+            )
+        except RunFailed as error:
+            complain(error)
+            raise SystemExit(error.code) from None
+
+    click.echo(json.dumps(report.as_dict()) if as_json else _text(report))
+    if not report.same:
+        raise SystemExit(1)
+
+
+def _processes() -> int:
+    import torch
+
+    return max(2, torch.cuda.device_count())
+
+
+# ---------------------------------------------------------------------------------------------- for people
+def _text(report: "Report") -> str:
+    reference, *others = report.verdicts
+    header = ["strategy", "ranks", *_COLUMNS.values()]
+    rows = [[verdict.spec.text, str(verdict.spec.ranks), *_cells(verdict)] for verdict in report.verdicts]
+    ends = [click.style("verdict", bold=True), "reference", *map(_verdict, others)]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=True)), end])
+        for row, end in zip([header, *rows], ends, strict=True)
+    ]
+    allowed = report.tolerances
+    lines += [
+        "",
+        f"Largest relative differences from `{reference.spec.text}` in {reference.steps} steps. In {report.precision},",
+        f"rounding explains {allowed.loss:.0e} of the loss, {allowed.grad_norm:.0e} of the gradient norm, and"
+        f" {allowed.weights:.0e} of the way that the weights went.",
+    ]
+    if any(verdict.drift and verdict.spec.ranks != reference.spec.ranks for verdict in others):
+        lines += ["Dropout and BatchNorm differ between numbers of ranks: compare equal numbers, or switch them off."]
+    return "\n".join(lines)
+
+
+def _cells(verdict: "Verdict") -> list[str]:
+    found = {quantity.name: quantity for quantity in verdict.quantities}
+    return [_largest(found[name]) if name in found else "" for name in _COLUMNS]
+
+
+def _largest(quantity: "Quantity") -> str:
+    point = quantity.largest
+    step = "" if len(quantity.points) == 1 or not point.difference else f" at {point.step}"
+    return f"{point.difference:.1e}{step}" if point.difference else "0"
+
+
+def _verdict(verdict: "Verdict") -> str:
+    if verdict.drift is None:
+        return click.style("same", fg="green")
+    return f"{click.style('drifts', fg='red')}: {_where(*verdict.drift)}"
+
+
+def _where(quantity: "Quantity", point: "Point") -> str:
+    if quantity.name == "steps":
+        return f"ended after {point.value:.0f} steps instead of {point.reference:.0f}"
+    if quantity.where:
+        apart = "" if math.isinf(point.difference) else f" by {point.difference:.1e}"
+        return f"{quantity.name} at step {point.step}{apart}, most of it in {quantity.where}"
+    return f"{quantity.name} at step {point.step} ({_two(point.value, point.reference)})"
+
+
+def _two(value: float | None, reference: float | None) -> str:
+    """Both numbers, with as many digits as it takes to tell them apart."""
+    if value is None or reference is None:
+        return f"{'absent' if value is None else value} instead of {'absent' if reference is None else reference}"
+    texts = ((f"{value:.{digits}g}", f"{reference:.{digits}g}") for digits in range(5, 18))
+    mine, theirs = next((pair for pair in texts if len(set(pair)) == 2), (str(value), str(reference)))
+    return f"{mine} instead of {theirs}"

@@ -1,0 +1,268 @@
+"""Trains one recipe under several strategies, from one initial state, and gathers how far they come apart."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+from ddpforge import launch
+from ddpforge.checkpoint import retention
+from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PluginError, RecipeError, UsageError
+from ddpforge.parity.compare import TOLERANCES, Point, Quantity, Record, Tolerances, compare, first_drift
+from ddpforge.parity.specs import Spec, parse, split
+from ddpforge.recipe import LoadedRecipe, Problem, check_world, load_recipe
+from ddpforge.recipe.interpolate import escape
+from ddpforge.recipe.trial import check_optimizer
+from ddpforge.registry import Registry
+from ddpforge.runfolder import RunFolder, papers_of
+from ddpforge.trackers.jsonl import read_metrics
+
+__all__ = ["Report", "RunFailed", "Verdict", "parity"]
+
+_LINES = 40  # of what a failed run said
+
+
+class RunFailed(ForgeError):
+    """A run did not reach its end; `code` is what the comparison should end with."""
+
+    def __init__(self, spec: Spec, code: int, said: str) -> None:
+        self.code = code
+        if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):  # whoever stopped the run meant the comparison
+            self.code = int(ExitCode.INTERRUPTED)
+            super().__init__(f"stopped in the run of `{spec.text}`; nothing was compared")
+            return
+        lines = [f"    {line}" for line in said.rstrip().splitlines()[-_LINES:]]
+        message = "\n".join([f"`{spec.text}` ended with exit code {code}; the last it said:", *lines])
+        super().__init__(message, hints=["--out DIR keeps the runs' folders and everything they said"])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the run called `name` compares with the reference, which itself has no quantities."""
+
+    spec: Spec
+    name: str
+    steps: int
+    quantities: list[Quantity]
+
+    @property
+    def drift(self) -> tuple[Quantity, Point] | None:
+        """The first step at which something is beyond its tolerance, and what."""
+        return first_drift(self.quantities)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: every quantity at every step."""
+        drift = self.drift
+        return {
+            "strategy": self.spec.text,
+            "use": self.spec.use,
+            "options": list(self.spec.options),
+            "ranks": self.spec.ranks,
+            "run": self.name,
+            "steps": self.steps,
+            "same": drift is None,
+            "drift": {"quantity": drift[0].name} | _point(drift[1]) if drift else None,
+            "quantities": {
+                quantity.name: {
+                    "tolerance": quantity.tolerance,
+                    "largest": _finite(quantity.largest.difference),
+                    "tensor": quantity.where,
+                    "points": [_point(point) for point in quantity.points],
+                }
+                for quantity in self.quantities
+            },
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a comparison found; the first verdict is that of the reference."""
+
+    recipe: str
+    precision: str
+    tolerances: Tolerances
+    verdicts: list[Verdict]
+
+    @property
+    def same(self) -> bool:
+        """Whether no run drifts."""
+        return not any(verdict.drift for verdict in self.verdicts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which has no NaN and no infinity: what is not finite is null."""
+        return {
+            "recipe": self.recipe,
+            "precision": self.precision,
+            "same": self.same,
+            "reference": self.verdicts[0].spec.text,
+            "tolerances": asdict(self.tolerances),
+            "runs": [verdict.as_dict() for verdict in self.verdicts],
+        }
+
+
+def parity(
+    recipe: str,
+    strategies: Sequence[str],
+    *,
+    ranks: int,
+    steps: int,
+    out: Path,
+    sets: Sequence[str] = (),
+    tolerance: float | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Trains `recipe` under each of `strategies`, all from the initial state of the first; compares each with that.
+
+    What a strategy can be is told in `specs`; `ranks` is for those that do not say. The runs' folders are made in
+    `out`, which must be empty. `tolerance` replaces that of the loss and scales the others. `say` is told what goes
+    on. Raises UsageError, or RecipeError with every problem, before anything is started; raises RunFailed at the
+    first run that does not reach its end.
+    """
+    runs = _plan(recipe, split(strategies), ranks=ranks, steps=steps, out=out, sets=sets)
+    precision = runs[0].loaded.recipe.train.precision
+    tolerances = TOLERANCES[precision] if tolerance is None else TOLERANCES[precision].scaled(tolerance)
+    _make_empty(out)
+
+    for run in runs:
+        say(f"{run.spec.text}: training {steps} steps on {run.spec.ranks} rank{'s' * (run.spec.ranks > 1)}")
+        run.train(start=None if run is runs[0] else runs[0].start())
+    reference = runs[0].record()
+    verdicts = [Verdict(runs[0].spec, runs[0].name, reference.steps, [])]
+    for run in runs[1:]:
+        record = run.record()
+        verdicts.append(Verdict(run.spec, run.name, record.steps, compare(record, reference, tolerances)))
+    return Report(recipe, precision, tolerances, verdicts)
+
+
+def _make_empty(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        used = any(folder.iterdir())
+    except OSError as error:
+        raise EnvironmentProblem(f"{folder} cannot be written: {error}") from error
+    if used:
+        raise UsageError(f"{folder} is not empty", hints=["give --out a folder that is new"])
+
+
+def _point(point: Point) -> dict[str, Any]:
+    return {name: _finite(value) for name, value in asdict(point).items()}
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+# ---------------------------------------------------------------------------------------------- the runs
+@dataclass(frozen=True)
+class _Run:
+    """One run of the comparison: what `ddpforge launch RECIPE --set …` would train."""
+
+    spec: Spec
+    recipe: str
+    sets: list[str]
+    loaded: LoadedRecipe
+    out: Path
+    initial: Path
+
+    @property
+    def name(self) -> str:
+        """Of the run and of its folder."""
+        return self.loaded.recipe.name
+
+    @property
+    def folder(self) -> RunFolder:
+        """Where the run is."""
+        return RunFolder(self.out / self.name)
+
+    def train(self, *, start: Path | None) -> None:
+        """Trains, from the checkpoint `start` if there is one; raises RunFailed."""
+        if start:
+            self.folder.create(**papers_of(self.loaded))
+            copytree(start, self.folder.checkpoints / start.name)
+        arguments = [self.recipe, *(f"--set={one}" for one in self.sets), f"--out={self.out}"]
+        command = launch.torchrun_command(arguments, nproc=self.spec.ranks)
+        output = self.out / f"{self.name}.log"
+        with output.open("wb") as file:
+            code = launch.launch(command, nproc=self.spec.ranks, output=file)
+        if code:
+            raise RunFailed(self.spec, code, output.read_text(errors="replace"))
+
+    def start(self) -> Path:
+        """The checkpoint before the first step."""
+        found, _ = retention.committed(self.folder.checkpoints)
+        return next(path for path, manifest in found if manifest.step == 0)
+
+    def record(self) -> Record:
+        """What the finished run left behind."""
+        from safetensors.torch import load_file
+
+        from ddpforge.checkpoint.format import read_section
+
+        path, manifest = retention.committed(self.folder.checkpoints)[0][0]
+        weights = read_section(path, manifest, "model")
+        return Record(rows=read_metrics(self.folder.path), initial=load_file(self.initial), final=weights)
+
+
+def _plan(
+    recipe: str, strategies: Sequence[str], *, ranks: int, steps: int, out: Path, sets: Sequence[str]
+) -> list[_Run]:
+    """The runs, checked as far as that goes without starting them."""
+    if len(strategies) < 2:
+        raise UsageError("there is nothing to compare with", hints=["name several strategies: --strategies ddp,fsdp"])
+    registry = Registry.installed()
+    runs: list[_Run] = []
+    problems: dict[Problem, None] = {}  # one with the recipe itself comes up under every strategy
+    for number, text in enumerate(strategies, start=1):
+        label = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip(".-")
+        name = f"{number}-{label}"[:100]
+        initial = out.absolute() / f"{name}.initial.safetensors"
+        try:
+            spec = parse(text, registry, ranks=ranks)
+            loaded = _check(recipe, [*sets, *spec.sets], spec, registry)
+            overrides = [*sets, *spec.sets, *_overrides(loaded, name, steps, initial)]
+            loaded = load_recipe(recipe, sets=overrides, registry=registry)
+        except RecipeError as error:
+            problems |= dict.fromkeys(error.problems)
+        else:
+            runs.append(_Run(spec, recipe, overrides, loaded, out, initial))
+    if problems:
+        raise RecipeError(list(problems))
+    return runs
+
+
+def _check(recipe: str, sets: Sequence[str], spec: Spec, registry: Registry) -> LoadedRecipe:
+    """The recipe under this strategy, if they fit together."""
+    try:
+        loaded = load_recipe(recipe, sets=sets, registry=registry)
+    except RecipeError as error:
+        raise RecipeError([spec.own(problem) for problem in error.problems]) from error
+    check_optimizer(loaded, registry)
+    check_world(loaded, spec.ranks)
+    try:
+        registry.build("strategy", loaded.recipe.strategy)
+    except PluginError as error:
+        raise RecipeError([spec.problem(error.message, error.hints)]) from error
+    return loaded
+
+
+def _overrides(loaded: LoadedRecipe, name: str, steps: int, initial: Path) -> list[str]:
+    """What makes a run of the recipe one of the comparison; none of it changes what a step computes."""
+    key = "callbacks.ddpforge_parity"
+    return [
+        f"name={json.dumps(name)}",
+        "track.every=1st",
+        *(f"track.{json.dumps(tracker)}.use=ddpforge.interfaces:Tracker" for tracker in loaded.recipe.track.trackers),
+        *([f"train.eval_every={steps}st"] if loaded.recipe.data.eval else []),
+        "checkpoint.at_start=true",
+        f"checkpoint.every={steps}st",
+        "checkpoint.keep.last=2",
+        f"{key}.use=ddpforge.parity.probe:Probe",
+        f"{key}.steps={steps}",
+        f"{key}.initial={json.dumps(escape(str(initial)), ensure_ascii=False)}",
+    ]

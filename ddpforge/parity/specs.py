@@ -1,0 +1,136 @@
+"""What `ddpforge parity` calls a strategy: `NAME[:OPTION...][@RANKS]`, such as `deepspeed:3` or `ddp@4`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ddpforge.errors import PluginError, RecipeError
+from ddpforge.recipe.origins import Place, Source
+from ddpforge.recipe.report import Problem
+
+if TYPE_CHECKING:
+    from ddpforge.registry import Registry
+
+__all__ = ["Spec", "parse", "split"]
+
+_RANKS = re.compile(r"(.*)@(\d+)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"\s*([\w.-]+)\s*=")
+_ATTRIBUTE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_MOST_RANKS = 1024
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A strategy with options and a number of processes; `text` is how people wrote it."""
+
+    text: str
+    use: str
+    options: tuple[str, ...]  # assignments: "stage=3"
+    ranks: int
+
+    @property
+    def sets(self) -> list[str]:
+        """What makes a recipe use it, for `--set`. Where a recipe uses it already, its other options stay."""
+        use = f"strategy.use={json.dumps(self.use, ensure_ascii=False)}"
+        return [use, *(f"strategy.{option}" for option in self.options)]
+
+    def problem(self, message: str, hints: Iterable[str] = ()) -> Problem:
+        """A problem with this spec, shown where it was written."""
+        return Problem(message, "strategy", self._place, tuple(hints))
+
+    def own(self, problem: Problem) -> Problem:
+        """The same problem, shown here if it is with one of `sets`."""
+        place = problem.place
+        mine = place and place.file == "--set" and place.text in self.sets
+        return replace(problem, place=self._place) if mine else problem
+
+    @property
+    def _place(self) -> Place:
+        return Source("--strategies", self.text).at(0, len(self.text))
+
+
+def split(texts: Sequence[str]) -> list[str]:
+    """The specs in `texts`, where commas separate them."""
+    return [piece.strip() for text in texts for piece in _split(text, ",")]
+
+
+def parse(text: str, registry: Registry, *, ranks: int) -> Spec:
+    """The spec that `text` is; `ranks` counts where it does not say how many.
+
+    NAME is what a recipe writes after `strategy.use`. An option is `key=value`, or the bare value of the first option
+    in the strategy's signature, with values as in TOML. Raises RecipeError.
+    """
+    bare = text
+    if match := _RANKS.fullmatch(text):
+        bare, ranks = match[1], int(match[2])
+    use, words = _name(_split(bare, ":"), registry)
+    spec = Spec(text, use, (), ranks)
+    if not use:
+        raise RecipeError([spec.problem("the name of a strategy is missing")])
+    if not 1 <= ranks <= _MOST_RANKS:
+        raise RecipeError([spec.problem(f"the number of processes must be from 1 to {_MOST_RANKS}, not {ranks}")])
+
+    try:
+        known = list(registry.options_model("strategy", use).model_fields)
+    except PluginError as error:
+        raise RecipeError([spec.problem(error.message, error.hints)]) from error
+    return replace(spec, options=tuple(_assignments(words, known, spec)))
+
+
+def _name(parts: list[str], registry: Registry) -> tuple[str, list[str]]:
+    """What is the strategy's name among the parts between colons, and what are its options.
+
+    The first two parts are one name when they are registered as `distribution:name`, or when the first is not
+    registered and both locate code: `./file.py:Name`, `package.module:Name`.
+    """
+    two, located = ":".join(parts[:2]), False
+    if len(parts) > 1:
+        with suppress(PluginError):
+            entry = registry.find("strategy", two)
+            located = entry is None and _ATTRIBUTE.fullmatch(parts[1]) is not None
+            if entry:
+                return two, parts[2:]
+    if located and parts[0] not in registry.names("strategy"):
+        return two, parts[2:]
+    return parts[0], parts[1:]
+
+
+def _assignments(words: list[str], known: list[str], spec: Spec) -> list[str]:
+    """The options as assignments; `known` are the names that the strategy takes."""
+    found: dict[str, str] = {}
+    for number, word in enumerate(words):
+        match = _ASSIGNMENT.match(word)
+        if match:
+            key = match[1]
+        elif number or not word.strip():
+            raise RecipeError([spec.problem(f"`{word}` is the value of no option", ["write `:key=value`"])])
+        elif not known:
+            raise RecipeError([spec.problem(f"strategy `{spec.use}` has no options")])
+        else:
+            key, word = known[0], f"{known[0]}={word}"
+        if key in found:
+            raise RecipeError([spec.problem(f"`{key}` is set twice")])
+        found[key] = word
+    return [word.strip() for word in found.values()]
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """The pieces of `text` between separators that stand in no quotes and no brackets."""
+    pieces, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character == separator and not depth:
+            pieces.append("")
+            continue
+        else:
+            depth += (character in "[{") - (character in "]}")
+        pieces[-1] += character
+    return pieces

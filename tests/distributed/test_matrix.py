@@ -1,0 +1,70 @@
+"""Every strategy trains every recipe alike: accumulation, clipping that bites, a schedule, token-weighted losses."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from shutil import copy
+from typing import Any
+
+import pytest
+from ranks import Zygote
+from sharding import CNN, GPT, RECIPE
+
+from ddpforge.parity.runs import Report, parity
+
+STRATEGIES = ["ddp", "single@1", "fsdp", "fsdp:2@4"]
+
+
+@pytest.fixture
+def compare(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
+    """`ddpforge parity`, with ranks that the tests' own launcher forks."""
+    copy(Path(__file__).parent.parent / "parts.py", tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    def launch(arguments: Sequence[str], *, nproc: int, output: Any) -> int:
+        ranks = zygote.run(["run", *arguments], nproc=nproc, cwd=tmp_path, timeout=300)
+        output.write((ranks.stdout + ranks.stderr).encode())
+        return max(map(abs, ranks.codes))
+
+    monkeypatch.setattr("ddpforge.launch.torchrun_command", lambda arguments, **_: arguments)
+    monkeypatch.setattr("ddpforge.launch.launch", launch)
+
+    def run(kind: str, strategies: Sequence[str], train: str = "") -> Report:
+        parts = {"gpt": GPT, "cnn": CNN}[kind].format(model="")
+        text = RECIPE.format(name=kind, parts=parts, strategy='use = "ddp"', length="30st", train=train, more="")
+        Path(f"{kind}.toml").write_text(text)
+        return parity(f"{kind}.toml", strategies, ranks=2, steps=20, out=tmp_path / "out")
+
+    return run
+
+
+def check(report: Report) -> None:
+    """Every run is the first one's equal; the message says where one is not.
+
+    BatchNorm's running statistics depend on how many micro-batches a rank sees, so they, and an evaluation that uses
+    them, are compared between equal numbers of ranks only.
+    """
+    ranks = report.verdicts[0].spec.ranks
+    for verdict in report.verdicts:
+        statistics = ("buffers", "eval/") if verdict.spec.ranks != ranks and "cnn" in report.recipe else ()
+        judged = [quantity for quantity in verdict.quantities if not quantity.name.startswith(statistics or "-")]
+        assert {quantity.name: quantity.largest for quantity in judged if quantity.drift} == {}, verdict.spec.text
+        assert verdict.steps == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt", "cnn"])
+def test_every_strategy_trains_alike(compare: Callable[..., Report], kind: str) -> None:
+    """Traps 01, 02, 04, 05, 06, 07, 24, 27: the losses of 20 steps are those of DDP to 1e-5."""
+    report = compare(kind, STRATEGIES)
+    check(report)
+    assert report.tolerances.loss == 1e-5
+
+    rows = map(json.loads, (Path("out") / report.verdicts[0].name / "metrics.jsonl").read_text().splitlines())
+    assert sum(row.get("train/grad_norm", 0) > 0.5 for row in rows) > 10  # the clipping bites
+
+
+@pytest.mark.slow
+def test_every_strategy_trains_alike_in_bf16(compare: Callable[..., Report]) -> None:
+    """Trap 26: the tolerance is that of `parity` for bf16, 2 % of the loss."""
+    check(compare("gpt", STRATEGIES, 'precision = "bf16"'))
