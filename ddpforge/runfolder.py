@@ -11,7 +11,7 @@ import json
 import math
 import secrets
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -54,9 +54,18 @@ class Papers(TypedDict):
 
 def papers_of(loaded: "LoadedRecipe") -> Papers:
     """What a run's folder keeps of a recipe, read at once: the recipe may lie in the folder that is about to move."""
-    copies = {file: f"code/{number}/{file.name}" for number, file in enumerate(loaded.local_files())}
+    copies = _copies(loaded.local_files())
     local_files = {name: file.read_bytes() for file, name in copies.items()}
     return Papers(text=loaded.text, resolved=loaded.dumps(copies), local_files=local_files)
+
+
+def _copies(files: Iterable[Path]) -> dict[Path, str]:
+    """Where each file is copied to. Another file beside it changes nothing, for that would be another recipe."""
+    copies: dict[Path, str] = {}
+    for file in files:
+        alike = sum(other.name == file.name for other in copies)
+        copies[file] = f"code/{alike}/{file.name}" if alike else f"code/{file.name}"
+    return copies
 
 
 class Lineage(TypedDict):

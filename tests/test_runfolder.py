@@ -7,6 +7,7 @@ import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,7 +15,8 @@ import pytest
 from ddpforge.checkpoint import files
 from ddpforge.environment import describe_environment
 from ddpforge.errors import EnvironmentProblem, UsageError
-from ddpforge.runfolder import RunFolder, Status, recipe_changes, refuse_fixed
+from ddpforge.recipe import LoadedRecipe
+from ddpforge.runfolder import RunFolder, Status, papers_of, recipe_changes, refuse_fixed
 
 TEXT, RESOLVED = "# mine\nrecipe = 1\n", 'recipe = 1\nname = "digits"\n'
 
@@ -58,9 +60,19 @@ def test_a_new_folder_holds_the_recipe_as_given_and_as_resolved(folder: RunFolde
 def test_local_code_is_copied_to_where_the_resolved_recipe_looks_for_it(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "runs" / "digits")
 
-    folder.create(text=TEXT, resolved=RESOLVED, local_files={"./code/0/my_models.py": b"class Net: ..."})
+    folder.create(text=TEXT, resolved=RESOLVED, local_files={"./code/my_models.py": b"class Net: ..."})
 
-    assert (folder.path / "code" / "0" / "my_models.py").read_text() == "class Net: ..."
+    assert (folder.path / "code" / "my_models.py").read_text() == "class Net: ..."
+
+
+def test_copies_of_local_code_keep_their_names_when_a_recipe_names_another_file(tmp_path: Path) -> None:
+    """Their paths stand in the resolved recipe, which a resume compares with the one before."""
+    for name in ("a/parts.py", "b/model.py", "c/parts.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    loaded = SimpleNamespace(text="", dumps=str, local_files=lambda: sorted(tmp_path.rglob("*.py")))
+    copies = papers_of(cast(LoadedRecipe, loaded))["local_files"]
+    assert copies == {"code/parts.py": b"a/parts.py", "code/model.py": b"b/model.py", "code/1/parts.py": b"c/parts.py"}
 
 
 @pytest.mark.parametrize("name", ["../models.py", "/elsewhere/models.py", "code/../../models.py"])
