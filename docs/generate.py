@@ -115,7 +115,7 @@ def commands() -> Iterator[tuple[str, click.Command]]:
 
 
 def _command(path: str, command: click.Command) -> str:
-    context = click.Context(command, info_name=path)
+    context = click.Context(command, info_name=path, help_option_names=["-h", "--help"])
     usage = f"```text\n{path} {' '.join(command.collect_usage_pieces(context))}\n```"
     options = [
         (_code(_flags(option, context)), option.help or "")
