@@ -105,3 +105,15 @@ class Uneven(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) if self.first else self.b(x)
+
+
+class OwnSeed(nn.Module):
+    """Every rank draws other weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(int(os.environ.get("RANK", "0")))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)

@@ -145,6 +145,7 @@ class FSDP(AcceleratedStrategy):
             for block in blocks:
                 self._shard_block(block)
         # What is left over (embeddings, the last norm) is gathered in fp32: autocast decides what it computes in.
+        self._agree_on(model)
         fully_shard(model, mesh=self.mesh, mp_policy=_policy(None), offload_policy=self._offload())
 
         if broken := sorted(ties - _ties(model)):
@@ -156,6 +157,7 @@ class FSDP(AcceleratedStrategy):
         return model
 
     def _shard_block(self, block: nn.Module) -> None:
+        self._agree_on(block)
         fully_shard(
             block,
             mesh=self.mesh,
@@ -163,6 +165,13 @@ class FSDP(AcceleratedStrategy):
             mp_policy=_policy(self.precision.dtype if self.gather == "compute" else None),
             offload_policy=self._offload(),
         )
+
+    def _agree_on(self, module: nn.Module) -> None:
+        """Gives every rank rank 0's values of what is not sharded yet, as DDP does; most often they are the same."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(self.world.device)
+                dist.broadcast(tensor.data, src=0)
 
     def _offload(self) -> OffloadPolicy:
         return CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
@@ -297,6 +306,7 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+@torch.no_grad()
 def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
     """This rank's shards, without gradients."""
     return [cast(DTensor, tensor).to_local().detach() for tensor in tensors]
@@ -304,8 +314,12 @@ def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def _gathered(values: Mapping[str, T]) -> dict[str, T]:
     """The values, with whole tensors on the CPU for DTensors; nothing but on rank 0. Called on every rank."""
-    whole = {name: value.full_tensor().cpu() if isinstance(value, DTensor) else value for name, value in values.items()}
-    return cast(dict[str, T], whole) if dist.get_rank() == 0 else {}
+    gathered: dict[str, T] = {}
+    for name, value in values.items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if dist.get_rank() == 0:
+            gathered[name] = cast(T, whole.cpu() if isinstance(whole, Tensor) else whole)
+    return gathered
 
 
 def _placed(whole: Tensor, like: Tensor) -> Tensor:

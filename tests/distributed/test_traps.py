@@ -8,6 +8,7 @@ from shutil import copy
 from typing import Any
 
 import pytest
+import torch
 from ranks import Ranks
 from safetensors.torch import load_file
 from sharding import DDP, each_strategy
@@ -115,6 +116,25 @@ def test_the_logged_loss_is_that_of_all_ranks(run: Run, strategy: str) -> None:
     (row,) = run.rows()
     assert row["train/loss"] == 2.0
     assert row["train/mean"] == 2.0
+
+
+@each_strategy
+def test_all_ranks_begin_with_the_weights_of_rank_0(run: Run, tmp_path: Path, strategy: str) -> None:
+    """Trap 11: a model that seeds itself by rank."""
+    copy(Path(__file__).parent.parent / "odd_models.py", tmp_path)
+    text = (
+        RECIPE.replace("./parts.py:Scalars", "./odd_models.py:OwnSeed")
+        .replace('use = "./parts.py:Values"\nvalues = {values}', 'use = "./parts.py:Points"')
+        .replace("./parts.py:SumOfLosses", "regression")
+    )
+    options = {"model": "", "strategy": strategy, "train": "", "batch": 2, "length": "1st"}
+    more = "[checkpoint]\nat_start = true"
+    (tmp_path / "run.toml").write_text(text.format(**options, more=more))
+    run.ddpforge("run", "run.toml", nproc=2)
+
+    torch.manual_seed(0)
+    first = min((tmp_path / "runs/run/checkpoints").glob("step-*"))
+    assert torch.equal(load_file(first / "model.safetensors")["head.weight"], torch.nn.Linear(4, 1).weight)
 
 
 # ---------------------------------------------------------------------------------------------- parameters
