@@ -134,6 +134,29 @@ def test_every_launcher_trains_the_same_curve(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "strategy"),
+    [
+        ("accelerate launch {several} -m ddpforge run tiny.toml", "fsdp"),
+        ("torchrun --nproc-per-node 2 -m ddpforge run tiny.toml", "deepspeed"),
+        ("ddpforge launch tiny.toml --nproc 2", "fsdp"),
+        ("ddpforge launch tiny.toml --nproc 2", "deepspeed"),
+        ("accelerate launch --use_deepspeed --zero_stage 2 {processes} -m ddpforge run tiny.toml", "deepspeed"),
+    ],
+)
+def test_every_launcher_starts_every_strategy(
+    tmp_path: Path, start: Start, curve: list[float], form: str, strategy: str
+) -> None:
+    """Trap 05: what was asked for is what runs; without GPUs accelerate itself would train DDP, or nothing at all."""
+    processes = SEVERAL[2].removeprefix("--multi_gpu ")
+    ended = start(f'{form.format(several=SEVERAL[2], processes=processes)} --set strategy.use="{strategy}"')
+    assert ended.returncode == 0, ended.stderr
+    found = status(tmp_path / "runs/tiny")
+    assert (found["state"], found["strategy"], found["world_size"]) == ("done", strategy, 2)
+    assert losses(tmp_path / "runs/tiny") == pytest.approx(curve, rel=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_the_repository_itself_can_be_launched(tmp_path: Path, start: Start, nproc: int) -> None:
     """`accelerate launch ddpforge` takes the word for a script and finds the package's folder."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,21 @@ from torch.optim import Optimizer
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState
 
-__all__ = ["capture", "restore"]
+__all__ = ["capture", "match", "match_form", "restore", "tensors"]
 
 
 def capture(model: nn.Module, optimizer: Optimizer) -> CanonicalState:
     """The state of the bare `model` and of its `optimizer`; tensors are references, not copies."""
     names = _names(model)
-    weights: dict[str, Tensor] = {}
+    weights, aliases = tensors(model)
+    state = {names[id(parameter)]: dict(entry) for parameter, entry in optimizer.state.items() if entry}
+    return CanonicalState({name: tensor.detach() for name, tensor in weights.items()}, state, aliases)
+
+
+def tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The model's parameters and persistent buffers, each under its first name, and that name for each other one."""
+    names = _names(model)
+    first: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
@@ -26,14 +34,11 @@ def capture(model: nn.Module, optimizer: Optimizer) -> CanonicalState:
                 f"`{name}` in the model's state_dict is a {type(tensor).__name__}, not a tensor",
                 hints=["a checkpoint holds tensors only; keep other state in a buffer, or rebuild it from the recipe"],
             )
-        first = names.get(id(tensor), name)
-        if first == name:
-            weights[name] = tensor.detach()
+        if (known := names.get(id(tensor), name)) == name:
+            first[name] = tensor
         else:
-            aliases[name] = first
-
-    state = {names[id(parameter)]: dict(entry) for parameter, entry in optimizer.state.items() if entry}
-    return CanonicalState(weights, state, aliases)
+            aliases[name] = known
+    return first, aliases
 
 
 def restore(
@@ -49,14 +54,12 @@ def restore(
     optimizer's state that is shaped like its parameter lies as the parameter does.
     """
     current = capture(model, optimizer)
-    _match(set(current.model), set(state.model) - set(state.aliases))
+    match(set(current.model), set(state.model) - set(state.aliases))
 
     with torch.no_grad():
         for name, tensor in current.model.items():
             saved = state.model[name]
-            if (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
-                here, there = (f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in (tensor, saved))
-                raise CheckpointError(f"`{name}` is {here} in the model and {there} in the checkpoint")
+            match_form(name, tensor.shape, tensor.dtype, saved)
             tensor.copy_(place(saved, tensor))
 
     # torch's own loader moves each tensor to its parameter's device and gives `step` the form the optimizer wants.
@@ -90,7 +93,8 @@ def _indices(optimizer: Optimizer, names: dict[int, str]) -> Iterator[tuple[str,
         yield names[id(parameter)], index
 
 
-def _match(expected: set[str], found: set[str]) -> None:
+def match(expected: set[str], found: set[str]) -> None:
+    """Raises CheckpointError unless the names of a model's tensors are those in a checkpoint."""
     missing, unexpected = sorted(expected - found), sorted(found - expected)
     if missing or unexpected:
         facts = [
@@ -99,3 +103,12 @@ def _match(expected: set[str], found: set[str]) -> None:
             if names
         ]
         raise CheckpointError(f"the checkpoint is of another model ({'; '.join(facts)})")
+
+
+def match_form(name: str, shape: Sequence[int], dtype: torch.dtype, saved: Tensor) -> None:
+    """Raises CheckpointError unless what was saved of a tensor has its shape and dtype."""
+    if (tuple(saved.shape), saved.dtype) != (tuple(shape), dtype):
+        here, there = f"{dtype} {list(shape)}", f"{saved.dtype} {list(saved.shape)}"
+        raise CheckpointError(
+            f"`{name}` is {here.removeprefix('torch.')} in the model and {there.removeprefix('torch.')} in the checkpoint"
+        )

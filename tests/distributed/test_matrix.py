@@ -12,7 +12,7 @@ from sharding import CNN, GPT, RECIPE
 
 from ddpforge.parity.runs import Report, parity
 
-STRATEGIES = ["ddp", "single@1", "fsdp", "fsdp:2@4"]
+STRATEGIES = ["ddp", "single@1", "fsdp", "fsdp:2@4", "deepspeed:1", "deepspeed:2", "deepspeed:3"]
 
 
 @pytest.fixture

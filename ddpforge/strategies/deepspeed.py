@@ -1,0 +1,438 @@
+"""DeepSpeed's ZeRO: ranks share out the optimizer's state, and with higher stages gradients and weights too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import CanonicalState, Contract, Sharded, World
+from ddpforge.strategies.accelerated import AcceleratedStrategy
+from ddpforge.strategies.precision import LossScaling
+from ddpforge.strategies.zero import ZeroWeights, import_deepspeed, keys_per_parameter, require_deepspeed, start
+
+if TYPE_CHECKING:
+    from ddpforge.recipe.schema import TrainSection
+
+__all__ = ["DeepSpeed"]
+
+Offload = Literal["none", "cpu"]
+
+_SHARDS: dict[int, tuple[Sharded, ...]] = {
+    1: ("optimizer state",),
+    2: ("optimizer state", "gradients"),
+    3: ("optimizer state", "gradients", "weights"),
+}
+_ACCUMULATES = {
+    1: "autograd, in the parameters' .grad; one reduction per step, in the last micro-batch",
+    2: "DeepSpeed, in each rank's part of the gradients; one reduction per micro-batch",
+    3: "DeepSpeed, in each rank's part of the gradients; one reduce-scatter per micro-batch",
+}
+
+# What `extra` may hold: how fast DeepSpeed works and what it tells, never what is computed. DeepSpeed itself takes any
+# key in silence, so one that is not known here is refused too.
+_PASSED_ON = {
+    "comms_logger",
+    "flops_profiler",
+    "log_level",
+    "memory_breakdown",
+    "timers",
+    "wall_clock_breakdown",
+    "zero_optimization.allgather_bucket_size",
+    "zero_optimization.allgather_partitions",
+    "zero_optimization.contiguous_gradients",
+    "zero_optimization.enable_sanity_checks",
+    "zero_optimization.leaf_module",
+    "zero_optimization.log_trace_cache_warnings",
+    "zero_optimization.memory_efficient_linear",
+    "zero_optimization.offload_optimizer.pin_memory",
+    "zero_optimization.offload_param.pin_memory",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.parameter_alignment",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.reduce_scatter",
+    "zero_optimization.round_robin_gradients",
+    "zero_optimization.stage3_allgather_sequential",
+    "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.stage3_max_reuse_distance",
+    "zero_optimization.stage3_model_persistence_threshold",
+    "zero_optimization.stage3_module_granularity_threshold",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params",
+    "zero_optimization.sub_group_size",
+    "zero_optimization.use_multi_rank_bucket_allreduce",
+}
+_OWNERS = {
+    "activation_checkpointing": "train.activation_checkpointing",
+    "amp": "train.precision",
+    "bf16": "train.precision",
+    "checkpoint": "[checkpoint]",
+    "comet": "[track]",
+    "compile": "train.compile",
+    "csv_monitor": "[track]",
+    "curriculum_learning": "[data.train]",
+    "data_efficiency": "[data.train]",
+    "data_types": "train.precision",
+    "dataloader_drop_last": "train.last_batch",
+    "fp16": "train.precision",
+    "gradient_accumulation_steps": "train.micro_batch",
+    "gradient_clipping": "train.clip_norm",
+    "managed_gradient_accumulation": "train.micro_batch",
+    "optimizer": "[optimizer]",
+    "scheduler": "[schedule]",
+    "steps_per_print": "track.every",
+    "tensorboard": "[track]",
+    "torch_autocast": "train.precision",
+    "train_batch_size": "train.global_batch",
+    "train_micro_batch_size_per_gpu": "train.micro_batch",
+    "wandb": "[track]",
+    "zero_optimization.cpu_offload": "strategy.offload_optimizer",
+    "zero_optimization.cpu_offload_param": "strategy.offload_parameters",
+    "zero_optimization.offload_optimizer": "strategy.offload_optimizer",
+    "zero_optimization.offload_param": "strategy.offload_parameters",
+    "zero_optimization.stage": "strategy.stage",
+} | dict.fromkeys(
+    (
+        "communication_data_type",
+        "gradient_allreduce_op",
+        "gradient_predivide_factor",
+        "prescale_gradients",
+        "sparse_gradients",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+    ),
+    "ddpforge, which averages all gradients in float32 and tries out every optimizer",
+)
+
+
+class DeepSpeed(AcceleratedStrategy):
+    """The DeepSpeed engine with ZeRO, around the recipe's own optimizer.
+
+    Stage 1 shards the optimizer's state and the weights it updates, stage 2 gradients too, stage 3 also the weights
+    of the forward pass. See https://www.deepspeed.ai/docs/config-json/ and Rajbhandari et al., "ZeRO" (SC 2020).
+    """
+
+    group = True
+    allows_unused_parameters: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        stage: Annotated[
+            Literal[1, 2, 3],
+            Field(description="What is sharded: optimizer state (1), gradients too (2), weights too (3)."),
+        ] = 2,
+        offload_optimizer: Annotated[
+            Offload, Field(description="Where optimizer state lives and updates are computed; none: on the device.")
+        ] = "none",
+        offload_parameters: Annotated[
+            Offload, Field(description="Where weights wait until they are gathered; none: on the device. Stage 3 only.")
+        ] = "none",
+        extra: Annotated[
+            dict[str, Any],
+            Field(description="Further keys of the DeepSpeed configuration, for speed and for what it reports."),
+        ] = {},  # noqa: B006 (copied, never changed)
+    ) -> None:
+        super().__init__()
+        if offload_parameters != "none" and stage != 3:
+            raise ValueError(f"offload_parameters needs stage 3: under stage {stage} every rank uses whole weights")
+        self.stage = stage
+        self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
+        self.extra = deepcopy(extra)
+        _refuse_owned(self.extra, offload_optimizer != "none", offload_parameters != "none")
+        self.contract = Contract(
+            shards=_SHARDS[stage],
+            clips="DeepSpeed, after the reduction, by the norm over all parts",
+            accumulates=_ACCUMULATES[stage],
+        )
+        if offload_optimizer != "none":
+            where = replace(self.contract, accumulates=f"{self.contract.accumulates}; then to the host")
+            self.contract = where
+
+    def generated(self, train: TrainSection, ranks: int) -> Mapping[str, Any]:
+        """The DeepSpeed configuration."""
+        return {"deepspeed config": self.config(train, ranks)}
+
+    def config(self, train: TrainSection, ranks: int) -> dict[str, Any]:
+        """What DeepSpeed is told.
+
+        Its own accumulation count is 1, because micro-batches are weighed by what is in them: the last step of an
+        epoch may have fewer. The strategy tells it which micro-batch is a step's last.
+        """
+        zero: dict[str, Any] = {"stage": self.stage}
+        if self.offload_optimizer != "none":
+            zero["offload_optimizer"] = {"device": self.offload_optimizer}
+        if self.offload_parameters != "none":
+            zero["offload_param"] = {"device": self.offload_parameters}
+        config = {
+            "train_micro_batch_size_per_gpu": train.micro_batch or max(1, train.global_batch // ranks),
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": train.clip_norm or 0.0,
+            "communication_data_type": "fp32",
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "timers": {"throughput": {"enabled": False}},  # it waits for the device twice per step
+        }
+        if train.precision != "fp32":
+            # Master weights stay fp32 and so does communication: DeepSpeed would reduce the gradients of the modules
+            # it holds safe for lower precision in that precision.
+            dtype = {"bf16": "bfloat16", "fp16": "float16"}[train.precision]
+            config["torch_autocast"] = {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}
+        return _merged(config, self.extra)
+
+    # -- before the loop
+    def setup(self, train: TrainSection) -> World:
+        """Joins the process group, and imports DeepSpeed for the device that it is on."""
+        require_deepspeed()
+        world = super().setup(train)
+        if self.stage == 3 and world.device.type == "cuda" and train.compile in ("reduce-overhead", "max-autotune"):
+            raise StrategyError(
+                f'train.compile = "{train.compile}" replays CUDA graphs, which need weights that stay where they are, '
+                "and ZeRO stage 3 gathers them anew for every pass",
+                hints=['set train.compile = "default", or strategy.stage = 2'],
+            )
+        self.deepspeed = import_deepspeed(world.device)
+        if train.precision == "fp16":
+            self.precision = _EngineScaling(world.device)
+        return world
+
+    def launcher_may_say(self, train: TrainSection) -> dict[str, str]:
+        """`accelerate launch --use_deepspeed` may say what the recipe says."""
+        return super().launcher_may_say(train) | {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(self.stage),
+            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": self.offload_optimizer,
+            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": self.offload_parameters,
+            "ACCELERATE_GRADIENT_CLIPPING": "none" if train.clip_norm is None else str(train.clip_norm),
+            "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": "none",
+        }
+
+    def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        """Moves the model to the device, but under stage 3, where that happens parameter by parameter."""
+        return self.converted(model) if self.stage == 3 else super().wrap(model, blocks)
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """Starts the engine around both, and proves that it is the one that was asked for."""
+        self._parameters = list(model.parameters())
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        self._bare = model
+        for parameter in self._trained:
+            self._refuse_form(parameter)
+        device = torch.device("cpu") if self.offload_optimizer == "cpu" else self.world.device
+        per_parameter = keys_per_parameter(optimizer, device)
+
+        self._watch()
+        config = self.config(self.train, self.world.size)
+        self.engine: Any = start(self.deepspeed, model, optimizer, config, self.world)
+        self.check(self.engine)
+        if self.engine.optimizer.optimizer is not optimizer:
+            raise StrategyError("asked for DeepSpeed around the recipe's optimizer, but it uses one of its own")
+        if isinstance(self.precision, _EngineScaling):
+            self.precision.attach(self.engine.optimizer)
+        if self.train.compile != "off" and not self.train.compile_blocks:
+            self.engine.compile(compile_kwargs={"mode": self.train.compile})
+        self._weights = ZeroWeights(self.engine, model, self.world.device, per_parameter)
+        return self.engine, optimizer
+
+    def _refuse_form(self, parameter: nn.Parameter) -> None:
+        name = self._names[id(parameter)]
+        if not parameter.numel():
+            raise StrategyError(
+                f"parameter `{name}` has no elements, and DeepSpeed cannot shard it",
+                hints=["remove it from the model, or set requires_grad = False"],
+            )
+        if parameter.dtype != torch.float32:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise StrategyError(
+                f"parameter `{name}` is {dtype}, and DeepSpeed promises float32 master weights: updates smaller than a "
+                "rounding step would vanish",
+                hints=['build the model in float32; train.precision = "bf16" computes in bfloat16 all the same'],
+            )
+
+    def check(self, model: nn.Module) -> None:
+        """Compares what runs with what was asked for: DeepSpeed falls back to something else in many places."""
+        engine: Any = model
+        zero = engine.optimizer
+        stage3 = self.stage == 3
+        found = {
+            "optimizer": type(zero).__name__,
+            "stage": engine.zero_optimization_stage(),
+            "sharded gradients": True if stage3 else zero.partition_gradients,
+            "data-parallel ranks": engine.dp_world_size,
+            "device": engine.device,
+            "gradient accumulation": engine.gradient_accumulation_steps(),
+            "clipping": zero.clip_grad,
+            "master weights": zero.master_weights_and_grads_dtype,
+            "accumulated gradients": zero.gradient_accumulation_dtype,
+            "reduced gradients": set(zero.ipg_buckets),
+            "optimizer on the host": zero.offload_optimizer if stage3 else zero.cpu_offload,
+            "weights on the host": zero.offload_param if stage3 else False,
+        }
+        asked = {
+            "optimizer": "DeepSpeedZeroOptimizer_Stage3" if stage3 else "DeepSpeedZeroOptimizer",
+            "stage": self.stage,
+            "sharded gradients": self.stage >= 2,
+            "data-parallel ranks": self.world.size,
+            "device": self.world.device,
+            "gradient accumulation": 1,
+            "clipping": self.train.clip_norm or 0.0,
+            "master weights": torch.float32,
+            "accumulated gradients": torch.float32,
+            "reduced gradients": {torch.float32},
+            "optimizer on the host": self.offload_optimizer != "none",
+            "weights on the host": self.offload_parameters != "none",
+        }
+        for what, wanted in asked.items():
+            got = found[what]
+            if got != wanted and not (what == "device" and torch.device(got).type == self.world.device.type == "cpu"):
+                raise StrategyError(f"asked DeepSpeed for {what}: {wanted}, and it runs with {got}")
+
+    # -- one step
+    def _watch(self) -> None:
+        """Notes which parameters a micro-batch's backward pass reaches."""
+        self._reached: set[int] = set()
+        self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
+        for parameter in self._trained:
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda p: self._reached.add(id(p))
+            )
+
+    def _look(self) -> None:
+        """Every trained parameter must have got a gradient, on every rank, in every micro-batch, and no other.
+
+        DeepSpeed averages whatever gradients ranks have, in the order in which they come, even if they belong to
+        different parameters; and where a micro-batch has none, stage 3 adds up those of an earlier step.
+        """
+        if len(self._reached) != len(self._trained):
+            self.refuse_unused([p for p in self._trained if id(p) not in self._reached])
+        thawed = [self._names[id(p)] for p in self._frozen if p.requires_grad]
+        if thawed:
+            raise StrategyError(
+                f"parameter `{thawed[0]}` was frozen when the model was wrapped and gets gradients now; they are not "
+                "synchronised over ranks, nor does the optimizer know it",
+                hints=["leave requires_grad alone during a run; freeze and unfreeze between runs"],
+            )
+        self._reached.clear()
+
+    def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+        """Tells the engine whether the step ends with this micro-batch."""
+        self.engine.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of `loss`."""
+        # `_look` runs when the last gradient is there, before DeepSpeed reduces what is left in its bucket.
+        execution: Any = torch.autograd.Variable._execution_engine
+        loss.register_hook(lambda gradient: execution.queue_callback(self._look))  # type: ignore[no-untyped-call]
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
+        """DeepSpeed measures, clips, updates and clears; it leaves out a step whose norm is not finite."""
+        self.engine.step()
+        norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
+        if isinstance(self.precision, _EngineScaling):
+            self.precision.adapt(norm)
+        return norm
+
+    # -- to disk and back
+    def weights(self, model: nn.Module, optimizer: Optimizer) -> ZeroWeights:
+        """Each rank's part of the fp32 weights that the optimizer updates."""
+        return self._weights
+
+    def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState:
+        """Gathered one tensor at a time; only rank 0 keeps it."""
+        return self._weights.capture(optimizer)
+
+    def load_state(self, model: nn.Module, optimizer: Optimizer, state: CanonicalState) -> None:
+        """Every rank takes its part."""
+        self._weights.restore(optimizer, state)
+
+    def load_loop_state(self, state: Mapping[str, int | float]) -> None:
+        """The loss scale of fp16."""
+        super().load_loop_state(state)
+        if isinstance(self.precision, _EngineScaling):
+            self.precision.tell()
+
+    def close(self) -> None:
+        """Takes the engine's hooks away, waits for all ranks, and leaves the process group."""
+        if hasattr(self, "engine"):
+            self.engine.destroy()
+        super().close()
+
+
+class _EngineScaling(LossScaling):
+    """fp16 by DeepSpeed, with the loss scale that torch's GradScaler decides on.
+
+    DeepSpeed's own scaling for autocast measures and clips gradients that are still scaled, and never lowers a scale
+    that overflowed. So the engine is told which scale to use; with that it multiplies the loss, divides the norm, and
+    skips a step.
+    """
+
+    def attach(self, zero: Any) -> None:
+        """Takes over from the engine's own scaler."""
+        self._zero = zero
+        self._stand_in = nn.Parameter(torch.zeros((), device=self.device))
+        self._updated = torch.optim.SGD([self._stand_in], lr=0.0)
+        zero.torch_autocast_gradscaler = None
+        self.tell()
+
+    def tell(self) -> None:
+        """Gives the engine the present scale."""
+        self.scaler.scale(torch.zeros((), device=self.device))  # before which there is none
+        self._zero.override_loss_scale(self.scaler.get_scale())
+
+    def adapt(self, norm: Tensor) -> None:
+        """Lowers the scale when `norm` is not finite, raises it after many steps in which it was."""
+        self._stand_in.grad = norm.clone()
+        self.scaler.unscale_(self._updated)
+        self.scaler.update()
+        self.tell()
+
+
+def _merged(into: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(into)
+    for key, value in extra.items():
+        known = merged.get(key)
+        merged[key] = _merged(known, value) if isinstance(known, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _refuse_owned(extra: Mapping[str, Any], offloads_optimizer: bool, offloads_parameters: bool) -> None:
+    """Raises ValueError for what the recipe or ddpforge decides, and for what DeepSpeed would ignore."""
+    for section, key, value in _flattened(extra):
+        path = f"{section}{key}"
+        if path in _PASSED_ON:
+            for part, used in (("offload_optimizer", offloads_optimizer), ("offload_param", offloads_parameters)):
+                if f".{part}." in path and not used:
+                    raise ValueError(f"extra: `{path}` has no effect, for nothing is offloaded there")
+            continue
+        owner = _OWNERS.get(path) or next((_OWNERS[name] for name in _OWNERS if path.startswith(f"{name}.")), None)
+        if owner:
+            raise ValueError(f"extra: `{path}` belongs to {owner}")
+        known = ", ".join(sorted(name.removeprefix(section) for name in _PASSED_ON if name.startswith(section)))
+        raise ValueError(f"extra: `{path}` is not a key that ddpforge passes on to DeepSpeed; those are {known}")
+
+
+def _flattened(extra: Mapping[str, Any], section: str = "") -> list[tuple[str, str, Any]]:
+    """(section, key, value), with the tables of `zero_optimization` opened."""
+    found: list[tuple[str, str, Any]] = []
+    for key, value in extra.items():
+        path = f"{section}{key}"
+        opened = path == "zero_optimization" or path.startswith("zero_optimization.offload_")
+        if opened and isinstance(value, Mapping):
+            found += _flattened(value, f"{path}.")
+        else:
+            found.append((section, key, value))
+    return found
