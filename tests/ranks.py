@@ -72,7 +72,12 @@ def _serve() -> None:
     import torch._dynamo  # noqa: F401  (what the first optimizer of every process imports: 2 seconds)
 
     import ddpforge.run
-    import ddpforge.strategies.ddp  # noqa: F401
+    import ddpforge.strategies.ddp
+    import ddpforge.strategies.fsdp  # noqa: F401
+
+    if not Path("/dev/nvidia0").exists():  # with a GPU, DeepSpeed might touch it, which a process that forks must not
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed  # noqa: F401
 
     for line in sys.stdin:
         print(json.dumps(_start(**json.loads(line))), flush=True)
