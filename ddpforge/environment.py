@@ -14,6 +14,7 @@ _RELEVANT = re.compile(
     "RANK|WORLD_SIZE|(LOCAL|GROUP|NODE|ROLE)_.*|MASTER_.*|OMP_.*|MKL_.*|CUDA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*"
     "|PYTHONHASHSEED|ACCELERATE_.*|SLURM_.*|WANDB_.*|DDPFORGE_.*"
 )
+_PACKAGES = ("ddpforge", "torch", "accelerate", "deepspeed", "numpy", "safetensors")
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|JWT")
 
 
@@ -25,7 +26,7 @@ def describe_environment() -> dict[str, Any]:
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in ("ddpforge", "torch", "accelerate", "numpy", "safetensors")},
+        "packages": {name: _version(name) for name in _PACKAGES},
         "git": _git(),
         "environment": {
             name: value

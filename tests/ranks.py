@@ -77,7 +77,7 @@ def _serve() -> None:
 
     if not Path("/dev/nvidia0").exists():  # with a GPU, DeepSpeed might touch it, which a process that forks must not
         os.environ["DS_ACCELERATOR"] = "cpu"
-        import deepspeed  # noqa: F401
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  (which imports torch._inductor: 1.4 s)
 
     for line in sys.stdin:
         print(json.dumps(_start(**json.loads(line))), flush=True)

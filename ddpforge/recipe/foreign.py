@@ -39,8 +39,18 @@ _KEYS = {
     ),
     ("train", "seed = 0"): "random_seed manual_seed rng_seed",
     ("train", 'compile = "default"'): "torch_compile compile_mode",
+    ("train", "activation_checkpointing = true"): (
+        "gradient_checkpointing activation_checkpoint use_gradient_checkpointing recompute checkpoint_activations"
+    ),
+    ("train", 'blocks = ["Block"]'): (
+        "transformer_layer_cls_to_wrap fsdp_transformer_layer_cls_to_wrap transformer_cls_names_to_wrap"
+        " auto_wrap_policy fsdp_auto_wrap_policy"
+    ),
     ("train", "sync_batchnorm = true"): "sync_bn sync_batch_norm convert_sync_batchnorm",
     ("train", 'timeout = "10m"'): "ddp_timeout nccl_timeout process_group_timeout",
+    ("strategy", "stage = 3"): "zero_stage zero_optimization zero",
+    ("strategy", "replicas = 2"): "data_parallel_replicate_degree num_replicate hybrid_shard",
+    ("strategy", 'offload_optimizer = "cpu"'): "offload_optimizer_device cpu_offload_optimizer",
     ("optimizer", "lr = 1e-3"): "learning_rate learningrate base_lr initial_lr max_lr peak_lr",
     ("optimizer", "weight_decay = 0.01"): "wd decay l2 weightdecay",
     ("optimizer", 'no_decay = ["bias", "norm"]'): "no_weight_decay skip_weight_decay exclude_from_decay",

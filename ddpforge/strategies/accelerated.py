@@ -47,6 +47,11 @@ _DECIDED_BY = {
     "ACCELERATE_MIXED_PRECISION": "train.precision",
     "ACCELERATE_DYNAMO_BACKEND": "train.compile",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "train.micro_batch",
+    "ACCELERATE_GRADIENT_CLIPPING": "train.clip_norm",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "strategy.stage",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "strategy.offload_optimizer",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "strategy.offload_parameters",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "strategy.extra",
 }
 
 
@@ -172,14 +177,14 @@ class AcceleratedStrategy(Strategy):
         self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         self._bare = model
 
-        prepared = self.replicated(model)
+        prepared = self.distributed(model)
         self.check(prepared)
         if self.train.compile != "off" and not self.train.compile_blocks:
             # In place, and on the wrapper: state keeps its names, and DDP's buckets still overlap with backward.
             prepared.compile(mode=self.train.compile)
         return prepared, optimizer
 
-    def replicated(self, model: nn.Module) -> nn.Module:
+    def distributed(self, model: nn.Module) -> nn.Module:
         """The model, wrapped so that its gradients are averaged over ranks."""
         with warnings.catch_warnings():
             # torch 2.15 renamed the option by which DDP leaves buffers alone; older ones know only this name.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
@@ -154,9 +154,6 @@ class DeepSpeed(AcceleratedStrategy):
             clips="DeepSpeed, after the reduction, by the norm over all parts",
             accumulates=_ACCUMULATES[stage],
         )
-        if offload_optimizer != "none":
-            where = replace(self.contract, accumulates=f"{self.contract.accumulates}; then to the host")
-            self.contract = where
 
     def generated(self, train: TrainSection, ranks: int) -> Mapping[str, Any]:
         """The DeepSpeed configuration."""
@@ -235,12 +232,13 @@ class DeepSpeed(AcceleratedStrategy):
 
         self._watch()
         config = self.config(self.train, self.world.size)
-        self.engine: Any = start(self.deepspeed, model, optimizer, config, self.world)
+        self.engine = start(self.deepspeed, model, optimizer, config, self.world)
         self.check(self.engine)
-        if self.engine.optimizer.optimizer is not optimizer:
+        zero = self.engine.optimizer
+        if zero.optimizer is not optimizer:
             raise StrategyError("asked for DeepSpeed around the recipe's optimizer, but it uses one of its own")
         if isinstance(self.precision, _EngineScaling):
-            self.precision.attach(self.engine.optimizer)
+            self.precision.attach(zero)
         if self.train.compile != "off" and not self.train.compile_blocks:
             self.engine.compile(compile_kwargs={"mode": self.train.compile})
         self._weights = ZeroWeights(self.engine, model, self.world.device, per_parameter)
@@ -295,9 +293,8 @@ class DeepSpeed(AcceleratedStrategy):
             "weights on the host": self.offload_parameters != "none",
         }
         for what, wanted in asked.items():
-            got = found[what]
-            if got != wanted and not (what == "device" and torch.device(got).type == self.world.device.type == "cpu"):
-                raise StrategyError(f"asked DeepSpeed for {what}: {wanted}, and it runs with {got}")
+            if found[what] != wanted:
+                raise StrategyError(f"asked DeepSpeed for {what}: {wanted}, and it runs with {found[what]}")
 
     # -- one step
     def _watch(self) -> None:
@@ -411,28 +408,25 @@ def _merged(into: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_owned(extra: Mapping[str, Any], offloads_optimizer: bool, offloads_parameters: bool) -> None:
     """Raises ValueError for what the recipe or ddpforge decides, and for what DeepSpeed would ignore."""
-    for section, key, value in _flattened(extra):
+    for section, key in _keys(extra):
         path = f"{section}{key}"
         if path in _PASSED_ON:
             for part, used in (("offload_optimizer", offloads_optimizer), ("offload_param", offloads_parameters)):
                 if f".{part}." in path and not used:
                     raise ValueError(f"extra: `{path}` has no effect, for nothing is offloaded there")
-            continue
-        owner = _OWNERS.get(path) or next((_OWNERS[name] for name in _OWNERS if path.startswith(f"{name}.")), None)
-        if owner:
+        elif owner := next((_OWNERS[name] for name in _OWNERS if f"{path}.".startswith(f"{name}.")), None):
             raise ValueError(f"extra: `{path}` belongs to {owner}")
-        known = ", ".join(sorted(name.removeprefix(section) for name in _PASSED_ON if name.startswith(section)))
-        raise ValueError(f"extra: `{path}` is not a key that ddpforge passes on to DeepSpeed; those are {known}")
+        else:
+            near = ", ".join(get_close_matches(path, sorted(_PASSED_ON), n=3, cutoff=0))
+            raise ValueError(f"extra: `{path}` is not a key that ddpforge passes on to DeepSpeed; near it are {near}")
 
 
-def _flattened(extra: Mapping[str, Any], section: str = "") -> list[tuple[str, str, Any]]:
-    """(section, key, value), with the tables of `zero_optimization` opened."""
-    found: list[tuple[str, str, Any]] = []
+def _keys(extra: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, str]]:
+    """(section, key), with the tables of `zero_optimization` opened."""
     for key, value in extra.items():
         path = f"{section}{key}"
         opened = path == "zero_optimization" or path.startswith("zero_optimization.offload_")
         if opened and isinstance(value, Mapping):
-            found += _flattened(value, f"{path}.")
+            yield from _keys(value, f"{path}.")
         else:
-            found.append((section, key, value))
-    return found
+            yield section, key

@@ -176,7 +176,7 @@ class FSDP(AcceleratedStrategy):
     def _offload(self) -> OffloadPolicy:
         return CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
 
-    def replicated(self, model: nn.Module) -> nn.Module:
+    def distributed(self, model: nn.Module) -> nn.Module:
         """The model itself: it was sharded before the optimizer was built."""
         return model
 

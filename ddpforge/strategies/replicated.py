@@ -108,7 +108,6 @@ def match(expected: set[str], found: set[str]) -> None:
 def match_form(name: str, shape: Sequence[int], dtype: torch.dtype, saved: Tensor) -> None:
     """Raises CheckpointError unless what was saved of a tensor has its shape and dtype."""
     if (tuple(saved.shape), saved.dtype) != (tuple(shape), dtype):
-        here, there = f"{dtype} {list(shape)}", f"{saved.dtype} {list(saved.shape)}"
-        raise CheckpointError(
-            f"`{name}` is {here.removeprefix('torch.')} in the model and {there.removeprefix('torch.')} in the checkpoint"
-        )
+        forms = ((dtype, shape), (saved.dtype, saved.shape))
+        here, there = (f"{kind} {list(extent)}".removeprefix("torch.") for kind, extent in forms)
+        raise CheckpointError(f"`{name}` is {here} in the model and {there} in the checkpoint")

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module, metadata
@@ -56,7 +56,8 @@ def import_deepspeed(device: torch.device) -> Any:
     said = os.environ.setdefault("DS_ACCELERATOR", device.type)
     if said != device.type:
         raise StrategyError(
-            f"DS_ACCELERATOR={said} in the environment, and this run is on {device.type}", hints=["unset DS_ACCELERATOR"]
+            f"DS_ACCELERATOR={said} in the environment, and this run is on {device.type}",
+            hints=["unset DS_ACCELERATOR"],
         )
     deepspeed = import_module("deepspeed")
     chosen = deepspeed.get_accelerator().device_name()
@@ -73,9 +74,7 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def start(
-    deepspeed: Any, model: nn.Module, optimizer: Optimizer, config: Mapping[str, Any], world: World
-) -> nn.Module:
+def start(deepspeed: Any, model: nn.Module, optimizer: Optimizer, config: Mapping[str, Any], world: World) -> Any:
     """A DeepSpeed engine around `model`, in the process group that there is.
 
     Under stage 3 the model may come on the CPU: a parameter goes to the device when it is its turn to be cut up, so
@@ -93,7 +92,6 @@ def start(
         else:
             _share(model.parameters(), world.device)
         _share(model.buffers(), world.device)
-        engine: nn.Module
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
         )
@@ -143,7 +141,7 @@ def keys_per_parameter(optimizer: Optimizer, device: torch.device) -> set[str]:
         generator = torch.Generator().manual_seed(0)
         values = [torch.randn(6, 4, generator=generator).to(device) for _ in range(4)]
         whole, state = _tried(optimizer, group, [[value] for value in values])
-        pieces, _ = _tried(optimizer, group, [value.flatten().split(7) for value in values])
+        pieces, _ = _tried(optimizer, group, [torch.split(value.flatten(), 7) for value in values])
         if (whole - pieces).abs().max() > 1e-3 * (whole - values[0].flatten()).abs().max():
             raise StrategyError(
                 f"{type(optimizer).__name__} does not update each element of a parameter by itself, and under ZeRO it "
@@ -216,13 +214,16 @@ class ZeroWeights(Weights):
         self._frozen = {names[id(p)]: piece for p, piece in self._frozen_pieces(model)}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """As DeepSpeed remembers them."""
         return {name: piece.shape for name, piece in self._pieces.items()}
 
     def parts(self) -> dict[str, Tensor]:
+        """Contiguous ranges of the flattened weights, and views of what the optimizer updates."""
         return {name: piece.part for name, piece in self._pieces.items()}
 
     @torch.no_grad()
     def changed(self) -> None:
+        """Copies the parts to where forward passes take weights from, and gathers those that are kept whole."""
         zero = self._zero
         if self._stage < 3:
             zero.update_lp_params()
@@ -236,10 +237,12 @@ class ZeroWeights(Weights):
         zero.invalidate_secondary_tensor()
 
     def gather(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """On rank 0's CPU, one after the other."""
         gathered = ((name, self._whole(self._pieces[name], part)) for name, part in parts.items())
         return {name: whole for name, whole in gathered if whole is not None}
 
     def split(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """On the devices of this rank's parts."""
         pieces = ((name, tensor, self._pieces[name]) for name, tensor in whole.items())
         return {name: tensor.reshape(-1)[piece.range].to(piece.part.device) for name, tensor, piece in pieces}
 
@@ -252,7 +255,7 @@ class ZeroWeights(Weights):
         return whole.cpu() if dist.get_rank() == 0 else None
 
     # -- where ZeRO keeps it
-    def _trained_pieces(self) -> Iterator[tuple[nn.Parameter, _Piece]]:
+    def _trained_pieces(self) -> Iterator[tuple[Any, _Piece]]:
         zero = self._zero
         if self._stage < 3:
             for flat, parameters in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True):
@@ -271,7 +274,8 @@ class ZeroWeights(Weights):
                 part = flat.detach()[first : first + count]
                 yield parameter, _Piece(tuple(parameter.ds_shape), part, start, flat, first)
 
-    def _frozen_pieces(self, model: nn.Module) -> Iterator[tuple[nn.Parameter, _Piece]]:
+    def _frozen_pieces(self, model: nn.Module) -> Iterator[tuple[Any, _Piece]]:
+        parameter: Any
         for parameter in model.parameters():
             if hasattr(parameter, "ds_tensor") and not parameter.requires_grad:
                 start, count = _range(parameter)
@@ -384,9 +388,10 @@ class ZeroWeights(Weights):
                     target = entry.setdefault(key, torch.zeros_like(flat, dtype=value.dtype, requires_grad=False))
                     target[piece.inside] = value.reshape(-1)[piece.range].to(flat.device)
                 elif entry.setdefault(key, value) != value:
+                    here, there = (torch.as_tensor(number).item() for number in (value, entry[key]))
                     raise CheckpointError(
-                        f"the checkpoint's optimizer has `{key}` {float(value):g} for `{name}` and "
-                        f"{float(entry[key]):g} for `{first}`, and ZeRO keeps one for both",
+                        f"the checkpoint's optimizer has `{key}` {here:g} for `{name}` and {there:g} for `{first}`, "
+                        "and ZeRO keeps one for both",
                         hints=['resume with strategy.use = "ddp", "single" or "fsdp"'],
                     )
         return entry

@@ -31,6 +31,8 @@ Load = Callable[..., LoadedRecipe]
         ("train.mixed_precision", 'precision = "bf16"'),
         ("train.max_grad_norm", "clip_norm = 1.0"),
         ("train.gradient_clipping", "clip_norm = 1.0"),
+        ("train.gradient_checkpointing", "activation_checkpointing = true"),
+        ("strategy.zero_stage", "stage = 3"),
         ("train.save_every", 'every = "1ep"` in [checkpoint]'),
         ("model.type", "keys of [model]: use"),
     ],
