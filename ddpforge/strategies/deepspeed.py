@@ -50,7 +50,6 @@ _PASSED_ON = {
     "zero_optimization.allgather_partitions",
     "zero_optimization.contiguous_gradients",
     "zero_optimization.enable_sanity_checks",
-    "zero_optimization.leaf_module",
     "zero_optimization.log_trace_cache_warnings",
     "zero_optimization.memory_efficient_linear",
     "zero_optimization.offload_optimizer.pin_memory",
@@ -59,12 +58,10 @@ _PASSED_ON = {
     "zero_optimization.parameter_alignment",
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.reduce_scatter",
-    "zero_optimization.round_robin_gradients",
     "zero_optimization.stage3_allgather_sequential",
     "zero_optimization.stage3_max_live_parameters",
     "zero_optimization.stage3_max_reuse_distance",
     "zero_optimization.stage3_model_persistence_threshold",
-    "zero_optimization.stage3_module_granularity_threshold",
     "zero_optimization.stage3_param_persistence_threshold",
     "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.stage3_use_all_reduce_for_fetch_params",
@@ -242,6 +239,7 @@ class DeepSpeed(AcceleratedStrategy):
         if self.train.compile != "off" and not self.train.compile_blocks:
             self.engine.compile(compile_kwargs={"mode": self.train.compile})
         self._weights = ZeroWeights(self.engine, model, self.world.device, per_parameter)
+        self._weights.compare()
         return self.engine, optimizer
 
     def _refuse_form(self, parameter: nn.Parameter) -> None:
@@ -269,7 +267,7 @@ class DeepSpeed(AcceleratedStrategy):
             "stage": engine.zero_optimization_stage(),
             "sharded gradients": True if stage3 else zero.partition_gradients,
             "data-parallel ranks": engine.dp_world_size,
-            "device": engine.device,
+            "device": str(engine.device).removesuffix(":0"),
             "gradient accumulation": engine.gradient_accumulation_steps(),
             "clipping": zero.clip_grad,
             "master weights": zero.master_weights_and_grads_dtype,
@@ -283,7 +281,7 @@ class DeepSpeed(AcceleratedStrategy):
             "stage": self.stage,
             "sharded gradients": self.stage >= 2,
             "data-parallel ranks": self.world.size,
-            "device": self.world.device,
+            "device": str(self.world.device).removesuffix(":0"),
             "gradient accumulation": 1,
             "clipping": self.train.clip_norm or 0.0,
             "master weights": torch.float32,

@@ -293,7 +293,8 @@ class ZeroWeights(Weights):
     def capture(self, optimizer: Optimizer) -> CanonicalState:
         """Model and optimizer by parameter name, whole, on rank 0; nothing but aliases elsewhere."""
         if not self._compared:
-            self._compare()
+            self.compare()
+            self._compared = True
         tensors, aliases = replicated.tensors(self._model)
         held = self._pieces | self._frozen
         model: dict[str, Tensor | None] = {
@@ -325,20 +326,30 @@ class ZeroWeights(Weights):
             )
         return value.detach().clone() if isinstance(value, Tensor) else value
 
-    def _compare(self) -> None:
-        """Checks some weights against what DeepSpeed itself says; its own API is too slow, or wrong, for the rest."""
-        say = import_module("deepspeed.utils").safe_get_full_fp32_param
+    def compare(self) -> None:
+        """Checks the parts against the weights of the forward pass, and a few against what DeepSpeed says they are.
+
+        DeepSpeed's own reading is too slow for the rest, and not always right: with `round_robin_gradients` 0.19.8
+        takes one parameter for another.
+        """
+        parameter: Any
+        for name, parameter in self._model.named_parameters():
+            if (piece := self._pieces.get(name)) is not None:
+                used = parameter.ds_tensor if self._stage == 3 else parameter.detach().reshape(-1)[piece.range]
+                self._same(name, used.detach()[: piece.part.numel()])
         parameters = dict(self._model.named_parameters())
         names = list(self._pieces)
+        say = import_module("deepspeed.utils").safe_get_full_fp32_param
         for name in dict.fromkeys((names[0], names[len(names) // 2], names[-1])):  # in one order on every rank
-            piece = self._pieces[name]
-            said = say(parameters[name]).reshape(-1)[piece.range].to(piece.part.device)
-            if not torch.equal(said, piece.part):
-                raise CheckpointError(
-                    f"what ddpforge takes for its part of `{name}` is not what DeepSpeed says it is",
-                    hints=[f"ddpforge is tested with deepspeed{TESTED}; please report the version that you use"],
-                )
-        self._compared = True
+            self._same(name, say(parameters[name]).reshape(-1)[self._pieces[name].range])
+
+    def _same(self, name: str, weights: Tensor) -> None:
+        part = self._pieces[name].part
+        if not torch.equal(weights.to(part.device), part):
+            raise StrategyError(
+                f"what DeepSpeed holds of `{name}` on rank {dist.get_rank()} is not where ddpforge looks for it",
+                hints=[f"ddpforge is tested with deepspeed{TESTED}; please report the version that you use"],
+            )
 
     # -- and back
     @torch.no_grad()

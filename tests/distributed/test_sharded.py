@@ -1,0 +1,122 @@
+"""What must hold under every strategy that shards: checkpoints, odd models, contracts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copy
+
+import pytest
+from ranks import Ranks
+from safetensors.torch import load_file
+from sharding import DDP, EACH, FSDP, HSDP, ZERO, Bench
+
+from ddpforge.models.gpt import GPT
+
+EMA = "[callbacks.ema]\ndecay = 0.9\n"
+STOP = '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = {step}\nrank = 0\n'
+SHARDED = {name: table for name, table in EACH.items() if name != "ddp"}
+POINTS = """
+[model]
+use = "./odd_models.py:{name}"
+{{model}}
+[data.train]
+use = "./parts.py:Points"
+[data.eval]
+use = "./parts.py:Points"
+samples = 11
+[task]
+use = "regression"
+"""
+
+each_sharded = pytest.mark.parametrize("strategy", SHARDED.values(), ids=SHARDED)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
+    copy(Path(__file__).parent.parent / "odd_models.py", tmp_path)
+    return Bench(tmp_path, ddpforge)
+
+
+# ---------------------------------------------------------------------------------------------- to disk and back
+def test_a_run_goes_on_under_other_strategies_and_numbers_of_ranks(bench: Bench) -> None:
+    """Trap 19: seven strategies and three numbers of ranks follow the curve of the run that nobody interrupted."""
+    bench("whole", DDP, more=EMA)
+    chain = [(FSDP, 2), (ZERO[3], 2), (DDP, 1), (ZERO[1], 2), (HSDP, 4), (ZERO[2], 2), (ZERO[3], 4)]
+    for number, (strategy, nproc) in enumerate(chain, start=1):
+        stopped = bench("parts", strategy, nproc=nproc, more=EMA + STOP.format(step=2 * number), fails=True)
+        assert set(stopped.codes) == {75}, stopped.stderr
+    bench("parts", FSDP, more=EMA)
+    assert bench.column("parts") == pytest.approx(bench.column("whole"), rel=1e-5)
+    assert bench.column("parts", "eval/loss")[-1] == pytest.approx(bench.column("whole", "eval/loss")[-1], rel=1e-5)
+
+
+@each_sharded
+def test_a_resume_on_the_same_ranks_is_bitwise(bench: Bench, strategy: str) -> None:
+    """Traps 08, 09, 36, with dropout and averaged weights."""
+    options = {"model": "dropout = 0.2"}
+    bench("whole", strategy, more=EMA, **options)
+    stopped = bench("parts", strategy, more=EMA + STOP.format(step=5), fails=True, **options)
+    assert stopped.codes == [75, 75]
+    bench("parts", strategy, more=EMA, **options)
+    assert bench.column("parts") == bench.column("whole")
+    assert bench.column("parts", "eval/loss") == bench.column("whole", "eval/loss")
+
+
+@each_sharded
+def test_a_checkpoint_and_an_export_are_those_of_a_plain_model(bench: Bench, strategy: str) -> None:
+    """Trap 25; tied embeddings are one tensor; averaged weights are those of DDP."""
+    bench("run", strategy, more=EMA)
+    bench("ddp", DDP, more=EMA)
+    model = GPT(vocab_size=16, block_size=8, layers=2, heads=2, width=16)
+    for weights in ("model", "ema"):
+        bench.ddpforge("export", "run", "--weights", weights, "--out", "out.safetensors", "--force")
+        model.load_state_dict(load_file(bench.folder / "out.safetensors"))
+    assert bench.column("run", "eval/loss") == pytest.approx(bench.column("ddp", "eval/loss"), rel=1e-5)
+
+    evaluated = bench.ddpforge("eval", "run", "--json", nproc=2)
+    assert json.loads(evaluated.stdout)["eval/loss"] == bench.column("run", "eval/loss")[-1]
+
+    manifests = [json.loads((bench.newest(name) / "manifest.json").read_text()) for name in ("run", "ddp")]
+    for section in ("model", "optimizer", "callbacks"):
+        shapes = [{name: (t["shape"], t["dtype"]) for name, t in m["tensors"][section].items()} for m in manifests]
+        assert shapes[0] == shapes[1]
+    assert manifests[0]["optimizer"] == manifests[1]["optimizer"]
+
+
+# ---------------------------------------------------------------------------------------------- odd models
+@each_sharded
+def test_a_parameter_with_two_names_stays_one(bench: Bench, strategy: str) -> None:
+    """Trap 35c."""
+    bench("ddp", DDP, parts=POINTS.format(name="TiedNames"))
+    bench("run", strategy, parts=POINTS.format(name="TiedNames"))
+    bench.alike("run", "ddp")
+    assert "b.weight" not in load_file(bench.newest("run") / "model.safetensors")
+
+
+@each_sharded
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("Half", "parameter `head.weight` is bfloat16"),  # trap 26
+        ("BySample", "got no gradient on rank"),  # trap 30: other parameters in other micro-batches
+    ],
+)
+def test_models_that_cannot_be_trained_faithfully(bench: Bench, strategy: str, model: str, said: str) -> None:
+    failed = bench("run", strategy, parts=POINTS.format(name=model), fails=True)
+    assert 0 not in failed.codes
+    assert 3 in failed.codes
+    assert said in failed.stderr
+
+
+# ---------------------------------------------------------------------------------------------- contracts
+def test_a_strategy_that_does_not_keep_its_contract_is_found(bench: Bench) -> None:
+    """Trap 05: it says that it shards, and every rank holds everything."""
+    (bench.folder / "lying.py").write_text(
+        "from dataclasses import replace\n"
+        "from ddpforge.strategies.ddp import DDP\n\n"
+        "class Lying(DDP):\n"
+        '    contract = replace(DDP.contract, shards=("optimizer state",))\n'
+    )
+    failed = bench("run", 'use = "./lying.py:Lying"', fails=True)
+    assert set(failed.codes) == {3}
+    assert "Lying promises 1 copy of the 6,976 trainable weights among 2 ranks, and they hold 13,952" in failed.stderr
