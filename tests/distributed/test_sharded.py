@@ -39,9 +39,9 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
 
 # ---------------------------------------------------------------------------------------------- to disk and back
 def test_a_run_goes_on_under_other_strategies_and_numbers_of_ranks(bench: Bench) -> None:
-    """Trap 19: seven strategies and three numbers of ranks follow the curve of the run that nobody interrupted."""
+    """Trap 19: five strategies and three numbers of ranks follow the curve of the run that nobody interrupted."""
     bench("whole", DDP, more=EMA)
-    chain = [(FSDP, 2), (ZERO[3], 2), (DDP, 1), (ZERO[1], 2), (HSDP, 4), (ZERO[2], 2), (ZERO[3], 4)]
+    chain = [(FSDP, 2), (ZERO[3], 2), (DDP, 1), (HSDP, 4), (ZERO[1], 2)]
     for number, (strategy, nproc) in enumerate(chain, start=1):
         stopped = bench("parts", strategy, nproc=nproc, more=EMA + STOP.format(step=2 * number), fails=True)
         assert set(stopped.codes) == {75}, stopped.stderr
@@ -50,22 +50,22 @@ def test_a_run_goes_on_under_other_strategies_and_numbers_of_ranks(bench: Bench)
     assert bench.column("parts", "eval/loss")[-1] == pytest.approx(bench.column("whole", "eval/loss")[-1], rel=1e-5)
 
 
-@each_sharded
-def test_a_resume_on_the_same_ranks_is_bitwise(bench: Bench, strategy: str) -> None:
+def test_a_resume_under_fsdp_is_bitwise(bench: Bench) -> None:
     """Traps 08, 09, 36, with dropout and averaged weights."""
     options = {"model": "dropout = 0.2"}
-    bench("whole", strategy, more=EMA, **options)
-    stopped = bench("parts", strategy, more=EMA + STOP.format(step=5), fails=True, **options)
+    bench("whole", FSDP, more=EMA, **options)
+    stopped = bench("parts", FSDP, more=EMA + STOP.format(step=5), fails=True, **options)
     assert stopped.codes == [75, 75]
-    bench("parts", strategy, more=EMA, **options)
+    bench("parts", FSDP, more=EMA, **options)
     assert bench.column("parts") == bench.column("whole")
     assert bench.column("parts", "eval/loss") == bench.column("whole", "eval/loss")
 
 
-@each_sharded
+@pytest.mark.parametrize("strategy", [FSDP, HSDP, ZERO[2], ZERO[3]], ids=["fsdp", "hsdp", "zero2", "zero3"])
 def test_a_checkpoint_and_an_export_are_those_of_a_plain_model(bench: Bench, strategy: str) -> None:
     """Trap 25; tied embeddings are one tensor; averaged weights are those of DDP."""
-    bench("run", strategy, more=EMA)
+    nproc = 4 if strategy == HSDP else 2
+    bench("run", strategy, nproc=nproc, more=EMA)
     bench("ddp", DDP, more=EMA)
     model = GPT(vocab_size=16, block_size=8, layers=2, heads=2, width=16)
     for weights in ("model", "ema"):
@@ -73,7 +73,7 @@ def test_a_checkpoint_and_an_export_are_those_of_a_plain_model(bench: Bench, str
         model.load_state_dict(load_file(bench.folder / "out.safetensors"))
     assert bench.column("run", "eval/loss") == pytest.approx(bench.column("ddp", "eval/loss"), rel=1e-5)
 
-    evaluated = bench.ddpforge("eval", "run", "--json", nproc=2)
+    evaluated = bench.ddpforge("eval", "run", "--json", nproc=nproc)
     assert json.loads(evaluated.stdout)["eval/loss"] == bench.column("run", "eval/loss")[-1]
 
     manifests = [json.loads((bench.newest(name) / "manifest.json").read_text()) for name in ("run", "ddp")]
