@@ -1,0 +1,296 @@
+"""DeepSpeed's ZeRO shards what it says, and changes nothing. What all strategies share is in the other files."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copy
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from safetensors.torch import load_file
+from sharding import DDP, FSDP, GPT, RECIPE, ZERO, Bench
+
+EMA = "[callbacks.ema]\ndecay = 0.9\n"
+STOP = '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = {step}\nrank = 0\n'
+HOST = 'offload_optimizer = "cpu"'
+PARAMETERS_TOO = f'{HOST}\noffload_parameters = "cpu"'
+
+each_stage = pytest.mark.parametrize("stage", ZERO)
+PARTS = """
+import torch
+from torch import nn
+from ddpforge.interfaces import Callback
+
+class Everything(nn.Module):
+    \"\"\"Frozen parameters of several dtypes, tied ones, a scalar, buffers, sizes that ranks do not divide.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.b.weight = self.a.weight
+        self.frozen = nn.Linear(4, 5).requires_grad_(False)
+        self.codes = nn.Parameter(torch.arange(7, dtype=torch.int8), requires_grad=False)
+        self.low = nn.Parameter(torch.full((3,), 0.1, dtype=torch.bfloat16), requires_grad=False)
+        self.norm = nn.BatchNorm1d(5)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.head = nn.Linear(5, 1)
+        self.register_buffer("shift", torch.tensor([0.25]))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        x = self.norm(self.frozen(self.b(self.a(x).tanh())))
+        return self.scale * self.head(x) + self.shift + self.low.float().sum() + self.codes[3].float()
+
+class Empty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(x) + self.nothing.sum()
+
+class Loud(nn.Module):
+    \"\"\"Its losses, and so its gradients, are in the thousands.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, x):
+        return 30 * self.layers(x)
+
+class Misplace(Callback):
+    \"\"\"Makes the strategy look for a weight where it is not.\"\"\"
+
+    def on_start(self, model, world, weights):
+        from dataclasses import replace
+        name, piece = next((name, piece) for name, piece in weights._pieces.items() if piece.part.numel())
+        weights._pieces[name] = replace(piece, part=piece.part + 1)
+"""
+POINTS = """
+[model]
+use = "./{model}"
+[data.train]
+use = "./parts.py:Points"
+samples = 36
+[data.eval]
+use = "./parts.py:Points"
+samples = 11
+[task]
+use = "regression"
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
+    copy(Path(__file__).parent.parent / "odd_models.py", tmp_path)
+    (tmp_path / "own.py").write_text(PARTS)
+    return Bench(tmp_path, ddpforge)
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Everything in a checkpoint's files, by file and name."""
+    files = sorted(checkpoint.glob("*.safetensors"))
+    return {f"{file.stem}: {name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+# ---------------------------------------------------------------------------------------------- one curve
+def test_options_that_only_save_memory_or_time_do_not_change_the_curve(bench: Bench) -> None:
+    """Buckets that fill up within a backward pass, padding inside of groups, weights that are never kept whole."""
+    extra = "\n[strategy.extra.zero_optimization]\n"
+    bench("one", 'use = "single"', nproc=1, length="12st", more=EMA)
+    for name, strategy, nproc in (
+        ("aligned", f"{ZERO[1]}{extra}parameter_alignment = true\nreduce_bucket_size = 300\noverlap_comm = true", 2),
+        ("host", f"{ZERO[1]}\n{HOST}", 2),
+        ("buckets", f"{ZERO[2]}{extra}reduce_bucket_size = 300\nuse_multi_rank_bucket_allreduce = false", 4),
+        ("host-2", f"{ZERO[2]}\n{HOST}", 2),
+        ("groups", f"{ZERO[3]}{extra}sub_group_size = 500\nstage3_param_persistence_threshold = 0", 2),
+        ("all-host", f"{ZERO[3]}\n{PARAMETERS_TOO}", 2),
+    ):
+        bench(name, strategy, nproc=nproc, length="12st", more=EMA)
+        bench.alike(name, "one")
+
+
+@each_stage
+def test_recomputed_activations_change_nothing(bench: Bench, stage: int) -> None:
+    bench("plain", ZERO[stage], model="dropout = 0.2", length="6st")
+    bench("recomputed", ZERO[stage], model="dropout = 0.2", length="6st", train="activation_checkpointing = true")
+    assert bench.column("recomputed") == bench.column("plain")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "blocks"), [(2, "false"), (3, "true")])
+def test_a_compiled_model_trains_like_an_eager_one_under_the_same_names(bench: Bench, stage: int, blocks: str) -> None:
+    bench("eager", ZERO[stage], nproc=1, length="6st")
+    train = f'compile = "default"\ncompile_blocks = {blocks}'
+    bench("compiled", ZERO[stage], nproc=1, length="6st", train=train)
+    bench.alike("compiled", "eager", rel=1e-4)
+    assert set(tensors(bench.newest("compiled"))) == set(tensors(bench.newest("eager")))
+
+
+def test_fp16_skips_the_steps_that_ddp_skips_and_goes_on_with_its_scale(bench: Bench) -> None:
+    """Trap 35b: the first scales overflow, which lowers the scale and skips the step, on all ranks."""
+    options = {"parts": POINTS.format(model="own.py:Loud"), "train": 'precision = "fp16"', "length": "12st"}
+
+    def scale(name: str) -> float:
+        manifest = json.loads((bench.newest(name) / "manifest.json").read_text())
+        return float(manifest["loop"]["loss_scale"])
+
+    bench("ddp", DDP, **options)
+    for stage in ZERO:
+        bench(f"zero{stage}", ZERO[stage], **options)
+        assert bench.column(f"zero{stage}") == pytest.approx(bench.column("ddp"), rel=2e-3)
+        assert bench.column(f"zero{stage}", "train/skipped_steps") == bench.column("ddp", "train/skipped_steps")
+        assert scale(f"zero{stage}") == scale("ddp") < 2**16
+    assert bench.column("ddp", "train/skipped_steps")[-1] >= 2
+
+    stopped = bench("parts", ZERO[2], **options, more=STOP.format(step=1), fails=True)
+    assert set(stopped.codes) == {75}
+    bench("parts", ZERO[2], **options)
+    assert bench.column("parts") == bench.column("zero2")
+
+
+# ---------------------------------------------------------------------------------------------- to disk and back
+@pytest.mark.parametrize("strategy", [*ZERO.values(), f"{ZERO[3]}\n{PARAMETERS_TOO}"], ids=[*map(str, ZERO), "3-host"])
+def test_a_resume_on_the_same_ranks_is_bitwise(bench: Bench, strategy: str) -> None:
+    """Traps 08, 09, 36, with dropout and averaged weights; a state that is taken before the first step is harmless."""
+    bench("whole", strategy, model="dropout = 0.2", length="12st", more=EMA)
+    more = f"{EMA}{STOP.format(step=5)}\n[checkpoint]\nat_start = true"
+    stopped = bench("parts", strategy, model="dropout = 0.2", length="12st", more=more, fails=True)
+    assert stopped.codes == [75, 75]
+    bench("parts", strategy, model="dropout = 0.2", length="12st", more=EMA)
+    assert bench.column("parts") == bench.column("whole")
+    assert bench.column("parts", "eval/loss") == bench.column("whole", "eval/loss")
+
+
+def test_a_run_goes_on_under_other_strategies_and_numbers_of_ranks(bench: Bench) -> None:
+    """Trap 19: the curve of the run that nobody interrupted."""
+    bench("whole", DDP, more=EMA)
+    for strategy, nproc, step in (
+        (ZERO[1], 4, 4),
+        (DDP, 1, 6),
+        (ZERO[3], 2, 9),
+        (FSDP, 2, 12),
+        (f"{ZERO[2]}\n{HOST}", 4, 16),
+    ):
+        more = EMA + STOP.format(step=step)
+        stopped = bench("parts", strategy, nproc=nproc, more=more, fails=True)
+        assert set(stopped.codes) == {75}, stopped.stderr
+    bench("parts", f"{ZERO[3]}\n{PARAMETERS_TOO}", more=EMA)
+    bench.alike("parts", "whole")
+
+
+@each_stage
+def test_a_checkpoint_is_that_of_a_plain_model(bench: Bench, stage: int) -> None:
+    """Traps 13, 25, 29, 35c: all of it under the same names and in the same shapes as after DDP, wherever it was."""
+    points = POINTS.format(model="own.py:Everything")
+    for name, strategy in (("ddp", DDP), ("zero", ZERO[stage])):
+        said = bench(name, strategy, parts=points, length="8st", more=EMA)
+        assert "DeepSpeed" not in said.stdout
+        assert "INFO" not in said.stderr
+    bench.alike("zero", "ddp")
+
+    ours, theirs = tensors(bench.newest("zero")), tensors(bench.newest("ddp"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+    aliases = [json.loads((bench.newest(name) / "manifest.json").read_text())["aliases"] for name in ("zero", "ddp")]
+    assert aliases[0] == aliases[1] != {}
+
+
+@pytest.mark.parametrize("optimizer", ["NAdam", "SGD"])
+def test_any_optimizer_that_treats_elements_alone_goes_on_elsewhere(bench: Bench, optimizer: str) -> None:
+    """NAdam keeps two numbers per parameter, plain SGD keeps nothing."""
+    text = RECIPE.replace('"adamw"\nlr = 1e-2', f'"torch.optim:{optimizer}"\nlr = 1e-2')
+    blank: dict[str, Any] = {"train": "", "length": "9st", "parts": GPT.format(model="")}
+
+    def run(name: str, strategy: str, more: str = "", *, fails: bool = False) -> Ranks:
+        options = blank | {"name": name, "strategy": strategy, "more": more}
+        (bench.folder / f"{name}.toml").write_text(text.format(**options))
+        return bench.ddpforge("run", f"{name}.toml", nproc=2, fails=fails)
+
+    run("whole", DDP)
+    for strategy, step in ((ZERO[3], 4), (DDP, 6)):
+        assert set(run("parts", strategy, STOP.format(step=step), fails=True).codes) == {75}
+    run("parts", ZERO[2])
+    bench.alike("parts", "whole")
+
+
+def test_optimizer_state_that_a_flat_tensor_cannot_hold_is_refused(bench: Bench) -> None:
+    """Under DDP `b` is updated for the first time in the second step; ZeRO keeps one count for both."""
+    text = (
+        'recipe = 1\nname = "run"\n[model]\nuse = "./parts.py:Scalars"\nweights = "ab"\n{uses}\n'
+        '[data.train]\nuse = "./parts.py:Values"\nvalues = [1.0, 1.0]\n[task]\nuse = "./parts.py:SumOfLosses"\n'
+        '[optimizer]\nuse = "adamw"\nlr = 1e-2\n[strategy]\n{strategy}\n'
+        '[train]\nlength = "{length}"\nglobal_batch = 2\n'
+    )
+    allowing = f"{DDP}\nfind_unused_parameters = true"
+
+    def run(length: str, strategy: str, uses: str = "", *, fails: bool = False) -> Ranks:
+        (bench.folder / "run.toml").write_text(text.format(uses=uses, strategy=strategy, length=length))
+        return bench.ddpforge("run", "run.toml", "--allow-change", "model.uses", nproc=2, fails=fails)
+
+    run("1st", allowing, 'uses = "a"')
+    refused = run("2st", ZERO[1], fails=True)
+    assert set(refused.codes) == {3}
+    assert "holds nothing of the optimizer for `b`" in refused.stderr
+    run("2st", allowing)
+    refused = run("3st", ZERO[3], fails=True)
+    assert "has `step` 1 for `b` and 2 for `a`, and ZeRO keeps one for both" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+# ---------------------------------------------------------------------------------------------- engaged or error
+@each_stage
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("odd_models.py:Half", "`head.weight` is bfloat16, and DeepSpeed promises float32 master weights"),  # trap 26
+        ("odd_models.py:BySample", "got no gradient on rank"),  # trap 30
+        ("own.py:Empty", "parameter `nothing` has no elements"),
+    ],
+)
+def test_models_that_cannot_be_sharded_faithfully(bench: Bench, model: str, said: str, stage: int) -> None:
+    failed = bench("run", ZERO[stage], parts=POINTS.format(model=model), fails=True)
+    assert 3 in failed.codes
+    assert said in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, "ACCELERATE_DEEPSPEED_ZERO_STAGE=3"),
+        ({"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, "ACCELERATE_GRADIENT_CLIPPING=1.0"),
+        ({"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "ACCELERATE_DEEPSPEED_CONFIG_FILE=ds.json"),
+        ({"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE=cpu"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP=true"),
+        ({"DS_ACCELERATOR": "cuda"}, "DS_ACCELERATOR=cuda in the environment, and this run is on cpu"),
+    ],
+)
+def test_a_launcher_that_contradicts_the_recipe_is_refused(bench: Bench, env: dict[str, str], said: str) -> None:
+    """Traps 05 and 24; what it says like the recipe is fine."""
+    agreeing = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
+    }
+    text = RECIPE.format(name="run", parts=GPT.format(model=""), strategy=ZERO[2], length="6st", train="", more="")
+    (bench.folder / "run.toml").write_text(text)
+    failed = bench.ddpforge("run", "run.toml", nproc=1, env=agreeing | env, fails=True)
+    assert failed.codes == [3]
+    assert said in failed.stderr
+    if "DS_ACCELERATOR" in env:
+        bench.ddpforge("run", "run.toml", nproc=2, env=agreeing)
+
+
+@each_stage
+def test_weights_that_are_not_where_they_are_looked_for_are_not_saved(bench: Bench, stage: int) -> None:
+    failed = bench("run", ZERO[stage], nproc=1, more='[callbacks.misplace]\nuse = "./own.py:Misplace"', fails=True)
+    assert failed.codes == [3]
+    assert "is not where ddpforge looks for it" in failed.stderr
+    assert not list((bench.folder / "runs/run/checkpoints").glob("step-*"))

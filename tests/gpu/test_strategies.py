@@ -1,0 +1,77 @@
+"""Every strategy on one CUDA device, over NCCL: bf16, torch.compile, shards on the host. Run with `pytest -m gpu`."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Ranks
+from sharding import DDP, FSDP, ZERO, Bench, each_strategy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BF16 = 'precision = "bf16"'
+TOLERANCE = 0.02  # of losses in bf16, as in `ddpforge parity`
+COMPILED = 'compile = "default"'
+BLOCKS = "compile_blocks = true\nactivation_checkpointing = true"
+
+LOOK = """
+import torch.distributed as dist
+from ddpforge.interfaces import Callback
+
+class Look(Callback):
+    def __init__(self, *, weights_on: str = "cuda") -> None:
+        self.weights_on = weights_on
+
+    def on_start(self, model, world, weights):
+        assert world.device.type == "cuda"
+        assert not dist.is_initialized() or "nccl" in dist.get_backend()
+        assert {part.device.type for part in weights.parts().values()} == {self.weights_on}
+"""
+LOOKS = '[callbacks.look]\nuse = "./look.py:Look"\n'
+
+
+@pytest.fixture
+def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
+    (tmp_path / "look.py").write_text(LOOK)
+    return Bench(tmp_path, ddpforge)
+
+
+@each_strategy
+def test_compiled_bf16_gives_the_curve_of_one_process(bench: Bench, strategy: str) -> None:
+    bench("one", 'use = "single"', nproc=1, train=f"{BF16}\n{COMPILED}", more=LOOKS)
+    bench("other", strategy, nproc=1, train=f"{BF16}\n{COMPILED}", more=LOOKS)
+    bench.alike("other", "one", rel=TOLERANCE)
+
+
+@each_strategy
+def test_fp32_trains_like_one_process_on_the_cpu(bench: Bench, strategy: str) -> None:
+    on_cpu = Bench(bench.folder, partial(bench.ddpforge, env={"ACCELERATE_USE_CPU": "true"}))
+    on_cpu("cpu", 'use = "single"', nproc=1)
+    bench("cuda", strategy, nproc=1, more=LOOKS)
+    bench.alike("cuda", "cpu", rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP, ZERO[3]], ids=["ddp", "fsdp", "zero3"])
+def test_blocks_compiled_one_by_one_train_like_eager_ones(bench: Bench, strategy: str) -> None:
+    bench("eager", 'use = "single"', nproc=1, train=BF16, more=LOOKS)
+    bench("compiled", strategy, nproc=1, train=f"{BF16}\n{COMPILED}\n{BLOCKS}", more=LOOKS)
+    bench.alike("compiled", "eager", rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_shards_in_host_memory_train_like_those_on_the_device(bench: Bench, precision: str) -> None:
+    train = f'precision = "{precision}"'
+    bench("device", FSDP, nproc=1, train=train, more=LOOKS)
+    bench("host", f"{FSDP}\ncpu_offload = true", nproc=1, train=train, more=f'{LOOKS}weights_on = "cpu"\n')
+    bench.alike("host", "device", rel=1e-4 if precision == "fp32" else TOLERANCE)
+
+
+def test_weights_gathered_in_bf16_train_nearly_alike(bench: Bench) -> None:
+    bench("autocast", FSDP, nproc=1, train=BF16, more=LOOKS)
+    bench("gathered", f'{FSDP}\ngather = "compute"', nproc=1, train=BF16, more=LOOKS)
+    bench.alike("gathered", "autocast", rel=TOLERANCE)

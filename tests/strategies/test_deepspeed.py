@@ -1,0 +1,199 @@
+"""What the `deepspeed` strategy decides before it starts an engine: options, configuration, versions, optimizers."""
+
+import os
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import World
+from ddpforge.recipe.schema import TrainSection
+from ddpforge.strategies import zero
+from ddpforge.strategies.accelerated import AcceleratedStrategy
+from ddpforge.strategies.deepspeed import DeepSpeed
+from ddpforge.strategies.zero import keys_per_parameter
+
+
+def train(**options: Any) -> TrainSection:
+    return TrainSection.model_validate({"length": "1st", "global_batch": 12, **options})
+
+
+# ---------------------------------------------------------------------------------------------- options
+def test_the_configuration_says_what_the_recipe_says() -> None:
+    assert DeepSpeed().config(train(), ranks=4) == {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "communication_data_type": "fp32",
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "timers": {"throughput": {"enabled": False}},
+    }
+
+    strategy = DeepSpeed(
+        stage=3,
+        offload_optimizer="cpu",
+        offload_parameters="cpu",
+        extra={
+            "wall_clock_breakdown": True,
+            "zero_optimization": {"overlap_comm": False, "offload_optimizer": {"pin_memory": True}},
+        },
+    )
+    generated = strategy.generated(train(clip_norm=0.5, micro_batch=2, precision="bf16"), 2)
+    config = generated["deepspeed config"]
+    assert config["train_micro_batch_size_per_gpu"] == 2
+    assert config["gradient_clipping"] == 0.5
+    assert config["wall_clock_breakdown"] is True
+    assert config["torch_autocast"] == {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+    assert config["zero_optimization"] == {
+        "stage": 3,
+        "overlap_comm": False,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "shards"),
+    [
+        (1, ("optimizer state",)),
+        (2, ("optimizer state", "gradients")),
+        (3, ("optimizer state", "gradients", "weights")),
+    ],
+)
+def test_the_contract_depends_on_the_stage(stage: Any, shards: tuple[str, ...]) -> None:
+    assert DeepSpeed(stage=stage).contract.shards == shards
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"gradient_clipping": 1.0}, "extra: `gradient_clipping` belongs to train.clip_norm"),
+        ({"train_batch_size": 8}, "belongs to train.global_batch"),
+        ({"fp16": {"enabled": True}}, "extra: `fp16` belongs to train.precision"),
+        ({"optimizer": {"type": "Adam"}}, "belongs to [optimizer]"),
+        ({"communication_data_type": "bf16"}, "belongs to ddpforge"),
+        ({"zero_optimization": {"stage": 1}}, "extra: `zero_optimization.stage` belongs to strategy.stage"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            "extra: `zero_optimization.offload_optimizer.device` belongs to strategy.offload_optimizer",
+        ),
+        (
+            {"zero_optimization": {"offload_param": {"pin_memory": True}}},
+            "has no effect, for nothing is offloaded there",
+        ),
+        (
+            {"zero_optimization": {"overlap_com": True}},
+            "`zero_optimization.overlap_com` is not a key that ddpforge passes on to DeepSpeed; near it are "
+            "zero_optimization.overlap_comm",
+        ),
+        # It takes one parameter for another when weights are read or written.
+        ({"zero_optimization": {"round_robin_gradients": True}}, "is not a key that ddpforge passes on"),
+    ],
+)
+def test_extra_keys_that_somebody_else_decides_are_refused(extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        DeepSpeed(extra=extra)
+    assert said in str(refused.value)
+
+
+def test_only_stage_3_offloads_parameters() -> None:
+    with pytest.raises(ValueError, match="offload_parameters needs stage 3"):
+        DeepSpeed(stage=2, offload_parameters="cpu")
+
+
+# ---------------------------------------------------------------------------------------------- versions, the device
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (None, "needs DeepSpeed, which is not installed"),
+        ("0.18.2", "DeepSpeed 0.18.2 is installed, and ddpforge is tested with deepspeed<0.20,>=0.19.8"),
+        ("0.20.0", "DeepSpeed 0.20.0 is installed"),
+    ],
+)
+def test_without_a_tested_version_nothing_starts(monkeypatch: pytest.MonkeyPatch, found: str | None, said: str) -> None:
+    def version(name: str) -> str:
+        if found is None:
+            raise metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(zero.metadata, "version", version)
+    with pytest.raises(StrategyError) as refused:
+        DeepSpeed().setup(train())
+    assert said in refused.value.message
+    assert refused.value.hints == ("pip install 'ddpforge[deepspeed]'",)
+
+
+def test_the_requirement_that_is_installed_is_the_one_that_is_tested() -> None:
+    stated = [line for line in metadata.requires("ddpforge") or () if line.startswith("deepspeed")]
+    (line,) = {line.partition(";")[0].removeprefix("deepspeed").strip() for line in stated}
+    assert set(line.split(",")) == set(str(zero.TESTED).split(","))
+
+
+def test_another_accelerator_in_the_environment_is_a_contradiction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "DS_ACCELERATOR", "cuda")
+    with pytest.raises(StrategyError, match="DS_ACCELERATOR=cuda in the environment, and this run is on cpu"):
+        zero.import_deepspeed(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("stage", "fits"), [(2, True), (3, False)])
+def test_cuda_graphs_need_weights_that_stay_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, stage: Any, fits: bool
+) -> None:
+    cuda = World(rank=0, size=1, local_rank=0, device=torch.device("cuda", 0), data_rank=0, data_size=1)
+    monkeypatch.setattr(AcceleratedStrategy, "setup", lambda self, train: cuda)
+    monkeypatch.setattr("ddpforge.strategies.deepspeed.import_deepspeed", lambda device: None)
+    strategy = DeepSpeed(stage=stage)
+    if fits:
+        assert strategy.setup(train(compile="reduce-overhead")) is cuda
+    else:
+        with pytest.raises(StrategyError, match="replays CUDA graphs"):
+            strategy.setup(train(compile="reduce-overhead"))
+
+
+# ---------------------------------------------------------------------------------------------- optimizers
+def optimizer(name: str, **options: Any) -> torch.optim.Optimizer:
+    weights, biases = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))
+    groups = [{"params": [weights], "weight_decay": 0.1}, {"params": [biases], "weight_decay": 0.0}]
+    made: torch.optim.Optimizer = getattr(torch.optim, name)(groups, lr=1e-3, **options)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "keys"),
+    [
+        ("AdamW", {}, {"step"}),
+        ("AdamW", {"fused": True, "amsgrad": True}, {"step"}),
+        ("SGD", {"momentum": 0.9}, set()),
+        ("NAdam", {}, {"step", "mu_product"}),
+        ("ASGD", {}, {"step", "eta", "mu"}),
+        ("RMSprop", {"centered": True}, {"step"}),
+    ],
+)
+def test_an_optimizer_that_treats_each_element_by_itself_will_do(
+    name: str, options: dict[str, Any], keys: set[str]
+) -> None:
+    tried = optimizer(name, **options)
+    assert keys_per_parameter(tried, torch.device("cpu")) == keys
+    assert not tried.state  # it was not the recipe's own optimizer that stepped
+    assert all(bool((parameter == 1).all()) for group in tried.param_groups for parameter in group["params"])
+    assert [group["lr"] for group in tried.param_groups] == [1e-3, 1e-3]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Adafactor", "Adafactor does not update each element of a parameter by itself"),
+        ("Adagrad", "DeepSpeed replaces Adagrad by one of its own"),
+        ("SparseAdam", "SparseAdam cannot be used under ZeRO"),
+    ],
+)
+def test_an_optimizer_that_would_train_another_curve_is_refused(name: str, said: str) -> None:
+    made = torch.optim.SparseAdam([nn.Parameter(torch.ones(3))]) if name == "SparseAdam" else optimizer(name)
+    with pytest.raises(StrategyError) as refused:
+        keys_per_parameter(made, torch.device("cpu"))
+    assert said in refused.value.message
