@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import patch_environment
 from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -85,7 +84,8 @@ def start(deepspeed: Any, model: nn.Module, optimizer: Optimizer, config: Mappin
     except Exception as error:
         raise StrategyError(f"DeepSpeed refuses its configuration: {error}") from error
 
-    with patch_environment(LOCAL_RANK=world.local_rank), _sharing_ourselves():
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # stage 3 reads it at every pass, launcher or not
+    with _sharing_ourselves():
         deepspeed.init_distributed(dist_init_required=False)
         if config["zero_optimization"]["stage"] == 3:
             deepspeed.zero.Init(module=model, config_dict_or_path=dict(config), dtype=torch.float32)

@@ -1,6 +1,9 @@
 """DeepSpeed's ZeRO shards what it says, and changes nothing. What all strategies share is in the other files."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copy
@@ -286,6 +289,18 @@ def test_a_launcher_that_contradicts_the_recipe_is_refused(bench: Bench, env: di
     assert said in failed.stderr
     if "DS_ACCELERATOR" in env:
         bench.ddpforge("run", "run.toml", nproc=2, env=agreeing)
+
+
+@pytest.mark.slow
+def test_no_launcher_is_needed_for_one_process(bench: Bench) -> None:
+    bench("forked", ZERO[3], nproc=1, length="6st")
+    text = (bench.folder / "forked.toml").read_text().replace('"forked"', '"alone"')
+    (bench.folder / "alone.toml").write_text(text)
+    environment = {key: value for key, value in os.environ.items() if "RANK" not in key and "ACCELERATOR" not in key}
+    command = [sys.executable, "-m", "ddpforge", "run", "alone.toml"]
+    ended = subprocess.run(command, cwd=bench.folder, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    bench.alike("alone", "forked")
 
 
 @each_stage
