@@ -235,7 +235,8 @@ class FSDP(AcceleratedStrategy):
         """The norm over all shards: one all-reduce of a number."""
         square = torch.nn.utils.get_total_norm(_local(gradients)).to(self.world.device).square()
         dist.all_reduce(square, group=self.mesh.get_group(-1))
-        return square.sqrt()
+        # Where the optimizer updates on the host, it must not look at a number that is still on its way there.
+        return square.sqrt().cpu() if self.cpu_offload else square.sqrt()
 
     def clip(self, largest: float, norm: Tensor) -> None:
         """torch's own formula, on the shards."""
@@ -316,10 +317,16 @@ def _gathered(values: Mapping[str, T]) -> dict[str, T]:
     """The values, with whole tensors on the CPU for DTensors; nothing but on rank 0. Called on every rank."""
     gathered: dict[str, T] = {}
     for name, value in values.items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        whole = _whole(value) if isinstance(value, DTensor) else value
         if dist.get_rank() == 0:
             gathered[name] = cast(T, whole.cpu() if isinstance(whole, Tensor) else whole)
     return gathered
+
+
+def _whole(tensor: DTensor) -> Tensor:
+    """Gathered on the mesh's device: NCCL takes no shards from the host."""
+    local = tensor.to_local().detach()
+    return _shard(local.to(tensor.device_mesh.device_type), tensor).full_tensor()
 
 
 def _placed(whole: Tensor, like: Tensor) -> Tensor:
