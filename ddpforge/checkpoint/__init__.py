@@ -7,15 +7,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ddpforge.checkpoint.format import Checkpoint as Checkpoint
+    from ddpforge.checkpoint.contents import Checkpoint as Checkpoint
+    from ddpforge.checkpoint.contents import Facts as Facts
+    from ddpforge.checkpoint.contents import Share as Share
     from ddpforge.checkpoint.manager import Checkpoints as Checkpoints
+    from ddpforge.checkpoint.peers import Peers as Peers
+    from ddpforge.checkpoint.reader import Reader as Reader
+    from ddpforge.checkpoint.regions import Part as Part
 
-__all__ = ["Checkpoint", "Checkpoints"]
+__all__ = ["Checkpoint", "Checkpoints", "Facts", "Part", "Peers", "Reader", "Share"]
 
-_LAZY = {"Checkpoint": "ddpforge.checkpoint.format", "Checkpoints": "ddpforge.checkpoint.manager"}
+_LAZY = {
+    "Checkpoint": "contents",
+    "Checkpoints": "manager",
+    "Facts": "contents",
+    "Part": "regions",
+    "Peers": "peers",
+    "Reader": "reader",
+    "Share": "contents",
+}
 
 
 def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'ddpforge.checkpoint' has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    return getattr(import_module(f"ddpforge.checkpoint.{_LAZY[name]}"), name)

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddpforge.agree import on_main
-from ddpforge.checkpoint import retention
+from ddpforge.checkpoint import retention, sharded
+from ddpforge.checkpoint.contents import Facts, Share
 from ddpforge.checkpoint.format import Checkpoint, read, write
 from ddpforge.checkpoint.manifest import read_manifest
+from ddpforge.checkpoint.peers import Peers
+from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import CheckpointError
 from ddpforge.recipe.schema import KeepSection
 
@@ -38,6 +41,20 @@ class Checkpoints:
             return path
 
         return self._on_main(write_and_prune)
+
+    def save_sharded(self, facts: Facts, share: Share, peers: Peers) -> Path:
+        """Writes a checkpoint to which every rank adds its share, then removes those that it makes superfluous.
+
+        When any rank fails, all of them raise CheckpointError with its number and its reason.
+        """
+        path = sharded.write(self.folder, facts, share, peers)
+        self._on_main(lambda: retention.prune(self.folder, self._keep))
+        return path
+
+    def open(self, path: Path | None = None) -> Reader | None:
+        """The checkpoint that `load` would load, for reading no more of it than a rank needs."""
+        chosen = self._on_main(lambda: self._choose(path))
+        return None if chosen is None else Reader(chosen, verify=not self._is_main)
 
     def load(self, path: Path | None = None) -> Checkpoint | None:
         """The checkpoint at `path`, or the newest intact one; None where there is none at all.

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddpforge.checkpoint import files
-from ddpforge.checkpoint.manifest import FOLDER, LATEST, Manifest, read_manifest
+from ddpforge.checkpoint.manifest import read_manifest
+from ddpforge.checkpoint.schema import FOLDER, LATEST, Manifest
 from ddpforge.errors import CheckpointError
 from ddpforge.recipe.schema import KeepSection
 

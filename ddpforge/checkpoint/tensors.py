@@ -1,44 +1,31 @@
-"""Tensors to and from safetensors files: plain bytes behind a JSON header, so that reading cannot run code.
+"""Tensors as the bytes of safetensors files, and numbers as JSON: neither can run code when it is read.
 
-Reading is left to the safetensors library, which trusts no header. Writing is done here, because the library
-copies all tensors to the host before it writes the first, and neither hashes nor fsyncs what it wrote.
+Writing is done here, because the safetensors library copies all tensors to the host before it writes the first, and
+neither hashes nor fsyncs what it wrote. For reading see `stored` and `reader`.
 """
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ddpforge.checkpoint.manifest import Number, Scalar, TensorEntry, damaged
+from ddpforge.checkpoint import files
+from ddpforge.checkpoint.regions import Part, held_shape
+from ddpforge.checkpoint.schema import Number, Scalar, TensorFile
+from ddpforge.checkpoint.stored import BLOCK, DTYPES
 from ddpforge.errors import CheckpointError
 
 Value = Tensor | bool | int | float | str | None
 
-_CHUNK = 64 << 20  # bytes per write
-_CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 
-
-def dtype_name(tensor: Tensor) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """The dtype as manifests spell it: "float32"."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")
 
 
 def check(tensor: Tensor, what: str) -> None:
@@ -47,35 +34,86 @@ def check(tensor: Tensor, what: str) -> None:
         problem = f"a {type(tensor).__name__}, which is more than an array of numbers"
     elif tensor.is_meta or tensor.layout is not torch.strided:
         problem = "on the meta device" if tensor.is_meta else "not dense"
-    elif dtype_name(tensor) not in _CODES:
-        problem = f"of type {dtype_name(tensor)}"
+    elif dtype_name(tensor.dtype) not in DTYPES:
+        problem = f"of type {dtype_name(tensor.dtype)}"
     else:
         return
     raise CheckpointError(
         f"{what} cannot be saved: it is {problem}",
-        hints=[f"a checkpoint holds dense tensors of {', '.join(_CODES)}"],
+        hints=[f"a checkpoint holds dense tensors of {', '.join(DTYPES)}"],
     )
 
 
+class Source(NamedTuple):
+    """A tensor that is fetched when its turn to be written has come."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    fetch: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's contents."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Source":
+        """A tensor that is there already."""
+        return cls(dtype_name(tensor.dtype), tuple(tensor.shape), lambda: tensor)
+
+    @classmethod
+    def of_part(cls, part: Part) -> "Source":
+        """A part, in the shape that it is stored in."""
+        return cls(dtype_name(part.tensor.dtype), held_shape(part.shape, part.region), lambda: part.tensor)
+
+
+def write_file(path: Path, sources: Mapping[str, Source]) -> tuple[TensorFile, dict[str, tuple[str, ...]]]:
+    """Writes a safetensors file; returns what the manifest says of it, and the hashes of each entry's blocks."""
+    size, hashes = files.write_new(path, stream(sources, {"format": "pt"}))
+    header, *blocks = hashes
+    found = {}
+    for name in _order(sources):
+        count = -(-sources[name].nbytes // BLOCK)
+        found[name], blocks = tuple(blocks[:count]), blocks[count:]
+    return TensorFile(bytes=size, header_xxh3=header), found
+
+
 def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, one tensor at a time: at most one is on the host twice."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # wide types first: all aligned
-    yield _header({name: tensors[name] for name in order}, metadata)
-
-    for name in order:
-        flat = tensors[name].detach().cpu().contiguous().reshape(-1)
-        data = memoryview(flat.view(torch.uint8).numpy().data)
-        for start in range(0, len(data), _CHUNK):
-            yield data[start : start + _CHUNK]
+    """The bytes of a safetensors file with these tensors."""
+    return stream({name: Source.of(tensor) for name, tensor in tensors.items()}, metadata)
 
 
-def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+def stream(sources: Mapping[str, Source], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file: the header, then tensor by tensor, each in blocks of `BLOCK` bytes.
+
+    Fetches one block at a time from a GPU, and makes one tensor at a time contiguous.
+    """
+    names = _order(sources)
+    yield _header({name: sources[name] for name in names}, metadata)
+    for name in names:
+        flat = line(sources[name].fetch().detach().contiguous())
+        step = BLOCK // flat.itemsize
+        for start in range(0, len(flat), step):
+            yield memoryview(flat[start : start + step].cpu().view(torch.uint8).numpy().data)
+
+
+def line(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's elements in one dimension, side by side (`view(-1)` of one element may keep its stride)."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _order(sources: Mapping[str, Source]) -> list[str]:
+    """Wide types first, so that all are aligned."""
+    return sorted(sources, key=lambda name: (-DTYPES[sources[name].dtype].itemsize, name))
+
+
+def _header(sources: Mapping[str, Source], metadata: Mapping[str, str]) -> bytes:
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.nbytes
-        code = _CODES[dtype_name(tensor)]
-        entries[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+    for name, source in sources.items():
+        end = offset + source.nbytes
+        code = DTYPES[source.dtype].code
+        entries[name] = {"dtype": code, "shape": list(source.shape), "data_offsets": [offset, end]}
         offset = end
 
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -83,40 +121,12 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
     return len(text).to_bytes(8, "little") + text
 
 
-def decode(path: Path, expected: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU.
-
-    Raises CheckpointError unless they are exactly the expected ones, by name, dtype and shape.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            _check_names(path, set(file.keys()), set(expected))
-            for name, entry in expected.items():
-                found = file.get_slice(name)
-                shape, code = tuple(found.get_shape()), found.get_dtype()
-                if (shape, code) != (entry.shape, _CODES.get(entry.dtype)):
-                    claim = f"{entry.dtype} {list(entry.shape)}"
-                    raise damaged(path, f"{name} is {code} {list(shape)}, and the manifest says {claim}")
-
-            # Cloned, because what the library returns may still be the file itself, mapped into memory.
-            return {name: file.get_tensor(name).clone() for name in expected}
-    except (SafetensorError, OSError) as error:
-        raise damaged(path, str(error)) from error
-
-
-def _check_names(path: Path, found: set[str], expected: set[str]) -> None:
-    if missing := sorted(expected - found):
-        raise damaged(path, f"it lacks {', '.join(missing)}")
-    if extra := sorted(found - expected):
-        raise damaged(path, f"it holds {', '.join(extra)}, which the manifest does not list")
-
-
 # ---------------------------------------------------------------------------------------------- numbers
 def to_scalar(value: object, what: str, plain: tuple[type, ...]) -> Scalar:
     """The JSON form of a 0-d tensor or a value of a `plain` type; raises CheckpointError for all else."""
     if isinstance(value, Tensor):
         check(value, what)
-        return Number(dtype=dtype_name(value), value=_finite(value.item()))
+        return Number(dtype=dtype_name(value.dtype), value=_finite(value.item()))
     if isinstance(value, float) and not math.isfinite(value):
         return Number(dtype="float", value=str(value))
     if isinstance(value, plain):
@@ -132,7 +142,7 @@ def from_scalar(scalar: Scalar) -> Value:
         return scalar
     if scalar.dtype == "float":
         return float(scalar.value)
-    if scalar.dtype not in _CODES:
+    if scalar.dtype not in DTYPES:
         raise ValueError(f"there is no tensor of type {scalar.dtype!r}")
     value = float(scalar.value) if isinstance(scalar.value, str) else scalar.value
     try:

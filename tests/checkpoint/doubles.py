@@ -1,17 +1,28 @@
 """Checkpoints whose every value tells their step, and a disk that dies on demand."""
 
 import errno
+import json
+import math
 import shutil
+import threading
 from collections.abc import Callable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
 import torch
+import xxhash
+from torch import Tensor
 
 from ddpforge.checkpoint import Checkpoint, files
+from ddpforge.checkpoint.format import read
+from ddpforge.checkpoint.retention import newest
 from ddpforge.interfaces import CanonicalState
 
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+FAILURES = ("kill", "power", "power, names lost")
 OPERATIONS = ("make_folder", "create", "write", "sync", "sync_folder", "rename", "remove")
 
 
@@ -52,6 +63,85 @@ def steps_in(checkpoint: Checkpoint) -> set[float]:
     return numbers | {checkpoint.step, checkpoint.samples, checkpoint.metrics["eval/loss"]}
 
 
+def nothing(manifest: dict[str, Any]) -> None:
+    """No further change."""
+
+
+def reseal(path: Path, change: Callable[[dict[str, Any]], object] = nothing) -> None:
+    """Makes all hashes right again, then changes the manifest and seals it, as an attacker or a careless tool would."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    begins = {name: _reseal_file((path / name).read_bytes(), entry) for name, entry in manifest["files"].items()}
+    for section in manifest["tensors"].values():
+        for chunk in (chunk for tensor in section.values() for chunk in tensor["chunks"]):
+            content = (path / chunk["file"]).read_bytes()
+            start, stop = begins[chunk["file"]].get(chunk["entry"], (0, 0))
+            if chunk["hashes"]:
+                chunk["hashes"] = [xxhash.xxh3_128_hexdigest(content[start:stop])]
+    change(manifest)
+    text = json.dumps(manifest).encode()
+    (path / "manifest.json").write_bytes(text)
+    (path / "COMMIT").write_text(json.dumps({"manifest_sha256": sha256(text).hexdigest()}))
+
+
+def _reseal_file(content: bytes, entry: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Corrects a file's entry in the manifest; returns where the tensors are, as far as the header can be read."""
+    entry["bytes"] = len(content)
+    if "sha256" in entry:
+        entry["sha256"] = sha256(content).hexdigest()
+    if "header_xxh3" not in entry:
+        return {}
+    begin = 8 + int.from_bytes(content[:8], "little")
+    entry["header_xxh3"] = xxhash.xxh3_128_hexdigest(content[:begin])
+    try:
+        header = json.loads(content[8:begin])
+        spans = {name: [begin + int(at) for at in x["data_offsets"]] for name, x in header.items() if "dtype" in x}
+    except (ValueError, RecursionError, AttributeError, KeyError):
+        return {}
+    return {name: (start, stop) for name, (start, stop, *_) in spans.items()}
+
+
+def tensors_of_every_kind() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    bits = torch.randint(0, 256, (6, 16), dtype=torch.uint8)
+    made = {f"{dtype}".replace("torch.", ""): bits.view(dtype) for dtype in (*DTYPES, *INTEGERS[:-1])}
+    made |= {
+        "bool": bits > 127,
+        "nan": torch.tensor([math.nan, math.inf, -math.inf, -0.0]),
+        "empty": torch.zeros(0, 3),
+        "0-d": torch.tensor(3.5),
+        "transposed": torch.randn(4, 3).t(),
+        "a view": torch.randn(10)[2:5],
+        "one of a column": torch.randn(3, 2)[:1, 0],  # contiguous, and its stride is 2
+        "parameter": torch.nn.Parameter(torch.randn(2)),
+    }
+    return made
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal in type, shape and every bit; NaNs too."""
+    bits = [x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for x in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
+
+
+def state_of(folder: Path) -> float | None:
+    """The one step that everything a resume would load belongs to; None when there is nothing to load."""
+    path, _ = newest(folder)
+    if path is None:
+        return None
+    (step,) = steps_in(read(path))
+    return step
+
+
+class Bomb:
+    """What a crafted pickle does when somebody loads it."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, (str(self.marker), "w"))
+
+
 class Killed(BaseException):
     """The process is no more; no handler for errors may run."""
 
@@ -61,11 +151,12 @@ class Disk:
 
     `failure` says how. "kill": what was done is there, a write is torn. "power": also, whatever was not fsynced has
     only its first half. "power, names lost": also, files and renames in folders that were not fsynced are undone.
-    "full": the operation fails with ENOSPC, and so does all writing after it.
+    "full": the operation fails with ENOSPC, and so does all writing after it. With `rank`, only the thread that is
+    this rank of a `World` counts and fails.
     """
 
-    def __init__(self, at: int, failure: str, *, ignores: tuple[str, ...] = ()) -> None:
-        self.at, self.failure, self.ignores = at, failure, ignores
+    def __init__(self, at: int, failure: str, *, ignores: tuple[str, ...] = (), rank: int | None = None) -> None:
+        self.at, self.failure, self.ignores, self.rank = at, failure, ignores, rank
         self.count, self.failed = 0, False
         self._unsynced: set[Path] = set()
         self._undo: list[tuple[Path, Callable[[], None]]] = []  # by the folder whose fsync makes it last
@@ -77,6 +168,8 @@ class Disk:
 
     def _operation(self, name: str) -> Callable[..., Any]:
         def act(*arguments: Any) -> Any:
+            if self.rank is not None and threading.current_thread().name != f"rank-{self.rank}":
+                return self._real[name](*arguments)
             self.count += 1
             if self.count == self.at:
                 self.failed = True

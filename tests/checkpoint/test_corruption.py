@@ -1,27 +1,51 @@
 """Every damaged file is found and named, and the newest intact checkpoint is chosen instead."""
 
 import errno
+import os
 import random
 import re
 import shutil
-from hashlib import sha256
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from checkpoint.doubles import checkpoint_of, steps_in
+from checkpoint.worlds import write_sharded
 
+from ddpforge.checkpoint import Checkpoint
 from ddpforge.checkpoint.format import read, write
+from ddpforge.checkpoint.manifest import read_manifest
 from ddpforge.checkpoint.retention import newest
 from ddpforge.errors import CheckpointError
 
-FILES = ("COMMIT", "manifest.json", "model.safetensors", "optimizer.safetensors", "callbacks.safetensors")
+Save = Callable[[Path, Checkpoint], Path]
+LAYOUTS: dict[str, tuple[Save, tuple[str, ...]]] = {
+    "full": (write, ("model.safetensors", "optimizer.safetensors", "callbacks.safetensors")),
+    "sharded": (
+        write_sharded,
+        (
+            "shard-00000-of-00002.safetensors",
+            "shard-00001-of-00002.safetensors",
+            "rank-00000.json",
+            "rank-00001.json",
+        ),
+    ),
+}
+FILES = [(layout, name) for layout, (_, names) in LAYOUTS.items() for name in ("COMMIT", "manifest.json", *names)]
+
+each_file = pytest.mark.parametrize(("path", "name"), FILES, indirect=["path"], ids="-".join)
+each_layout = pytest.mark.parametrize("path", LAYOUTS, indirect=True)
+a_file_of_each_layout = pytest.mark.parametrize(
+    ("path", "name"), [(layout, names[0]) for layout, (_, names) in LAYOUTS.items()], indirect=["path"]
+)
 
 
 @pytest.fixture
-def path(folder: Path) -> Path:
-    """A checkpoint of step 20, beside an older one of step 10."""
-    write(folder, checkpoint_of(10))
-    return write(folder, checkpoint_of(20))
+def path(folder: Path, request: pytest.FixtureRequest) -> Path:
+    """A checkpoint of step 20 in the layout that is asked for, beside an older one of step 10."""
+    save, _ = LAYOUTS[request.param]
+    save(folder, checkpoint_of(10))
+    return save(folder, checkpoint_of(20))
 
 
 def assert_refused_and_passed_over(path: Path, name: str) -> None:
@@ -34,14 +58,14 @@ def assert_refused_and_passed_over(path: Path, name: str) -> None:
     assert [(other, re.search(name, reason) is not None) for other, reason in skipped] == [(path, True)]
 
 
-@pytest.mark.parametrize("name", FILES)
+@each_file
 def test_a_missing_file_is_named(path: Path, name: str) -> None:
     (path / name).unlink()
 
     assert_refused_and_passed_over(path, name)
 
 
-@pytest.mark.parametrize("name", FILES)
+@each_file
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
 def test_a_truncated_file_is_named(path: Path, name: str, share: float) -> None:
     content = (path / name).read_bytes()
@@ -50,7 +74,7 @@ def test_a_truncated_file_is_named(path: Path, name: str, share: float) -> None:
     assert_refused_and_passed_over(path, name)
 
 
-@pytest.mark.parametrize("name", FILES)
+@each_file
 def test_a_longer_file_is_named(path: Path, name: str) -> None:
     with (path / name).open("ab") as file:
         file.write(b"\0")
@@ -58,37 +82,45 @@ def test_a_longer_file_is_named(path: Path, name: str) -> None:
     assert_refused_and_passed_over(path, name)
 
 
+@each_layout
 def test_200_flipped_bits_are_all_found(path: Path) -> None:
     chance = random.Random(0)
+    names = sorted(file.name for file in path.iterdir())
+    assert len(names) > 4
     for _ in range(200):
-        name = chance.choice(FILES)
+        name = chance.choice(names)
         original = (path / name).read_bytes()
         content = bytearray(original)
         bit = chance.randrange(8 * len(content))
         content[bit // 8] ^= 1 << bit % 8
         (path / name).write_bytes(content)
 
-        with pytest.raises(CheckpointError, match="COMMIT|manifest.json" if name == "COMMIT" else name):
-            read(path)
+        for action in (read, lambda each: read_manifest(each, verify=True)):
+            with pytest.raises(CheckpointError, match="COMMIT|manifest.json" if name == "COMMIT" else name):
+                action(path)
         (path / name).write_bytes(original)
 
     assert steps_in(read(path)) == {20}
 
 
-def test_a_file_on_a_failing_disk_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(file: Path) -> str:
-        if file.parent == path and file.name == "model.safetensors":
+@a_file_of_each_layout
+def test_a_file_on_a_failing_disk_is_named(path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.preadv
+
+    def fail(descriptor: int, buffers: list[memoryview], start: int) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(path / name):
             raise OSError(errno.EIO, "Input/output error")
-        return sha256(file.read_bytes()).hexdigest()
+        return real(descriptor, buffers, start)
 
-    monkeypatch.setattr("ddpforge.checkpoint.files.sha256", fail)
+    monkeypatch.setattr("os.preadv", fail)
 
-    assert_refused_and_passed_over(path, "model.safetensors is damaged: it cannot be read .Input/output error")
+    assert_refused_and_passed_over(path, f"{name} is damaged: it cannot be read .Input/output error")
 
 
-def test_files_of_another_checkpoint_do_not_pass(path: Path) -> None:
+@a_file_of_each_layout
+def test_files_of_another_checkpoint_do_not_pass(path: Path, name: str) -> None:
     """Half old, half new: every file is intact, the whole is not."""
     other = next(each for each in path.parent.glob("step-*") if each != path)
-    shutil.copy(other / "optimizer.safetensors", path / "optimizer.safetensors")
+    shutil.copy(other / name, path / name)
 
-    assert_refused_and_passed_over(path, "optimizer.safetensors")
+    assert_refused_and_passed_over(path, name)

@@ -5,15 +5,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from checkpoint.doubles import Disk, Killed, checkpoint_of, steps_in
+from checkpoint.doubles import FAILURES, Disk, Killed, checkpoint_of, state_of
 
 from ddpforge.checkpoint import Checkpoints
-from ddpforge.checkpoint.format import read, write
-from ddpforge.checkpoint.retention import clean, newest
+from ddpforge.checkpoint.format import write
+from ddpforge.checkpoint.retention import clean
 from ddpforge.errors import CheckpointError
 from ddpforge.recipe.schema import KeepSection
 
-FAILURES = ("kill", "power", "power, names lost")
 Save = Callable[[Path, int], object]
 
 
@@ -45,15 +44,6 @@ def crashes(tmp_path: Path, failure: str, save: Save, *, before: int) -> Iterato
                 assert at > 20, "the disk double no longer sees the operations of a save"
                 return
         yield folder
-
-
-def state_of(folder: Path) -> float | None:
-    """The one step that everything a resume would load belongs to; None when there is nothing to load."""
-    path, _ = newest(folder)
-    if path is None:
-        return None
-    (step,) = steps_in(read(path))
-    return step
 
 
 @pytest.mark.parametrize("failure", FAILURES)

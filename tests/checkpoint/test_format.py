@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.doubles import checkpoint_of
+import xxhash
+from checkpoint.doubles import Bomb, checkpoint_of, reseal, same, tensors_of_every_kind
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,34 +22,9 @@ from ddpforge.checkpoint.manifest import read_manifest
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
-INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Equal in type, shape and every bit; NaNs too."""
-    bits = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
-
 
 def reload(folder: Path, **changes: Any) -> Checkpoint:
     return read(write(folder, checkpoint_of(7, **changes)))
-
-
-def tensors_of_every_kind() -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    bits = torch.randint(0, 256, (6, 16), dtype=torch.uint8)
-    made = {f"{dtype}".replace("torch.", ""): bits.view(dtype) for dtype in (*DTYPES, *INTEGERS[:-1])}
-    made |= {
-        "bool": bits > 127,
-        "nan": torch.tensor([math.nan, math.inf, -math.inf, -0.0]),
-        "empty": torch.zeros(0, 3),
-        "0-d": torch.tensor(3.5),
-        "transposed": torch.randn(4, 3).t(),
-        "a view": torch.randn(10)[2:5],
-        "parameter": torch.nn.Parameter(torch.randn(2)),
-    }
-    return made
 
 
 # ---------------------------------------------------------------------------------------------- round trips
@@ -172,17 +148,23 @@ def test_the_manifest_is_strict_json_that_says_what_is_where(folder: Path) -> No
         raise AssertionError(f"{constant} is not JSON")
 
     manifest = json.loads((path / "manifest.json").read_text(), parse_constant=refuse)
-    assert (manifest["format"], manifest["version"], manifest["step"]) == ("ddpforge", 1, 7)
+    assert (manifest["format"], manifest["version"], manifest["step"]) == ("ddpforge", 2, 7)
     assert manifest["versions"]["torch"] == torch.__version__
     assert manifest["optimizer"]["layer.weight"] == {"step": {"dtype": "float32", "value": 7.0}}
-    assert manifest["tensors"]["model"]["layer.bias"] == {
-        "file": "model.safetensors",
-        "dtype": "bfloat16",
-        "shape": [3],
+    assert manifest["files"].keys() == {"model.safetensors", "optimizer.safetensors", "callbacks.safetensors"}
+    content = (path / "model.safetensors").read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    assert manifest["files"]["model.safetensors"] == {
+        "bytes": len(content),
+        "header_xxh3": xxhash.xxh3_128_hexdigest(content[:header]),
     }
-    for name, entry in manifest["files"].items():
-        content = (path / name).read_bytes()
-        assert entry == {"bytes": len(content), "sha256": sha256(content).hexdigest()}
+    chunk = {
+        "file": "model.safetensors",
+        "entry": "layer.bias",
+        "region": {"start": 0, "stop": 3},
+        "hashes": [xxhash.xxh3_128_hexdigest(content[header + 68 : header + 74])],
+    }
+    assert manifest["tensors"]["model"]["layer.bias"] == {"dtype": "bfloat16", "shape": [3], "chunks": [chunk]}
 
 
 def test_saving_a_step_again_leaves_the_first_alone_and_moves_the_hint(folder: Path) -> None:
@@ -229,27 +211,11 @@ def test_what_could_not_be_read_back_is_refused_by_name_and_nothing_is_written(
 
 
 # ---------------------------------------------------------------------------------------------- refused at loading
-def reseal(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes the manifest and makes all hashes right again, as an attacker or a careless tool would."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    for name in manifest["files"]:
-        content = (path / name).read_bytes()
-        manifest["files"][name] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
-    change(manifest)
-    text = json.dumps(manifest).encode()
-    (path / "manifest.json").write_bytes(text)
-    (path / "COMMIT").write_text(json.dumps({"manifest_sha256": sha256(text).hexdigest()}))
-
-
-def nothing(manifest: dict[str, Any]) -> None:
-    """No further change."""
-
-
 def test_a_newer_format_is_refused_with_advice(folder: Path) -> None:
     path = write(folder, checkpoint_of(7))
-    reseal(path, lambda manifest: manifest.update(version=2, unheard_of=True))
+    reseal(path, lambda manifest: manifest.update(version=3, unheard_of=True))
 
-    with pytest.raises(CheckpointError, match="format 2; this ddpforge reads formats up to 1") as caught:
+    with pytest.raises(CheckpointError, match="format 3; this ddpforge reads formats up to 2") as caught:
         read(path)
     assert caught.value.hints == ("upgrade ddpforge",)
 
@@ -261,13 +227,20 @@ def test_a_newer_format_is_refused_with_advice(folder: Path) -> None:
             lambda m: m["tensors"]["model"].pop("layer.bias"),
             "model.safetensors .* holds layer.bias, which the manifest",
         ),
-        (lambda m: m["tensors"]["model"].update(new=m["tensors"]["model"]["layer.bias"]), "it lacks new"),
+        (lambda m: m["tensors"]["model"]["layer.bias"]["chunks"][0].update(entry="new"), "it lacks new"),
+        (
+            lambda m: m["tensors"]["model"].update(new=m["tensors"]["model"]["layer.bias"]),
+            "both layer.bias of model",
+        ),
         (
             lambda m: m["tensors"]["model"]["layer.bias"].update(shape=[1, 3]),
             r"layer.bias is BF16 \[3\], and the manif",
         ),
         (lambda m: m["tensors"]["model"]["layer.bias"].update(dtype="float16"), "layer.bias is BF16"),
-        (lambda m: m["tensors"]["model"]["layer.bias"].update(file="gone.safetensors"), "'gone.safetensors', which it"),
+        (
+            lambda m: m["tensors"]["model"]["layer.bias"]["chunks"][0].update(file="gone.safetensors"),
+            "'gone.safetensors', which it",
+        ),
         (lambda m: m["optimizer"].pop("layer.bias"), "manifest.json is damaged: 'layer.bias'"),
         (lambda m: m["optimizer"]["layer.bias"]["step"].update(dtype="import os"), "no tensor of type 'import os'"),
         (lambda m: m["optimizer"]["layer.bias"]["step"].update(dtype="int8", value=1000), "manifest.json is damaged"),
@@ -291,7 +264,7 @@ def test_a_manifest_that_does_not_fit_the_files_is_refused(
 def test_a_file_with_other_tensors_than_the_manifest_lists_is_refused(folder: Path) -> None:
     path = write(folder, checkpoint_of(7))
     save_file({"layer.weight": torch.zeros(3, 5)}, path / "model.safetensors")
-    reseal(path, nothing)
+    reseal(path)
 
     with pytest.raises(
         CheckpointError, match=r"model\.safetensors is damaged: it lacks layer\.bias, norm\.num_batches"
@@ -307,7 +280,7 @@ def test_a_file_outside_the_folder_is_never_read(folder: Path, name: str) -> Non
     def point_outside(manifest: dict[str, Any]) -> None:
         manifest["files"][name] = manifest["files"].pop("model.safetensors")
         for entry in manifest["tensors"]["model"].values():
-            entry["file"] = name
+            entry["chunks"][0]["file"] = name
 
     reseal(path, point_outside)
 
@@ -341,8 +314,8 @@ HOSTILE_HEADERS = {
 def test_a_lying_safetensors_header_is_refused(folder: Path, header: bytes) -> None:
     path = write(folder, checkpoint_of(7))
     content = struct.pack("<Q", len(header)) + header if header.startswith(b"{") else header
-    (path / "model.safetensors").write_bytes(content + b"\0" * 60)
-    reseal(path, nothing)
+    (path / "model.safetensors").write_bytes(content + b"\0" * 80)
+    reseal(path)
 
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
         read(path)
@@ -358,16 +331,6 @@ def test_hostile_json_is_refused(folder: Path, text: bytes) -> None:
         read(path)
 
 
-class Bomb:
-    """What a crafted pickle does when somebody loads it."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (open, (str(self.marker), "w"))
-
-
 @pytest.mark.parametrize("sealed", [False, True], ids=["as it is", "with all hashes right"])
 @pytest.mark.parametrize(
     "name", ["COMMIT", "manifest.json", "model.safetensors", "optimizer.safetensors", "callbacks.safetensors"]
@@ -379,7 +342,7 @@ def test_no_file_of_a_checkpoint_can_run_code(folder: Path, name: str, sealed: b
     if sealed and name == "manifest.json":
         (path / "COMMIT").write_text(json.dumps({"manifest_sha256": sha256(payload).hexdigest()}))
     elif sealed and name != "COMMIT":
-        reseal(path, nothing)
+        reseal(path)
 
     with pytest.raises(CheckpointError, match=name):
         read(path)

@@ -1,0 +1,280 @@
+"""Which elements of a tensor somebody holds: what two holders have in common, and whether many hold all of it.
+
+A region of a tensor is a `Range` of its elements in row-major order, or a `Box`: a rectangle in its N dimensions.
+What is held of a region is a tensor too: one-dimensional for a range, of the box's own size for a box.
+
+This module only counts. Tensors are sliced and copied by their own methods; torch is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The elements from `start` up to, and without, `stop`."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements that are."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The elements whose index in each dimension is one of `size` that begin at `offset`."""
+
+    offset: Shape
+    size: Shape
+
+    @property
+    def numel(self) -> int:
+        """How many elements that are."""
+        return prod(self.size)
+
+
+Region = Range | Box
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A rank's own piece of a tensor of `shape`: the elements of `region`, on any device.
+
+    `tensor` holds them in row-major order; a part that is a box has the box's size. Raises ValueError when the three
+    do not belong together.
+    """
+
+    tensor: Tensor
+    shape: Shape
+    region: Region
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.shape)
+        region = normal(shape, self.region)
+        held = tuple(self.tensor.shape)
+        if prod(held) != region.numel or (isinstance(region, Box) and held != region.size):
+            raise ValueError(f"a tensor of shape {list(held)} is not {region} of a tensor of shape {list(shape)}")
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "region", region)
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Part:
+        """All of a tensor."""
+        return cls(tensor, tuple(tensor.shape), Range(0, tensor.numel()))
+
+    def cut(self, start: int, stop: int) -> list[Part]:
+        """The elements from `start` up to `stop`, counted in this part: one or more parts of the same tensor."""
+        if start == stop:
+            return [Part(self.tensor.reshape(-1)[:0], self.shape, Range(0, 0))]
+        flat = None if isinstance(self.region, Box) else self.tensor.reshape(-1)
+        parts = []
+        for region, _ in split(self.region, start, stop):
+            tensor = self.tensor if flat is None else flat
+            parts.append(Part(view(self.shape, self.region, tensor, region), self.shape, region))
+        return parts
+
+
+# ---------------------------------------------------------------------------------------------- one region
+def whole(shape: Shape) -> Range:
+    """All elements of a tensor."""
+    return Range(0, prod(shape))
+
+
+def normal(shape: Shape, region: Region) -> Region:
+    """The one way to write a region: a box without gaps becomes a range, and nothing becomes `Range(0, 0)`.
+
+    Raises ValueError when the region is not part of a tensor of this shape.
+    """
+    if isinstance(region, Range):
+        if not 0 <= region.start <= region.stop <= prod(shape):
+            raise ValueError(f"{region} is not part of a tensor of shape {list(shape)}")
+        return region if region.numel else Range(0, 0)
+
+    offset, size = region.offset, region.size
+    if not len(offset) == len(size) == len(shape) or not all(
+        0 <= begin <= begin + count <= total for begin, count, total in zip(offset, size, shape, strict=True)
+    ):
+        raise ValueError(f"{region} is not part of a tensor of shape {list(shape)}")
+    if not region.numel:
+        return Range(0, 0)
+    first = next((axis for axis, count in enumerate(size) if count > 1), len(size))
+    if size[first + 1 :] != shape[first + 1 :]:  # behind the first dimension that it extends in, it is not complete
+        return region
+    start = _position(shape, offset)
+    return Range(start, start + region.numel)
+
+
+def held_shape(shape: Shape, region: Region) -> Shape:
+    """The shape that a region of a tensor is stored in: its own, so that a whole tensor looks like what it is."""
+    if isinstance(region, Box):
+        return region.size
+    return shape if region == whole(shape) else (region.numel,)
+
+
+def boxes(shape: Shape, region: Region) -> list[Box]:
+    """The region as boxes, in the order of its elements: at most 2·N - 1 of them in N dimensions."""
+    if isinstance(region, Box):
+        return [region]
+    if region.start >= region.stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    rest = shape[1:]
+    inner = prod(rest)
+    row, first = divmod(region.start, inner)
+    last_row, last = divmod(region.stop, inner)
+    if row == last_row:
+        return _in_row(row, rest, first, last)
+
+    head = _in_row(row, rest, first, inner) if first else []
+    row += bool(first)
+    middle = [Box((row, *(0,) * len(rest)), (last_row - row, *rest))] if row < last_row else []
+    return head + middle + (_in_row(last_row, rest, 0, last) if last else [])
+
+
+def _in_row(row: int, rest: Shape, start: int, stop: int) -> list[Box]:
+    return [Box((row, *box.offset), (1, *box.size)) for box in boxes(rest, Range(start, stop))]
+
+
+def split(region: Region, start: int, stop: int) -> list[tuple[Region, int]]:
+    """The region's own elements from `start` up to `stop` as regions, and where in it each begins."""
+    if isinstance(region, Range):
+        return [(Range(region.start + start, region.start + stop), start)]
+    found: list[tuple[Region, int]] = []
+    for box in boxes(region.size, Range(start, stop)):
+        offset = tuple(begin + further for begin, further in zip(region.offset, box.offset, strict=True))
+        found.append((Box(offset, box.size), start))
+        start += box.numel
+    return found
+
+
+def _strides(shape: Shape) -> Shape:
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _position(shape: Shape, index: Shape) -> int:
+    return sum(i * stride for i, stride in zip(index, _strides(shape), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------- two regions
+def overlaps(shape: Shape, one: Region, other: Region) -> list[Region]:
+    """What two regions of a tensor have in common: a range where both are ranges, else boxes."""
+    if isinstance(one, Range) and isinstance(other, Range):
+        start, stop = max(one.start, other.start), min(one.stop, other.stop)
+        return [Range(start, stop)] if start < stop else []
+    pairs = ((a, b) for a in boxes(shape, one) for b in boxes(shape, other))
+    return [common for a, b in pairs if (common := _common(a, b)) is not None]
+
+
+def _common(one: Box, other: Box) -> Box | None:
+    offset, size = [], []
+    for a, n, b, m in zip(one.offset, one.size, other.offset, other.size, strict=True):
+        begin, end = max(a, b), min(a + n, b + m)
+        if begin >= end:
+            return None
+        offset.append(begin)
+        size.append(end - begin)
+    return Box(tuple(offset), tuple(size))
+
+
+def view(shape: Shape, region: Region, held: Tensor, part: Region) -> Tensor:
+    """The elements of `part` within `held`, which holds `region`: a view with the part's own shape."""
+    if isinstance(region, Range):
+        if isinstance(part, Range):
+            return held[part.start - region.start : part.stop - region.start]
+        step = held.stride(0)
+        start = held.storage_offset() + (_position(shape, part.offset) - region.start) * step
+        return held.as_strided(part.size, tuple(stride * step for stride in _strides(shape)), start)
+
+    (part,) = boxes(shape, part)
+    corners = zip(part.offset, part.size, region.offset, strict=True)
+    return held[tuple(slice(begin - origin, begin - origin + count) for begin, count, origin in corners)]
+
+
+def copy(shape: Shape, region: Region, held: Tensor, target_region: Region, target: Tensor) -> int:
+    """Copies what two regions have in common from `held` into `target`; returns the number of elements."""
+    common = overlaps(shape, region, target_region)
+    for part in common:
+        view(shape, target_region, target, part).copy_(view(shape, region, held, part))
+    return sum(part.numel for part in common)
+
+
+# ---------------------------------------------------------------------------------------------- many regions
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """An element that is not in exactly one of several regions, but in `count` of them."""
+
+    index: Shape
+    count: int
+
+    def __str__(self) -> str:
+        where = f"element {list(self.index)}" if self.index else "its one element"
+        return f"{where} is there {self.count} times" if self.count else f"{where} is missing"
+
+
+def flaw(shape: Shape, regions: Iterable[Region]) -> Flaw | None:
+    """The first element of a tensor that is not in exactly one of the regions; None if they cover it exactly.
+
+    Raises ValueError when a region is not part of the tensor.
+    """
+    regions = [region for each in regions if (region := normal(shape, each)).numel]
+    ranges = [region for region in regions if isinstance(region, Range)]
+    if not prod(shape):
+        return None
+    if len(ranges) == len(regions):
+        return _flaw_of_ranges(shape, ranges)
+    found = _flaw_of_boxes(shape, [box for region in regions for box in boxes(shape, region)], 0)
+    return None if found is None else Flaw(*found)
+
+
+def _flaw_of_ranges(shape: Shape, ranges: Sequence[Range]) -> Flaw | None:
+    covered = 0
+    for region in sorted(ranges, key=lambda each: each.start):
+        if region.start != covered:
+            covered = min(covered, region.start)
+            break
+        covered = region.stop
+    if covered == prod(shape):
+        return None
+    index = tuple(covered // stride % count for stride, count in zip(_strides(shape), shape, strict=True))
+    return Flaw(index, sum(region.start <= covered < region.stop for region in ranges))
+
+
+def _flaw_of_boxes(shape: Shape, found: Sequence[Box], axis: int) -> tuple[Shape, int] | None:
+    """Cuts the tensor into slabs in which every box is there from end to end or not at all, and those in turn."""
+    if axis == len(shape):
+        return None if len(found) == 1 else ((), len(found))
+    if not found:
+        return (0,) * (len(shape) - axis), 0
+    for begin, inside in _slabs(shape[axis], found, axis):
+        if (flawed := _flaw_of_boxes(shape, inside, axis + 1)) is not None:
+            return (begin, *flawed[0]), flawed[1]
+    return None
+
+
+def _slabs(total: int, found: Sequence[Box], axis: int) -> Iterator[tuple[int, list[Box]]]:
+    """Where each slab begins, and the boxes in it."""
+    begins: dict[int, list[int]] = {0: []}
+    ends: dict[int, list[int]] = {}
+    for number, box in enumerate(found):
+        begins.setdefault(box.offset[axis], []).append(number)
+        ends.setdefault(box.offset[axis] + box.size[axis], []).append(number)
+
+    inside: dict[int, Box] = {}
+    for position in sorted(begins.keys() | ends.keys() - {total}):
+        for number in ends.get(position, ()):
+            del inside[number]
+        inside |= {number: found[number] for number in begins.get(position, ())}
+        yield position, list(inside.values())

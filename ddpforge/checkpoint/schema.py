@@ -1,0 +1,191 @@
+"""What the JSON files of a checkpoint may say, in every format that there has been.
+
+    step-000001200-7f3a/
+      COMMIT                   {"manifest_sha256": ...}
+      manifest.json            this module's `Manifest`
+      model.safetensors        and the other files that the manifest lists; in a sharded checkpoint these are
+      shard-00000-of-00008.safetensors …  and rank-00000.json …: what each rank wrote
+
+COMMIT holds the manifest's hash and the manifest those of everything else: one flipped bit anywhere is found.
+"""
+
+import re
+from math import prod
+from typing import Annotated, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+
+from ddpforge.checkpoint.regions import Box, Range, whole
+
+FORMAT, VERSION = "ddpforge", 2
+MANIFEST, COMMIT = "manifest.json", "COMMIT"
+LATEST = "latest.json"  # beside the checkpoints: names the one written last
+FOLDER = re.compile(r"step-(\d{9,})-[0-9a-f]{4}")
+
+MOST_TEXT = 1 << 28  # bytes of JSON: about a million chunks
+
+
+def _plain_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ValueError(f"the file name {name!r} would leave the folder or hide in it; expected a plain name")
+    return name
+
+
+def _possible(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if prod(max(count, 1) for count in shape) >= 1 << 63:
+        raise ValueError("no tensor can be as large as this")
+    return shape
+
+
+class Table(BaseModel):
+    """A JSON object with exactly these members."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Commit(Table):
+    """The contents of COMMIT."""
+
+    manifest_sha256: str
+
+
+Natural = Annotated[int, Field(ge=0)]
+FileName = Annotated[str, AfterValidator(_plain_name)]
+Shape = Annotated[tuple[Natural, ...], Field(max_length=64), AfterValidator(_possible)]
+Section = Literal["model", "optimizer", "callbacks"]
+SECTIONS: tuple[Section, ...] = get_args(Section)
+
+
+class TensorFile(Table):
+    """A safetensors file of the checkpoint, with the XXH3-128 of its header; its contents' hashes are in the chunks."""
+
+    bytes: Natural
+    header_xxh3: str
+
+
+class OtherFile(Table):
+    """Another file, or any file of format 1."""
+
+    bytes: Natural
+    sha256: str
+
+
+FileEntry = TensorFile | OtherFile
+
+
+class Chunk(Table):
+    """A region of a tensor, as the entry of a file. `hashes` are the XXH3-128 of each 64 MiB, and of the rest."""
+
+    file: str
+    entry: str
+    region: Range | Box
+    hashes: tuple[str, ...]
+
+
+class TensorEntry(Table):
+    """A tensor: its chunks hold each of its elements once."""
+
+    dtype: str
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+
+
+class Number(Table):
+    """A number that JSON alone would not give back: a 0-d tensor, or ("float") a float that is not finite.
+
+    `value` is text where the number is not finite.
+    """
+
+    dtype: str
+    value: bool | int | float | str
+
+
+Scalar = Number | bool | int | float | str | None
+OptimizerScalars = dict[str, dict[str, Number | bool | int | float | None]]
+CallbackScalars = dict[str, dict[str, Scalar]]
+Tensors = dict[Section, dict[str, TensorEntry]]
+
+
+class _Facts(Table):
+    """What manifests of all formats have in common."""
+
+    format: Literal["ddpforge"] = "ddpforge"
+    version: int
+    step: Natural
+    samples: Natural
+    created: str  # UTC, ISO 8601 with microseconds: sorts as text
+    strategy: str
+    world_size: Annotated[int, Field(ge=1)]
+    versions: dict[str, str]
+    metrics: dict[str, Scalar]
+    position: dict[str, JsonValue]
+    loop: dict[str, JsonValue]
+    lineage: list[JsonValue]
+    recipe: str
+    aliases: dict[str, str]
+    optimizer: OptimizerScalars
+    callbacks: CallbackScalars
+
+
+class Manifest(_Facts):
+    """Everything about a checkpoint but the tensors' contents.
+
+    `tensors` has the sections "model" (by parameter or buffer name), "optimizer" ("<parameter>/<key>") and
+    "callbacks" ("<callback>/<key>"); `optimizer` and `callbacks` hold what those have besides tensors.
+    """
+
+    version: Literal[2] = 2
+    files: dict[FileName, FileEntry]
+    tensors: Tensors
+
+    def dumps(self) -> bytes:
+        """The manifest as JSON."""
+        return self.model_dump_json(indent=1).encode()
+
+    def metric(self, name: str) -> float:
+        """The metric's value; NaN where there is none."""
+        value = self.metrics.get(name)
+        return float(value.value if isinstance(value, Number) else "nan" if value is None else value)
+
+
+class RankManifest(Table):
+    """The part of a manifest that one rank knows: what it wrote."""
+
+    format: Literal["ddpforge"] = "ddpforge"
+    version: Literal[2] = 2
+    rank: Natural
+    file: FileName
+    entry: TensorFile
+    tensors: Tensors
+    optimizer: OptimizerScalars
+    callbacks: CallbackScalars
+
+
+class _FirstTensor(Table):
+    file: str
+    dtype: str
+    shape: Shape
+
+
+class FirstManifest(_Facts):
+    """Format 1: every tensor whole in one file, under its own name, and every file hashed as a whole."""
+
+    version: Literal[1]
+    files: dict[FileName, OtherFile]
+    tensors: dict[Section, dict[str, _FirstTensor]]
+
+    def upgraded(self) -> Manifest:
+        """The same as today's format says it."""
+        tensors: Tensors = {
+            section: {
+                name: TensorEntry(
+                    dtype=entry.dtype,
+                    shape=entry.shape,
+                    chunks=(Chunk(file=entry.file, entry=name, region=whole(entry.shape), hashes=()),),
+                )
+                for name, entry in entries.items()
+            }
+            for section, entries in self.tensors.items()
+        }
+        facts = {name: getattr(self, name) for name in _Facts.model_fields if name != "version"}
+        return Manifest(**facts, files=dict(self.files), tensors=tensors)

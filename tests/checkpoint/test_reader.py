@@ -1,0 +1,404 @@
+"""A reader reads what it is asked for, checks what it reads, and believes nothing that it has not checked."""
+
+import json
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint.doubles import Bomb, checkpoint_of, reseal, steps_in
+from checkpoint.worlds import counted, cuts, saved, write_sharded
+from safetensors.torch import save_file
+from torch import nn
+
+from ddpforge.checkpoint import files
+from ddpforge.checkpoint.contents import Share
+from ddpforge.checkpoint.export import export
+from ddpforge.checkpoint.format import read, write
+from ddpforge.checkpoint.manifest import read_manifest
+from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.regions import Box, Part, Range, whole
+from ddpforge.checkpoint.retention import newest
+from ddpforge.errors import CheckpointError
+from ddpforge.interfaces import CanonicalState
+
+GOLDEN = Path(__file__).parent / "golden"
+SHARD = "shard-00001-of-00002.safetensors"
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The bytes of a block, as if 64 MiB were that few."""
+    for module in ("tensors", "manifest", "reader"):
+        monkeypatch.setattr(f"ddpforge.checkpoint.{module}.BLOCK", 64)
+    return 64
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Every read of a file: its name, where it begins, and how many bytes it may take."""
+    found: list[tuple[str, int, int]] = []
+    real = os.preadv
+
+    def watch(descriptor: int, buffers: list[memoryview], start: int) -> int:
+        found.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, start, sum(map(len, buffers))))
+        return real(descriptor, buffers, start)
+
+    monkeypatch.setattr("os.preadv", watch)
+    return found
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+# ---------------------------------------------------------------------------------------------- reading
+@pytest.mark.parametrize("how", ["flat", "rows", "columns"])
+def test_large_tensors_are_read_block_by_block(folder: Path, small_blocks: int, how: str) -> None:
+    tensor = counted(13, 17)
+    path = saved(folder, [Share(model={"w": parts}) for parts in cuts(tensor, 3, how)])
+
+    assert torch.equal(read(path).state.model["w"], tensor)
+    reader = Reader(path)
+    for start in range(0, tensor.numel(), 7):
+        stop = min(start + 30, tensor.numel())
+        target = torch.empty(stop - start)
+        reader.read_into("model", "w", Range(start, stop), target)
+        assert target.tolist() == list(range(start, stop))
+    for box in (Box((0, 3), (13, 2)), Box((5, 0), (3, 17)), Box((12, 16), (1, 1)), Box((4, 4), (6, 9))):
+        target = torch.empty(box.size)
+        reader.read_into("model", "w", box, target)
+        expected = tensor[tuple(slice(begin, begin + n) for begin, n in zip(box.offset, box.size, strict=True))]
+        assert torch.equal(target, expected)
+
+
+def test_only_the_blocks_that_a_read_touches_are_read_and_each_is_verified_once(
+    folder: Path, small_blocks: int, reads: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(folder, [Share(model={"w": Part.whole(counted(40, 16))})])  # one block a row
+    file = path / "shard-00000-of-00001.safetensors"
+    data = file.stat().st_size - 40 * small_blocks
+    hashed: list[int] = []
+    real = files.xxh3
+    monkeypatch.setattr(files, "xxh3", lambda content: hashed.append(len(content)) or real(content))
+    reader = Reader(path)
+    flip(file, data + 30 * small_blocks)
+
+    target = torch.empty(2, 16)
+    reader.read_into("model", "w", Box((3, 0), (2, 16)), target)
+    assert torch.equal(target, counted(40, 16)[3:5])
+    assert [read for read in reads if read[0] == file.name and read[1] >= data] == [
+        (file.name, data + row * small_blocks, small_blocks) for row in (3, 4)
+    ]
+    assert hashed == [data, small_blocks, small_blocks]
+
+    reader.read_into("model", "w", Range(3 * 16 + 2, 3 * 16 + 5), torch.empty(3))
+    assert reads[-1] == (file.name, data + 3 * small_blocks + 8, 12)
+    assert len(hashed) == 3
+
+    with pytest.raises(CheckpointError, match=r"shard-00000.* the contents of w are not those .* \(block 30\)"):
+        reader.read_into("model", "w", Box((0, 5), (40, 1)), torch.empty(40, 1))
+    assert torch.equal(Reader(path, verify=False).read("model", "w")[:30], counted(40, 16)[:30])
+
+
+def test_a_reader_takes_no_more_than_a_block_of_memory(
+    folder: Path, small_blocks: int, reads: list[tuple[str, int, int]]
+) -> None:
+    path = saved(folder, [Share(model={"w": parts}) for parts in cuts(counted(64, 64), 2, "flat")])
+    reader = Reader(path)
+    del reads[:]
+
+    reader.read_into("model", "w", Box((0, 7), (64, 9)), torch.empty(64, 9))
+    reader.read_into("model", "w", Range(5, 4000), torch.empty(3995))
+
+    assert max(count for file, start, count in reads if start > 8) <= small_blocks
+    assert len(reader._spare) <= small_blocks
+
+
+def test_the_target_may_be_a_parameter_or_a_part_of_something_larger(folder: Path) -> None:
+    tensor = counted(4, 6)
+    reader = Reader(saved(folder, [Share(model={"w": parts}) for parts in cuts(tensor, 2, "rows")]))
+    parameter = nn.Parameter(torch.zeros(4, 6))
+    larger = torch.zeros(9, 9)
+    transposed = torch.zeros(6, 4).t()
+
+    reader.read_into("model", "w", whole((4, 6)), parameter)
+    reader.read_into("model", "w", Box((1, 2), (2, 3)), larger[3:5, 1:4])
+    reader.read_into("model", "w", Box((1, 0), (2, 6)), larger[6:8, 2:8])
+    reader.read_into("model", "w", whole((4, 6)), transposed)
+
+    assert torch.equal(parameter, tensor)
+    assert parameter.requires_grad
+    assert torch.equal(larger[3:5, 1:4], tensor[1:3, 2:5])
+    assert torch.equal(larger[6:8, 2:8], tensor[1:3])
+    assert larger.count_nonzero() == 6 + 12
+    assert torch.equal(transposed, tensor)
+
+
+def test_names_shapes_and_dtypes(folder: Path) -> None:
+    reader = Reader(write_sharded(folder, checkpoint_of(7)))
+
+    assert reader.names("model") == ["layer.weight", "layer.bias", "norm.num_batches_tracked"]
+    assert reader.names("optimizer") == ["layer.weight/exp_avg", "layer.bias/exp_avg"]
+    assert reader.names("callbacks") == ["ema/layer.weight"]
+    assert (reader.shape("model", "layer.weight"), reader.dtype("model", "layer.bias")) == ((3, 5), torch.bfloat16)
+    assert reader.aliases == {"head.weight": "layer.weight"}
+    assert reader.optimizer()["layer.bias"] == {"step": torch.tensor(7.0)}
+    assert reader.callbacks() == {"ema": {}, "early_stopping": {"bad": 7}}
+
+
+@pytest.mark.parametrize(
+    ("name", "region", "target", "complaint"),
+    [
+        ("gone", Range(0, 15), torch.empty(15), r"has no tensor gone \(model\)"),
+        ("layer.weight", Range(0, 16), torch.empty(16), r"layer.weight \(model\) of .* is not part of a tensor"),
+        ("layer.weight", Range(0, 15), torch.empty(14), "is 15 numbers, and the target holds 14"),
+        ("layer.weight", Box((0, 0), (3, 2)), torch.empty(2, 3), r"the target has the shape \[2, 3\]"),
+        ("layer.weight", Range(0, 6), torch.empty(3, 2).t(), r"the target has the shape \[2, 3\]"),
+        (
+            "layer.weight",
+            Range(0, 15),
+            torch.empty(15, dtype=torch.float16),
+            "is float32, .* read into float16",
+        ),
+    ],
+)
+def test_what_cannot_be_read_like_this_is_refused(
+    folder: Path, name: str, region: Any, target: torch.Tensor, complaint: str
+) -> None:
+    reader = Reader(write(folder, checkpoint_of(7)))
+
+    with pytest.raises(CheckpointError, match=complaint):
+        reader.read_into("model", name, region, target)
+
+
+# ---------------------------------------------------------------------------------------------- not believing
+def weight(manifest: dict[str, Any]) -> dict[str, Any]:
+    return manifest["tensors"]["model"]["layer.weight"]  # type: ignore[no-any-return]
+
+
+def grow(manifest: dict[str, Any]) -> None:
+    """A terabyte, with as many hashes as it takes."""
+    entry = weight(manifest)
+    entry["shape"] = [1 << 38]
+    del entry["chunks"][1:]
+    entry["chunks"][0].update(region={"start": 0, "stop": 1 << 38}, hashes=["00"] * (1 << 14))
+
+
+CRAFTED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda m: weight(m)["chunks"].pop(), r"layer.weight \(model\): element \[1, 0\] is missing"),
+    (lambda m: weight(m)["chunks"].reverse() or weight(m)["chunks"].pop(), r"element \[0, 0\] is missing"),
+    (lambda m: weight(m).update(chunks=[]), r"element \[0, 0\] is missing"),
+    (lambda m: weight(m)["chunks"].append(weight(m)["chunks"][0]), r"element \[0, 0\] is there 2 times"),
+    (lambda m: weight(m)["chunks"][1]["region"].update(start=4), r"element \[0, 4\] is there 2 times"),
+    (lambda m: weight(m)["chunks"][1]["region"].update(stop=16), "is not part of a tensor"),
+    (lambda m: weight(m)["chunks"][1]["region"].update(start=-1), "is not part of a tensor"),
+    (lambda m: weight(m)["chunks"][0].update(region={"offset": [0, 0], "size": [1, 5]}), "not as ddpforge writes it"),
+    (lambda m: weight(m)["chunks"][0].update(region={"offset": [0], "size": [5]}), "is not part of a tensor"),
+    (lambda m: weight(m)["chunks"][0].update(region=[0, 5]), "manifest.json is damaged: tensors.model.layer.weight"),
+    (lambda m: weight(m)["chunks"][0].update(hashes=[]), "not as ddpforge writes it"),
+    (lambda m: weight(m)["chunks"][0].update(hashes=["", ""]), "not as ddpforge writes it"),
+    (lambda m: weight(m).update(shape=[3, 6]), r"element \[2, 3\] is missing"),
+    (lambda m: weight(m).update(shape=[-3, -5]), "manifest.json is damaged: tensors.model.layer.weight.shape"),
+    (lambda m: weight(m).update(shape=[1] * 65), "manifest.json is damaged: tensors.model.layer.weight.shape"),
+    (lambda m: weight(m).update(shape=[1 << 63, 0]), "manifest.json is damaged: tensors.model.layer.weight.shape"),
+    (lambda m: weight(m).update(shape=[1 << 62, 1 << 62, 0], chunks=[]), "manifest.json is damaged: tensors"),
+    (lambda m: weight(m).update(dtype="float64"), "cannot hold all|is F32"),
+    (lambda m: weight(m).update(dtype="int32"), r"is F32 \[5\], and the manifest says int32 \[5\]"),
+    (lambda m: weight(m).update(dtype="os.system"), "there is no type 'os.system'"),
+    (grow, "shard-00000-of-00002.safetensors cannot hold all that is said to be in its .* bytes"),
+    (lambda m: weight(m)["chunks"][0].update(entry="layer.bias"), "are both layer.bias of"),
+    (lambda m: weight(m)["chunks"][0].update(entry="gone"), "it lacks gone"),
+    (lambda m: weight(m)["chunks"][0].update(file=SHARD), r"(lacks|holds) layer.weight\[flat 0:5\]"),
+    (lambda m: weight(m)["chunks"][0].update(file="rank-00000.json"), "rank-00000.json"),
+    (lambda m: weight(m)["chunks"][0].update(file="manifest.json"), "in the file 'manifest.json', which it does not"),
+    (lambda m: weight(m)["chunks"][0].update(file="../outside.safetensors"), "'../outside.safetensors', which it does"),
+    (lambda m: m["files"].update({"../outside.safetensors": m["files"].pop(SHARD)}), "would leave the folder"),
+    (lambda m: m["files"].update({"/etc/passwd": m["files"].pop(SHARD)}), "would leave the folder"),
+    (lambda m: m["files"][SHARD].update(bytes=1 << 40), f"{SHARD} is damaged: it has .* bytes, and the manifest says"),
+    (lambda m: m["files"][SHARD].update(header_xxh3=""), f"{SHARD} is damaged: its header is not the one"),
+    (lambda m: m["files"][SHARD].pop("header_xxh3"), "manifest.json is damaged: files"),
+]
+
+
+@pytest.mark.parametrize(("change", "complaint"), CRAFTED)
+def test_a_crafted_manifest_is_refused(
+    folder: Path, change: Callable[[dict[str, Any]], object], complaint: str
+) -> None:
+    write(folder, checkpoint_of(5))
+    path = write_sharded(folder, checkpoint_of(7))
+    save_file({"layer.weight": torch.full((3, 5), 666.0)}, folder / "outside.safetensors")
+    reseal(path, change)
+
+    for action in (read, lambda each: read_manifest(each, verify=True)):
+        with pytest.raises(CheckpointError, match=complaint):
+            action(path)
+    chosen, skipped = newest(folder)
+    assert chosen is not None
+    assert steps_in(read(chosen)) == {5}
+    assert [each for each, _ in skipped] == [path]
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes a safetensors file's header, and makes all hashes right again."""
+    content = path.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+    reseal(path.parent)
+
+
+def lie(**claims: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda header: header["layer.weight"].update(claims)
+
+
+HEADERS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lie(data_offsets=[8, 1 << 40]), r"layer.weight lies in the bytes 8 to \d+ of the data"),
+    (lie(data_offsets=[0, 60]), "lies in the bytes"),
+    (lie(data_offsets=[12, 72]), "lies in the bytes"),
+    (lie(data_offsets=[8, 64]), "lies in the bytes"),
+    (lie(data_offsets=[68, 8]), "lies in the bytes"),
+    (lie(data_offsets=[-8, 68]), "data_offsets"),
+    (lie(data_offsets=[8, 68, 70]), "data_offsets"),
+    (lie(data_offsets=[8.0, 68.5]), "data_offsets"),
+    (lie(shape=[1 << 40, 5]), r"layer.weight is F32 \[1099511627776, 5\], and the manifest says float32 \[3, 5\]"),
+    (lie(shape=[5, 3]), r"layer.weight is F32 \[5, 3\]"),
+    (lie(dtype="F64"), "layer.weight is F64"),
+    (lie(surprise=1), "surprise"),
+    (lambda header: header.pop("layer.weight"), "it lacks layer.weight"),
+    (lambda header: header.update(more=header["layer.weight"]), "it holds more, which the manifest does not list"),
+    (lambda header: header.update(more={}), "neither a tensor nor metadata"),
+    (lambda header: header.update(more=header.pop("layer.bias")), "it lacks layer.bias"),
+]
+
+
+@pytest.mark.parametrize(("change", "complaint"), HEADERS)
+def test_a_header_that_lies_is_refused_before_memory_is_taken_on_its_word(
+    folder: Path, change: Callable[[dict[str, Any]], object], complaint: str
+) -> None:
+    path = write(folder, checkpoint_of(7))
+    rewritten(path / "model.safetensors", change)
+
+    for action in (read, lambda each: read(each, verify=False), lambda each: read_manifest(each, verify=True)):
+        with pytest.raises(CheckpointError, match=f"(?s)model.safetensors is damaged: .*{complaint}"):
+            action(path)
+
+
+def test_bytes_that_no_tensor_claims_are_refused(folder: Path) -> None:
+    path = write(folder, checkpoint_of(7))
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes() + b"more")
+    reseal(path)
+
+    with pytest.raises(CheckpointError, match=r"its header says that it has \d+ bytes, and it has \d+"):
+        read_manifest(path, verify=True)
+
+
+@pytest.mark.parametrize("name", [SHARD, "rank-00001.json"])
+def test_links_are_refused_even_if_what_they_point_to_is_right(folder: Path, name: str) -> None:
+    path = write_sharded(folder, checkpoint_of(7))
+    reader = Reader(path)
+    (path / name).rename(folder / "elsewhere")
+    (path / name).symlink_to(folder / "elsewhere")
+
+    with pytest.raises(CheckpointError, match=f"{name} is damaged: it is a link or a special file"):
+        Reader(path)
+    with pytest.raises(CheckpointError, match=f"{name} is damaged"):
+        reader.finish()
+
+
+def test_a_link_that_takes_a_file_s_place_while_it_is_read_is_refused(folder: Path) -> None:
+    path = saved(folder, [Share(model={"w": counted(100), "x": counted(3)})])
+    reader = Reader(path)
+    reader.read("model", "x")
+    (path / "shard-00000-of-00001.safetensors").rename(folder / "elsewhere")
+    (path / "shard-00000-of-00001.safetensors").symlink_to(folder / "elsewhere")
+
+    with pytest.raises(CheckpointError, match=r"shard-00000-of-00001.safetensors is damaged: it cannot be read"):
+        reader.read("model", "w")
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["as it is", "with all hashes right"])
+@pytest.mark.parametrize("name", ["COMMIT", "manifest.json", SHARD, "rank-00001.json"])
+def test_no_file_of_a_sharded_checkpoint_can_run_code(folder: Path, name: str, sealed: bool) -> None:
+    path = write_sharded(folder, checkpoint_of(7))
+    (path / name).write_bytes(pickle.dumps(Bomb(folder / "marker")))
+    if sealed and name.endswith(("safetensors", "1.json")):
+        reseal(path)
+
+    for action in (read, lambda each: read_manifest(each, verify=True)):
+        if sealed and name == "rank-00001.json":  # nobody reads it any more
+            action(path)
+            continue
+        with pytest.raises(CheckpointError, match=name):
+            action(path)
+    assert not (folder / "marker").exists()
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path) -> None:
+    path = saved(folder, [Share(model={"w": counted(100), "x": counted(3)})])
+    reader = Reader(path)
+    reader.read("model", "x")
+    os.truncate(path / "shard-00000-of-00001.safetensors", 200)
+
+    with pytest.raises(CheckpointError, match=r"shard-00000-of-00001.safetensors is damaged: it ends before byte"):
+        reader.read("model", "w")
+
+
+# ---------------------------------------------------------------------------------------------- formats
+@pytest.fixture
+def first_format(folder: Path) -> Path:
+    """A checkpoint as ddpforge 0.2 wrote it."""
+    (source,) = GOLDEN.glob("step-*")
+    target = folder / source.name
+    target.mkdir()
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def test_format_1_is_read_like_today_s(first_format: Path, tmp_path: Path) -> None:
+    assert json.loads((first_format / "manifest.json").read_text())["version"] == 1
+    assert newest(first_format.parent) == (first_format, [])
+
+    loaded, today = read(first_format), checkpoint_of(7)
+    assert steps_in(loaded) == {7}
+    assert repr(loaded.state) == repr(today.state)
+    assert repr(loaded.callbacks) == repr(today.callbacks)
+    assert Reader(first_format).read("model", "layer.weight").shape == (3, 5)
+    export(first_format, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["COMMIT", "manifest.json", "model.safetensors", "optimizer.safetensors"])
+def test_format_1_is_verified_by_its_sha256(first_format: Path, name: str) -> None:
+    flip(first_format / name, -2)
+
+    named = "COMMIT|manifest.json" if name == "COMMIT" else f"{name} is damaged: its sha256"
+    for action in (read, lambda each: read_manifest(each, verify=True)):
+        with pytest.raises(CheckpointError, match=named):
+            action(first_format)
+
+
+def test_both_layouts_hold_the_same(folder: Path, tmp_path: Path) -> None:
+    full, split = write(folder, checkpoint_of(7)), write_sharded(folder, checkpoint_of(7), 3)
+
+    assert repr(read(full)) == repr(read(split))
+    for path, out in ((full, tmp_path / "full"), (split, tmp_path / "split")):
+        export(path, out, weights="ema", dtype="bf16")
+    assert (tmp_path / "full").read_bytes() == (tmp_path / "split").read_bytes()
+
+
+def test_a_tensor_without_elements_is_still_there(folder: Path) -> None:
+    state = CanonicalState(model={"none": torch.empty(0, 3), "w": torch.ones(2)}, optimizer={})
+    shares = [Share(model={"none": state.model["none"], "w": Part.whole(torch.ones(2))}), Share(model={})]
+
+    for path in (write(folder, checkpoint_of(7, state=state)), saved(folder, shares)):
+        assert read(path).state.model["none"].shape == (0, 3)

@@ -1,0 +1,179 @@
+"""A save by two ranks that is interrupted at any operation leaves all of the old state or all of the new one.
+
+Everything dies at once, as when a machine does, or one rank alone, and then the other learns of it. Ranks take turns
+(see `worlds`): every operation is tried in both orders.
+"""
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+from checkpoint.doubles import FAILURES, Disk, Killed, checkpoint_of, state_of, steps_in
+from checkpoint.worlds import World, share_of
+
+from ddpforge.checkpoint import Checkpoints
+from ddpforge.checkpoint.format import read
+from ddpforge.checkpoint.peers import Peers
+from ddpforge.checkpoint.retention import clean, newest
+from ddpforge.errors import CheckpointError
+from ddpforge.recipe.schema import KeepSection
+
+ORDERS = [(0, 1), (1, 0)]
+
+
+def save(folder: Path, step: int, order: tuple[int, ...] = (0, 1)) -> list[Any]:
+    """What saving and pruning returns or raises on each of two ranks."""
+    checkpoint = checkpoint_of(step)
+
+    def act(peers: Peers) -> Path:
+        keep = KeepSection(last=1)
+        checkpoints = Checkpoints(folder, keep=keep, is_main=not peers.rank, broadcast=peers.broadcast)
+        return checkpoints.save_sharded(checkpoint, share_of(checkpoint, peers.rank, 2), peers)
+
+    return World(2, order).run(act)
+
+
+def crashes(
+    tmp_path: Path, order: tuple[int, ...], disk: Callable[[int], Disk], *, before: int
+) -> Iterator[tuple[Path, list[Any]]]:
+    """A folder in which saving died, and what each rank saw of it, for every operation; `before` steps were saved."""
+    base = tmp_path / "base"
+    base.mkdir()
+    for step in range(1, before + 1):
+        assert all(isinstance(result, Path) for result in save(base, step))
+
+    for at in itertools.count(1):
+        folder = tmp_path / str(at)
+        copytree(base, folder)
+        failing = disk(at)
+        with pytest.MonkeyPatch.context() as patch:
+            failing.install(patch)
+            results = save(folder, before + 1, order)
+        if not failing.failed:
+            assert all(isinstance(result, Path) for result in results), results
+            assert at > 10, "the disk double no longer sees the operations of a save"
+            return
+        yield folder, results
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("before", [0, 2])
+def test_resume_finds_the_old_or_the_new_state_after_a_crash_of_the_machine_at_any_operation(
+    tmp_path: Path, order: tuple[int, ...], failure: str, before: int
+) -> None:
+    found = set()
+    for folder, results in crashes(tmp_path, order, lambda at: Disk(at, failure), before=before):
+        assert any(isinstance(result, Killed) for result in results)
+        found.add(state_of(folder))
+
+    assert found == {before or None, before + 1}
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_when_one_rank_dies_at_any_operation_the_other_learns_of_it_and_the_run_goes_on(
+    tmp_path: Path, order: tuple[int, ...], rank: int
+) -> None:
+    found = set()
+    for folder, results in crashes(tmp_path, order, lambda at: Disk(at, "kill", rank=rank), before=2):
+        assert isinstance(results[rank], Killed)
+        assert isinstance(results[1 - rank], CheckpointError | RuntimeError), results
+        found.add(state_of(folder))
+        if rank == 1:
+            assert re.search(r"was not saved: (rank 1|a rank) is out of touch", str(results[0]))
+            assert not list(folder.glob(".step-*")), "the surviving rank 0 cleans up"
+
+        clean(folder)
+        (path, _) = save(folder, 4)
+        assert state_of(folder) == 4
+        assert {each.name for each in folder.iterdir()} == {path.name, "latest.json"}
+    assert found == ({2, 3} if rank == 0 else {2})
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "survivor"), [((), 1), (("sync",), None), (("sync_folder",), None)], ids=["real", "files", "folders"]
+)
+def test_a_save_that_has_returned_survives_a_power_cut_thanks_to_its_fsyncs(
+    folder: Path, forgotten: tuple[str, ...], survivor: float | None
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        disk = Disk(0, "power, names lost", ignores=forgotten)
+        disk.install(patch)
+        save(folder, 1)
+        disk.lose_power()
+
+    assert state_of(folder) == survivor
+
+
+RANK = """
+import os, signal, sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from checkpoint.doubles import checkpoint_of
+from checkpoint.worlds import share_of
+from ddpforge.checkpoint import files, sharded
+from ddpforge.checkpoint.peers import Peers
+from ddpforge.errors import CheckpointError
+
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2,
+                        timeout=timedelta(seconds=60))
+
+def broadcast(value):
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+def gather(value):
+    values = [None] * 2 if rank == 0 else None
+    dist.gather_object(value, values)
+    return values
+
+def save(step):
+    checkpoint = checkpoint_of(step)
+    return sharded.write(folder / "checkpoints", checkpoint, share_of(checkpoint, rank, 2), peers)
+
+peers = Peers(rank=rank, size=2, broadcast=broadcast, gather=gather)
+print(save(1).name, flush=True)
+if rank == 1:
+    files.sync = lambda file: os.kill(os.getpid(), signal.SIGKILL)  # in the middle of its shard
+try:
+    save(2)
+except CheckpointError as error:
+    print(error.message, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_an_error_in_the_others_and_costs_no_checkpoint(tmp_path: Path) -> None:
+    """Two real processes over gloo, the second killed while it writes its shard."""
+    here = Path(__file__).parents[1]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(here), *sys.path])}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    (said, _), (said_by_killed, _) = (process.communicate(timeout=100) for process in processes)
+
+    assert [process.returncode for process in processes] == [0, -signal.SIGKILL]
+    name, message = said.splitlines()
+    assert said_by_killed.splitlines() == [name]
+    assert message.startswith("the checkpoint of step 2 was not saved: rank 1 is out of touch (")
+    path, skipped = newest(tmp_path / "checkpoints")
+    assert path is not None
+    assert (path.name, skipped, steps_in(read(path))) == (name, [], {1})
+    assert {each.name for each in (tmp_path / "checkpoints").iterdir()} == {name, "latest.json"}

@@ -1,0 +1,172 @@
+"""Ranks as threads that take turns, so that what happens in which order is the same every time."""
+
+import pickle
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpforge.checkpoint import Checkpoint, sharded
+from ddpforge.checkpoint.contents import Facts, Share
+from ddpforge.checkpoint.peers import Peers
+from ddpforge.checkpoint.regions import Box, Part, Range
+
+FACTS = Facts(step=7, samples=7, strategy="fsdp", world_size=2)
+
+
+class World:
+    """Runs an action on every rank: one rank at a time, until it waits for the others; then the next of `order`.
+
+    What ranks tell each other is pickled, as between processes. When one has died and all others wait, these get the
+    error that gloo raises.
+    """
+
+    def __init__(self, size: int, order: Sequence[int] | None = None) -> None:
+        self.size = size
+        self._order = list(order or range(size))
+        self._condition = threading.Condition()
+        self._running: int | None = None
+        self._waiting: dict[int, Any] = {}  # by rank: what it tells the others
+        self._ready = set(range(size))
+        self._values: dict[int, bytes] = {}
+        self._broken = False
+
+    def run(self, action: Callable[[Peers], Any]) -> list[Any]:
+        """What `action` returns or raises on each rank."""
+        results: list[Any] = [None] * self.size
+
+        def work(rank: int) -> None:
+            self._wait_for_turn(rank)
+            peers = Peers(
+                rank=rank,
+                size=self.size,
+                broadcast=lambda value: self._exchange(rank, value)[0],
+                gather=lambda value: self._exchange(rank, value) if rank == 0 else self._exchange(rank, value) and None,
+            )
+            try:
+                results[rank] = action(peers)
+            except BaseException as error:
+                results[rank] = error
+            with self._condition:
+                self._pass_on()
+
+        threads = [threading.Thread(target=work, args=(rank,), name=f"rank-{rank}") for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        with self._condition:
+            self._pass_on()
+        for thread in threads:
+            thread.join(20)
+        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+        return results
+
+    def _exchange(self, rank: int, value: Any) -> list[Any]:
+        with self._condition:
+            if self._broken:
+                raise RuntimeError("Connection closed by peer")
+            self._waiting[rank] = pickle.dumps(value)
+            self._pass_on()
+        self._wait_for_turn(rank)
+        if self._broken:
+            raise RuntimeError("Connection closed by peer")
+        return [pickle.loads(self._values[each]) for each in range(self.size)]
+
+    def _wait_for_turn(self, rank: int) -> None:
+        with self._condition:
+            assert self._condition.wait_for(lambda: self._running == rank, timeout=20)
+
+    def _pass_on(self) -> None:
+        """Lets the next rank run; when none can, ends the exchange that all are waiting for."""
+        if not self._ready and self._waiting:
+            self._broken = self._broken or len(self._waiting) < self.size
+            self._values = dict(self._waiting)
+            self._ready = set(self._waiting)
+            self._waiting.clear()
+        self._running = next((rank for rank in self._order if rank in self._ready), None)
+        self._ready.discard(-1 if self._running is None else self._running)
+        self._condition.notify_all()
+
+
+# ---------------------------------------------------------------------------------------------- saving
+def save(folder: Path, shares: Sequence[Share], facts: Facts = FACTS, **world: Any) -> list[Any]:
+    """What writing a checkpoint returns or raises on each rank."""
+    return World(len(shares), **world).run(lambda peers: sharded.write(folder, facts, shares[peers.rank], peers))
+
+
+def saved(folder: Path, shares: Sequence[Share], **world: Any) -> Path:
+    """The checkpoint; fails the test with what went wrong."""
+    results = save(folder, shares, **world)
+    assert all(isinstance(result, Path) for result in results), results
+    (path,) = set(results)
+    return path  # type: ignore[no-any-return]
+
+
+def share_of(checkpoint: Checkpoint, rank: int, ranks: int) -> Share:
+    """What one of several ranks has of a checkpoint: weights as rows, momentum as columns, averages as ranges.
+
+    Everything else is held alike by all ranks.
+    """
+
+    def rows(tensor: Tensor) -> Part:
+        edges = [len(tensor) * r // ranks for r in (rank, rank + 1)]
+        return Part(tensor[slice(*edges)], (*tensor.shape,), Box((edges[0], 0), (edges[1] - edges[0], tensor.shape[1])))
+
+    def columns(tensor: Tensor) -> Part:
+        edges = [tensor.shape[1] * r // ranks for r in (rank, rank + 1)]
+        return Part(tensor[:, slice(*edges)], (*tensor.shape,), Box((0, edges[0]), (len(tensor), edges[1] - edges[0])))
+
+    def line(tensor: Tensor) -> Part:
+        edges = [tensor.numel() * r // ranks for r in (rank, rank + 1)]
+        return Part(tensor.flatten()[slice(*edges)], (*tensor.shape,), Range(*edges))
+
+    def split(values: Mapping[str, Any], cut: Callable[[Tensor], Part]) -> dict[str, Any]:
+        return {key: cut(x) if isinstance(x, Tensor) and x.ndim == 2 else x for key, x in values.items()}
+
+    state = checkpoint.state
+    return Share(
+        model=split(state.model, rows),
+        optimizer={name: split(values, columns) for name, values in state.optimizer.items()},
+        callbacks={name: split(values, line) for name, values in checkpoint.callbacks.items()},
+        aliases=state.aliases,
+    )
+
+
+def write_sharded(folder: Path, checkpoint: Checkpoint, ranks: int = 2, **world: Any) -> Path:
+    """Writes a checkpoint from several ranks, each with its `share_of` it."""
+
+    def save(peers: Peers) -> Path:
+        return sharded.write(folder, checkpoint, share_of(checkpoint, peers.rank, ranks), peers)
+
+    results = World(ranks, **world).run(save)
+    failures = [result for result in results if isinstance(result, BaseException)]
+    if failures:
+        raise failures[0]
+    (path,) = set(results)
+    return path  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------------------------------------- tensors
+def counted(*shape: int) -> Tensor:
+    """A tensor whose every element tells where it is."""
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+
+
+def cuts(tensor: Tensor, ranks: int, how: str) -> list[list[Part]]:
+    """What each of several ranks holds of a tensor, as strategies split it; the last ranks may hold nothing."""
+    shape = tuple(tensor.shape)
+    if how == "flat":  # ZeRO
+        size = -(-tensor.numel() // ranks)
+        spans = [(min(r * size, tensor.numel()), min((r + 1) * size, tensor.numel())) for r in range(ranks)]
+        return [[Part(tensor.flatten()[a:b], shape, Range(a, b))] for a, b in spans]
+    axis = 0 if how == "rows" else tensor.ndim - 1  # FSDP, tensor parallel
+    size = -(-shape[axis] // ranks)
+    found = []
+    for rank in range(ranks):
+        a, b = min(rank * size, shape[axis]), min((rank + 1) * size, shape[axis])
+        offset, extent = [0] * len(shape), list(shape)
+        offset[axis], extent[axis] = a, b - a
+        found.append([Part(tensor.narrow(axis, a, b - a), shape, Box(tuple(offset), tuple(extent)))])
+    return found
