@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ddpforge.blocks import find_blocks, rework_blocks
+from ddpforge.checkpoint.initial import load_initial
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.contract import count_parameters, prove
 from ddpforge.data import Batches, Share, mix, open_data
@@ -34,8 +35,12 @@ def assemble(
     world: World,
     checkpoints: Checkpoints,
     tracker: Tracker,
+    *,
+    init_from: str | None = None,
 ) -> Trainer:
     """A trainer for `recipe` in `world`, which `strategy` has set up; nothing is trained or restored yet.
+
+    `init_from` is where initial weights come from, see `checkpoint.initial`.
 
     Raises RecipeError or UsageError for a recipe whose parts do not fit together, PluginError for a broken part.
     """
@@ -62,6 +67,9 @@ def assemble(
     model, optimizer = strategy.prepare(model, optimizer)
     weights = strategy.weights(model, optimizer)
     prove(strategy, world, weights, size)
+    if init_from:
+        load_initial(init_from, strategy, model, optimizer, skip=recipe.checkpoint.init_skip)
+        weights.changed()
 
     callbacks: dict[str, Callback] = {
         name: registry.build("callback", component) for name, component in recipe.callbacks.items()
@@ -100,7 +108,7 @@ def _batches(recipe: Recipe, world: World, sets: list[Any]) -> tuple[Batches, Ba
     training = open_data(
         sets[0],
         global_batch=plan.global_batch,
-        share=Share(world.data_rank, world.data_size, plan.micro_batch),
+        share=Share(world.data_rank, world.data_size, plan.micro_batch, train.elastic_shards),
         shuffle=True,
         drop_last=train.last_batch == "drop",
         **fetching,

@@ -38,7 +38,7 @@ def prove(strategy: Strategy, world: World, weights: Weights, size: Size) -> Non
         raise PluginError(f"{name} has no contract", hints=["set `contract = Contract(…)` on the class or in __init__"])
     parts = weights.parts()
     for parameter, part in parts.items():
-        dtype = str(part.dtype).removeprefix("torch.")
+        dtype = str(part.tensor.dtype).removeprefix("torch.")
         if dtype != contract.master_dtype:
             raise StrategyError(
                 f"parameter `{parameter}` is {dtype}, and {name} promises {contract.master_dtype} master weights: "
@@ -47,7 +47,7 @@ def prove(strategy: Strategy, world: World, weights: Weights, size: Size) -> Non
             )
 
     copies = contract.copies if "optimizer state" in contract.shards else world.size
-    held = int(strategy.total(torch.tensor(sum(part.numel() for part in parts.values()))))
+    held = int(strategy.total(torch.tensor(sum(part.region.numel for part in parts.values()))))
     if held != copies * size.trainable:
         raise StrategyError(
             f"{name} promises {copies} {'copy' if copies == 1 else 'copies'} of the {size.trainable:,} trainable "

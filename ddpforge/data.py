@@ -88,22 +88,42 @@ def _scramble(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 # ---------------------------------------------------------------------------------------------- dealing
 class Share(NamedTuple):
-    """One rank's part in the steps of a run."""
+    """One rank's part in the steps of a run.
+
+    Samples are dealt to shards, and shards to ranks: `elastic` of them, a multiple of the ranks, or as many as there
+    are ranks. What a shard is dealt depends on the number of shards alone.
+    """
 
     rank: int
     ranks: int
     micro_batch: int
+    elastic: int | None = None
+
+    @property
+    def shards(self) -> range:
+        """The numbers of this rank's shards."""
+        each = (self.elastic or self.ranks) // self.ranks
+        return range(self.rank * each, (self.rank + 1) * each)
 
     def deal(self, samples: int) -> list[range]:
         """Cuts the `samples` of one step into this rank's micro-batches, as ranges of places within the step.
 
-        Every rank gets the same number of micro-batches, because under sharding each forward pass is collective;
+        Every shard gets the same number of micro-batches, because under sharding each forward pass is collective;
         their sizes differ by at most one sample, and may be zero at a ragged end.
         """
-        first, end = (rank * samples // self.ranks for rank in (self.rank, self.rank + 1))
-        parts = math.ceil(math.ceil(samples / self.ranks) / self.micro_batch)
-        cuts = [first + part * (end - first) // parts for part in range(parts + 1)]
-        return [range(a, b) for a, b in pairwise(cuts)]
+        total = self.elastic or self.ranks
+        parts = math.ceil(math.ceil(samples / total) / self.micro_batch)
+        found = []
+        for shard in self.shards:
+            first, end = (edge * samples // total for edge in (shard, shard + 1))
+            cuts = [first + part * (end - first) // parts for part in range(parts + 1)]
+            found += [range(a, b) for a, b in pairwise(cuts)]
+        return found
+
+    def whose(self, number: int, micro_batches: int) -> tuple[int, int]:
+        """Of micro-batch `number` among this rank's `micro_batches`: its shard, and its number in there."""
+        shard, within = divmod(number, micro_batches // len(self.shards))
+        return self.shards[shard], within
 
 
 class Request(NamedTuple):
@@ -114,6 +134,8 @@ class Request(NamedTuple):
     samples: int
     step_samples: int
     last: bool
+    shard: int
+    number: int
 
 
 class MicroBatch(NamedTuple):
@@ -126,7 +148,9 @@ class MicroBatch(NamedTuple):
     data: Any
     samples: int
     step_samples: int  # samples of the whole step, over all ranks
-    last: bool  # the last micro-batch of the step
+    last: bool  # this rank's last micro-batch of the step
+    shard: int  # of the step's samples, see `Share`
+    number: int  # within the shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,21 +180,22 @@ class _Order:
 
     def _block(self, steps: range) -> Iterator[Request]:
         """The requests of several steps, whose sample order is worked out in one go."""
-        plan: list[tuple[range, int, int, int, bool]] = []  # places, epoch, samples, step_samples, last
+        plan: list[tuple[range, tuple[int, int, int, bool, int, int]]] = []  # places, and the rest of a request
         for step in steps:
             epoch, turn = divmod(step, self.steps_per_epoch)
             begin = turn * self.global_batch
             size = min(self.global_batch, self.samples - begin)
             micro = self.share.deal(size)
-            for number, part in enumerate(micro, start=1):
+            for number, part in enumerate(micro):
                 places = part or range(1)  # a stand-in: the first sample of the step
                 shifted = range(begin + places.start, begin + places.stop)
-                plan.append((shifted, epoch, len(part), size, number == len(micro)))
+                whose = self.share.whose(number, len(micro))
+                plan.append((shifted, (epoch, len(part), size, number + 1 == len(micro), *whose)))
 
-        ids = self._ids([entry[0] for entry in plan], [entry[1] for entry in plan])
+        ids = self._ids([places for places, _ in plan], [rest[0] for _, rest in plan])
         cursor = 0
-        for places, epoch, samples, step_samples, last in plan:
-            yield Request(ids[cursor : cursor + len(places)], epoch, samples, step_samples, last)
+        for places, rest in plan:
+            yield Request(ids[cursor : cursor + len(places)], *rest)
             cursor += len(places)
 
     def _ids(self, places: list[range], epochs: list[int]) -> list[int]:
@@ -195,7 +220,8 @@ class _Fetcher(Dataset[MicroBatch]):
 
     def __getitem__(self, request: Request) -> MicroBatch:
         fetched = self._batch(request) if self.batched else [self._sample(request.epoch, i) for i in request.ids]
-        return MicroBatch(self.collate(fetched), request.samples, request.step_samples, request.last)
+        _, _, samples, step_samples, last, shard, number = request
+        return MicroBatch(self.collate(fetched), samples, step_samples, last, shard, number)
 
     def _batch(self, request: Request) -> Any:
         if self.random:
@@ -238,11 +264,12 @@ class _Stream(IterableDataset[MicroBatch]):
 
         for step, samples in enumerate(islice(self._steps(), self.start, None), self.start):
             micro = self.order.share.deal(len(samples))
-            for part in micro:
+            for number, part in enumerate(micro):
                 if next(turn) % workers == mine:
                     seed_all(mix(self.order.seed, step, part.start))
                     kept = [samples[place] for place in part] or [samples[0]]
-                    yield MicroBatch(self.collate(kept), len(part), len(samples), part is micro[-1])
+                    whose = self.order.share.whose(number, len(micro))
+                    yield MicroBatch(self.collate(kept), len(part), len(samples), number + 1 == len(micro), *whose)
 
     def _steps(self) -> Iterator[Sequence[Any]]:
         """The samples of every step, over all ranks."""

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from ddpforge.durations import Duration, Horizon
+from ddpforge.regions import Box, Part, Range, Region
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
 
 __all__ = [
+    "Box",
     "Callback",
     "CanonicalState",
     "Contract",
@@ -30,6 +32,10 @@ __all__ = [
     "Duration",
     "Horizon",
     "Metric",
+    "Part",
+    "Range",
+    "Region",
+    "SavedTensor",
     "Schedule",
     "StepInfo",
     "Strategy",
@@ -41,6 +47,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+X = TypeVar("X")
 Sharded = Literal["weights", "gradients", "optimizer state"]
 Schedule = Callable[[int], float]
 """Maps a step (0 for the first) to the factor on the recipe's learning rate. A pure function: nothing to save."""
@@ -108,50 +115,61 @@ class Contract:
     accumulates: str  # who adds up micro-batches, and where
 
 
+class SavedTensor(Protocol):
+    """A tensor in a checkpoint: read what is needed of it, when it is needed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that it was saved in."""
+
+    def read(self) -> Tensor:
+        """The whole tensor, on the CPU."""
+
+    def read_into(self, region: Region, target: Tensor) -> None:
+        """Fills `target`, on any device, with a region of the tensor; it has the tensor's dtype, the region's size."""
+
+
 class Weights:
     """The trainable weights as the optimizer updates them, by parameter name: as much of each as this rank holds.
 
-    This class is for strategies under which every rank holds every weight whole; others have a subclass. A part is a
-    tensor of any shape, possibly empty; whoever keeps something per weight (averages, say) keeps it in parts.
+    This class is for strategies under which every rank holds every weight whole; others have a subclass. Whoever
+    keeps something per weight (averages, say) keeps it in parts like these: `part.of(tensor)` is one.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._parts = {
+            name: Part.whole(parameter.detach(), replica=world.rank, replicas=world.size)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the whole weights."""
-        named = self._model.named_parameters()
-        return {name: tuple(parameter.shape) for name, parameter in named if parameter.requires_grad}
-
-    def parts(self) -> dict[str, Tensor]:
+    def parts(self) -> dict[str, Part]:
         """This rank's parts, live and without gradients: writing into them changes the weights, see `changed`."""
-        named = self._model.named_parameters()
-        return {name: parameter.detach() for name, parameter in named if parameter.requires_grad}
+        return self._parts
 
     def changed(self) -> None:
         """Makes forward passes use what was written into the parts; called on every rank."""
 
-    def gather(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors out of parts like those of `parts()`: on rank 0, nothing elsewhere; called on every rank."""
-        return dict(parts)
-
-    def split(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's parts of whole tensors, wherever those are."""
-        return dict(whole)
-
 
 @dataclass
-class CanonicalState:
+class CanonicalState(Generic[X]):
     """A model and its optimizer by parameter name, the same whatever strategy trained them.
 
     Names are those of the bare model (no wrapper prefixes). A tied parameter appears once, under the first of its
-    names; `aliases` maps the other names to it. `optimizer` maps parameter name → key → tensor or plain number;
-    a parameter that never got a gradient is simply absent.
+    names; `aliases` maps the other names to it. `optimizer` maps parameter name → key → tensor or plain number (a 0-d
+    tensor counts as one); a parameter that never got a gradient is simply absent.
+
+    What is on its way to a checkpoint is tensors that every rank holds alike, and parts; what comes from one is
+    `SavedTensor`s.
     """
 
-    model: dict[str, Tensor]
-    optimizer: dict[str, dict[str, Tensor | int | float | bool | None]]
-    aliases: dict[str, str] = field(default_factory=dict)
+    model: Mapping[str, X]
+    optimizer: Mapping[str, Mapping[str, X | Tensor | int | float | bool | None]]
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 # ---------------------------------------------------------------------------------------------- components
@@ -272,12 +290,15 @@ class Callback:
     def on_end(self, error: BaseException | None) -> None:
         """After the last step, also when training failed."""
 
-    def state(self) -> Mapping[str, Tensor | int | float | str | bool | None]:
-        """What a checkpoint must hold so that a resumed run goes on as if nothing had happened."""
+    def state(self) -> Mapping[str, Tensor | Part | int | float | str | bool | None]:
+        """What a checkpoint must hold so that a resumed run goes on as if nothing had happened.
+
+        A tensor is one that is the same on every rank; a part is this rank's own. No communication.
+        """
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes back what `state` gave; tensors arrive on the CPU."""
+        """Takes back what `state` gave, possibly on another number of ranks; tensors arrive as `SavedTensor`s."""
 
 
 class Strategy(ABC):
@@ -289,6 +310,7 @@ class Strategy(ABC):
     """
 
     contract: Contract
+    world: World  # set by `setup`
 
     def generated(self, train: TrainSection, ranks: int) -> Mapping[str, Any]:
         """What another library is told, as generated from the recipe for `ranks` ranks; for `ddpforge show`."""
@@ -362,15 +384,24 @@ class Strategy(ABC):
 
     def weights(self, model: nn.Module, optimizer: Optimizer) -> Weights:
         """The weights that the optimizer updates; here, for strategies that shard nothing."""
-        return Weights(self.unwrap(model))
+        return Weights(self.unwrap(model), self.world)
 
     @abstractmethod
-    def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState:
-        """Model and optimizer by parameter name, whole, on rank 0; called on every rank, elsewhere it may be empty."""
+    def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
+        """Model and optimizer by parameter name: what this rank holds of them, live, without communication.
+
+        A tensor is one that every rank holds alike. Names that only other ranks have may be missing.
+        """
 
     @abstractmethod
-    def load_state(self, model: nn.Module, optimizer: Optimizer, state: CanonicalState) -> None:
-        """Takes back what `state` gave, possibly under another strategy; raises CheckpointError on any mismatch."""
+    def load_state(
+        self, model: nn.Module, optimizer: Optimizer, state: CanonicalState[SavedTensor], *, partial: bool = False
+    ) -> None:
+        """Takes back what `state` gave, possibly under another strategy; raises CheckpointError on any mismatch.
+
+        Each rank reads what it holds and no more. Where `partial`, tensors of the model that the state lacks stay as
+        they are.
+        """
 
     def loop_state(self) -> Mapping[str, int | float]:
         """Further numbers a checkpoint must hold, e.g. the loss scale of fp16."""

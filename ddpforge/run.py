@@ -7,6 +7,7 @@ import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from os import getpid
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 
 from ddpforge.agree import on_main
 from ddpforge.assemble import assemble
-from ddpforge.checkpoint.format import read
 from ddpforge.checkpoint.manager import Checkpoints
+from ddpforge.checkpoint.peers import Peers
+from ddpforge.checkpoint.reader import Reader
 from ddpforge.console import setup_logging
 from ddpforge.errors import Diverged, ExitCode, ForgeError
 from ddpforge.interfaces import Strategy, Tracker, World
@@ -82,8 +84,9 @@ def run(
     trainer = None
     try:
         checkpoints = _checkpoints(folder, recipe, strategy, world)
-        trainer = assemble(recipe, registry, strategy, world, checkpoints, tracker)
-        checkpoint = checkpoints.load()
+        checkpoint = checkpoints.open()
+        init_from = None if checkpoint else recipe.checkpoint.init_from
+        trainer = assemble(recipe, registry, strategy, world, checkpoints, tracker, init_from=init_from)
         if checkpoint:
             trainer.restore(checkpoint)
         trainer.origin = on_rank_0(lambda: _begin(folder, loaded, papers, trainer, tracker))
@@ -118,7 +121,7 @@ def evaluate(folder: RunFolder, checkpoint: Path, *, sets: Sequence[str] = ()) -
     loaded, registry, strategy, world = _join(folder.resolved, sets)
     checkpoints = _checkpoints(folder, loaded.recipe, strategy, world)
     trainer = assemble(loaded.recipe, registry, strategy, world, checkpoints, Tracker())
-    trainer.restore(read(checkpoint))
+    trainer.restore(Reader(checkpoint))
     metrics = trainer.evaluate()
     strategy.close()
     return Evaluation(trainer.progress.step, metrics, world.is_main)
@@ -138,9 +141,8 @@ def _join(source: str | Path, sets: Sequence[str]) -> tuple[LoadedRecipe, Regist
 
 
 def _checkpoints(folder: RunFolder, recipe: Recipe, strategy: Strategy, world: World) -> Checkpoints:
-    return Checkpoints(
-        folder.checkpoints, keep=recipe.checkpoint.keep, is_main=world.is_main, broadcast=strategy.broadcast
-    )
+    peers = Peers.of(world, timedelta(seconds=recipe.train.timeout.seconds))
+    return Checkpoints(folder.checkpoints, recipe.checkpoint, peers=peers, broadcast=strategy.broadcast)
 
 
 def _trackers(recipe: Recipe, registry: Registry) -> Tracker:

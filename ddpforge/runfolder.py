@@ -250,7 +250,7 @@ def _writing(path: Path) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- changes
 _FIXED = (
     *("model", "data.train", "data.eval", "task", "optimizer.use"),
-    *("train.seed", "train.global_batch", "train.last_batch"),
+    *("train.seed", "train.global_batch", "train.elastic_shards", "train.last_batch"),
 )
 _FREE = (
     *("name", "output_dir", "track", "checkpoint", "strategy", "data.workers", "data.prefetch"),

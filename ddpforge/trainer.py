@@ -14,16 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddpforge.checkpoint.format import Checkpoint
+from ddpforge.checkpoint.contents import Facts, Share
 from ddpforge.checkpoint.manager import Checkpoints
+from ddpforge.checkpoint.reader import Reader
 from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
 from ddpforge.durations import Horizon
-from ddpforge.errors import Diverged, UsageError
+from ddpforge.errors import CheckpointError, Diverged, UsageError
 from ddpforge.interfaces import Callback, Schedule, StepInfo, Strategy, Task, Total, Tracker, World
 from ddpforge.norms import Norms
 from ddpforge.pace import Alarm, Cadence, Window, in_steps
 from ddpforge.recipe.schema import Recipe
 from ddpforge.signals import StopRequests
+from ddpforge.statistics import Statistics
 
 __all__ = ["Progress", "Trainer"]
 
@@ -50,10 +52,10 @@ class Progress:
         return {"seconds": self.seconds, "skipped": self.skipped, "left_out": sorted(self.left_out)}
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Progress:
-        """Where `checkpoint` was saved."""
-        stored: dict[str, Any] = dict(checkpoint.position)
-        return cls(checkpoint.step, checkpoint.samples, left_out=set(stored.pop("left_out")), **stored)
+    def of(cls, facts: Facts) -> Progress:
+        """Where a checkpoint was saved."""
+        stored: dict[str, Any] = dict(facts.position)
+        return cls(facts.step, facts.samples, left_out=set(stored.pop("left_out")), **stored)
 
 
 class _GoBack(Exception):
@@ -88,7 +90,7 @@ class Trainer:
         tracker: Tracker,
     ) -> None:
         # what the run is made of
-        self.settings = recipe.train
+        self.settings, self.saving = recipe.train, recipe.checkpoint
         self.world, self.strategy, self.task = world, strategy, task
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.parameters = parameters  # elements of the whole model, wherever they are
@@ -101,6 +103,8 @@ class Trainer:
         self.log_every = in_steps("track.every", recipe.track.every, horizon)
         # A rollback must always have something to go back to.
         self._saves_first = recipe.checkpoint.at_start or recipe.train.on_nonfinite == "rollback"
+        if recipe.checkpoint.keep.every:
+            checkpoints.keep_every = in_steps("checkpoint.keep.every", recipe.checkpoint.keep.every, horizon)
         self.save_cadence = Cadence("checkpoint.every", recipe.checkpoint.every, horizon)
         self.cadences = [self.save_cadence]
         if evaluation is not None:
@@ -110,9 +114,10 @@ class Trainer:
         # where it stands
         self.progress = Progress()
         self.metrics: dict[str, float] = {}  # the newest value of every metric
-        self._saved: int | None = None  # the newest step that is in a checkpoint
+        self._saved: int | None = None  # the newest step that is in a checkpoint, or on its way there
         self._evaluated: int | None = None
         self._norms = Norms()
+        self._statistics = Statistics(model if recipe.train.elastic_shards else None)
         self._rollbacks = 0
         self._agreed: set[str] = set()  # what all ranks know to be wanted: stop, end, …
         self._agree_every = 1
@@ -123,21 +128,25 @@ class Trainer:
         self._base_rates: list[float] = [group["lr"] for group in optimizer.param_groups]
 
     # ------------------------------------------------------------------------------------------ the run
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: Reader) -> None:
         """Goes on from `checkpoint`, whatever strategy and number of ranks wrote it."""
-        self.strategy.load_state(self.model, self.optimizer, checkpoint.state)
-        self.strategy.load_loop_state(cast(Mapping[str, float], checkpoint.loop))
+        facts = checkpoint.facts
+        self.strategy.load_state(self.model, self.optimizer, checkpoint.state())
+        self.strategy.load_loop_state(cast(Mapping[str, float], facts.loop))
+        kept = checkpoint.callbacks()
         for name, callback in self.callbacks.items():
-            if name in checkpoint.callbacks:
-                callback.load_state(checkpoint.callbacks[name])
-        self.progress = Progress.of(checkpoint)
-        self.metrics = dict(checkpoint.metrics)
-        self._saved = checkpoint.step
+            if name in kept:
+                callback.load_state(kept[name])
+        checkpoint.finish()
+        self.progress = Progress.of(facts)
+        self.metrics = dict(facts.metrics)
+        self._saved = facts.step
 
     def fit(self) -> Literal["done", "stopped"]:
         """Trains to the end, or to a stop that all ranks agreed on; either way the last step is then saved.
 
-        Raises Diverged when a gradient is not finite and the recipe says stop, and whatever a component raises.
+        Raises Diverged when a gradient is not finite and the recipe says stop, CheckpointError when a checkpoint
+        cannot be written and the recipe says stop or it is the last one, and whatever a component raises.
         """
         self._began = time.monotonic() - self.progress.seconds
         with self._stop:
@@ -149,6 +158,10 @@ class Trainer:
                     break
                 except _GoBack as request:
                     self._go_back(request.bad)
+                except Diverged:  # on all ranks alike: what is being saved is still good
+                    self._settle()
+                    raise
+            self._settle(last=True)
         return "stopped" if "stop" in self._agreed and self.progress.step < self.end else "done"
 
     def _train(self) -> None:
@@ -197,12 +210,14 @@ class Trainer:
         micro_batches, scale = self._weigh(first, _until_last(first, source))
         totals: dict[str, Total] = {}
         trains = step not in self.progress.left_out
-        for number, micro in enumerate(micro_batches):
+        for micro in micro_batches:
             if trains:
-                seed_all(mix(self.settings.seed, _FORWARD, step, number, self.world.data_rank), self.world.device)
+                self._statistics.enter(micro.shard)
+                seed_all(mix(self.settings.seed, _FORWARD, step, micro.number, micro.shard), self.world.device)
                 _add(totals, self._micro_step(micro, scale, measure=measure))
 
         if trains:
+            self._statistics.leave()
             self._norms.add(step, self.strategy.step(self.model, self.optimizer))
         self.progress.step = step
         self.progress.samples += first.step_samples
@@ -256,8 +271,11 @@ class Trainer:
         known = ["stop", "end", *(cadence.key for cadence in self.cadences)]
         votes = {f"?{name}": Total(torch.tensor(float(wishes.get(name, False))), 1) for name in known}
         pace = {"?seconds": Total(torch.tensor(self._window.seconds / self._window.steps), 1)}
+        saved = {"?saved": Total(torch.tensor(float(self.checkpoints.ready())), 1)}
 
-        means = self.strategy.reduce({**totals, **votes, **pace})
+        means = self.strategy.reduce({**totals, **votes, **pace, **saved})
+        if means.pop("?saved") == 1.0:
+            self._settle()
         self._agreed = {name for name in known if means.pop(f"?{name}") > 0}
         self._agree_every = max(1, min(1000, int(_AGREE_SECONDS / max(means.pop("?seconds"), 1e-9))))
         return means
@@ -295,14 +313,15 @@ class Trainer:
     def _go_back(self, bad: list[int]) -> None:
         """Restores the newest checkpoint and leaves the bad steps out from now on."""
         self._rollbacks += 1
-        checkpoint = self.checkpoints.load()
+        self._settle()
+        checkpoint = self.checkpoints.open()
         if checkpoint is None or self._rollbacks > _MOST_ROLLBACKS:
             raise Diverged(f"the gradient of step {bad[0]} is not finite, after {self._rollbacks - 1} rollbacks")
         left_out, skipped = self.progress.left_out | set(bad), self.progress.skipped
         self.restore(checkpoint)
         self.progress.left_out, self.progress.skipped = left_out, skipped
-        self.tracker.rewind(checkpoint.step)
-        log.warning("step %d: the gradient is not finite; back to step %d", bad[0], checkpoint.step)
+        self.tracker.rewind(self.progress.step)
+        log.warning("step %d: the gradient is not finite; back to step %d", bad[0], self.progress.step)
 
     # ------------------------------------------------------------------------------------------ between steps
     def _report(self, step: int, means: dict[str, float]) -> bool:
@@ -371,30 +390,51 @@ class Trainer:
         return {f"eval/{name}": value for name, value in self.task.finish(means).items()}
 
     def _is_best(self, step: int) -> bool:
-        return self._evaluated == step and self.checkpoints.is_best(self.metrics)
+        if self._evaluated != step or not self.saving.keep.best:
+            return False
+        self._settle()  # what is being written is one to beat
+        return self.checkpoints.is_best(self.metrics)
 
     def _save(self) -> None:
+        """Begins to save this step; see `_settle` for the end of it."""
         if self._saved == self.progress.step:
             return
         self._window.pause()
+        self._settle()
         self.strategy.sync_buffers(self.model)
         self.progress.seconds = time.monotonic() - self._began
-        folder = self.checkpoints.save(
-            Checkpoint(
-                step=self.progress.step,
-                samples=self.progress.samples,
-                state=self.strategy.state(self.model, self.optimizer),
-                loop=dict(self.strategy.loop_state()),
-                position=self.progress.to_json(),
-                callbacks={name: dict(callback.state()) for name, callback in self.callbacks.items()},
-                metrics=self._metrics_of(self.progress.step),
-                **self.origin,
-            )
+        facts = Facts(
+            step=self.progress.step,
+            samples=self.progress.samples,
+            loop=dict(self.strategy.loop_state()),
+            position=self.progress.to_json(),
+            metrics=self._metrics_of(self.progress.step),
+            **self.origin,
         )
+        callbacks = {name: callback.state() for name, callback in self.callbacks.items()}
+        self.checkpoints.save(facts, Share.of(self.strategy.state(self.model, self.optimizer), callbacks))
         self._saved = self.progress.step
-        for callback in self.callbacks.values():
-            callback.on_checkpoint(self.progress.step, folder)
+        if not self.saving.background:
+            self._settle()
         self._window.go_on()
+
+    def _settle(self, *, last: bool = False) -> None:
+        """Waits for the checkpoint that is being written, if there is one, and learns what came of it.
+
+        Called on all ranks after the same step, so that they all go on or all stop.
+        """
+        if not self.checkpoints.pending:
+            return
+        assert self._saved is not None
+        try:
+            folder = self.checkpoints.wait()
+        except CheckpointError as error:
+            if last or self.saving.on_failure == "stop":
+                raise
+            log.warning("%s; training goes on without it", error.message)
+            return
+        for callback in self.callbacks.values():
+            callback.on_checkpoint(self._saved, folder)
 
     def _metrics_of(self, step: int) -> dict[str, float]:
         """What is known of the weights at `step`; an older evaluation says nothing about them."""

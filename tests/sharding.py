@@ -8,11 +8,20 @@ from typing import Any
 
 import pytest
 from ranks import Ranks
+from torch import Tensor
+
+from ddpforge.checkpoint import Reader
 
 DDP = 'use = "ddp"'
 FSDP = 'use = "fsdp"'
 HSDP = 'use = "fsdp"\nreplicas = 2'
 ZERO = {stage: f'use = "deepspeed"\nstage = {stage}' for stage in (1, 2, 3)}
+
+
+def weights_in(checkpoint: Path) -> dict[str, Tensor]:
+    """The model in a checkpoint, whole."""
+    return {name: saved.read() for name, saved in Reader(checkpoint).state().model.items()}
+
 
 EACH = {"ddp": DDP, "fsdp": FSDP, **{f"zero{stage}": table for stage, table in ZERO.items()}}
 

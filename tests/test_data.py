@@ -48,10 +48,18 @@ class NumberStream:
 
 
 def deal(
-    data: Any, *, rank: int = 0, ranks: int = 1, batch: int, micro: int, shuffle: bool = True, **more: Any
+    data: Any,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    batch: int,
+    micro: int,
+    shuffle: bool = True,
+    elastic: int | None = None,
+    **more: Any,
 ) -> Batches:
     options: dict[str, Any] = {"seed": 7, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False} | more
-    share = Share(rank, ranks, micro)
+    share = Share(rank, ranks, micro, elastic)
     return open_data(data, global_batch=batch, share=share, shuffle=shuffle, **options)
 
 
@@ -72,6 +80,34 @@ def steps(batches: Batches, number: int, start: int = 0) -> list[list[int]]:
             last = micro.last
         found.append(step)
     return found
+
+
+# ---------------------------------------------------------------------------------------------- elastic shards
+@pytest.mark.parametrize("dataset", [Numbers, NumberStream, Draws])
+@pytest.mark.parametrize("samples", [48, 29, 13])
+def test_elastic_shards_are_dealt_what_so_many_ranks_would_be(dataset: type, samples: int) -> None:
+    """Micro-batch by micro-batch: the same samples, the same seeds, also where an epoch ends raggedly."""
+
+    def micro_batches(rank: int, ranks: int) -> list[str]:
+        source = deal(dataset(samples), rank=rank, ranks=ranks, batch=12, micro=2, elastic=4).training(0)
+        found, ended = [], 0
+        while ended < 10:
+            micro = next(source)
+            ended += micro.last
+            found.append(repr((ended - micro.last, micro.shard, micro.number, micro.data, micro.samples)))
+        return sorted(found)
+
+    four = sorted(one for rank in range(4) for one in micro_batches(rank, 4))
+    assert sorted(one for rank in range(2) for one in micro_batches(rank, 2)) == four
+    assert micro_batches(0, 1) == four
+
+
+def test_without_elastic_shards_every_rank_is_one() -> None:
+    source = deal(Numbers(12), rank=2, ranks=3, batch=12, micro=2).training(0)
+    assert [(micro.shard, micro.number, micro.last) for micro in (next(source), next(source))] == [
+        (2, 0, False),
+        (2, 1, True),
+    ]
 
 
 # ---------------------------------------------------------------------------------------------- order
@@ -269,7 +305,7 @@ def test_an_empty_stream_is_refused_instead_of_searched_for_ever() -> None:
 
 def test_any_nest_of_tensors_moves() -> None:
     meta = torch.device("meta")
-    micro = MicroBatch({"x": [torch.ones(2), (torch.ones(1), "text")]}, 1, 1, True)
+    micro = MicroBatch({"x": [torch.ones(2), (torch.ones(1), "text")]}, 1, 1, True, 0, 0)
     moved = to_device(micro, meta)
     assert isinstance(moved, MicroBatch)
     assert moved.data["x"][0].device == meta

@@ -26,7 +26,7 @@ LAYERS = [
     {"parity", "run"},
     {"assemble"},
     {"trainer"},
-    {"blocks", "checkpoint", "contract", "data", "norms", "pace"},
+    {"blocks", "checkpoint", "contract", "data", "norms", "pace", "statistics"},
     # ------------------------------------------------------------------------ nothing below imports torch
     {"runfolder"},
     {"agree", "checkpoint.files", "console", "environment", "launch", "signals"},
@@ -34,7 +34,7 @@ LAYERS = [
     {"registry"},
     {"options"},
     {"interfaces"},
-    {"durations"},
+    {"durations", "regions"},
     {"errors"},
     {""},  # ddpforge itself: the version, and names that are imported when they are used
 ]

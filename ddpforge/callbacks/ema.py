@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, StepInfo, Weights, World
+from ddpforge.interfaces import Callback, Part, StepInfo, Weights, World
 
 logger = logging.getLogger("ddpforge")
 
@@ -37,21 +37,20 @@ class EMA(Callback):
     def on_start(self, model: nn.Module, world: World, weights: Weights) -> None:
         """Copies the initial weights: as much of each as this rank holds."""
         self._weights = weights
-        self._averages = {name: _at_least_fp32(part).clone() for name, part in weights.parts().items()}
+        self._live = [part.tensor for part in weights.parts().values()]
+        self._averages = [_at_least_fp32(tensor).clone() for tensor in self._live]
         self._begun = False
 
     def on_step(self, info: StepInfo) -> None:
         """Moves the averages towards the weights, in one fused operation."""
         if self._begun and info.step % self._every:
             return
-        live = self._weights.parts().values()
-        averages = list(self._averages.values())
         if not self._begun and info.step > 1:
             logger.info("ema: the checkpoint holds no averages; they start at step %d", info.step)
-            _copy(averages, live)
+            _copy(self._averages, self._live)
         self._begun = True
         if info.step % self._every == 0:
-            self._update(averages, [_at_least_fp32(part) for part in live], 0)
+            self._update(self._averages, [_at_least_fp32(tensor) for tensor in self._live], 0)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -60,25 +59,24 @@ class EMA(Callback):
             yield
             return
 
-        parts = list(self._weights.parts().values())
-        live = [part.clone() for part in parts]
+        live = [tensor.clone() for tensor in self._live]
         try:
-            self._write(self._averages.values())
+            self._write(self._averages)
             yield
         finally:
             self._write(live)
 
     def _write(self, sources: Iterable[Tensor]) -> None:
-        _copy(self._weights.parts().values(), sources)
+        _copy(self._live, sources)
         self._weights.changed()
 
-    def state(self) -> Mapping[str, Tensor]:
-        """The averages by parameter name."""
-        return self._weights.gather(self._averages)
+    def state(self) -> Mapping[str, Part]:
+        """The averages by parameter name: as much of each as this rank holds."""
+        return {name: part.of(average) for (name, part), average in self._pairs()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from saved averages; raises CheckpointError unless they are of exactly this model."""
-        expected = self._weights.shapes()
+        expected = {name: part.shape for name, part in self._weights.parts().items()}
         found = {name: tuple(average.shape) for name, average in state.items()}
         if found != expected:
             names = sorted(name for name in expected | found if expected.get(name) != found.get(name))
@@ -86,9 +84,12 @@ class EMA(Callback):
                 f"the averaged weights in the checkpoint are not of this model: {', '.join(names)} differ",
                 hints=["resume with the model and the ema callback that the checkpoint was made with"],
             )
-        parts = self._weights.split(state)
-        _copy(self._averages.values(), (parts[name] for name in self._averages))
+        for (name, part), average in self._pairs():
+            state[name].read_into(part.region, average)
         self._begun = True
+
+    def _pairs(self) -> Iterator[tuple[tuple[str, Part], Tensor]]:
+        return zip(self._weights.parts().items(), self._averages, strict=True)
 
 
 @torch.no_grad()

@@ -7,21 +7,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ddpforge.checkpoint.contents import Checkpoint as Checkpoint
     from ddpforge.checkpoint.contents import Facts as Facts
     from ddpforge.checkpoint.contents import Share as Share
     from ddpforge.checkpoint.manager import Checkpoints as Checkpoints
     from ddpforge.checkpoint.peers import Peers as Peers
     from ddpforge.checkpoint.reader import Reader as Reader
-    from ddpforge.checkpoint.regions import Part as Part
 
-__all__ = ["Checkpoint", "Checkpoints", "Facts", "Part", "Peers", "Reader", "Share"]
+__all__ = ["Checkpoints", "Facts", "Peers", "Reader", "Share"]
 
 _LAZY = {
-    "Checkpoint": "contents",
     "Checkpoints": "manager",
     "Facts": "contents",
-    "Part": "regions",
     "Peers": "peers",
     "Reader": "reader",
     "Share": "contents",

@@ -1,23 +1,27 @@
 """What goes into a checkpoint, taken apart into tensors and JSON, and put together again."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import NoneType
-from typing import NamedTuple, cast
+from functools import partial
+from types import MappingProxyType, NoneType
+from typing import NamedTuple, TypeVar, cast
 
 from pydantic import JsonValue
 from torch import Tensor
 
 from ddpforge.checkpoint import tensors
-from ddpforge.checkpoint.regions import Part
+from ddpforge.checkpoint.deal import divide
 from ddpforge.checkpoint.schema import CallbackScalars, Manifest, OptimizerScalars, Scalar, Section
-from ddpforge.checkpoint.tensors import Value
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState
+from ddpforge.regions import Part
+
+X = TypeVar("X")
 
 Parts = Part | Sequence[Part]
 Plain = bool | int | float | str | None
-OptimizerState = dict[str, dict[str, Tensor | int | float | bool | None]]
+Held = dict[Section, dict[str, list[Part]]]
 
 
 @dataclass(kw_only=True)
@@ -40,20 +44,13 @@ class Facts:
 
 
 @dataclass(kw_only=True)
-class Checkpoint(Facts):
-    """All that a run needs to go on as if it had never stopped. `callbacks` maps a callback's name to its state."""
-
-    state: CanonicalState
-    callbacks: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
-
-
-@dataclass(kw_only=True)
 class Share:
-    """What one rank adds to a sharded checkpoint, by the names that `CanonicalState` has.
+    """What one rank adds to a checkpoint, by the names that `CanonicalState` has.
 
-    A `Part` (or several, of one tensor) is this rank's own: all ranks' parts must make up the tensor. A tensor is one
-    that every rank holds alike; the ranks share the work of writing it. Numbers that several ranks have must be the
-    same. Names that other ranks have may be missing here.
+    A `Part` (or several, of one tensor) is what this rank holds: all ranks' parts must make up the tensor. Where
+    several ranks hold the same elements (`replicas`), they share the work of writing them, and so they do with a
+    tensor, which every rank holds alike; all replicas must have the same names. Numbers that several ranks have must
+    be the same. Names that other ranks have may be missing here.
     """
 
     model: Mapping[str, Tensor | Parts]
@@ -62,16 +59,19 @@ class Share:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> "Share":
-        """The share of a rank that has everything."""
-        state = checkpoint.state
-        return cls(model=state.model, optimizer=state.optimizer, callbacks=checkpoint.callbacks, aliases=state.aliases)
+    def of(
+        cls,
+        state: CanonicalState[Tensor | Part],
+        callbacks: Mapping[str, Mapping[str, Tensor | Part | Plain]] = MappingProxyType({}),
+    ) -> "Share":
+        """What a strategy and callbacks say that this rank holds."""
+        return cls(model=state.model, optimizer=state.optimizer, callbacks=callbacks, aliases=state.aliases)
 
 
 class Apart(NamedTuple):
-    """A share, taken apart: its tensors by section and "<owner>/<key>", and what else is there."""
+    """A share, taken apart: what it holds of tensors by section and "<owner>/<key>", and what else is there."""
 
-    held: dict[Section, dict[str, Tensor | list[Part]]]
+    held: Held
     optimizer: OptimizerScalars
     callbacks: CallbackScalars
 
@@ -91,15 +91,16 @@ CALLBACKS = Kind("{1} in the state of callback {0}", False, (bool, int, float, s
 
 
 # ---------------------------------------------------------------------------------------------- apart
-def take_apart(share: Share) -> Apart:
-    """Finds all that can be wrong with a share; raises CheckpointError naming it."""
-    model: dict[str, Tensor | list[Part]] = {}
+def take_apart(share: Share, *, rank: int, ranks: int) -> Apart:
+    """Finds all that can be wrong with a rank's share; raises CheckpointError naming it."""
+    mine = partial(_held, rank=rank, ranks=ranks)
+    model: dict[str, list[Part]] = {}
     for name, value in share.model.items():
-        if (held := _held(value, f"{name} of the model")) is None:
+        if (held := mine(value, f"{name} of the model")) is None:
             raise CheckpointError(f"{name} of the model cannot be saved: it is a {type(value).__name__}")
         model[name] = held
-    optimizer, optimizer_scalars = _split(share.optimizer, OPTIMIZER)
-    callbacks, callback_scalars = _split(share.callbacks, CALLBACKS)
+    optimizer, optimizer_scalars = _split(share.optimizer, OPTIMIZER, mine)
+    callbacks, callback_scalars = _split(share.callbacks, CALLBACKS, mine)
     return Apart(
         {"model": model, "optimizer": optimizer, "callbacks": callbacks},
         cast(OptimizerScalars, optimizer_scalars),
@@ -107,11 +108,11 @@ def take_apart(share: Share) -> Apart:
     )
 
 
-def _held(value: object, what: str) -> Tensor | list[Part] | None:
-    """The value if it is a tensor that can be saved, or parts of one; None if it is neither."""
+def _held(value: object, what: str, *, rank: int, ranks: int) -> list[Part] | None:
+    """What is held of a tensor, if the value says that and it can be saved; None if it is something else."""
     if isinstance(value, Tensor):
         tensors.check(value, what)
-        return value
+        return [Part.whole(value, replica=rank, replicas=ranks)]
     parts = [value] if isinstance(value, Part) else value
     if not isinstance(parts, list | tuple) or not parts or not all(isinstance(part, Part) for part in parts):
         return None
@@ -125,15 +126,15 @@ def _held(value: object, what: str) -> Tensor | list[Part] | None:
 
 
 def _split(
-    owners: Mapping[str, Mapping[str, object]], kind: Kind
-) -> tuple[dict[str, Tensor | list[Part]], dict[str, dict[str, Scalar]]]:
+    owners: Mapping[str, Mapping[str, object]], kind: Kind, mine: Callable[[object, str], list[Part] | None]
+) -> tuple[dict[str, list[Part]], dict[str, dict[str, Scalar]]]:
     """Tensors by "<owner>/<key>", and the rest, which names every owner, even one that has nothing there."""
-    found: dict[str, Tensor | list[Part]] = {}
+    found: dict[str, list[Part]] = {}
     rest: dict[str, dict[str, Scalar]] = {owner: {} for owner in owners}
     for owner, values in owners.items():
         for key, value in values.items():
             what = kind.what.format(owner, key)
-            held = None if isinstance(value, Tensor) and kind.numbers and not value.ndim else _held(value, what)
+            held = None if isinstance(value, Tensor) and kind.numbers and not value.ndim else mine(value, what)
             if held is None:
                 rest[owner][key] = tensors.to_scalar(value, what, kind.plain)
                 continue
@@ -143,13 +144,37 @@ def _split(
     return found, rest
 
 
+def divided(held: Held) -> Held:
+    """What of it this rank writes: of what several ranks hold alike, its share."""
+    alike: dict[tuple[int, int], dict[tuple[Section, str, int], Part]] = defaultdict(dict)
+    for section, found in held.items():
+        for name, parts in found.items():
+            for number, part in enumerate(parts):
+                alike[part.replica, part.replicas][section, name, number] = part
+
+    mine = {
+        key: pieces
+        for (replica, replicas), parts_alike in alike.items()
+        for key, pieces in divide(parts_alike, rank=replica, ranks=replicas).items()
+    }
+    return {
+        section: {
+            name: [piece for number in range(len(parts)) for piece in mine[section, name, number]]
+            for name, parts in found.items()
+        }
+        for section, found in held.items()
+    }
+
+
 # ---------------------------------------------------------------------------------------------- together
 def put_together(
-    rest: Mapping[str, Mapping[str, Scalar]], found: Mapping[str, Tensor] | None, kind: Kind
-) -> dict[str, dict[str, Value]]:
+    rest: Mapping[str, Mapping[str, Scalar]], found: Mapping[str, X], kind: Kind
+) -> dict[str, dict[str, X | tensors.Value]]:
     """The inverse of taking apart; raises ValueError or KeyError where nothing could have been taken apart so."""
-    owners = {o: {key: tensors.from_scalar(x) for key, x in values.items()} for o, values in rest.items()}
-    for name, tensor in (found or {}).items():
+    owners: dict[str, dict[str, X | tensors.Value]] = {
+        owner: {key: tensors.from_scalar(x) for key, x in values.items()} for owner, values in rest.items()
+    }
+    for name, tensor in found.items():
         owner, _, key = kind.cut(name, "/")
         owners[owner][key] = tensor
     return owners

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
-from ddpforge.checkpoint.regions import Part, Range
+from ddpforge.regions import Part, Range
 
 K = TypeVar("K", bound=Any)
 

@@ -1,9 +1,12 @@
-"""Weights for other programs: one plain safetensors file out of a checkpoint."""
+"""Weights for other programs: plain safetensors out of a checkpoint, in one file or in several."""
 
 import hashlib
+import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -13,7 +16,7 @@ from torch import Tensor
 
 from ddpforge.checkpoint import files
 from ddpforge.checkpoint.reader import Reader
-from ddpforge.checkpoint.schema import Section
+from ddpforge.checkpoint.schema import MODEL, Section
 from ddpforge.checkpoint.tensors import Source, dtype_name, stream
 from ddpforge.errors import CheckpointError, UsageError
 
@@ -23,17 +26,24 @@ _DTYPES: Mapping[Precision, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+INDEX = f"{MODEL}.index.json"
+_OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # what a folder of weights consists of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What an export wrote."""
+    """What an export wrote.
+
+    `file` is what a reader opens: the file, or the index of several files, and `sha256` is its own. `files` has the
+    sha256 of each file with weights in a folder, by name; `bytes` is the size of all.
+    """
 
     file: Path
     step: int
     tensors: int
     bytes: int
     sha256: str
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 def export(
@@ -59,17 +69,128 @@ def export(
         raise UsageError(f"{out} exists", hints=["choose another file with --out, or replace it with --force"])
 
     reader = Reader(checkpoint)
-    sources = _sources(reader, "model")
+    chosen = _chosen(reader, weights, dtype)
+    size, digest = _write(out, chosen, reader.aliases)
+    return Exported(file=out, step=reader.facts.step, tensors=len(chosen), bytes=size, sha256=digest)
+
+
+def export_folder(
+    checkpoint: Path,
+    out: Path,
+    *,
+    weights: str = "model",
+    dtype: Precision | None = None,
+    force: bool = False,
+    most: int | None = None,
+) -> Exported:
+    """Writes the model into the folder `out`, under the names that transformers gives: all files or none appear.
+
+    With `most`, no file has more bytes of weights than that, unless for a single tensor that is larger. Where one file
+    is enough it is `model.safetensors`; otherwise `model.safetensors.index.json` says which file holds what. `force`
+    replaces such files; others in the folder stay. For everything else see `export`.
+    """
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file", hints=["name a folder with --out"])
+    there = sorted(path for path in out.glob("model*") if _OURS.fullmatch(path.name))
+    if there and not force:
+        raise UsageError(f"{there[0]} exists", hints=["choose another folder with --out, or replace it with --force"])
+
+    reader = Reader(checkpoint)
+    chosen = _chosen(reader, weights, dtype)
+    shards = _shards(chosen, most)
+    with _staging(out, there) as stage:
+        written: dict[str, tuple[int, str]] = {}
+        for file, names in shards.items():
+            ties = {alias: name for alias, name in reader.aliases.items() if name in names}
+            written[file] = write_weights(stage / file, {name: chosen[name] for name in names}, ties)
+        if len(shards) > 1:
+            files.write_new(stage / INDEX, [_index(chosen, shards)])
+    main = out / (INDEX if len(shards) > 1 else MODEL)
+    return Exported(
+        file=main,
+        step=reader.facts.step,
+        tensors=len(chosen),
+        bytes=sum(size for size, _ in written.values()),
+        sha256=files.sha256(main),
+        files={name: digest for name, (_, digest) in written.items()},
+    )
+
+
+def _chosen(reader: Reader, weights: str, dtype: Precision | None) -> dict[str, Source]:
+    """The weights to be written, in the order of the model."""
+    chosen = sources(reader, "model")
     if weights != "model":
-        sources |= _kept_by(weights, reader, sources)
+        chosen |= _kept_by(weights, reader, chosen)
     if dtype is not None:
-        sources = {name: _converted(name, source, _DTYPES[dtype]) for name, source in sources.items()}
-
-    size, digest = _write(out, sources, {"format": "pt", **reader.aliases})
-    return Exported(file=out, step=reader.facts.step, tensors=len(sources), bytes=size, sha256=digest)
+        chosen = {name: _converted(name, source, _DTYPES[dtype]) for name, source in chosen.items()}
+    return chosen
 
 
-def _sources(reader: Reader, section: Section, owner: str = "") -> dict[str, Source]:
+def _shards(chosen: Mapping[str, Source], most: int | None) -> dict[str, list[str]]:
+    """Which tensors go into which file: as many as there is room for, then the next file."""
+    shards: list[list[str]] = [[]]
+    room = most
+    for name, source in chosen.items():
+        if room is not None and most is not None:
+            if shards[-1] and source.nbytes > room:
+                shards.append([])
+                room = most
+            room -= source.nbytes
+        shards[-1].append(name)
+    if len(shards) == 1:
+        return {MODEL: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
+
+
+def _index(chosen: Mapping[str, Source], shards: Mapping[str, Sequence[str]]) -> bytes:
+    """Which file holds which tensor, as transformers writes it."""
+    total = sum(source.nbytes for source in chosen.values())
+    places = {name: file for file, names in shards.items() for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    return json.dumps(index, indent=2).encode() + b"\n"
+
+
+@contextmanager
+def _staging(out: Path, replaced: Sequence[Path]) -> Iterator[Path]:
+    """A folder to fill, whose files are then in `out`; in a folder that is there, the index comes last."""
+    new = not out.exists()
+    stage = (out.parent if new else out) / f".{out.resolve().name}.{os.getpid()}.tmp"
+    try:
+        stage.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(stage)
+        yield stage
+        files.sync_folder(stage)
+        if new:
+            files.rename(stage, out)
+        else:
+            for path in sorted(replaced, key=lambda each: each.name != INDEX):
+                files.remove(path)
+            for path in sorted(stage.iterdir(), key=lambda each: each.name == INDEX):
+                files.rename(path, out / path.name)
+        files.sync_folder(stage.parent)
+    except OSError as error:
+        raise CheckpointError(f"{out} could not be written: {error.strerror or error}") from error
+    finally:
+        files.remove(stage)
+
+
+def write_weights(path: Path, chosen: Mapping[str, Source], aliases: Mapping[str, str]) -> tuple[int, str]:
+    """Writes a new safetensors file, one tensor at a time; returns its size and sha256.
+
+    The further names of tied tensors become metadata, as by safetensors' own `save_model`.
+    """
+    digest = hashlib.sha256()
+
+    def blocks() -> Iterator[bytes | memoryview]:
+        for block in stream(chosen, {"format": "pt", **aliases}):
+            digest.update(block)
+            yield block
+
+    size, _ = files.write_new(path, blocks())
+    return size, digest.hexdigest()
+
+
+def sources(reader: Reader, section: Section, owner: str = "") -> dict[str, Source]:
     """A section's tensors, unread; with an owner, that owner's only, without its name."""
     prefix = owner and f"{owner}/"
     return {
@@ -83,7 +204,7 @@ def _sources(reader: Reader, section: Section, owner: str = "") -> dict[str, Sou
 
 def _kept_by(callback: str, reader: Reader, model: Mapping[str, Source]) -> dict[str, Source]:
     """The callback's tensors, provided that they are weights of this model."""
-    mine = _sources(reader, "callbacks", callback)
+    mine = sources(reader, "callbacks", callback)
     if not mine or any(name not in model or model[name].shape != kept.shape for name, kept in mine.items()):
         others = ", ".join(sorted({name.partition("/")[0] for name in reader.names("callbacks")})) or "none"
         raise UsageError(
@@ -105,22 +226,15 @@ def _converted(name: str, source: Source, dtype: torch.dtype) -> Source:
     return Source(dtype_name(dtype), source.shape, fetch) if floating else source
 
 
-def _write(out: Path, sources: Mapping[str, Source], metadata: Mapping[str, str]) -> tuple[int, str]:
-    """Streams the tensors, one at a time; returns the file's size and sha256."""
+def _write(out: Path, chosen: Mapping[str, Source], aliases: Mapping[str, str]) -> tuple[int, str]:
+    """`write_weights`, all or nothing."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    digest = hashlib.sha256()
-
-    def blocks() -> Iterator[bytes | memoryview]:
-        for block in stream(sources, metadata):
-            digest.update(block)
-            yield block
-
     try:
-        size, _ = files.write_new(temporary, blocks())
+        size, digest = write_weights(temporary, chosen, aliases)
         files.rename(temporary, out)
         files.sync_folder(out.parent)
     except OSError as error:
         raise CheckpointError(f"{out} could not be written: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
-    return size, digest.hexdigest()
+    return size, digest

@@ -1,19 +1,22 @@
-"""The checkpoints of a run as all its ranks see them: one rank writes, every rank learns how it went."""
+"""The checkpoints of a run as all its ranks see them: saved while training goes on, found again, and pruned."""
 
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeVar
 
 from ddpforge.agree import on_main
-from ddpforge.checkpoint import retention, sharded
+from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.contents import Facts, Share
-from ddpforge.checkpoint.format import Checkpoint, read, write
-from ddpforge.checkpoint.manifest import read_manifest
+from ddpforge.checkpoint.manifest import layout_of, read_manifest
 from ddpforge.checkpoint.peers import Peers
 from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.sharded import Save
+from ddpforge.checkpoint.staging import Staging
 from ddpforge.errors import CheckpointError
-from ddpforge.recipe.schema import KeepSection
+from ddpforge.recipe.schema import CheckpointSection
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -22,53 +25,111 @@ log = logging.getLogger(__name__)
 class Checkpoints:
     """Saves, finds and prunes checkpoints in a folder that every rank can read.
 
-    Every method is called on every rank, and fails on all of them when it fails on rank 0 (see `agree.on_main`).
-    `broadcast` gives rank 0's value to every rank: a strategy's own.
+    `peers` are the ranks as those that write talk to each other, possibly from another thread than the one that
+    trains; `broadcast` gives rank 0's value to every rank in that one: a strategy's own. But for `pending` and `ready`,
+    everything is called on every rank.
+
+    `keep_every` is the recipe's `checkpoint.keep.every` in steps, once that is known.
     """
 
-    def __init__(self, folder: Path, *, keep: KeepSection, is_main: bool, broadcast: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, folder: Path, settings: CheckpointSection, *, peers: Peers, broadcast: Callable[[Any], Any]
+    ) -> None:
         self.folder = folder
-        self._keep = keep
-        self._is_main = is_main
+        self.keep_every: int | None = None
+        self._settings = settings
+        self._peers = peers
         self._broadcast = broadcast
+        self._staging = Staging()
+        self._known = retention.Known()
+        self._saving: Future[Path] | None = None
 
-    def save(self, checkpoint: Checkpoint) -> Path:
-        """Writes a checkpoint, then removes those that it makes superfluous; returns its path."""
+    # -- saving
+    def save(self, facts: Facts, share: Share) -> None:
+        """Begins to write a checkpoint; `wait` tells how it went, and nothing of that is raised here.
 
-        def write_and_prune() -> Path:
-            path = write(self.folder, checkpoint)
-            retention.prune(self.folder, self._keep)
-            return path
-
-        return self._on_main(write_and_prune)
-
-    def save_sharded(self, facts: Facts, share: Share, peers: Peers) -> Path:
-        """Writes a checkpoint to which every rank adds its share, then removes those that it makes superfluous.
-
-        When any rank fails, all of them raise CheckpointError with its number and its reason.
+        With `checkpoint.background`, the state may change as soon as this returns, and a thread writes; otherwise all
+        is written when this returns. A save whose outcome was not taken yet is waited for first, see `wait`.
         """
-        path = sharded.write(self.folder, facts, share, peers)
-        self._on_main(lambda: retention.prune(self.folder, self._keep))
-        return path
+        if self.pending:
+            self.wait()
+        background = self._settings.background
+        save = Save(
+            self.folder,
+            facts,
+            share,
+            self._peers,
+            full=self._settings.layout == "full",
+            copy=self._staging.copy if background else None,
+        )
+        saving: Future[Path] = Future()
+        self._saving = saving
+        if not background:
+            self._write(save, saving)
+            return
+        # A daemon: a process that has failed must not be kept alive. What it leaves unfinished is no checkpoint.
+        name = f"checkpoint writer of rank-{self._peers.rank}"
+        Thread(target=self._write, args=(save, saving), name=name, daemon=True).start()
 
+    @property
+    def pending(self) -> bool:
+        """True between `save` and `wait`."""
+        return self._saving is not None
+
+    def ready(self) -> bool:
+        """True when `wait` would not block, as far as this rank is concerned."""
+        return self._saving is not None and self._saving.done()
+
+    def wait(self) -> Path:
+        """The path of the checkpoint that `save` began, once it is complete.
+
+        Raises CheckpointError on every rank when any rank could not do its part.
+        """
+        if self._saving is None:
+            raise RuntimeError("no checkpoint is being saved")
+        wait([self._saving])  # may be interrupted: then it is still pending
+        saving, self._saving = self._saving, None
+        return saving.result()
+
+    def _write(self, save: Save, outcome: "Future[Path]") -> None:
+        try:
+            path = save.write()
+            if self._peers.rank == 0:
+                self._prune(path)
+        except BaseException as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(path)
+
+    def _prune(self, path: Path) -> None:
+        """Removes what the new checkpoint makes superfluous, provided that it can be read back."""
+        try:
+            layout_of(path, read_manifest(path))
+            retention.prune(self.folder, self._settings.keep, every=self.keep_every, known=self._known)
+        except Exception as error:
+            log.warning("older checkpoints were not removed: %s", error)
+
+    # -- what there is
     def open(self, path: Path | None = None) -> Reader | None:
-        """The checkpoint that `load` would load, for reading no more of it than a rank needs."""
-        chosen = self._on_main(lambda: self._choose(path))
-        return None if chosen is None else Reader(chosen, verify=not self._is_main)
-
-    def load(self, path: Path | None = None) -> Checkpoint | None:
         """The checkpoint at `path`, or the newest intact one; None where there is none at all.
 
         Damaged ones that the newest would have been are named in a warning. Raises CheckpointError when the
         folder has checkpoints and all are damaged: that run must not silently start from scratch.
         """
+        if self._saving is not None:
+            wait([self._saving])  # what is half-written is about to be cleared away
         chosen = self._on_main(lambda: self._choose(path))
         # Rank 0 has just verified it; the others may see the disk from another machine.
-        return None if chosen is None else read(chosen, verify=not self._is_main)
+        return None if chosen is None else Reader(chosen, verify=self._peers.rank != 0)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """True when the metric that `keep.by` names beats that of every checkpoint in the folder."""
-        return self._on_main(lambda: retention.is_best(metrics, self._keep, retention.committed(self.folder)[0]))
+
+        def look() -> bool:
+            found, _ = retention.committed(self.folder, self._known)
+            return retention.is_best(metrics, self._settings.keep, found)
+
+        return self._on_main(look)
 
     def _choose(self, path: Path | None) -> Path | None:
         retention.clean(self.folder)
@@ -87,4 +148,4 @@ class Checkpoints:
         return path
 
     def _on_main(self, action: Callable[[], T]) -> T:
-        return on_main(action, is_main=self._is_main, broadcast=self._broadcast)
+        return on_main(action, is_main=self._peers.rank == 0, broadcast=self._broadcast)

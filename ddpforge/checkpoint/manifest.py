@@ -9,7 +9,6 @@ from typing import NamedTuple, TypeVar
 from pydantic import BaseModel, TypeAdapter
 
 from ddpforge.checkpoint import files, stored
-from ddpforge.checkpoint.regions import flaw, held_shape, normal
 from ddpforge.checkpoint.schema import (
     COMMIT,
     FORMAT,
@@ -18,6 +17,7 @@ from ddpforge.checkpoint.schema import (
     VERSION,
     Chunk,
     Commit,
+    FileEntry,
     FirstManifest,
     Manifest,
     OtherFile,
@@ -25,6 +25,7 @@ from ddpforge.checkpoint.schema import (
 )
 from ddpforge.checkpoint.stored import BLOCK, DTYPES, Claim, damaged
 from ddpforge.errors import CheckpointError
+from ddpforge.regions import flaw, held_shape, normal
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -41,11 +42,30 @@ def read_manifest(path: Path, *, verify: bool = False) -> Manifest:
     Costs a look at each file's size, or, with `verify`, a read of every byte. Raises CheckpointError naming
     what is missing, damaged or too new.
     """
+    manifest = read_sealed(path)
+    check_files(path, manifest)
+    if verify:
+        verify_contents(path, manifest)
+    return manifest
+
+
+def read_sealed(path: Path) -> Manifest:
+    """The manifest, after checking that it is the one that was committed; the other files are not looked at."""
+    return parse_manifest(path, sealed(path)[0])
+
+
+def sealed(path: Path) -> tuple[bytearray, str]:
+    """The manifest's text and sha256, after checking that it is the one that was committed."""
     commit = parse(Commit, path / COMMIT, read_text(path / COMMIT))
     content = read_text(path / MANIFEST)
-    if hashlib.sha256(content).hexdigest() != commit.manifest_sha256:
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != commit.manifest_sha256:
         raise damaged(path / MANIFEST, f"its sha256 is not the one that {COMMIT} names")
+    return content, digest
 
+
+def parse_manifest(path: Path, content: bytes | bytearray) -> Manifest:
+    """What a manifest says, in any format that this version knows."""
     header = parse(_Header, path / MANIFEST, content)
     if header.format != FORMAT:
         raise CheckpointError(f"{path} is not a ddpforge checkpoint: its format is {header.format!r}")
@@ -54,15 +74,9 @@ def read_manifest(path: Path, *, verify: bool = False) -> Manifest:
             f"{path} has checkpoint format {header.version}; this ddpforge reads formats up to {VERSION}",
             hints=["upgrade ddpforge"],
         )
-
     if header.version == 1:
-        manifest = parse(FirstManifest, path / MANIFEST, content).upgraded()
-    else:
-        manifest = parse(Manifest, path / MANIFEST, content)
-    check_files(path, manifest)
-    if verify:
-        verify_contents(path, manifest)
-    return manifest
+        return parse(FirstManifest, path / MANIFEST, content).upgraded()
+    return parse(Manifest, path / MANIFEST, content)
 
 
 def read_text(path: Path) -> bytearray:
@@ -81,9 +95,18 @@ def parse(model: type[_Model], path: Path, content: bytes | bytearray) -> _Model
 def check_files(path: Path, manifest: Manifest) -> None:
     """Raises CheckpointError unless all files are there with their sizes, and every tensor is in one of them."""
     for name, entry in manifest.files.items():
-        if (size := stored.size_of(path / name)) != entry.bytes:
-            raise damaged(path / name, f"it has {size} bytes, and the manifest says {entry.bytes}")
+        check_size(path / name, entry)
+    check_listed(path, manifest)
 
+
+def check_size(path: Path, entry: FileEntry) -> None:
+    """Raises CheckpointError unless the file is there and as long as it was."""
+    if (size := stored.size_of(path)) != entry.bytes:
+        raise damaged(path, f"it has {size} bytes, and the manifest says {entry.bytes}")
+
+
+def check_listed(path: Path, manifest: Manifest) -> None:
+    """Raises CheckpointError unless every tensor is in files that the manifest lists."""
     for section in manifest.tensors.values():
         for name, tensor in section.items():
             for chunk in tensor.chunks:
@@ -152,14 +175,19 @@ def layout_of(path: Path, manifest: Manifest) -> dict[str, dict[str, Placed]]:
 def verify_contents(path: Path, manifest: Manifest) -> None:
     """Raises CheckpointError unless every byte of the files is the one that was written."""
     found = layout_of(path, manifest)
-    buffer = memoryview(bytearray(min(BLOCK, max((entry.bytes for entry in manifest.files.values()), default=0))))
     for file, entry in manifest.files.items():
-        if isinstance(entry, OtherFile):
-            check_sha256(path / file, entry)
-        else:
-            begins = stored.places(path / file, claims_of(found.get(file, {})), entry.header_xxh3)
-            for name, placed in found.get(file, {}).items():
-                _verify_chunk(path / file, begins[name], placed, buffer)
+        verify_file(path / file, entry, found.get(file, {}))
+
+
+def verify_file(path: Path, entry: FileEntry, placed: Mapping[str, Placed]) -> None:
+    """Raises CheckpointError unless every byte of one file is the one that was written."""
+    if isinstance(entry, OtherFile):
+        check_sha256(path, entry)
+        return
+    begins = stored.places(path, claims_of(placed), entry.header_xxh3)
+    buffer = memoryview(bytearray(min(BLOCK, entry.bytes)))
+    for name, chunk in placed.items():
+        _verify_chunk(path, begins[name], chunk, buffer)
 
 
 def claims_of(entries: Mapping[str, Placed]) -> dict[str, Claim]:

@@ -1,10 +1,18 @@
 """The ranks that write one checkpoint: each does its part, and all of them learn whether all of them could."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
-from ddpforge.errors import CheckpointError, ForgeError
+import torch
+import torch.distributed as dist
+
+from ddpforge.errors import CheckpointError, ForgeError, StrategyError
+from ddpforge.interfaces import World
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -29,11 +37,40 @@ class Peers:
     broadcast: Callable[[Any], Any]
     gather: Callable[[Any], list[Any] | None]
 
+    @classmethod
+    def alone(cls) -> "Peers":
+        """A rank without others: no communication."""
+        return cls(rank=0, size=1, broadcast=lambda value: value, gather=lambda value: [value])
+
+    @classmethod
+    def of(cls, world: World, timeout: timedelta) -> "Peers":
+        """All ranks of a world, over a gloo group of their own, so that a thread can use it while training goes on.
+
+        Called on every rank. `timeout` is how long one rank waits for another: longer than it takes the slowest to
+        write. Raises StrategyError where torch.distributed does not connect these ranks.
+        """
+        if world.size == 1:
+            return cls.alone()
+        _check_connected(world)
+        group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))  # every rank is a member
+
+        def broadcast(value: Any) -> Any:
+            values = [value]
+            dist.broadcast_object_list(values, src=0, group=group, device=torch.device("cpu"))
+            return values[0]
+
+        def gather(value: Any) -> list[Any] | None:
+            values: list[Any] | None = [None] * world.size if world.rank == 0 else None
+            dist.gather_object(value, values, dst=0, group=group)
+            return values
+
+        return cls(rank=world.rank, size=world.size, broadcast=broadcast, gather=gather)
+
     def together(self, action: Callable[[], T], then: Callable[[], R]) -> tuple[T, R]:
         """Runs `action` on every rank, `then` on rank 0; returns what the first gave here, and the second there.
 
-        When either fails on any rank, every rank raises CheckpointError with the rank and the reason; one that met a
-        defect raises that. Raises OutOfTouch when the ranks could not tell each other.
+        When either fails on any rank, every rank raises CheckpointError with the rank and the reason; a defect's
+        traceback is in the log of that rank. Raises OutOfTouch when the ranks could not tell each other.
         """
         mine, failure = _attempt(action)
         theirs, reports = None, self._reports(failure)
@@ -42,8 +79,6 @@ class Peers:
             reports = {} if failure is None else {0: _report(failure)}
         theirs, reports = self._touch(self.broadcast, (theirs, reports), failure)
 
-        if failure is not None and not isinstance(failure, ForgeError):
-            raise failure
         if reports:
             raise _combined(reports) from failure
         return cast(T, mine), cast(R, theirs)
@@ -57,13 +92,33 @@ class Peers:
         try:
             return collective(value)
         except Exception as error:
-            raise failure or OutOfTouch(str(error)) from error
+            if failure is not None:
+                raise _combined({self.rank: _report(failure)}) from failure
+            raise OutOfTouch(str(error)) from error
+
+
+def _check_connected(world: World) -> None:
+    problem = None
+    if not dist.is_available() or not dist.is_gloo_available():
+        problem = "this build of torch has no torch.distributed with gloo"
+    elif not dist.is_initialized():
+        problem = "torch.distributed is not initialised"
+    elif (found := (dist.get_rank(), dist.get_world_size())) != (world.rank, world.size):
+        problem = f"torch.distributed has this as rank {found[0]} of {found[1]}"
+    if problem:
+        raise StrategyError(
+            f"checkpoints of {world.size} ranks cannot be written: {problem}, and the strategy says that this is rank "
+            f"{world.rank} of {world.size}",
+            hints=["a strategy's `setup` must initialise torch.distributed with all ranks"],
+        )
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return action(), None
     except Exception as error:
+        if not isinstance(error, ForgeError):
+            log.error("a defect while a checkpoint was written", exc_info=error)
         return None, error
 
 

@@ -1,6 +1,7 @@
 """Reads any region of any tensor of a checkpoint, without loading the rest."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
@@ -8,13 +9,14 @@ import torch
 from torch import Tensor
 
 from ddpforge.checkpoint import stored
-from ddpforge.checkpoint.contents import CALLBACKS, OPTIMIZER, Facts, OptimizerState, facts_of, put_together
+from ddpforge.checkpoint.contents import CALLBACKS, OPTIMIZER, Facts, Plain, facts_of, put_together
 from ddpforge.checkpoint.manifest import check_block, check_sha256, claims_of, layout_of, read_manifest
-from ddpforge.checkpoint.regions import Box, Range, Region, Shape, copy, normal, overlaps, split, whole
 from ddpforge.checkpoint.schema import MANIFEST, Chunk, Manifest, OtherFile, Section, TensorEntry, TensorFile
 from ddpforge.checkpoint.stored import BLOCK, damaged
-from ddpforge.checkpoint.tensors import Value, dtype_name, line
+from ddpforge.checkpoint.tensors import dtype_name, line
 from ddpforge.errors import CheckpointError
+from ddpforge.interfaces import CanonicalState, SavedTensor
+from ddpforge.regions import Box, Range, Region, Shape, copy, normal, overlaps, split, whole
 
 T = TypeVar("T")
 
@@ -47,13 +49,20 @@ class Reader:
         """The further names of tied parameters, and under which name each is stored."""
         return self.manifest.aliases
 
-    def optimizer(self, tensors: Mapping[str, Tensor] | None = None) -> OptimizerState:
-        """The optimizer's state by parameter and key: its numbers, and `tensors` ("<parameter>/<key>")."""
-        return cast(OptimizerState, self._guarded(lambda: put_together(self.manifest.optimizer, tensors, OPTIMIZER)))
+    def state(self) -> CanonicalState[SavedTensor]:
+        """The model and its optimizer; tensors are unread."""
+        optimizer = self._guarded(lambda: put_together(self.manifest.optimizer, self._saved("optimizer"), OPTIMIZER))
+        # No number of an optimizer is a string: the manifest was read strictly.
+        numbers = cast(Mapping[str, Mapping[str, SavedTensor | Tensor | int | float | bool | None]], optimizer)
+        return CanonicalState(model=self._saved("model"), optimizer=numbers, aliases=self.aliases)
 
-    def callbacks(self, tensors: Mapping[str, Tensor] | None = None) -> dict[str, dict[str, Value]]:
-        """The state of callbacks by name and key: plain values, and `tensors` ("<callback>/<key>")."""
-        return self._guarded(lambda: put_together(self.manifest.callbacks, tensors, CALLBACKS))
+    def callbacks(self) -> dict[str, dict[str, SavedTensor | Plain]]:
+        """The state of callbacks by name and key; tensors are unread."""
+        kept = self._guarded(lambda: put_together(self.manifest.callbacks, self._saved("callbacks"), CALLBACKS))
+        return cast(dict[str, dict[str, SavedTensor | Plain]], kept)
+
+    def _saved(self, section: Section) -> dict[str, SavedTensor]:
+        return {name: Saved(self, section, name) for name in self.names(section)}
 
     def _guarded(self, action: Callable[[], T]) -> T:
         try:
@@ -185,6 +194,33 @@ class Reader:
         """True when the block's hash need not be checked (again)."""
         whole_file = isinstance(self.manifest.files[block.chunk.file], OtherFile)
         return not self._verify or whole_file or block.key in self._verified
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Saved:
+    """A tensor of an open checkpoint: a `SavedTensor`."""
+
+    reader: Reader
+    section: Section
+    name: str
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the whole tensor."""
+        return self.reader.shape(self.section, self.name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that it was saved in."""
+        return self.reader.dtype(self.section, self.name)
+
+    def read(self) -> Tensor:
+        """The whole tensor, on the CPU."""
+        return self.reader.read(self.section, self.name)
+
+    def read_into(self, region: Region, target: Tensor) -> None:
+        """Fills `target`, on any device, with a region of the tensor."""
+        self.reader.read_into(self.section, self.name, region, target)
 
 
 class _Block(NamedTuple):

@@ -2,13 +2,13 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from ddpforge.checkpoint import files
-from ddpforge.checkpoint.manifest import read_manifest
+from ddpforge.checkpoint.manifest import check_files, parse_manifest, read_manifest, sealed
 from ddpforge.checkpoint.schema import FOLDER, LATEST, Manifest
 from ddpforge.errors import CheckpointError
 from ddpforge.recipe.schema import KeepSection
@@ -23,16 +23,44 @@ class Found(NamedTuple):
     manifest: Manifest
 
 
-def committed(folder: Path) -> tuple[list[Found], list[tuple[Path, str]]]:
+class Known:
+    """The manifests that were parsed before, without their tensors, so that none is parsed twice.
+
+    They are known by the checkpoint's name and the manifest's hash, which are looked at every time.
+    """
+
+    def __init__(self) -> None:
+        self._manifests: dict[str, tuple[str, Manifest]] = {}
+
+    def manifest(self, path: Path) -> Manifest:
+        """The manifest of a checkpoint, after the checks that `read_manifest` makes."""
+        content, digest = sealed(path)
+        known = self._manifests.get(path.name)
+        if known is not None and known[0] == digest:
+            check_files(path, known[1])
+            return known[1]
+        manifest = parse_manifest(path, content)
+        check_files(path, manifest)
+        slim = manifest.model_copy(update={"tensors": {}, "optimizer": {}, "callbacks": {}})
+        self._manifests[path.name] = digest, slim
+        return slim
+
+    def forget(self, path: Path) -> None:
+        """What is gone need not be known."""
+        self._manifests.pop(path.name, None)
+
+
+def committed(folder: Path, known: Known | None = None) -> tuple[list[Found], list[tuple[Path, str]]]:
     """The complete checkpoints in `folder`, newest first, and the others with what is wrong with each.
 
     Newer means: of a later step; of the same step, written later. Files' times play no part, since copying a
-    folder changes them. Contents are not read; `newest` does that.
+    folder changes them. Contents are not read; `newest` does that. With `known`, manifests come without tensors.
     """
+    read = read_manifest if known is None else known.manifest
     found, broken = [], []
     for path in folder.glob("step-*"):
         try:
-            found.append(Found(path, _open(path)))
+            found.append(Found(path, _open(path, read)))
         except CheckpointError as error:
             broken.append((path, error.message))
     found.sort(key=lambda each: (each.manifest.step, each.manifest.created), reverse=True)
@@ -73,18 +101,22 @@ def best(found: list[Found], keep: KeepSection) -> list[Found]:
     return sorted(known, key=lambda each: _badness(each.manifest.metric(by), keep))
 
 
-def prune(folder: Path, keep: KeepSection) -> list[Path]:
+def prune(folder: Path, keep: KeepSection, *, every: int | None = None, known: Known | None = None) -> list[Path]:
     """Removes the checkpoints that `keep` does not keep, and returns their paths.
 
-    Only complete checkpoints count as kept, so that a broken one never costs an intact one its place; broken
-    ones are left for a person to look at. The one that `latest.json` names always stays.
+    `every` is `keep.every` in steps; step 0 is no such step. Only complete checkpoints count as kept, so that a broken
+    one never costs an intact one its place; broken ones are left for a person to look at. The one that `latest.json`
+    names always stays.
     """
-    found, _ = committed(folder)
-    kept = {each.path for each in (*found[: keep.last], *best(found, keep)[: keep.best])}
+    found, _ = committed(folder, known)
+    milestones = [each for each in found if every and each.manifest.step and each.manifest.step % every == 0]
+    kept = {each.path for each in (*found[: keep.last], *best(found, keep)[: keep.best], *milestones)}
     removed = [each.path for each in found if each.path not in kept and each.path.name != _latest(folder)]
     for path in removed:
         with _removing(path):
             files.discard(path)
+        if known is not None:
+            known.forget(path)
     return removed
 
 
@@ -103,10 +135,10 @@ def _removing(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} could not be removed: {error.strerror or error}") from error
 
 
-def _open(path: Path) -> Manifest:
+def _open(path: Path, read: Callable[[Path], Manifest]) -> Manifest:
     if path.is_symlink() or not FOLDER.fullmatch(path.name):
         raise CheckpointError(f"{path} is not a checkpoint: it is a link, or not named step-<number>-<suffix>")
-    manifest = read_manifest(path)
+    manifest = read(path)
     if manifest.step != _step(path):
         raise CheckpointError(f"{path} is the checkpoint of step {manifest.step}, and its name says otherwise")
     return manifest

@@ -3,8 +3,11 @@
     step-000001200-7f3a/
       COMMIT                   {"manifest_sha256": ...}
       manifest.json            this module's `Manifest`
-      model.safetensors        and the other files that the manifest lists; in a sharded checkpoint these are
       shard-00000-of-00008.safetensors …  and rank-00000.json …: what each rank wrote
+      model.safetensors        where the recipe asks for it: the whole model, for other tools
+
+The manifest lists the files. In format 1, and in what early versions wrote of format 2, they are `model.safetensors`,
+`optimizer.safetensors` and `callbacks.safetensors`.
 
 COMMIT holds the manifest's hash and the manifest those of everything else: one flipped bit anywhere is found.
 """
@@ -15,10 +18,10 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
-from ddpforge.checkpoint.regions import Box, Range, whole
+from ddpforge.regions import Box, Range, whole
 
 FORMAT, VERSION = "ddpforge", 2
-MANIFEST, COMMIT = "manifest.json", "COMMIT"
+MANIFEST, COMMIT, MODEL = "manifest.json", "COMMIT", "model.safetensors"
 LATEST = "latest.json"  # beside the checkpoints: names the one written last
 FOLDER = re.compile(r"step-(\d{9,})-[0-9a-f]{4}")
 
@@ -64,7 +67,7 @@ class TensorFile(Table):
 
 
 class OtherFile(Table):
-    """Another file, or any file of format 1."""
+    """A file that no tensor is read from, or any file of format 1."""
 
     bytes: Natural
     sha256: str

@@ -1,14 +1,12 @@
 """One safetensors file full of parts of tensors."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ddpforge.checkpoint import tensors
-from ddpforge.checkpoint.regions import Box, Part, whole
-from ddpforge.checkpoint.schema import Chunk, Section, TensorEntry, TensorFile, Tensors
+from ddpforge.checkpoint.contents import Held
+from ddpforge.checkpoint.schema import Chunk, TensorEntry, TensorFile, Tensors
 from ddpforge.checkpoint.tensors import Source, dtype_name
-
-Held = Mapping[Section, Mapping[str, Sequence[Part]]]
+from ddpforge.regions import Box, Part, whole
 
 
 def nbytes(held: Held) -> int:

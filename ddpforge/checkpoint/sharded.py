@@ -1,21 +1,20 @@
-"""Sharded checkpoints: every rank writes what it holds, all at once; rank 0 makes one checkpoint of it."""
+"""Writing a checkpoint: every rank writes what it holds, all at once; rank 0 makes one checkpoint of it."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from torch import Tensor
-
 from ddpforge.checkpoint import files
 from ddpforge.checkpoint.commit import Draft, describe, unwritten
-from ddpforge.checkpoint.contents import Apart, Facts, Share, take_apart
-from ddpforge.checkpoint.deal import divide
+from ddpforge.checkpoint.contents import Facts, Held, Share, divided, take_apart
+from ddpforge.checkpoint.export import sources, write_weights
 from ddpforge.checkpoint.manifest import check_files, layout, parse, read_text
 from ddpforge.checkpoint.peers import OutOfTouch, Peers
-from ddpforge.checkpoint.regions import Part
+from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.schema import (
+    MODEL,
     SECTIONS,
     CallbackScalars,
     Chunk,
@@ -29,7 +28,7 @@ from ddpforge.checkpoint.schema import (
     TensorEntry,
     Tensors,
 )
-from ddpforge.checkpoint.shard import Held, nbytes, write_shard
+from ddpforge.checkpoint.shard import nbytes, write_shard
 from ddpforge.checkpoint.stored import Damaged
 from ddpforge.errors import CheckpointError
 
@@ -38,91 +37,116 @@ X = TypeVar("X")
 _SHARED = ("all ranks must see the run's folder: keep it on a disk that their machines share",)
 
 
-def write(folder: Path, facts: Facts, share: Share, peers: Peers) -> Path:
+def write(folder: Path, facts: Facts, share: Share, peers: Peers, *, full: bool = False) -> Path:
     """Adds a checkpoint to `folder` and returns its path; called on every rank, with what each has.
 
     It appears complete or not at all. When any rank fails, all raise CheckpointError with its number and its reason;
-    the checkpoints that were there are never touched. Of `facts` those of rank 0 count.
+    the checkpoints that were there are never touched. Of `facts` those of rank 0 count. With `full`, the checkpoint
+    also has one file with the whole model, for other tools.
     """
-    save = _Save(folder, facts, share, peers)
-    try:
-        _, draft = peers.together(save.plan, save.begin)
-        _, final = peers.together(lambda: save.fill(folder / draft), save.publish)
-    except BaseException as error:
-        failure = save.out_of_touch(error) if isinstance(error, OutOfTouch) else None
-        if save.draft is not None:
-            save.draft.discard()
-        if failure is not None:
-            raise failure from error
-        raise
-    return folder / final
+    return Save(folder, facts, share, peers, full=full).write()
 
 
-class _Save:
-    """What one rank does, in order: plan, (rank 0: begin), fill, (rank 0: publish)."""
+class Save:
+    """A checkpoint to be written, and what this rank does for it: fill, and on rank 0 begin and publish.
 
-    def __init__(self, folder: Path, facts: Facts, share: Share, peers: Peers) -> None:
-        self.folder, self.facts, self.share, self.peers = folder, facts, share, peers
-        self.draft: Draft | None = None
-        self.manifest: Manifest | None = None
+    What is wrong with a share is found when this is made and raised by `write`, on all ranks. Where `copy` makes a copy
+    of what this rank writes, the state may change as soon as this is made.
+    """
 
-    def plan(self) -> None:
-        """Finds what cannot be saved before anything is written, and decides what this rank writes."""
-        self.apart = take_apart(self.share)
-        self.held = _held(self.apart, self.peers)
-        if self.peers.rank == 0:
-            self.manifest = describe(self.facts, self.share, self.apart)
+    def __init__(
+        self,
+        folder: Path,
+        facts: Facts,
+        share: Share,
+        peers: Peers,
+        *,
+        full: bool = False,
+        copy: Callable[[Held], Held] | None = None,
+    ) -> None:
+        self._folder, self._step, self._peers, self._full = folder, facts.step, peers, full
+        self._draft: Draft | None = None
+        self._manifest: Manifest | None = None
+        self._problem: Exception | None = None
+        try:
+            apart = take_apart(share, rank=peers.rank, ranks=peers.size)
+            self._optimizer, self._callbacks = apart.optimizer, apart.callbacks
+            if peers.rank == 0:
+                self._manifest = describe(facts, share, apart)
+            held = divided(apart.held)
+            self._held = held if copy is None else copy(held)
+        except Exception as error:
+            self._problem = error
 
-    def begin(self) -> str:
+    def write(self) -> Path:
+        """Does it, with all the other ranks; returns the checkpoint's path."""
+        try:
+            _, draft = self._peers.together(self._check, self._begin)
+            _, final = self._peers.together(lambda: self._fill(self._folder / draft), self._publish)
+        except BaseException as error:
+            failure = self._out_of_touch(error) if isinstance(error, OutOfTouch) else None
+            if self._draft is not None:
+                self._draft.discard()
+            if failure is not None:
+                raise failure from error
+            raise
+        return self._folder / final
+
+    def _check(self) -> None:
+        if self._problem is not None:
+            raise self._problem
+
+    def _begin(self) -> str:
         with self._disk():
-            self.draft = Draft.begin(self.folder, self.facts.step)
-        return self.draft.temporary.name
+            self._draft = Draft.begin(self._folder, self._step)
+        return self._draft.temporary.name
 
-    def fill(self, draft: Path) -> None:
+    def _fill(self, draft: Path) -> None:
         """Writes this rank's shard and what is to be known of it."""
         if not draft.is_dir():
             raise CheckpointError(f"there is no folder {draft}, which rank 0 has made", hints=_SHARED)
-        rank = self.peers.rank
-        shard = f"shard-{rank:05d}-of-{self.peers.size:05d}.safetensors"
+        rank = self._peers.rank
+        shard = f"shard-{rank:05d}-of-{self._peers.size:05d}.safetensors"
         with self._disk():
-            entry, tensors = write_shard(draft / shard, self.held)
+            entry, tensors = write_shard(draft / shard, self._held)
             record = RankManifest(
                 rank=rank,
                 file=shard,
                 entry=entry,
                 tensors=tensors,
-                optimizer=self.apart.optimizer,
-                callbacks=self.apart.callbacks,
+                optimizer=self._optimizer,
+                callbacks=self._callbacks,
             )
             files.write_new(draft / _record(rank), [record.model_dump_json(indent=1).encode()])
             files.sync_folder(draft)
 
-    def publish(self) -> str:
+    def _publish(self) -> str:
         """Merges what the ranks wrote, and proves that together it is everything, once."""
-        assert self.draft is not None
-        assert self.manifest is not None
-        try:
-            manifest = _merged(self.draft.temporary, self.manifest, self.peers.size)
-            check_files(self.draft.temporary, manifest)
-        except Damaged as error:
-            message = f"what a rank wrote is not what rank 0 sees: {error.message}"
-            raise CheckpointError(message, hints=_SHARED) from error
+        assert self._draft is not None
+        assert self._manifest is not None
+        draft = self._draft.temporary
+        with self._visible():
+            manifest = _merged(draft, self._manifest, self._peers.size)
+            check_files(draft, manifest)
         try:
             layout(manifest)
         except ValueError as error:
-            raise CheckpointError(f"the checkpoint of step {manifest.step} cannot be saved: {error}") from error
+            raise CheckpointError(f"the checkpoint of step {self._step} cannot be saved: {error}") from error
         with self._disk():
-            return self.draft.publish(manifest).name
+            if self._full:
+                with self._visible():
+                    manifest = _with_model(draft, manifest)
+            return self._draft.publish(manifest).name
 
-    def out_of_touch(self, error: Exception) -> CheckpointError:
+    def _out_of_touch(self, error: Exception) -> CheckpointError:
         """What is known when the ranks can no longer talk to each other."""
-        what = f"the checkpoint of step {self.facts.step}"
-        if self.draft is None:
-            return CheckpointError(f"{what}: rank {self.peers.rank} is out of touch with rank 0 ({error})")
-        if self.draft.final.exists():
+        what = f"the checkpoint of step {self._step}"
+        if self._draft is None:
+            return CheckpointError(f"{what}: rank {self._peers.rank} is out of touch with rank 0 ({error})")
+        if self._draft.final.exists():
             return CheckpointError(f"{what} is complete, but not all ranks could be told ({error})")
-        ranks = range(self.peers.size)
-        absent = [f"rank {rank}" for rank in ranks if not (self.draft.temporary / _record(rank)).exists()]
+        ranks = range(self._peers.size)
+        absent = [f"rank {rank}" for rank in ranks if not (self._draft.temporary / _record(rank)).exists()]
         return CheckpointError(f"{what} was not saved: {', '.join(absent) or 'a rank'} is out of touch ({error})")
 
     @contextmanager
@@ -130,26 +154,19 @@ class _Save:
         try:
             yield
         except OSError as error:
-            raise unwritten(self.folder, self.facts.step, nbytes(self.held), error) from error
+            raise unwritten(self._folder, self._step, nbytes(self._held), error) from error
+
+    @contextmanager
+    def _visible(self) -> Iterator[None]:
+        try:
+            yield
+        except Damaged as error:
+            message = f"what a rank wrote is not what rank 0 sees: {error.message}"
+            raise CheckpointError(message, hints=_SHARED) from error
 
 
 def _record(rank: int) -> str:
     return f"rank-{rank:05d}.json"
-
-
-def _held(apart: Apart, peers: Peers) -> Held:
-    """This rank's own parts, and its share of the tensors that all ranks hold alike."""
-    alike = {
-        (section, name): Part.whole(value)
-        for section, found in apart.held.items()
-        for name, value in found.items()
-        if isinstance(value, Tensor)
-    }
-    mine = divide(alike, rank=peers.rank, ranks=peers.size)
-    return {
-        section: {name: mine[section, name] if isinstance(value, Tensor) else value for name, value in found.items()}
-        for section, found in apart.held.items()
-    }
 
 
 # ---------------------------------------------------------------------------------------------- on rank 0
@@ -172,6 +189,13 @@ def _merged(draft: Path, manifest: Manifest, ranks: int) -> Manifest:
             "callbacks": merged.callbacks,
         }
     )
+
+
+def _with_model(draft: Path, manifest: Manifest) -> Manifest:
+    """Writes the whole model from the shards, one tensor at a time; returns the manifest with that file."""
+    reader = Reader(draft, manifest=manifest)
+    size, digest = write_weights(draft / MODEL, sources(reader, "model"), reader.aliases)
+    return manifest.model_copy(update={"files": {**manifest.files, MODEL: OtherFile(bytes=size, sha256=digest)}})
 
 
 class _Merged:

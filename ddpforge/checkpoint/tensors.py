@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ddpforge.checkpoint import files
-from ddpforge.checkpoint.regions import Part, held_shape
 from ddpforge.checkpoint.schema import Number, Scalar, TensorFile
 from ddpforge.checkpoint.stored import BLOCK, DTYPES
 from ddpforge.errors import CheckpointError
+from ddpforge.regions import Part, held_shape
 
 Value = Tensor | bool | int | float | str | None
 

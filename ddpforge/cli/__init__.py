@@ -18,6 +18,7 @@ _COMMANDS = {
     "show": ("show", "Print the resolved recipe and where each value came from."),
     "eval": ("evaluate", "Evaluate a run's checkpoint."),
     "export": ("export", "Write a run's weights as plain safetensors."),
+    "ckpt": ("ckpt", "List, inspect, verify, compare, export and import checkpoints."),
     "recipes": ("recipes", "List or copy the recipes that come with ddpforge."),
     "plugins": ("plugins", "List components, or show one and its options."),
     "schema": ("schema", "Print the recipe's JSON Schema, for editors."),

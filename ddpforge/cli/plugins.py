@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ddpforge.cli.options import json_option
+from ddpforge.cli.tables import print_table
 from ddpforge.errors import UsageError
 from ddpforge.registry import KINDS, Registry, UnknownComponent
 
@@ -49,7 +49,7 @@ def list_(kind: str | None, as_json: bool) -> None:
     if as_json:
         _print_json(components=[{**asdict(entry), "clash": entry in clashes} for entry in entries])
         return
-    _print_table(
+    print_table(
         ("kind", "name", "from", "target", ""),
         [
             (
@@ -104,7 +104,7 @@ def show(name: str, kind: str | None, as_json: bool) -> None:
         click.echo(f"\n{documentation}")
     if options:
         click.echo()
-        _print_table(
+        print_table(
             ("option", "type", "default", "limits", "description"),
             [
                 (option.name, option.type, option.default or "required", option.limits, option.description)
@@ -155,20 +155,3 @@ def _example(kind: str, use: str, options: "Sequence[OptionRow]") -> str:
 
 def _print_json(**facts: object) -> None:
     click.echo(json.dumps({"schema_version": 1, **facts}, indent=2))
-
-
-def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    if sys.stdout.isatty():
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*header, box=SIMPLE_HEAD)
-        for row in rows:
-            table.add_row(*row)
-        Console(markup=False, highlight=False).print(table)  # brackets in a cell are TOML, not styles
-        return
-
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,11 +1,11 @@
 """The callback that `ddpforge parity` adds to its runs: it ends them, and keeps the weights they would begin with."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ddpforge.interfaces import Callback, StepInfo, Weights, World
+from ddpforge.interfaces import Callback, Part, StepInfo, Weights, World
 
 if TYPE_CHECKING:
     from torch import nn
@@ -14,25 +14,30 @@ __all__ = ["Probe"]
 
 
 class Probe(Callback):
-    """Ends the run after so many steps, and writes the weights before anything is restored to a file."""
+    """Ends the run after so many steps; its state is the weights from before anything was restored."""
 
     def __init__(
         self,
         *,
         steps: Annotated[int, Field(ge=1, description="After how many steps to end.")],
-        initial: Annotated[Path, Field(description="The safetensors file for the initial weights.")],
+        inherit: Annotated[bool, Field(description="Keep the initial weights of the run that this one goes on from.")],
     ) -> None:
-        self.steps, self.initial = steps, initial
+        self.steps, self.inherit = steps, inherit
 
     def on_start(self, model: "nn.Module", world: World, weights: Weights) -> None:
         """Called before a checkpoint is restored: these weights are the strategy's own."""
-        from ddpforge.checkpoint.tensors import encode
-
-        whole = weights.gather(weights.parts())
-        if world.is_main:
-            with self.initial.open("wb") as file:
-                file.writelines(encode(whole, {}))
+        self.initial = {name: part.of(part.tensor.clone()) for name, part in weights.parts().items()}
 
     def on_step(self, info: StepInfo) -> bool:
         """The end is not moved with `train.length`, because schedules depend on that."""
         return info.step >= self.steps
+
+    def state(self) -> Mapping[str, Part]:
+        """The initial weights."""
+        return self.initial
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Those of another run count only where both begin with weights from a file, which this one has not read."""
+        if self.inherit:
+            for name, part in self.initial.items():
+                state[name].read_into(part.region, part.tensor)

@@ -17,7 +17,6 @@ from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PluginErro
 from ddpforge.parity.compare import TOLERANCES, Point, Quantity, Record, Tolerances, compare, first_drift
 from ddpforge.parity.specs import Spec, parse, split
 from ddpforge.recipe import LoadedRecipe, Problem, check_world, load_recipe
-from ddpforge.recipe.interpolate import escape
 from ddpforge.recipe.trial import check_optimizer
 from ddpforge.registry import Registry
 from ddpforge.runfolder import RunFolder, papers_of
@@ -25,6 +24,7 @@ from ddpforge.trackers.jsonl import read_metrics
 
 __all__ = ["Report", "RunFailed", "Verdict", "parity"]
 
+_PROBE = "ddpforge_parity"  # the name of the callback
 _LINES = 40  # of what a failed run said
 
 
@@ -168,7 +168,6 @@ class _Run:
     sets: list[str]
     loaded: LoadedRecipe
     out: Path
-    initial: Path
 
     @property
     def name(self) -> str:
@@ -200,13 +199,13 @@ class _Run:
 
     def record(self) -> Record:
         """What the finished run left behind."""
-        from safetensors.torch import load_file
+        from ddpforge.checkpoint.reader import Reader
 
-        from ddpforge.checkpoint.format import read_section
-
-        path, manifest = retention.committed(self.folder.checkpoints)[0][0]
-        weights = read_section(path, manifest, "model")
-        return Record(rows=read_metrics(self.folder.path), initial=load_file(self.initial), final=weights)
+        checkpoint = Reader(retention.committed(self.folder.checkpoints)[0][0][0])
+        final = {name: checkpoint.read("model", name) for name in checkpoint.names("model")}
+        probed = [name for name in checkpoint.names("callbacks") if name.startswith(f"{_PROBE}/")]
+        initial = {name.removeprefix(f"{_PROBE}/"): checkpoint.read("callbacks", name) for name in probed}
+        return Record(rows=read_metrics(self.folder.path), initial=initial, final=final)
 
 
 def _plan(
@@ -221,16 +220,15 @@ def _plan(
     for number, text in enumerate(strategies, start=1):
         label = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip(".-")
         name = f"{number}-{label}"[:100]
-        initial = out.absolute() / f"{name}.initial.safetensors"
         try:
             spec = parse(text, registry, ranks=ranks)
             loaded = _check(recipe, [*sets, *spec.sets], spec, registry)
-            overrides = [*sets, *spec.sets, *_overrides(loaded, name, steps, initial)]
+            overrides = [*sets, *spec.sets, *_overrides(loaded, name, steps)]
             loaded = load_recipe(recipe, sets=overrides, registry=registry)
         except RecipeError as error:
             problems |= dict.fromkeys(error.problems)
         else:
-            runs.append(_Run(spec, recipe, overrides, loaded, out, initial))
+            runs.append(_Run(spec, recipe, overrides, loaded, out))
     if problems:
         raise RecipeError(list(problems))
     return runs
@@ -251,9 +249,9 @@ def _check(recipe: str, sets: Sequence[str], spec: Spec, registry: Registry) -> 
     return loaded
 
 
-def _overrides(loaded: LoadedRecipe, name: str, steps: int, initial: Path) -> list[str]:
+def _overrides(loaded: LoadedRecipe, name: str, steps: int) -> list[str]:
     """What makes a run of the recipe one of the comparison; none of it changes what a step computes."""
-    key = "callbacks.ddpforge_parity"
+    key = f"callbacks.{_PROBE}"
     return [
         f"name={json.dumps(name)}",
         "track.every=1st",
@@ -264,5 +262,5 @@ def _overrides(loaded: LoadedRecipe, name: str, steps: int, initial: Path) -> li
         "checkpoint.keep.last=2",
         f"{key}.use=ddpforge.parity.probe:Probe",
         f"{key}.steps={steps}",
-        f"{key}.initial={json.dumps(escape(str(initial)), ensure_ascii=False)}",
+        f"{key}.inherit={json.dumps(loaded.recipe.checkpoint.init_from is not None)}",
     ]

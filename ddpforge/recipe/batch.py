@@ -32,14 +32,18 @@ class BatchPlan:
 def plan_batch(train: TrainSection, data_ranks: int, *, origin: Origin | None = None) -> BatchPlan:
     """Deals `train.global_batch` out to the `data_ranks` ranks that see different data.
 
-    Raises RecipeError, at `origin`, when it does not divide; the error lists the nearest batches that do.
+    With `train.elastic_shards` it is dealt to so many shards first. Raises RecipeError, at `origin`, when it does not
+    divide; the error lists the nearest batches, or numbers of ranks, that do.
     """
-    batch, micro = train.global_batch, train.micro_batch or train.global_batch // data_ranks
-    if micro == 0 or batch % (micro * data_ranks):
-        place = origin.place() if origin else None
-        problem = Problem(
-            _indivisible(train, data_ranks), "train.global_batch", place, tuple(_ways_out(train, data_ranks))
-        )
+    shards = train.elastic_shards or data_ranks
+    place = origin.place() if origin else None
+    if shards % data_ranks:
+        fits = ", ".join(str(ranks) for ranks in range(1, shards + 1) if shards % ranks == 0)
+        message = f"`train.elastic_shards` = {shards} cannot be dealt out evenly to {_ranks(data_ranks)}"
+        raise RecipeError([Problem(message, "train.elastic_shards", place, (f"numbers of ranks that fit: {fits}",))])
+    batch, micro = train.global_batch, train.micro_batch or train.global_batch // shards
+    if micro == 0 or batch % (micro * shards):
+        problem = Problem(_indivisible(train, shards), "train.global_batch", place, tuple(_ways_out(train, shards)))
         raise RecipeError([problem])
     accumulation = batch // (micro * data_ranks)
     return BatchPlan(global_batch=batch, micro_batch=micro, accumulation=accumulation, data_ranks=data_ranks)
@@ -53,10 +57,11 @@ def check_world(loaded: LoadedRecipe, data_ranks: int) -> BatchPlan:
 def _indivisible(train: TrainSection, data_ranks: int) -> str:
     batch, micro = train.global_batch, train.micro_batch
     if micro is None:
-        return f"`train.global_batch` = {batch} cannot be dealt out evenly to {_ranks(data_ranks)}"
+        return f"`train.global_batch` = {batch} cannot be dealt out evenly to {_dealt_to(train, data_ranks)}"
     if data_ranks == 1:
         return f"`train.micro_batch` = {micro} does not divide `train.global_batch` = {batch}"
-    unit = f"`train.micro_batch` × ranks = {micro} × {data_ranks} = {micro * data_ranks}"
+    what = "`train.elastic_shards`" if train.elastic_shards else "ranks"
+    unit = f"`train.micro_batch` × {what} = {micro} × {data_ranks} = {micro * data_ranks}"
     return f"`train.global_batch` = {batch} is not a multiple of {unit}"
 
 
@@ -78,6 +83,10 @@ def _ways_out(train: TrainSection, data_ranks: int) -> list[str]:
 
 def _either(*choices: int) -> str:
     return " or ".join(str(choice) for choice in choices if choice)
+
+
+def _dealt_to(train: TrainSection, count: int) -> str:
+    return f"{count} elastic shards" if train.elastic_shards else _ranks(count)
 
 
 def _ranks(count: int) -> str:

@@ -16,6 +16,7 @@ def cross_check(recipe: Recipe, explainer: Explainer) -> None:
     _check_batch(recipe, explainer)
     _check_evaluation(recipe, explainer)
     _check_best(recipe, explainer)
+    _check_initial(recipe, explainer)
     _check_schedule(recipe, explainer)
 
 
@@ -25,6 +26,16 @@ def _check_batch(recipe: Recipe, explainer: Explainer) -> None:
     except RecipeError as error:
         for problem in error.problems:
             explainer.add(("train", "micro_batch"), problem.message, *problem.hints)
+
+    if recipe.train.elastic_shards and recipe.train.sync_batchnorm:
+        message = "`train.sync_batchnorm` computes statistics over all ranks, and `train.elastic_shards` over none"
+        explainer.add(("train", "sync_batchnorm"), message, "leave one of them out", on_key=True)
+
+
+def _check_initial(recipe: Recipe, explainer: Explainer) -> None:
+    if recipe.checkpoint.init_skip and recipe.checkpoint.init_from is None:
+        message = "`checkpoint.init_skip` has no effect without `init_from`"
+        explainer.add(("checkpoint", "init_skip"), message, on_key=True)
 
 
 def _check_evaluation(recipe: Recipe, explainer: Explainer) -> None:

@@ -110,6 +110,12 @@ class TrainSection(Section):
         default=None,
         description="Samples per forward pass on one rank; absent: global_batch / ranks, no accumulation.",
     )
+    elastic_shards: Count | None = Field(
+        default=None,
+        description="Compute on any number of ranks that divides this one what so many ranks would: dropout,"
+        " augmentation and BatchNorm statistics no longer depend on the ranks. Costs forward passes of"
+        " global_batch / elastic_shards samples at most.",
+    )
     last_batch: Literal["keep", "drop"] = Field(
         default="keep",
         description="An epoch's incomplete last batch: train on it (weighted exactly) or drop it.",
@@ -167,6 +173,9 @@ class KeepSection(Section):
     """Which checkpoints outlive newer ones."""
 
     last: Count = Field(default=2, description="How many of the newest to keep.")
+    every: TrainingTime | None = Field(
+        default=None, description='Keep those at every so many epochs or steps, e.g. "10ep"; absent: none of them.'
+    )
     best: int = Field(default=0, ge=0, le=1000, description="How many of the best to keep, judged by `by`.")
     by: str | None = Field(default=None, description='The metric that decides what is best, e.g. "eval/loss".')
     mode: Literal["min", "max"] | None = Field(
@@ -183,6 +192,27 @@ class CheckpointSection(Section):
         description="How often to save; the end of training and every requested stop save too.",
     )
     at_start: bool = Field(default=False, description="Save the initial weights too, before the first step.")
+    layout: Literal["sharded", "full"] = Field(
+        default="sharded",
+        description='"sharded": every rank writes what it holds; "full" adds one file with the whole model, for other'
+        " tools. Either resumes anywhere.",
+    )
+    background: bool = Field(
+        default=True, description="Write while training goes on, from a copy of the state in host memory."
+    )
+    on_failure: Literal["stop", "continue"] = Field(
+        default="stop",
+        description="What to do when a checkpoint cannot be written: stop, or warn and train on.",
+    )
+    init_from: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Begin with the weights of a run, a checkpoint or a safetensors file; tensors that it lacks keep"
+        " their initial values, and are named in the log.",
+    )
+    init_skip: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), description='Tensors that init_from leaves alone, as globs over full names, e.g. "head.*".'
+    )
     keep: KeepSection = KeepSection()
 
 

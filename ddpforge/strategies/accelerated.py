@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Strategy, Total, World
+from ddpforge.interfaces import CanonicalState, Part, SavedTensor, Strategy, Total, World
 from ddpforge.strategies import replicated
 from ddpforge.strategies.precision import precision_for
 
@@ -68,7 +68,6 @@ class AcceleratedStrategy(Strategy):
     group: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self.world: World
         self.accelerator: Accelerator
 
     # -- for subclasses
@@ -304,13 +303,15 @@ class AcceleratedStrategy(Strategy):
         """The bare model."""
         return self._bare
 
-    def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState:
+    def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
         """Every rank holds everything."""
         return replicated.capture(self._bare, optimizer)
 
-    def load_state(self, model: nn.Module, optimizer: Optimizer, state: CanonicalState) -> None:
+    def load_state(
+        self, model: nn.Module, optimizer: Optimizer, state: CanonicalState[SavedTensor], *, partial: bool = False
+    ) -> None:
         """Every rank takes everything."""
-        replicated.restore(self._bare, optimizer, state)
+        replicated.restore(self._bare, optimizer, state, partial=partial)
 
     def loop_state(self) -> Mapping[str, int | float]:
         """The loss scale of fp16."""

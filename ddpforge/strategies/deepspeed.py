@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Contract, Sharded, World
+from ddpforge.interfaces import CanonicalState, Contract, Part, SavedTensor, Sharded, World
 from ddpforge.strategies.accelerated import AcceleratedStrategy
 from ddpforge.strategies.precision import LossScaling
 from ddpforge.strategies.zero import ZeroWeights, import_deepspeed, keys_per_parameter, require_deepspeed, start
@@ -238,7 +238,7 @@ class DeepSpeed(AcceleratedStrategy):
             self.precision.attach(zero)
         if self.train.compile != "off" and not self.train.compile_blocks:
             self.engine.compile(compile_kwargs={"mode": self.train.compile})
-        self._weights = ZeroWeights(self.engine, model, self.world.device, per_parameter)
+        self._weights = ZeroWeights(self.engine, model, per_parameter)
         self._weights.compare()
         return self.engine, optimizer
 
@@ -346,13 +346,15 @@ class DeepSpeed(AcceleratedStrategy):
         """Each rank's part of the fp32 weights that the optimizer updates."""
         return self._weights
 
-    def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState:
-        """Gathered one tensor at a time; only rank 0 keeps it."""
+    def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
+        """Each rank's parts."""
         return self._weights.capture(optimizer)
 
-    def load_state(self, model: nn.Module, optimizer: Optimizer, state: CanonicalState) -> None:
-        """Every rank takes its part."""
-        self._weights.restore(optimizer, state)
+    def load_state(
+        self, model: nn.Module, optimizer: Optimizer, state: CanonicalState[SavedTensor], *, partial: bool = False
+    ) -> None:
+        """Every rank reads its parts."""
+        self._weights.restore(optimizer, state, partial=partial)
 
     def load_loop_state(self, state: Mapping[str, int | float]) -> None:
         """The loss scale of fp16."""

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
+from math import prod
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Contract, Weights, World
+from ddpforge.errors import CheckpointError, StrategyError
+from ddpforge.interfaces import CanonicalState, Contract, Part, Range, SavedTensor, Weights, World
 from ddpforge.strategies import replicated
 from ddpforge.strategies.accelerated import AcceleratedStrategy
 from ddpforge.strategies.meta import materialise
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
 
 __all__ = ["FSDP"]
-
-T = TypeVar("T")
 
 
 class FSDP(AcceleratedStrategy):
@@ -249,45 +248,42 @@ class FSDP(AcceleratedStrategy):
         """The shards."""
         return _Shards(model)
 
-    def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState:
-        """Gathered one tensor at a time; only rank 0 keeps it."""
+    def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
+        """The shards."""
         _reshard(self._bare)
         state = replicated.capture(self._bare, optimizer)
+        for name, entry in state.optimizer.items():
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and value.ndim and value.shape != state.model[name].shape:
+                    raise CheckpointError(
+                        f"the optimizer keeps `{key}` of `{name}` in a shape of its own, {list(value.shape)}, and "
+                        "which rank has what of it is not known",
+                        hints=['set strategy.use = "ddp", or use AdamW, SGD or another element-wise optimizer'],
+                    )
         return CanonicalState(
-            model=_gathered(state.model),
-            optimizer={name: _gathered(entry) for name, entry in state.optimizer.items()},
+            model=_parts(state.model),
+            optimizer={name: _parts(entry) for name, entry in state.optimizer.items()},
             aliases=state.aliases,
         )
 
-    def load_state(self, model: nn.Module, optimizer: Optimizer, state: CanonicalState) -> None:
-        """Every rank takes its part."""
+    def load_state(
+        self, model: nn.Module, optimizer: Optimizer, state: CanonicalState[SavedTensor], *, partial: bool = False
+    ) -> None:
+        """Every rank reads its shards."""
         _reshard(self._bare)
-        replicated.restore(self._bare, optimizer, state, place=_placed)
+        replicated.restore(self._bare, optimizer, state, partial=partial, part_of=_part, like=_shard)
 
 
 class _Shards(Weights):
     """Weights that are DTensors."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
         # A forward pass without backward leaves gathered weights in the model, so the shards are remembered here.
-        self._shards = {name: cast(DTensor, p) for name, p in model.named_parameters() if p.requires_grad}
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(shard.shape) for name, shard in self._shards.items()}
-
-    def parts(self) -> dict[str, Tensor]:
-        return dict(zip(self._shards, _local(self._shards.values()), strict=True))
+        self._model = model
+        self._parts = {name: _part(p) for name, p in model.named_parameters() if p.requires_grad}
 
     def changed(self) -> None:
         _reshard(self._model)
-
-    def gather(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return _gathered({name: _shard(part, self._shards[name]) for name, part in parts.items()})
-
-    def split(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        placed = [_placed(tensor, self._shards[name]) for name, tensor in whole.items()]
-        return dict(zip(whole, _local(placed), strict=True))
 
 
 def _at_first_forward(unit: nn.Module, action: Callable[[nn.Module], None]) -> None:
@@ -313,33 +309,28 @@ def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [cast(DTensor, tensor).to_local().detach() for tensor in tensors]
 
 
-def _gathered(values: Mapping[str, T]) -> dict[str, T]:
-    """The values, with whole tensors on the CPU for DTensors; nothing but on rank 0. Called on every rank."""
-    gathered: dict[str, T] = {}
-    for name, value in values.items():
-        whole = _whole(value) if isinstance(value, DTensor) else value
-        if dist.get_rank() == 0:
-            gathered[name] = cast(T, whole.cpu() if isinstance(whole, Tensor) else whole)
-    return gathered
+def _parts(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _part(value) if isinstance(value, DTensor) else value for name, value in values.items()}
 
 
-def _whole(tensor: DTensor) -> Tensor:
-    """Gathered on the mesh's device: NCCL takes no shards from the host."""
-    local = tensor.to_local().detach()
-    return _shard(local.to(tensor.device_mesh.device_type), tensor).full_tensor()
+def _part(tensor: Tensor) -> Part:
+    """What this rank holds of a tensor: some rows, if it is sharded."""
+    if not isinstance(tensor, DTensor):
+        return Part.whole(tensor)
+    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+    (local,) = _local([tensor])
+    rows = -(-shape[0] // mesh.size(-1))
+    start = min(mesh.get_local_rank(mesh.ndim - 1) * rows, shape[0]) * prod(shape[1:])
+    replica, replicas = (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim == 2 else (0, 1)
+    return Part(local, shape, Range(start, start + local.numel()), replica, replicas)
 
 
-def _placed(whole: Tensor, like: Tensor) -> Tensor:
-    """`whole` as a tensor that lies on the ranks as `like` does; without communication."""
+def _shard(mine: Tensor, like: Tensor) -> Tensor:
+    """This rank's rows as a tensor that lies on the ranks as `like` does; without communication."""
     if not isinstance(like, DTensor):
-        return whole
-    whole = whole.to(like.to_local().device)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def _shard(part: Tensor, like: DTensor) -> DTensor:
+        return mine
     return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 

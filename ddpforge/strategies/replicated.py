@@ -1,4 +1,4 @@
-"""State by parameter name, for strategies under which every rank holds the whole model and its whole optimizer."""
+"""State by parameter name, for strategies under which the model and the optimizer keep their own form on every rank."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import CanonicalState
+from ddpforge.interfaces import CanonicalState, Part, SavedTensor
 
 __all__ = ["capture", "match", "match_form", "restore", "tensors"]
 
 
-def capture(model: nn.Module, optimizer: Optimizer) -> CanonicalState:
+def capture(model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
     """The state of the bare `model` and of its `optimizer`; tensors are references, not copies."""
     names = _names(model)
     weights, aliases = tensors(model)
@@ -44,41 +44,50 @@ def tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 def restore(
     model: nn.Module,
     optimizer: Optimizer,
-    state: CanonicalState,
+    state: CanonicalState[SavedTensor],
     *,
-    place: Callable[[Tensor, Tensor], Tensor] = lambda whole, like: whole,
+    partial: bool = False,
+    part_of: Callable[[Tensor], Part] = Part.whole,
+    like: Callable[[Tensor, Tensor], Tensor] = lambda mine, parameter: mine,
 ) -> None:
-    """Copies `state` into `model` and `optimizer` in place; the optimizer keeps the recipe's hyper-parameters.
+    """Reads `state` into `model` and `optimizer` in place; the optimizer keeps the recipe's hyper-parameters.
 
-    `place(whole, like)` makes of a whole tensor one that lies on the ranks as `like` does. A tensor of the
-    optimizer's state that is shaped like its parameter lies as the parameter does.
+    `part_of(tensor)` is what this rank holds of a tensor, and `like(mine, parameter)` makes of this rank's part a
+    tensor that lies on the ranks as `parameter` does. A tensor of the optimizer's state that is shaped like its
+    parameter lies as the parameter does. Where `partial`, tensors that `state` lacks stay as they are.
     """
-    current = capture(model, optimizer)
-    match(set(current.model), set(state.model) - set(state.aliases))
-
-    with torch.no_grad():
-        for name, tensor in current.model.items():
+    held, _ = tensors(model)
+    match(set(held), set(state.model) - set(state.aliases), partial=partial)
+    for name, tensor in held.items():
+        if name in state.model:
             saved = state.model[name]
             match_form(name, tensor.shape, tensor.dtype, saved)
-            tensor.copy_(place(saved, tensor))
+            part = part_of(tensor.detach())
+            saved.read_into(part.region, part.tensor)
+
+    indices = dict(_indices(optimizer, _names(model)))
+    if unknown := sorted(set(state.optimizer) - set(indices)):
+        raise CheckpointError(f"the checkpoint holds optimizer state of `{unknown[0]}`, which is not trained here")
+    if partial and not state.optimizer:
+        return
+
+    def read(value: Any, parameter: Tensor) -> Any:
+        if isinstance(value, Tensor) or not hasattr(value, "read_into"):
+            return value
+        if tuple(value.shape) != tuple(parameter.shape):
+            return value.read()
+        part = part_of(parameter.detach())
+        mine = torch.empty_like(part.tensor, dtype=value.dtype)
+        value.read_into(part.region, mine)
+        return like(mine, parameter)
 
     # torch's own loader moves each tensor to its parameter's device and gives `step` the form the optimizer wants.
     packed = optimizer.state_dict()
-    indices = dict(_indices(optimizer, _names(model)))
-    unknown = sorted(set(state.optimizer) - set(indices))
-    if unknown:
-        raise CheckpointError(f"the checkpoint holds optimizer state of `{unknown[0]}`, which is not trained here")
     packed["state"] = {
-        indices[name]: {key: _placed(value, current.model[name], place) for key, value in entry.items()}
+        indices[name]: {key: read(value, held[name]) for key, value in entry.items()}
         for name, entry in state.optimizer.items()
     }
     optimizer.load_state_dict(packed)
-
-
-def _placed(value: Any, parameter: Tensor, place: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor) and value.shape == parameter.shape:
-        return place(value, parameter)
-    return value
 
 
 def _names(model: nn.Module) -> dict[int, str]:
@@ -93,10 +102,13 @@ def _indices(optimizer: Optimizer, names: dict[int, str]) -> Iterator[tuple[str,
         yield names[id(parameter)], index
 
 
-def match(expected: set[str], found: set[str]) -> None:
-    """Raises CheckpointError unless the names of a model's tensors are those in a checkpoint."""
+def match(expected: set[str], found: set[str], *, partial: bool = False) -> None:
+    """Raises CheckpointError unless the names of a model's tensors are those in a checkpoint.
+
+    Where `partial`, the checkpoint may lack some, but must not have others.
+    """
     missing, unexpected = sorted(expected - found), sorted(found - expected)
-    if missing or unexpected:
+    if unexpected or (missing and not partial):
         facts = [
             f"{what}: {', '.join(names[:5])}{' …' if len(names) > 5 else ''}"
             for what, names in (("missing from the checkpoint", missing), ("not in the model", unexpected))
@@ -105,7 +117,7 @@ def match(expected: set[str], found: set[str]) -> None:
         raise CheckpointError(f"the checkpoint is of another model ({'; '.join(facts)})")
 
 
-def match_form(name: str, shape: Sequence[int], dtype: torch.dtype, saved: Tensor) -> None:
+def match_form(name: str, shape: Sequence[int], dtype: torch.dtype, saved: SavedTensor) -> None:
     """Raises CheckpointError unless what was saved of a tensor has its shape and dtype."""
     if (tuple(saved.shape), saved.dtype) != (tuple(shape), dtype):
         forms = ((dtype, shape), (saved.dtype, saved.shape))

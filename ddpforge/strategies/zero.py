@@ -11,11 +11,10 @@ import logging
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module, metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.errors import CheckpointError, StrategyError
-from ddpforge.interfaces import CanonicalState, Weights, World
+from ddpforge.interfaces import CanonicalState, Part, Range, SavedTensor, Weights, World
 from ddpforge.strategies import replicated
+from ddpforge.strategies.nvme import SwapFiles
 
 __all__ = ["TESTED", "ZeroWeights", "import_deepspeed", "keys_per_parameter", "require_deepspeed", "start"]
 
@@ -88,7 +88,7 @@ def start(deepspeed: Any, model: nn.Module, optimizer: Optimizer, config: Mappin
     with _sharing_ourselves():
         deepspeed.init_distributed(dist_init_required=False)
         if config["zero_optimization"]["stage"] == 3:
-            deepspeed.zero.Init(module=model, config_dict_or_path=dict(config), dtype=torch.float32)
+            deepspeed.zero.Init(module=model, config_dict_or_path=dict(config))  # a dtype here means bf16 on CPUs
         else:
             _share(model.parameters(), world.device)
         _share(model.buffers(), world.device)
@@ -178,48 +178,28 @@ def _tried(
 
 
 # ---------------------------------------------------------------------------------------------- weights and state
-@dataclass(frozen=True)
-class _Piece:
-    """What this rank holds of a parameter: `part`, whose first element is number `start` of the whole one's."""
+class _Place(NamedTuple):
+    """Where in the tensors that the optimizer updates a part of a parameter lies."""
 
-    shape: tuple[int, ...]
-    part: Tensor  # 1-d and live, possibly empty
-    start: int
-    flat: Tensor | None = None  # the tensor that the optimizer updates, of which the part is one
-    first: int = 0  # where it begins in there
-
-    @property
-    def range(self) -> slice:
-        """Where the part lies in the whole parameter, flattened."""
-        return slice(self.start, self.start + self.part.numel())
-
-    @property
-    def inside(self) -> slice:
-        """Where the part lies in the flat tensor."""
-        return slice(self.first, self.first + self.part.numel())
+    flat: Tensor  # under which the optimizer knows it; empty while it is swapped out
+    numel: int  # of that tensor
+    inside: slice
 
 
 class ZeroWeights(Weights):
     """The fp32 weights that a ZeRO optimizer updates, and what goes from and to checkpoints."""
 
-    def __init__(self, engine: Any, model: nn.Module, device: torch.device, per_parameter: set[str]) -> None:
-        super().__init__(model)
-        self._zero, self._device, self._per_parameter = engine.optimizer, device, per_parameter
+    def __init__(self, engine: Any, model: nn.Module, per_parameter: set[str]) -> None:
+        self._zero, self._model, self._per_parameter = engine.optimizer, model, per_parameter
         self._stage: int = engine.zero_optimization_stage()
+        self._files = SwapFiles(self._zero) if self._stage == 3 else None
         self._compared = False
 
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        found = {names[id(p)]: piece for p, piece in self._trained_pieces()}
-        self._pieces = {name: found[name] for name in names.values() if name in found}
-        self._frozen = {names[id(p)]: piece for p, piece in self._frozen_pieces(model)}
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """As DeepSpeed remembers them."""
-        return {name: piece.shape for name, piece in self._pieces.items()}
-
-    def parts(self) -> dict[str, Tensor]:
-        """Contiguous ranges of the flattened weights, and views of what the optimizer updates."""
-        return {name: piece.part for name, piece in self._pieces.items()}
+        found = {names[id(p)]: (part, place) for p, part, place in self._trained_parts()}
+        self._parts = {name: found[name][0] for name in names.values() if name in found}
+        self._places = {name: found[name][1] for name in self._parts}
+        self._frozen = {names[id(p)]: part for p, part in self._frozen_parts()}
 
     @torch.no_grad()
     def changed(self) -> None:
@@ -230,32 +210,28 @@ class ZeroWeights(Weights):
             return
         # What a step does after the update, beginning with what it does before: nothing old may stay gathered.
         zero._partition_all_parameters()
+        assert self._files is not None
+        self._files.flush()
         for number in range(len(zero.fp16_groups)):
-            zero._reassign_or_swap_out_partitioned_parameters(number)
+            with self._in_memory(number):
+                zero._reassign_or_swap_out_partitioned_parameters(number)
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
         zero.invalidate_secondary_tensor()
 
-    def gather(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """On rank 0's CPU, one after the other."""
-        gathered = ((name, self._whole(self._pieces[name], part)) for name, part in parts.items())
-        return {name: whole for name, whole in gathered if whole is not None}
-
-    def split(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """On the devices of this rank's parts."""
-        pieces = ((name, tensor, self._pieces[name]) for name, tensor in whole.items())
-        return {name: tensor.reshape(-1)[piece.range].to(piece.part.device) for name, tensor, piece in pieces}
-
-    def _whole(self, piece: _Piece, part: Tensor) -> Tensor | None:
-        """A parameter, or something of its shape, on rank 0's CPU."""
-        whole = torch.zeros(piece.shape, dtype=part.dtype, device=self._device)
-        whole.view(-1)[piece.range] = part.to(self._device)
-        # Bytes are summed, not numbers: everything but one is zero, and so not even the sign of a zero gets lost.
-        dist.reduce(whole.view(-1).view(torch.uint8), dst=0)
-        return whole.cpu() if dist.get_rank() == 0 else None
+    @contextmanager
+    def _in_memory(self, number: int) -> Iterator[None]:
+        """Has what the optimizer updates and keeps of a group in memory; swaps it out again if it was."""
+        swapped = self._stage == 3 and self._zero._swappable_optimizer_subgroup(number)
+        if swapped:
+            self._zero._optimizer_states_and_gradient_swap_in(number)
+        yield
+        if swapped:
+            self._zero._optimizer_states_and_gradient_swap_out(number)
 
     # -- where ZeRO keeps it
-    def _trained_pieces(self) -> Iterator[tuple[Any, _Piece]]:
+    def _trained_parts(self) -> Iterator[tuple[Any, Part, _Place]]:
+        """Contiguous ranges of the flattened parameters, as views of what the optimizer updates."""
         zero = self._zero
         if self._stage < 3:
             for flat, parameters in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True):
@@ -264,128 +240,150 @@ class ZeroWeights(Weights):
                     if held := parameter._hp_mapping:
                         start, first = held.lp_fragment_address.start, held.hp_fragment_address.start
                         count = held.hp_fragment_address.numel
-                    part = flat.detach()[first : first + count]
-                    yield parameter, _Piece(tuple(parameter.shape), part, start, flat, first)
+                    yield parameter, *_part(tuple(parameter.shape), start, count, flat, flat.detach(), first)
             return
+        assert self._files is not None
         for flat, parameters in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
+            held = self._files.optimizers(flat, flat)
             for parameter in parameters:
                 _, first, _ = zero.grad_position[zero.get_param_id(parameter)]
-                start, count = _range(parameter)
-                part = flat.detach()[first : first + count]
-                yield parameter, _Piece(tuple(parameter.ds_shape), part, start, flat, first)
+                yield parameter, *_part(tuple(parameter.ds_shape), *_range(parameter), flat, held, first)
 
-    def _frozen_pieces(self, model: nn.Module) -> Iterator[tuple[Any, _Piece]]:
+    def _frozen_parts(self) -> Iterator[tuple[Any, Part]]:
+        """What is not trained and cut up all the same."""
         parameter: Any
-        for parameter in model.parameters():
+        for parameter in self._model.parameters():
             if hasattr(parameter, "ds_tensor") and not parameter.requires_grad:
                 start, count = _range(parameter)
-                yield parameter, _Piece(tuple(parameter.ds_shape), parameter.ds_tensor.detach()[:count], start)
+                held = self._used(parameter)[:count]
+                yield parameter, Part(held, tuple(parameter.ds_shape), Range(start, start + count))
 
-    def _flats(self) -> dict[Tensor, dict[str, _Piece]]:
+    def _flats(self) -> dict[Tensor, list[str]]:
         """The parameters in each tensor that the optimizer updates."""
-        flats: dict[Tensor, dict[str, _Piece]] = {}
-        for name, piece in self._pieces.items():
-            assert piece.flat is not None
-            flats.setdefault(piece.flat, {})[name] = piece
+        flats: dict[Tensor, list[str]] = {}
+        for name, place in self._places.items():
+            flats.setdefault(place.flat, []).append(name)
         return flats
 
     # -- to disk
-    def capture(self, optimizer: Optimizer) -> CanonicalState:
-        """Model and optimizer by parameter name, whole, on rank 0; nothing but aliases elsewhere."""
+    def capture(self, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
+        """What this rank holds of the model and of the optimizer."""
         if not self._compared:
-            self.compare()
+            self._compare_used()
             self._compared = True
         tensors, aliases = replicated.tensors(self._model)
-        held = self._pieces | self._frozen
-        model: dict[str, Tensor | None] = {
-            name: self._whole(held[name], held[name].part) if name in held else tensor.detach().cpu()
-            for name, tensor in tensors.items()
-        }
-        state: dict[str, dict[str, Any]] = {}
-        for flat, pieces in self._flats().items():
-            entry = optimizer.state.get(flat) or {}
-            for name, piece in pieces.items():
-                for key, value in entry.items():
-                    state.setdefault(name, {})[key] = self._of_parameter(key, value, piece)
-        if dist.get_rank() != 0:
-            return CanonicalState({}, {}, aliases)
-        return CanonicalState(
-            {name: whole for name, whole in model.items() if whole is not None},
-            {name: state[name] for name in self._pieces if name in state},
-            aliases,
-        )
+        held = self._parts | self._frozen
+        model = {name: held.get(name, tensor.detach()) for name, tensor in tensors.items()}
+        state = {name: self._entry(name, optimizer) for name in self._parts}
+        return CanonicalState(model, {name: entry for name, entry in state.items() if entry}, aliases)
 
-    def _of_parameter(self, key: str, value: Any, piece: _Piece) -> Any:
-        assert piece.flat is not None
-        if isinstance(value, Tensor) and value.shape == piece.flat.shape and key not in self._per_parameter:
-            return self._whole(piece, value[piece.inside])
-        if isinstance(value, Tensor) and value.ndim:
-            raise CheckpointError(
-                f"the optimizer keeps `{key}` in the shape {list(value.shape)} for a flat piece of "
-                f"{piece.flat.numel()} elements, and it cannot be told what of it belongs to which parameter"
-            )
-        return value.detach().clone() if isinstance(value, Tensor) else value
+    def _entry(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state of a parameter."""
+        part, place = self._parts[name], self._places[name]
+        entry: dict[str, Any] = {}
+        for key, value in (optimizer.state.get(place.flat) or {}).items():
+            if isinstance(value, Tensor) and value.ndim:
+                held = self._files.optimizers(place.flat, value) if self._files else value
+                if held.shape != (place.numel,) or key in self._per_parameter:
+                    raise CheckpointError(
+                        f"the optimizer keeps `{key}` in the shape {list(held.shape)} for a flat piece of "
+                        f"{place.numel} elements, and it cannot be told what of it belongs to which parameter"
+                    )
+                value = part.of(held[place.inside])
+            entry[key] = value
+        return entry
 
     def compare(self) -> None:
         """Checks the parts against the weights of the forward pass, and a few against what DeepSpeed says they are.
 
-        DeepSpeed's own reading is too slow for the rest, and not always right: with `round_robin_gradients` 0.19.8
-        takes one parameter for another.
+        DeepSpeed's own reading communicates, is too slow for the rest, and not always right: with
+        `round_robin_gradients` 0.19.8 takes one parameter for another.
         """
-        parameter: Any
-        for name, parameter in self._model.named_parameters():
-            if (piece := self._pieces.get(name)) is not None:
-                used = parameter.ds_tensor if self._stage == 3 else parameter.detach().reshape(-1)[piece.range]
-                self._same(name, used.detach()[: piece.part.numel()])
+        self._compare_used()
         parameters = dict(self._model.named_parameters())
-        names = list(self._pieces)
+        names = list(self._parts)
         say = import_module("deepspeed.utils").safe_get_full_fp32_param
         for name in dict.fromkeys((names[0], names[len(names) // 2], names[-1])):  # in one order on every rank
-            self._same(name, say(parameters[name]).reshape(-1)[self._pieces[name].range])
+            self._same(name, self._of_whole(name, say(parameters[name])))
+
+    def _compare_used(self) -> None:
+        """Checks the parts against the weights of the forward pass, without communication."""
+        parameter: Any
+        for name, parameter in self._model.named_parameters():
+            if name in self._parts:
+                used = self._used(parameter) if self._stage == 3 else self._of_whole(name, parameter.detach())
+                self._same(name, used[: self._parts[name].tensor.numel()])
+
+    def _used(self, parameter: Any) -> Tensor:
+        """Under stage 3: this rank's part of what forward passes gather."""
+        assert self._files is not None
+        return self._files.parameters(parameter)
+
+    def _of_whole(self, name: str, whole: Tensor) -> Tensor:
+        region = self._parts[name].region
+        assert isinstance(region, Range)
+        return whole.reshape(-1)[region.start : region.stop]
 
     def _same(self, name: str, weights: Tensor) -> None:
-        part = self._pieces[name].part
-        if not torch.equal(weights.to(part.device), part):
+        held = self._parts[name].tensor
+        if not torch.equal(weights.to(held.device), held):
             raise StrategyError(
                 f"what DeepSpeed holds of `{name}` on rank {dist.get_rank()} is not where ddpforge looks for it",
                 hints=[f"ddpforge is tested with deepspeed{TESTED}; please report the version that you use"],
             )
 
     # -- and back
-    @torch.no_grad()
-    def restore(self, optimizer: Optimizer, state: CanonicalState) -> None:
-        """Takes this rank's parts of a whole state; the optimizer keeps the recipe's hyper-parameters."""
+    def restore(self, optimizer: Optimizer, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
+        """Reads this rank's parts; the optimizer keeps the recipe's hyper-parameters.
+
+        Where `partial`, what the state lacks stays as it is.
+        """
         tensors, _ = replicated.tensors(self._model)
-        replicated.match(set(tensors), set(state.model) - set(state.aliases))
-        held = self._pieces | self._frozen
+        replicated.match(set(tensors), set(state.model) - set(state.aliases), partial=partial)
+        held = self._parts | self._frozen
         for name, tensor in tensors.items():
-            piece = held.get(name)
-            shape, target = (piece.shape, piece.part) if piece else (tuple(tensor.shape), tensor)
-            saved = state.model[name]
-            replicated.match_form(name, shape, target.dtype, saved)
-            target.copy_(saved.reshape(-1)[piece.range] if piece else saved)
+            if name in state.model:
+                part = held.get(name) or Part.whole(tensor.detach())
+                replicated.match_form(name, part.shape, part.tensor.dtype, state.model[name])
+                state.model[name].read_into(part.region, part.tensor)
         self.changed()
-        self._restore_optimizer(optimizer, state.optimizer)
+        if state.optimizer or not partial:
+            self._restore_optimizer(optimizer, state.optimizer)
 
     def _restore_optimizer(self, optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]]) -> None:
-        unknown = sorted(set(state) - set(self._pieces))
+        unknown = sorted(set(state) - set(self._parts))
         if unknown:
             raise CheckpointError(f"the checkpoint holds optimizer state of `{unknown[0]}`, which is not trained here")
-        entries = {flat: self._of_flat(flat, pieces, state) for flat, pieces in self._flats().items()}
+        groups = self._flats()
+        entries = {flat: self._numbers(names, state) for flat, names in groups.items()}
+        for flat, names in groups.items():
+            if flat.numel():
+                entries[flat] |= self._elements(flat, names, state)
         with self._flats_in(optimizer):
             flats = [flat for group in optimizer.param_groups for flat in group["params"]]
             packed = optimizer.state_dict()
             packed["state"] = {number: entries[flat] for number, flat in enumerate(flats) if entries[flat]}
             optimizer.load_state_dict(packed)
+        if self._stage == 3 and self._zero.swap_optimizer:
+            self._restore_swapped(optimizer, groups, state)
         self._zero._hp_optimizer_states_linked = False  # DeepSpeed's own view of the state: made anew at the next step
 
-    def _of_flat(
-        self, flat: Tensor, pieces: Mapping[str, _Piece], state: Mapping[str, Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        """The optimizer's entry for a flat tensor, made of those of its parameters."""
-        first = next(iter(pieces))
-        entry: dict[str, Any] = {}
-        for name, piece in pieces.items():
+    def _restore_swapped(
+        self, optimizer: Optimizer, groups: Mapping[Tensor, list[str]], state: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Makes the state of what is swapped out, one group at a time."""
+        self._zero.optimizer_swapper.purge_state()
+        for number, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
+            if not flat.numel():
+                with self._in_memory(number):
+                    if elements := self._elements(flat, groups[flat], state):
+                        optimizer.state[flat].update(elements)
+
+    def _numbers(self, names: Sequence[str], state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """What the optimizer keeps once for each of these parameters, which must be the same for all."""
+        first = names[0]
+        found: dict[str, Any] = {}
+        for name in names:
             saved = state.get(name, {})
             if saved.keys() != state.get(first, {}).keys():
                 raise CheckpointError(
@@ -394,18 +392,39 @@ class ZeroWeights(Weights):
                     hints=['resume with strategy.use = "ddp", "single" or "fsdp"'],
                 )
             for key, value in saved.items():
-                if isinstance(value, Tensor) and key not in self._per_parameter:
-                    replicated.match_form(f"{key} of {name}", piece.shape, value.dtype, value)
-                    target = entry.setdefault(key, torch.zeros_like(flat, dtype=value.dtype, requires_grad=False))
-                    target[piece.inside] = value.reshape(-1)[piece.range].to(flat.device)
-                elif entry.setdefault(key, value) != value:
-                    here, there = (torch.as_tensor(number).item() for number in (value, entry[key]))
+                if self._is_per_element(key, value):
+                    replicated.match_form(f"{key} of {name}", self._parts[name].shape, value.dtype, value)
+                    continue
+                if hasattr(value, "read_into"):
+                    replicated.match_form(f"{key} of {name}", (), value.dtype, value)
+                    value = value.read()
+                if found.setdefault(key, value) != value:
+                    here, there = (torch.as_tensor(number).item() for number in (value, found[key]))
                     raise CheckpointError(
                         f"the checkpoint's optimizer has `{key}` {here:g} for `{name}` and {there:g} for `{first}`, "
                         "and ZeRO keeps one for both",
                         hints=['resume with strategy.use = "ddp", "single" or "fsdp"'],
                     )
-        return entry
+        return found
+
+    def _elements(
+        self, flat: Tensor, names: Sequence[str], state: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, Tensor]:
+        """What the optimizer keeps for each element of a flat tensor, put together from its parameters."""
+        found: dict[str, Tensor] = {}
+        for name in names:
+            for key, value in state.get(name, {}).items():
+                if self._is_per_element(key, value):
+                    whole = found.setdefault(key, torch.zeros_like(flat, dtype=value.dtype, requires_grad=False))
+                    target = whole[self._places[name].inside]
+                    if isinstance(value, Tensor):  # 0-d tensors of 0-d parameters may have been saved as numbers
+                        target.fill_(value)
+                    else:
+                        value.read_into(self._parts[name].region, target)
+        return found
+
+    def _is_per_element(self, key: str, value: Any) -> bool:
+        return hasattr(value, "dtype") and key not in self._per_parameter
 
     @contextmanager
     def _flats_in(self, optimizer: Optimizer) -> Iterator[None]:
@@ -418,6 +437,14 @@ class ZeroWeights(Weights):
             yield
         finally:
             self._zero._clear_fp32_optimizer_param_groups()
+
+
+def _part(
+    shape: tuple[int, ...], start: int, count: int, flat: Tensor, held: Tensor, first: int
+) -> tuple[Part, _Place]:
+    """`count` elements from `start` on of a parameter, which are those from `first` on of what is held of `flat`."""
+    inside = slice(first, first + count)
+    return Part(held[inside], shape, Range(start, start + count)), _Place(flat, held.numel(), inside)
 
 
 def _range(parameter: Any) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
+from saved import Saved
 from torch import Tensor, nn
 
 from ddpforge.callbacks.ema import EMA
@@ -35,8 +36,12 @@ def step_and_average(model: nn.Module, ema: EMA, steps: range) -> None:
 
 def started(model: nn.Module, **options: object) -> EMA:
     ema = EMA(**{"decay": 0.9, **options})  # type: ignore[arg-type]
-    ema.on_start(model, WORLD, Weights(model))
+    ema.on_start(model, WORLD, Weights(model, WORLD))
     return ema
+
+
+def averages_of(ema: EMA) -> dict[str, Tensor]:
+    return {name: part.tensor for name, part in ema.state().items()}
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
@@ -52,7 +57,7 @@ def test_twenty_steps_by_hand(every: int) -> None:
         if step % every == 0:
             expected = {name: 0.9 * expected[name] + 0.1 * p for name, p in snapshot(model).items()}
     assert ema.state().keys() == expected.keys()
-    torch.testing.assert_close(dict(ema.state()), expected)
+    torch.testing.assert_close(averages_of(ema), expected)
 
 
 def test_evaluation_sees_the_averages_and_the_live_buffers() -> None:
@@ -64,7 +69,7 @@ def test_evaluation_sees_the_averages_and_the_live_buffers() -> None:
     identities = [id(p) for p in model.parameters()]
 
     with ema.evaluating():
-        torch.testing.assert_close(snapshot(model), dict(ema.state()), rtol=0, atol=0)
+        torch.testing.assert_close(snapshot(model), averages_of(ema), rtol=0, atol=0)
         assert [id(p) for p in model.parameters()] == identities
         assert torch.equal(model[1].running_mean, torch.full((3,), 7.0))  # type: ignore[arg-type]
     torch.testing.assert_close(snapshot(model), live, rtol=0, atol=0)
@@ -74,11 +79,11 @@ def test_live_weights_come_back_when_evaluation_raises() -> None:
     model = net()
     ema = started(model)
     step_and_average(model, ema, range(1, 6))
-    live, averages = snapshot(model), {name: a.clone() for name, a in ema.state().items()}
+    live, averages = snapshot(model), {name: a.clone() for name, a in averages_of(ema).items()}
     with pytest.raises(RuntimeError, match="out of memory"), ema.evaluating():
         raise RuntimeError("out of memory")
     torch.testing.assert_close(snapshot(model), live, rtol=0, atol=0)
-    torch.testing.assert_close(dict(ema.state()), averages, rtol=0, atol=0)
+    torch.testing.assert_close(averages_of(ema), averages, rtol=0, atol=0)
 
 
 def test_averages_can_be_kept_without_being_evaluated() -> None:
@@ -102,14 +107,14 @@ def test_a_resumed_run_averages_on_as_if_nothing_had_happened(evaluation: bool) 
     context: AbstractContextManager[None] = first.evaluating() if evaluation else nullcontext()
     with context:
         pass
-    weights, saved = snapshot(model), {name: average.clone() for name, average in first.state().items()}
+    weights, saved = snapshot(model), {name: Saved(average.clone()) for name, average in averages_of(first).items()}
 
     model = net()
     second = started(model)
     model.load_state_dict(weights, strict=False)
     second.load_state(saved)
     step_and_average(model, second, range(11, 21))
-    torch.testing.assert_close(dict(second.state()), dict(whole.state()), rtol=0, atol=0)
+    torch.testing.assert_close(averages_of(second), averages_of(whole), rtol=0, atol=0)
 
 
 def test_joining_a_run_later_starts_from_its_weights(
@@ -120,20 +125,20 @@ def test_joining_a_run_later_starts_from_its_weights(
     model = net()
     ema = started(model)
     step_and_average(model, ema, range(100, 101))
-    torch.testing.assert_close(dict(ema.state()), snapshot(model), rtol=0, atol=0)
+    torch.testing.assert_close(averages_of(ema), snapshot(model), rtol=0, atol=0)
     assert "they start at step 100" in caplog.text
 
 
 @pytest.mark.parametrize("change", ["missing", "unexpected", "another shape"])
 def test_a_state_of_another_model_is_refused(change: str) -> None:
     ema = started(net())
-    state = dict(ema.state())
+    state = {name: Saved(average) for name, average in averages_of(ema).items()}
     if change == "missing":
         del state["0.bias"]
     elif change == "unexpected":
-        state["9.bias"] = torch.zeros(3)
+        state["9.bias"] = Saved(torch.zeros(3))
     else:
-        state["0.bias"] = torch.zeros(1)  # would broadcast
+        state["0.bias"] = Saved(torch.zeros(1))  # would broadcast
     with pytest.raises(CheckpointError, match=r"9\.bias" if change == "unexpected" else r"0\.bias"):
         ema.load_state(state)
 
@@ -145,8 +150,8 @@ def test_low_precision_weights_are_averaged_in_fp32() -> None:
     with torch.no_grad():
         model.weight.fill_(2.0)
     ema.on_step(info(1))
-    assert ema.state()["weight"].dtype == torch.float32
-    assert ema.state()["weight"].item() == pytest.approx(1.001)
+    assert averages_of(ema)["weight"].dtype == torch.float32
+    assert averages_of(ema)["weight"].item() == pytest.approx(1.001)
     with ema.evaluating():
         assert model.weight.dtype == torch.bfloat16
     assert model.weight.item() == 2.0

@@ -15,7 +15,7 @@ def info(step: int, samples: int, seconds: float = 0.5) -> StepInfo:
 
 def started(**options: float) -> Throughput:
     throughput = Throughput(**options)
-    throughput.on_start(model := torch.nn.Linear(1, 1), WORLD, Weights(model))
+    throughput.on_start(model := torch.nn.Linear(1, 1), WORLD, Weights(model, WORLD))
     return throughput
 
 

@@ -6,6 +6,7 @@ import math
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,8 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ddpforge.checkpoint import Checkpoint, files
-from ddpforge.checkpoint.format import read
+from ddpforge.checkpoint import Facts, Peers, Reader, Share, files, sharded
 from ddpforge.checkpoint.retention import newest
 from ddpforge.interfaces import CanonicalState
 
@@ -24,6 +24,46 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.flo
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
 FAILURES = ("kill", "power", "power, names lost")
 OPERATIONS = ("make_folder", "create", "write", "sync", "sync_folder", "rename", "remove")
+
+
+@dataclass(kw_only=True)
+class Checkpoint(Facts):
+    """A whole checkpoint in memory."""
+
+    state: CanonicalState[Tensor]
+    callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def share(self) -> Share:
+        """Of a rank that has everything."""
+        return Share.of(self.state, self.callbacks)
+
+
+def write(folder: Path, checkpoint: Checkpoint, *, full: bool = False) -> Path:
+    """The checkpoint on disk, written by one rank."""
+    return sharded.write(folder, checkpoint, checkpoint.share, Peers.alone(), full=full)
+
+
+def read(path: Path, *, verify: bool = True) -> Checkpoint:
+    """All of it, every byte verified."""
+    reader = Reader(path, verify=verify)
+    state, callbacks = reader.state(), reader.callbacks()
+    checkpoint = Checkpoint(
+        **vars(reader.facts),
+        state=CanonicalState(
+            {name: saved.read() for name, saved in state.model.items()}, loaded(state.optimizer), state.aliases
+        ),
+        callbacks=loaded(callbacks),
+    )
+    reader.finish()
+    return checkpoint
+
+
+def loaded(owners: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        owner: {key: x.read() if hasattr(x, "read_into") else x for key, x in values.items()}
+        for owner, values in owners.items()
+    }
 
 
 def checkpoint_of(step: int, **changes: Any) -> Checkpoint:
@@ -152,7 +192,7 @@ class Disk:
     `failure` says how. "kill": what was done is there, a write is torn. "power": also, whatever was not fsynced has
     only its first half. "power, names lost": also, files and renames in folders that were not fsynced are undone.
     "full": the operation fails with ENOSPC, and so does all writing after it. With `rank`, only the thread that is
-    this rank of a `World` counts and fails.
+    this rank of a `World`, or writes for it, counts and fails.
     """
 
     def __init__(self, at: int, failure: str, *, ignores: tuple[str, ...] = (), rank: int | None = None) -> None:
@@ -168,7 +208,7 @@ class Disk:
 
     def _operation(self, name: str) -> Callable[..., Any]:
         def act(*arguments: Any) -> Any:
-            if self.rank is not None and threading.current_thread().name != f"rank-{self.rank}":
+            if self.rank is not None and not threading.current_thread().name.endswith(f"rank-{self.rank}"):
                 return self._real[name](*arguments)
             self.count += 1
             if self.count == self.at:

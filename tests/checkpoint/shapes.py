@@ -5,7 +5,7 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from ddpforge.checkpoint.regions import Box, Range, Region, Shape, split
+from ddpforge.regions import Box, Range, Region, Shape, split
 
 
 @st.composite

@@ -1,28 +1,38 @@
 """A save that is interrupted at any operation leaves all of the old state or all of the new one."""
 
 import itertools
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from checkpoint.doubles import FAILURES, Disk, Killed, checkpoint_of, state_of
+from checkpoint.doubles import FAILURES, Disk, Killed, checkpoint_of, state_of, write
+from checkpoint.worlds import checkpoints
 
-from ddpforge.checkpoint import Checkpoints
-from ddpforge.checkpoint.format import write
+from ddpforge.checkpoint import Peers
 from ddpforge.checkpoint.retention import clean
 from ddpforge.errors import CheckpointError
-from ddpforge.recipe.schema import KeepSection
 
 Save = Callable[[Path, int], object]
 
 
-def prune_too(folder: Path, step: int) -> Path:
-    checkpoints = Checkpoints(folder, keep=KeepSection(last=1), is_main=True, broadcast=lambda value: value)
-    return checkpoints.save(checkpoint_of(step))
+def prune_too(folder: Path, step: int, *, background: bool = False) -> Path:
+    saving = checkpoints(folder, Peers.alone(), background=background, keep={"last": 1})
+    checkpoint = checkpoint_of(step)
+    saving.save(checkpoint, checkpoint.share)
+    return saving.wait()
 
 
-def write_only(folder: Path, step: int) -> Path:
-    return write(folder, checkpoint_of(step))
+def write_only(folder: Path, step: int, *, full: bool = False) -> Path:
+    return write(folder, checkpoint_of(step), full=full)
+
+
+SAVES = [(write_only, 0), (write_only, 2), (partial(write_only, full=True), 2), (prune_too, 2)]
+SAVES += [(partial(prune_too, background=True), 2)]
 
 
 def crashes(tmp_path: Path, failure: str, save: Save, *, before: int) -> Iterator[Path]:
@@ -41,13 +51,13 @@ def crashes(tmp_path: Path, failure: str, save: Save, *, before: int) -> Iterato
             except Killed:
                 pass
             else:
-                assert at > 20, "the disk double no longer sees the operations of a save"
+                assert at > 12, "the disk double no longer sees the operations of a save"
                 return
         yield folder
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize(("save", "before"), [(write_only, 0), (write_only, 2), (prune_too, 2)])
+@pytest.mark.parametrize(("save", "before"), SAVES, ids=["first", "third", "full", "pruned", "background"])
 def test_resume_finds_the_old_or_the_new_state_after_a_crash_at_any_operation(
     tmp_path: Path, failure: str, save: Save, before: int
 ) -> None:
@@ -81,21 +91,23 @@ def test_a_save_that_has_returned_survives_a_power_cut_thanks_to_its_fsyncs(
     assert state_of(folder) == survivor
 
 
-def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path, full: bool) -> None:
+    save = partial(write_only, full=full)
     whole = Disk(0, "full")
     with pytest.MonkeyPatch.context() as patch:
         whole.install(patch)
-        write(tmp_path, checkpoint_of(2))
+        save(tmp_path, 2)
 
     for at in range(1, whole.count + 1):
         folder = tmp_path / str(at)
         folder.mkdir()
-        write(folder, checkpoint_of(1))
+        save(folder, 1)
 
         with pytest.MonkeyPatch.context() as patch:
             Disk(at, "full").install(patch)
             with pytest.raises(CheckpointError) as caught:
-                write(folder, checkpoint_of(2))
+                save(folder, 2)
         assert f"could not be written to {folder}: No space left on device" in caught.value.message
         assert "it takes 206 bytes and" in caught.value.message
         assert state_of(folder) in (1, 2)
@@ -107,3 +119,45 @@ def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"could not be written to .*/file/checkpoints"):
         write(tmp_path / "file" / "checkpoints", checkpoint_of(1))
+
+
+FAILING = """
+import sys, threading
+from pathlib import Path
+from checkpoint.doubles import checkpoint_of
+from checkpoint.worlds import checkpoints
+from ddpforge.checkpoint import Peers, files
+
+folder, stuck = Path(sys.argv[1]), threading.Event()
+saving = checkpoints(folder, Peers.alone())
+for step in (1, 2):
+    saving.save(checkpoint_of(step), checkpoint_of(step).share)
+    if step == 1:
+        saving.wait()
+        files.sync = lambda file: (stuck.set(), threading.Event().wait())  # a disk that never answers
+stuck.wait()
+raise ZeroDivisionError("training failed")
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_during_a_save_ends_at_once_and_leaves_the_earlier_checkpoint(folder: Path) -> None:
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", FAILING, str(folder)],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    while "training failed" not in (line := process.stderr.readline()):
+        assert line, "it did not fail as intended"
+    failed = time.monotonic()
+    process.communicate(timeout=30)
+
+    assert time.monotonic() - failed < 10
+    assert process.returncode == 1
+    assert state_of(folder) == 1
+    assert len(list(folder.glob(".step-*.tmp"))) == 1
+    clean(folder)
+    assert {each.name.partition("-")[0] for each in folder.iterdir()} == {"step", "latest.json"}

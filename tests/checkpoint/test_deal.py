@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpforge.checkpoint.deal import Extent, deal
-from ddpforge.checkpoint.regions import flaw
+from ddpforge.regions import flaw
 
 extents = st.dictionaries(
     st.text("abc", max_size=3), st.builds(Extent, st.integers(0, 400), st.sampled_from([1, 2, 4, 8])), max_size=9

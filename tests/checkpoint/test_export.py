@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.doubles import checkpoint_of
+from checkpoint.doubles import checkpoint_of, write
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 
 from ddpforge.checkpoint import files
 from ddpforge.checkpoint.export import export
-from ddpforge.checkpoint.format import write
 from ddpforge.errors import CheckpointError, UsageError
 from ddpforge.interfaces import CanonicalState
 
@@ -127,11 +126,12 @@ def test_a_file_that_exists_is_replaced_only_on_request(checkpoint: Path, tmp_pa
 
 
 def test_a_damaged_checkpoint_is_not_exported(checkpoint: Path, tmp_path: Path) -> None:
-    content = bytearray((checkpoint / "model.safetensors").read_bytes())
+    shard = checkpoint / "shard-00000-of-00001.safetensors"
+    content = bytearray(shard.read_bytes())
     content[-1] ^= 1
-    (checkpoint / "model.safetensors").write_bytes(content)
+    shard.write_bytes(content)
 
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+    with pytest.raises(CheckpointError, match=r"shard-00000-of-00001\.safetensors is damaged"):
         export(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

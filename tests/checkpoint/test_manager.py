@@ -11,7 +11,6 @@ import pytest
 from checkpoint.doubles import checkpoint_of, steps_in
 
 from ddpforge.checkpoint import Checkpoints
-from ddpforge.checkpoint.format import write
 from ddpforge.checkpoint.retention import committed
 from ddpforge.errors import CheckpointError, ExitCode, PeerFailed
 from ddpforge.recipe.schema import KeepSection

@@ -6,11 +6,12 @@ import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
 import torch
-from checkpoint.doubles import Bomb, checkpoint_of, reseal, steps_in
+from checkpoint.doubles import Bomb, checkpoint_of, read, reseal, steps_in, write
 from checkpoint.worlds import counted, cuts, saved, write_sharded
 from safetensors.torch import save_file
 from torch import nn
@@ -18,16 +19,16 @@ from torch import nn
 from ddpforge.checkpoint import files
 from ddpforge.checkpoint.contents import Share
 from ddpforge.checkpoint.export import export
-from ddpforge.checkpoint.format import read, write
 from ddpforge.checkpoint.manifest import read_manifest
 from ddpforge.checkpoint.reader import Reader
-from ddpforge.checkpoint.regions import Box, Part, Range, whole
 from ddpforge.checkpoint.retention import newest
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState
+from ddpforge.regions import Box, Part, Range, whole
 
 GOLDEN = Path(__file__).parent / "golden"
 SHARD = "shard-00001-of-00002.safetensors"
+ALONE = "shard-00000-of-00001.safetensors"
 
 
 @pytest.fixture
@@ -149,8 +150,29 @@ def test_names_shapes_and_dtypes(folder: Path) -> None:
     assert reader.names("callbacks") == ["ema/layer.weight"]
     assert (reader.shape("model", "layer.weight"), reader.dtype("model", "layer.bias")) == ((3, 5), torch.bfloat16)
     assert reader.aliases == {"head.weight": "layer.weight"}
-    assert reader.optimizer()["layer.bias"] == {"step": torch.tensor(7.0)}
-    assert reader.callbacks() == {"ema": {}, "early_stopping": {"bad": 7}}
+    assert not list(folder.glob("*/model.safetensors"))
+
+
+def test_the_whole_state_can_be_had_unread(folder: Path, reads: list[tuple[str, int, int]]) -> None:
+    reader = Reader(write_sharded(folder, checkpoint_of(7)))
+    del reads[:]
+
+    state, callbacks = reader.state(), reader.callbacks()
+
+    assert list(state.model) == reader.names("model")
+    assert state.aliases == {"head.weight": "layer.weight"}
+    assert state.optimizer["layer.bias"]["step"] == torch.tensor(7.0)
+    assert callbacks["early_stopping"] == {"bad": 7}
+    bias, momentum = state.model["layer.bias"], state.optimizer["layer.weight"]["exp_avg"]
+    assert (bias.shape, bias.dtype) == ((3,), torch.bfloat16)
+    assert not reads
+
+    average: Any = callbacks["ema"]["layer.weight"]
+    target = torch.zeros(2, 2)
+    average.read_into(Box((1, 3), (2, 2)), target)
+    assert target.eq(7).all()
+    assert torch.equal(bias.read(), torch.full((3,), 7, dtype=torch.bfloat16))
+    assert momentum.read().shape == (3, 5)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -261,14 +283,14 @@ def lie(**claims: Any) -> Callable[[dict[str, Any]], object]:
 
 
 HEADERS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lie(data_offsets=[8, 1 << 40]), r"layer.weight lies in the bytes 8 to \d+ of the data"),
+    (lie(data_offsets=[80, 1 << 40]), r"layer.weight lies in the bytes 80 to \d+ of the data"),
     (lie(data_offsets=[0, 60]), "lies in the bytes"),
-    (lie(data_offsets=[12, 72]), "lies in the bytes"),
-    (lie(data_offsets=[8, 64]), "lies in the bytes"),
-    (lie(data_offsets=[68, 8]), "lies in the bytes"),
-    (lie(data_offsets=[-8, 68]), "data_offsets"),
-    (lie(data_offsets=[8, 68, 70]), "data_offsets"),
-    (lie(data_offsets=[8.0, 68.5]), "data_offsets"),
+    (lie(data_offsets=[84, 144]), "lies in the bytes"),
+    (lie(data_offsets=[80, 136]), "lies in the bytes"),
+    (lie(data_offsets=[140, 80]), "lies in the bytes"),
+    (lie(data_offsets=[-8, 140]), "data_offsets"),
+    (lie(data_offsets=[80, 140, 142]), "data_offsets"),
+    (lie(data_offsets=[80.0, 140.5]), "data_offsets"),
     (lie(shape=[1 << 40, 5]), r"layer.weight is F32 \[1099511627776, 5\], and the manifest says float32 \[3, 5\]"),
     (lie(shape=[5, 3]), r"layer.weight is F32 \[5, 3\]"),
     (lie(dtype="F64"), "layer.weight is F64"),
@@ -285,16 +307,16 @@ def test_a_header_that_lies_is_refused_before_memory_is_taken_on_its_word(
     folder: Path, change: Callable[[dict[str, Any]], object], complaint: str
 ) -> None:
     path = write(folder, checkpoint_of(7))
-    rewritten(path / "model.safetensors", change)
+    rewritten(path / ALONE, change)
 
     for action in (read, lambda each: read(each, verify=False), lambda each: read_manifest(each, verify=True)):
-        with pytest.raises(CheckpointError, match=f"(?s)model.safetensors is damaged: .*{complaint}"):
+        with pytest.raises(CheckpointError, match=f"(?s){ALONE} is damaged: .*{complaint}"):
             action(path)
 
 
 def test_bytes_that_no_tensor_claims_are_refused(folder: Path) -> None:
     path = write(folder, checkpoint_of(7))
-    file = path / "model.safetensors"
+    file = path / ALONE
     file.write_bytes(file.read_bytes() + b"more")
     reseal(path)
 
@@ -355,45 +377,49 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------- formats
 @pytest.fixture
-def first_format(folder: Path) -> Path:
-    """A checkpoint as ddpforge 0.2 wrote it."""
-    (source,) = GOLDEN.glob("step-*")
-    target = folder / source.name
-    target.mkdir()
-    for file in source.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
-    return target
+def early(folder: Path, request: pytest.FixtureRequest) -> Path:
+    """A checkpoint as earlier versions of ddpforge wrote it: in format 1, or in format 2 with a file a section."""
+    (source,) = (GOLDEN / request.param).glob("step-*")
+    return Path(copytree(source, folder / source.name))
 
 
-def test_format_1_is_read_like_today_s(first_format: Path, tmp_path: Path) -> None:
-    assert json.loads((first_format / "manifest.json").read_text())["version"] == 1
-    assert newest(first_format.parent) == (first_format, [])
+each_early_format = pytest.mark.parametrize("early", ["format-1", "format-2-by-section"], indirect=True)
 
-    loaded, today = read(first_format), checkpoint_of(7)
-    assert steps_in(loaded) == {7}
-    assert repr(loaded.state) == repr(today.state)
-    assert repr(loaded.callbacks) == repr(today.callbacks)
-    assert Reader(first_format).read("model", "layer.weight").shape == (3, 5)
-    export(first_format, tmp_path / "out")
+
+@each_early_format
+def test_early_formats_are_read_like_today_s(early: Path, tmp_path: Path) -> None:
+    assert json.loads((early / "manifest.json").read_text())["version"] == int(early.name[-1])
+    assert newest(early.parent) == (early, [])
+
+    found, today = read(early), checkpoint_of(7)
+    assert steps_in(found) == {7}
+    assert repr(found.state) == repr(today.state)
+    assert repr(found.callbacks) == repr(today.callbacks)
+    assert Reader(early).read("model", "layer.weight").shape == (3, 5)
+    today_s = write(tmp_path, today)
+    for path, out in ((early, tmp_path / "early"), (today_s, tmp_path / "today")):
+        export(path, out, weights="ema", dtype="bf16")
+    assert (tmp_path / "early").read_bytes() == (tmp_path / "today").read_bytes()
 
 
 @pytest.mark.parametrize("name", ["COMMIT", "manifest.json", "model.safetensors", "optimizer.safetensors"])
-def test_format_1_is_verified_by_its_sha256(first_format: Path, name: str) -> None:
-    flip(first_format / name, -2)
+@each_early_format
+def test_early_formats_are_verified_by_their_hashes(early: Path, name: str) -> None:
+    flip(early / name, -2)
 
-    named = "COMMIT|manifest.json" if name == "COMMIT" else f"{name} is damaged: its sha256"
+    named = "COMMIT|manifest.json" if name == "COMMIT" else f"{name} is damaged: (its sha256|the contents of)"
     for action in (read, lambda each: read_manifest(each, verify=True)):
         with pytest.raises(CheckpointError, match=named):
-            action(first_format)
+            action(early)
 
 
-def test_both_layouts_hold_the_same(folder: Path, tmp_path: Path) -> None:
-    full, split = write(folder, checkpoint_of(7)), write_sharded(folder, checkpoint_of(7), 3)
+def test_one_rank_and_several_write_the_same(folder: Path, tmp_path: Path) -> None:
+    one, three = write(folder, checkpoint_of(7)), write_sharded(folder, checkpoint_of(7), 3)
 
-    assert repr(read(full)) == repr(read(split))
-    for path, out in ((full, tmp_path / "full"), (split, tmp_path / "split")):
+    assert repr(read(one)) == repr(read(three))
+    for path, out in ((one, tmp_path / "one"), (three, tmp_path / "three")):
         export(path, out, weights="ema", dtype="bf16")
-    assert (tmp_path / "full").read_bytes() == (tmp_path / "split").read_bytes()
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "three").read_bytes()
 
 
 def test_a_tensor_without_elements_is_still_there(folder: Path) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from checkpoint.doubles import checkpoint_of
+from checkpoint.doubles import checkpoint_of, write
 
-from ddpforge.checkpoint.format import write
 from ddpforge.checkpoint.manifest import read_manifest
 from ddpforge.checkpoint.retention import best, clean, committed, is_best, newest, prune
 from ddpforge.errors import CheckpointError
@@ -157,7 +156,7 @@ def test_best_means_better_than_all_that_are_kept(folder: Path) -> None:
 
 def test_a_broken_checkpoint_does_not_count_as_kept_and_is_left_alone(folder: Path) -> None:
     _, twenty, thirty = save(folder, [10, 20, 30])
-    (thirty / "model.safetensors").write_bytes(b"")
+    (thirty / "shard-00000-of-00001.safetensors").write_bytes(b"")
 
     prune(folder, KeepSection(last=1))
 

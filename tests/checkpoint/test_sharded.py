@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.doubles import Disk, Killed, checkpoint_of, same, steps_in, tensors_of_every_kind
+from checkpoint.doubles import Disk, Killed, checkpoint_of, read, same, steps_in, tensors_of_every_kind, write
 from checkpoint.shapes import regions, tilings
 from checkpoint.worlds import FACTS, World, counted, cuts, save, saved, share_of, write_sharded
 from hypothesis import given, settings
@@ -18,17 +18,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ddpforge.checkpoint import Checkpoint, Checkpoints, files, sharded
+from ddpforge.checkpoint import Checkpoints, files, sharded
 from ddpforge.checkpoint.contents import Facts, Share
 from ddpforge.checkpoint.deal import divide
-from ddpforge.checkpoint.format import read, write
 from ddpforge.checkpoint.manifest import read_manifest
 from ddpforge.checkpoint.peers import Peers
 from ddpforge.checkpoint.reader import Reader
-from ddpforge.checkpoint.regions import Box, Part, Range, Region, Shape
 from ddpforge.checkpoint.retention import committed, newest
 from ddpforge.errors import CheckpointError
 from ddpforge.recipe.schema import KeepSection
+from ddpforge.regions import Box, Part, Range, Region, Shape
 
 
 # ---------------------------------------------------------------------------------------------- there and back

@@ -16,39 +16,43 @@ from shutil import copytree
 from typing import Any
 
 import pytest
-from checkpoint.doubles import FAILURES, Disk, Killed, checkpoint_of, state_of, steps_in
-from checkpoint.worlds import World, share_of
+from checkpoint.doubles import FAILURES, Disk, Killed, checkpoint_of, read, state_of, steps_in
+from checkpoint.worlds import World, checkpoints, share_of
 
-from ddpforge.checkpoint import Checkpoints
-from ddpforge.checkpoint.format import read
-from ddpforge.checkpoint.peers import Peers
+from ddpforge.checkpoint import Peers
 from ddpforge.checkpoint.retention import clean, newest
 from ddpforge.errors import CheckpointError
-from ddpforge.recipe.schema import KeepSection
 
 ORDERS = [(0, 1), (1, 0)]
+SHARDED: dict[str, Any] = {"background": False}
+SETTINGS = {"sharded": SHARDED, "full": {"background": False, "layout": "full"}, "background": {"background": True}}
 
 
-def save(folder: Path, step: int, order: tuple[int, ...] = (0, 1)) -> list[Any]:
+def save(folder: Path, step: int, order: tuple[int, ...] = (0, 1), settings: dict[str, Any] = SHARDED) -> list[Any]:
     """What saving and pruning returns or raises on each of two ranks."""
     checkpoint = checkpoint_of(step)
 
     def act(peers: Peers) -> Path:
-        keep = KeepSection(last=1)
-        checkpoints = Checkpoints(folder, keep=keep, is_main=not peers.rank, broadcast=peers.broadcast)
-        return checkpoints.save_sharded(checkpoint, share_of(checkpoint, peers.rank, 2), peers)
+        saving = checkpoints(folder, peers, keep={"last": 1}, **settings)
+        saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
+        return saving.wait()
 
     return World(2, order).run(act)
 
 
 def crashes(
-    tmp_path: Path, order: tuple[int, ...], disk: Callable[[int], Disk], *, before: int
+    tmp_path: Path,
+    order: tuple[int, ...],
+    disk: Callable[[int], Disk],
+    *,
+    before: int,
+    settings: dict[str, Any] = SHARDED,
 ) -> Iterator[tuple[Path, list[Any]]]:
     """A folder in which saving died, and what each rank saw of it, for every operation; `before` steps were saved."""
     base = tmp_path / "base"
     base.mkdir()
     for step in range(1, before + 1):
-        assert all(isinstance(result, Path) for result in save(base, step))
+        assert all(isinstance(result, Path) for result in save(base, step, settings=settings))
 
     for at in itertools.count(1):
         folder = tmp_path / str(at)
@@ -56,7 +60,7 @@ def crashes(
         failing = disk(at)
         with pytest.MonkeyPatch.context() as patch:
             failing.install(patch)
-            results = save(folder, before + 1, order)
+            results = save(folder, before + 1, order, settings)
         if not failing.failed:
             assert all(isinstance(result, Path) for result in results), results
             assert at > 10, "the disk double no longer sees the operations of a save"
@@ -66,12 +70,13 @@ def crashes(
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize(("settings", "before"), [("sharded", 0), ("sharded", 2), ("full", 2), ("background", 2)])
 def test_resume_finds_the_old_or_the_new_state_after_a_crash_of_the_machine_at_any_operation(
-    tmp_path: Path, order: tuple[int, ...], failure: str, before: int
+    tmp_path: Path, order: tuple[int, ...], failure: str, settings: str, before: int
 ) -> None:
     found = set()
-    for folder, results in crashes(tmp_path, order, lambda at: Disk(at, failure), before=before):
+    dying = crashes(tmp_path, order, lambda at: Disk(at, failure), before=before, settings=SETTINGS[settings])
+    for folder, results in dying:
         assert any(isinstance(result, Killed) for result in results)
         found.add(state_of(folder))
 
@@ -79,14 +84,19 @@ def test_resume_finds_the_old_or_the_new_state_after_a_crash_of_the_machine_at_a
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_when_one_rank_dies_at_any_operation_the_other_learns_of_it_and_the_run_goes_on(
-    tmp_path: Path, order: tuple[int, ...], rank: int
+    tmp_path: Path, order: tuple[int, ...], rank: int, settings: str
 ) -> None:
     found = set()
-    for folder, results in crashes(tmp_path, order, lambda at: Disk(at, "kill", rank=rank), before=2):
+    dying = crashes(
+        tmp_path, order, lambda at: Disk(at, "kill", rank=rank), before=2, settings=SETTINGS[settings]
+    )
+    for folder, results in dying:
         assert isinstance(results[rank], Killed)
-        assert isinstance(results[1 - rank], CheckpointError | RuntimeError), results
+        pruning = rank == 0 and state_of(folder) == 3  # after all are told
+        assert isinstance(results[1 - rank], (CheckpointError, Path) if pruning else CheckpointError), results
         found.add(state_of(folder))
         if rank == 1:
             assert re.search(r"was not saved: (rank 1|a rank) is out of touch", str(results[0]))
@@ -119,32 +129,28 @@ import os, signal, sys
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from checkpoint.doubles import checkpoint_of
-from checkpoint.worlds import share_of
-from ddpforge.checkpoint import files, sharded
-from ddpforge.checkpoint.peers import Peers
+from checkpoint.worlds import checkpoints, share_of
+from ddpforge.checkpoint import Peers, files
 from ddpforge.errors import CheckpointError
+from ddpforge.interfaces import World
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2,
                         timeout=timedelta(seconds=60))
-
-def broadcast(value):
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
-
-def gather(value):
-    values = [None] * 2 if rank == 0 else None
-    dist.gather_object(value, values)
-    return values
+world = World(rank=rank, size=2, local_rank=rank, device=torch.device("cpu"), data_rank=rank, data_size=2)
+saving = checkpoints(folder / "checkpoints", Peers.of(world, timedelta(seconds=60)))
 
 def save(step):
     checkpoint = checkpoint_of(step)
-    return sharded.write(folder / "checkpoints", checkpoint, share_of(checkpoint, rank, 2), peers)
+    saving.save(checkpoint, share_of(checkpoint, rank, 2))
+    if step == 1:
+        for _ in range(300):  # training goes on meanwhile, in the default group
+            dist.all_reduce(torch.ones(1))
+    return saving.wait()
 
-peers = Peers(rank=rank, size=2, broadcast=broadcast, gather=gather)
 print(save(1).name, flush=True)
 if rank == 1:
     files.sync = lambda file: os.kill(os.getpid(), signal.SIGKILL)  # in the middle of its shard

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpforge.checkpoint import Checkpoint, sharded
-from ddpforge.checkpoint.contents import Facts, Share
-from ddpforge.checkpoint.peers import Peers
-from ddpforge.checkpoint.regions import Box, Part, Range
+from checkpoint.doubles import Checkpoint
+from ddpforge.checkpoint import Checkpoints, Facts, Peers, Share, sharded
+from ddpforge.recipe.schema import CheckpointSection
+from ddpforge.regions import Box, Part, Range
 
 FACTS = Facts(step=7, samples=7, strategy="fsdp", world_size=2)
 
@@ -91,6 +91,12 @@ class World:
 
 
 # ---------------------------------------------------------------------------------------------- saving
+def checkpoints(folder: Path, peers: Peers, **settings: Any) -> Checkpoints:
+    """A run's checkpoints as one rank sees them; settings as in a recipe."""
+    section = CheckpointSection.model_validate(settings)
+    return Checkpoints(folder, section, peers=peers, broadcast=peers.broadcast)
+
+
 def save(folder: Path, shares: Sequence[Share], facts: Facts = FACTS, **world: Any) -> list[Any]:
     """What writing a checkpoint returns or raises on each rank."""
     return World(len(shares), **world).run(lambda peers: sharded.write(folder, facts, shares[peers.rank], peers))
@@ -134,11 +140,13 @@ def share_of(checkpoint: Checkpoint, rank: int, ranks: int) -> Share:
     )
 
 
-def write_sharded(folder: Path, checkpoint: Checkpoint, ranks: int = 2, **world: Any) -> Path:
+def write_sharded(
+    folder: Path, checkpoint: Checkpoint, ranks: int = 2, *, full: bool = False, **world: Any
+) -> Path:
     """Writes a checkpoint from several ranks, each with its `share_of` it."""
 
     def save(peers: Peers) -> Path:
-        return sharded.write(folder, checkpoint, share_of(checkpoint, peers.rank, ranks), peers)
+        return sharded.write(folder, checkpoint, share_of(checkpoint, peers.rank, ranks), peers, full=full)
 
     results = World(ranks, **world).run(save)
     failures = [result for result in results if isinstance(result, BaseException)]

@@ -12,7 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 from fake_distributions import forgetting_modules_below, install
 
-from ddpforge.cli.plugins import _print_table, plugins
+from ddpforge.cli.plugins import plugins
+from ddpforge.cli.tables import print_table
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.registry import AmbiguousComponent, BrokenComponent, Registry
 
@@ -231,7 +232,7 @@ def test_on_a_terminal_tables_are_drawn_and_brackets_stay(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
 
-    _print_table(("option", "type"), [("scale", "[float, float]")])
+    print_table(("option", "type"), [("scale", "[float, float]")])
 
     out = capsys.readouterr().out
     assert "[float, float]" in out

@@ -11,6 +11,7 @@ import pytest
 import torch
 from ranks import Ranks
 from safetensors.torch import load_file
+from sharding import weights_in
 
 RECIPE = """
 recipe = 1
@@ -126,7 +127,7 @@ def test_a_compiled_model_trains_like_an_eager_one_under_the_same_names(bench: B
     bench("eager")
     bench("compiled", train='compile = "default"')
     assert bench.column("compiled") == pytest.approx(bench.column("eager"), rel=1e-4)
-    names = [set(load_file(bench.checkpoints(name)[-1] / "model.safetensors")) for name in ("eager", "compiled")]
+    names = [set(weights_in(bench.checkpoints(name)[-1])) for name in ("eager", "compiled")]
     assert names[0] == names[1]
     assert not any("module." in name or "_orig_mod" in name for name in names[1])
 
@@ -177,7 +178,7 @@ def test_averaged_weights_are_the_same_on_one_and_two_ranks_and_can_be_exported(
     assert bench.column("two", "eval/loss") == pytest.approx(bench.column("one", "eval/loss"), rel=1e-5)
 
     averages = [load_file(bench.folder / f"{name}-ema.safetensors") for name in ("one", "two")]
-    live = load_file(bench.checkpoints("two")[-1] / "model.safetensors")
+    live = weights_in(bench.checkpoints("two")[-1])
     torch.testing.assert_close(averages[0], averages[1], rtol=1e-5, atol=1e-6)
     assert any(not torch.equal(live[name], averages[1][name]) for name in live)
 

@@ -6,8 +6,7 @@ from shutil import copy
 
 import pytest
 from ranks import Ranks
-from safetensors.torch import load_file
-from sharding import DDP, FSDP, HSDP, Bench
+from sharding import DDP, FSDP, HSDP, Bench, weights_in
 from torch.distributed.fsdp import FSDPModule
 
 EMA = "[callbacks.ema]\ndecay = 0.9\n"
@@ -50,9 +49,7 @@ def test_compiled_blocks_train_like_eager_ones(bench: Bench) -> None:
     bench("compiled-ddp", DDP, train='compile = "default"\ncompile_blocks = true')
     bench.alike("compiled", "eager", rel=1e-4)
     bench.alike("compiled-ddp", "eager", rel=1e-4)
-    assert set(load_file(bench.newest("compiled") / "model.safetensors")) == set(
-        load_file(bench.newest("eager") / "model.safetensors")
-    )
+    assert set(weights_in(bench.newest("compiled"))) == set(weights_in(bench.newest("eager")))
 
 
 def test_weights_gathered_in_bf16_train_nearly_alike(bench: Bench) -> None:

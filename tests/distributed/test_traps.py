@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
-from safetensors.torch import load_file
-from sharding import DDP, each_strategy
+from sharding import DDP, each_strategy, weights_in
 
 RECIPE = """
 recipe = 1
@@ -52,8 +51,8 @@ class Run:
         return self.ddpforge("run", "run.toml", "--fresh", nproc=nproc, fails=fails)
 
     def weights(self) -> dict[str, float]:
-        file = max((self.folder / "runs/run/checkpoints").glob("step-*/model.safetensors"))
-        return {name: tensor.item() for name, tensor in load_file(file).items()}
+        newest = max((self.folder / "runs/run/checkpoints").glob("step-*"))
+        return {name: tensor.item() for name, tensor in weights_in(newest).items()}
 
     def rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "runs/run/metrics.jsonl").read_text().splitlines()]
@@ -134,7 +133,7 @@ def test_all_ranks_begin_with_the_weights_of_rank_0(run: Run, tmp_path: Path, st
 
     torch.manual_seed(0)
     first = min((tmp_path / "runs/run/checkpoints").glob("step-*"))
-    assert torch.equal(load_file(first / "model.safetensors")["head.weight"], torch.nn.Linear(4, 1).weight)
+    assert torch.equal(weights_in(first)["head.weight"], torch.nn.Linear(4, 1).weight)
 
 
 # ---------------------------------------------------------------------------------------------- parameters
@@ -255,8 +254,8 @@ def test_batchnorm_statistics_are_the_mean_over_ranks_when_somebody_looks(
     run.ddpforge("run", "run.toml", nproc=2)
 
     means = {float((tmp_path / f"mean-{rank}.txt").read_text()) for rank in (0, 1)}
-    file = next((tmp_path / "runs/run/checkpoints").glob("step-*/model.safetensors"))
-    assert means == {load_file(file)["norm.running_mean"].item()} == {6.0}
+    checkpoint = max((tmp_path / "runs/run/checkpoints").glob("step-*"))
+    assert means == {weights_in(checkpoint)["norm.running_mean"].item()} == {6.0}
 
 
 def test_sync_batchnorm_is_refused_on_a_cpu(run: Run) -> None:

@@ -9,7 +9,7 @@ This module only counts. Tensors are sliced and copied by their own methods; tor
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -50,15 +50,18 @@ Region = Range | Box
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A rank's own piece of a tensor of `shape`: the elements of `region`, on any device.
+    """What a rank holds of a tensor of `shape`: the elements of `region`, on any device.
 
-    `tensor` holds them in row-major order; a part that is a box has the box's size. Raises ValueError when the three
-    do not belong together.
+    `tensor` holds them in row-major order; a part that is a box has the box's size. Where several ranks hold the same
+    elements, this one is number `replica` of `replicas`: whoever writes parts down shares that work out. Raises
+    ValueError when these do not belong together.
     """
 
     tensor: Tensor
     shape: Shape
     region: Region
+    replica: int = 0
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         shape = tuple(self.shape)
@@ -66,18 +69,24 @@ class Part:
         held = tuple(self.tensor.shape)
         if prod(held) != region.numel or (isinstance(region, Box) and held != region.size):
             raise ValueError(f"a tensor of shape {list(held)} is not {region} of a tensor of shape {list(shape)}")
+        if not 0 <= self.replica < self.replicas:
+            raise ValueError(f"there is no replica {self.replica} among {self.replicas}")
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "region", region)
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> Part:
+    def whole(cls, tensor: Tensor, *, replica: int = 0, replicas: int = 1) -> Part:
         """All of a tensor."""
-        return cls(tensor, tuple(tensor.shape), Range(0, tensor.numel()))
+        return cls(tensor, tuple(tensor.shape), Range(0, tensor.numel()), replica, replicas)
+
+    def of(self, tensor: Tensor) -> Part:
+        """The same part of another tensor, which this rank holds in the same way."""
+        return replace(self, tensor=tensor)
 
     def cut(self, start: int, stop: int) -> list[Part]:
         """The elements from `start` up to `stop`, counted in this part: one or more parts of the same tensor."""
         if start == stop:
-            return [Part(self.tensor.reshape(-1)[:0], self.shape, Range(0, 0))]
+            return [Part(self.tensor.new_empty(0), self.shape, Range(0, 0))]
         flat = None if isinstance(self.region, Box) else self.tensor.reshape(-1)
         parts = []
         for region, _ in split(self.region, start, stop):

@@ -9,7 +9,7 @@ from checkpoint.shapes import elements, several, tilings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpforge.checkpoint.regions import (
+from ddpforge.regions import (
     Box,
     Part,
     Range,

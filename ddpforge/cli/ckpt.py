@@ -1,0 +1,338 @@
+"""`ddpforge ckpt`: what checkpoints there are, what is in them, whether they are intact; and other programs' formats."""
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ddpforge.cli.export import export
+from ddpforge.cli.options import checkpoint_options, json_option, run_argument
+from ddpforge.cli.tables import print_table, size
+from ddpforge.errors import ExitCode
+
+if TYPE_CHECKING:
+    from ddpforge.checkpoint.compare import Differences, TensorDifference
+    from ddpforge.checkpoint.imports import Imported
+    from ddpforge.checkpoint.listing import Row, Tensor
+
+_SHOWN = 20  # lines of a list that is not asked for in full
+
+source_argument = click.argument("source", metavar="RUN_OR_CHECKPOINT", type=click.Path())
+
+
+@click.group()
+def ckpt() -> None:
+    """List, inspect, verify, compare, export and import checkpoints.
+
+    RUN is a run's folder, its name in runs/, or a folder of checkpoints that belongs to no run.
+    """
+
+
+ckpt.add_command(export)
+
+
+# ---------------------------------------------------------------------------------------------- ls
+@ckpt.command("ls")
+@run_argument
+@json_option
+def ls(run: str, as_json: bool) -> None:
+    """List the checkpoints of RUN, newest first, then those that are broken, with the reason.
+
+    Their files are looked at but not read: `ckpt verify` does that. Metrics are the one that decides what is best, and
+    those of the evaluation.
+    """
+    from ddpforge.checkpoint.listing import Place, notable, rows
+
+    place = Place.find(run)
+    found = rows(place)
+    if as_json:
+        click.echo(json.dumps({"folder": str(place.folder), "checkpoints": [asdict(row) for row in found]}, default=str))
+        return
+    whole, broken = ([row for row in found if (row.problem is None) == good] for good in (True, False))
+    if not found:
+        click.echo(f"{place.folder}: no checkpoints")
+    if whole:
+        names = notable(whole, place.keep())
+        header = ("checkpoint", "step", "samples", "age", "strategy", "ranks", "layout", "size", *names, "")
+        print_table(header, [_line(row, names) for row in whole])
+    for row in broken:
+        click.echo(f"broken: {row.problem}")
+
+
+def _line(row: "Row", names: Sequence[str]) -> list[str]:
+    marks = ", ".join(mark for mark, on in (("latest", row.latest), ("best", row.best)) if on)
+    values = [row.metrics.get(name) for name in names]
+    return [
+        row.path.name,
+        f"{row.step:,}",
+        f"{row.samples:,}",
+        _age(row.created or ""),
+        row.strategy or "",
+        str(row.world_size),
+        row.layout or "",
+        size(row.bytes),
+        *("" if value is None else f"{value:.4g}" for value in values),
+        marks,
+    ]
+
+
+def _age(created: str) -> str:
+    """How long ago that was."""
+    try:
+        seconds = (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()
+    except (ValueError, TypeError):
+        return "?"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+# ---------------------------------------------------------------------------------------------- inspect
+@ckpt.command()
+@source_argument
+@checkpoint_options
+@click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor, too.")
+@json_option
+def inspect(source: str, step: int | None, best: bool, with_tensors: bool, as_json: bool) -> None:
+    """Show what the manifest of RUN_OR_CHECKPOINT says: where the run stood, files, tensors, totals.
+
+    RUN_OR_CHECKPOINT is a run (its newest checkpoint, if not --step or --best) or a checkpoint's folder.
+    """
+    from ddpforge.checkpoint.listing import describe, find, tensors
+    from ddpforge.checkpoint.manifest import read_manifest
+
+    path = find(source, step=step, best=best)
+    manifest = read_manifest(path)
+    facts = describe(path, manifest)
+    listed = tensors(manifest) if with_tensors else []
+    if as_json:
+        click.echo(json.dumps(facts | ({"tensors": [asdict(tensor) for tensor in listed]} if with_tensors else {})))
+        return
+    for name, text in _page(facts):
+        click.echo(f"{name:<10} {text}")
+    _print_tensors(listed)
+
+
+def _page(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """Facts as lines, each with a name."""
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    yield "checkpoint", facts["path"]
+    yield "step", f"{facts['step']:,}, {facts['samples']:,} samples; saved {facts['created']}"
+    yield "written by", f"{facts['strategy']}, {facts['world_size']} rank{'s' * (facts['world_size'] > 1)}; {versions}"
+    yield "format", f"{facts['format']}, {facts['layout']}"
+    for name in ("metrics", "position", "loop", "aliases"):
+        if facts[name]:
+            yield name, ", ".join(f"{key} {_short(value)}" for key, value in facts[name].items())
+    for number, entry in enumerate(facts["lineage"]):
+        known = isinstance(entry, Mapping) and {"step", "recipe"} <= entry.keys()
+        text = f"{str(entry['recipe'])[:12]} from step {entry['step']}" if known else json.dumps(entry)
+        yield "recipe" if not number else "", text
+    for name, entry in facts["sections"].items():
+        dtypes = ", ".join(f"{count} {dtype}" for dtype, count in entry["dtypes"].items())
+        if entry["tensors"]:
+            yield name, f"{dtypes} tensors; {entry['elements']:,} elements, {size(entry['bytes'])}"
+    for name, values in facts["callbacks"].items():
+        if values:
+            yield "callback", f"{name}: {', '.join(f'{key} {_short(value)}' for key, value in values.items())}"
+    for number, (name, count) in enumerate(facts["files"].items()):
+        yield "files" if not number else "", f"{name}  {size(count)}"
+
+
+def _short(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else json.dumps(value)
+
+
+def _print_tensors(listed: Sequence["Tensor"]) -> None:
+    if listed:
+        click.echo()
+        print_table(
+            ("section", "name", "shape", "dtype", "parts", "size"),
+            [(x.section, x.name, str(list(x.shape)), x.dtype, str(x.parts), size(x.bytes)) for x in listed],
+        )
+
+
+# ---------------------------------------------------------------------------------------------- verify
+@ckpt.command()
+@source_argument
+@click.option("--step", type=click.IntRange(min=0), help="The checkpoint of this step; default: the newest.")
+@click.option("--all", "every", is_flag=True, help="All checkpoints of the run.")
+@json_option
+def verify(source: str, step: int | None, every: bool, as_json: bool) -> None:
+    """Read every byte of the newest checkpoint, of one, or of all; name each file that is missing or damaged.
+
+    Also says which checkpoint a run would go on from. Exit codes: 0 intact, 1 damaged, 2 there is none.
+    """
+    from ddpforge.checkpoint.listing import Place, find, is_checkpoint, newest_first
+    from ddpforge.checkpoint.verify import damages
+    from ddpforge.errors import UsageError
+
+    if every and step is not None:
+        raise UsageError("--all and --step each choose checkpoints", hints=["give one of them"])
+    known = {}
+    resumes: Path | None = None
+    if alone := is_checkpoint(Path(source)):
+        if every:
+            raise UsageError(f"{source} is one checkpoint", hints=["leave out --all, or name the run"])
+        chosen = [find(source, step=step)]
+    else:
+        place = Place.find(source)
+        order = newest_first(place)
+        if not order:
+            raise UsageError(f"{place.folder} has no checkpoint")
+        chosen = order if every else order[:1] if step is None else _of_step(place.folder, order, step)
+    for path in chosen:
+        known[path] = damages(path)
+        if not as_json:
+            _print_damages(path, known[path])
+    if not alone:
+        resumes = next((path for path in order if not (known[path] if path in known else damages(path))), None)
+
+    if as_json:
+        listed = [
+            {"path": str(path), "intact": not found, "damages": [damage._asdict() for damage in found]}
+            for path, found in known.items()
+        ]
+        click.echo(json.dumps({"checkpoints": listed, **({} if alone else {"resumes": resumes and str(resumes)})}))
+    elif not alone:
+        click.echo(f"a run would go on from {resumes.name}" if resumes else "a run could not go on: none is intact")
+    sys.exit(ExitCode.FAILED if any(known.values()) else ExitCode.DONE)
+
+
+def _of_step(folder: Path, order: Sequence[Path], step: int) -> list[Path]:
+    """The checkpoints whose names say that they are of this step."""
+    from ddpforge.checkpoint.schema import FOLDER
+    from ddpforge.errors import UsageError
+
+    steps = {path: int(match[1]) for path in order if (match := FOLDER.fullmatch(path.name))}
+    found = [path for path in order if steps.get(path) == step]
+    if not found:
+        there = ", ".join(str(each) for each in sorted(set(steps.values())))
+        raise UsageError(f"{folder} has no checkpoint of step {step}", hints=[f"it has checkpoints of step {there}"])
+    return found
+
+
+def _print_damages(path: Path, found: Sequence[Any]) -> None:
+    click.echo(f"{path}: {'damaged' if found else 'intact'}")
+    for damage in found:
+        click.echo(f"  {damage.file}: {damage.problem}")
+
+
+# ---------------------------------------------------------------------------------------------- diff
+@ckpt.command()
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
+@json_option
+def diff(a: str, b: str, as_json: bool) -> None:
+    """Compare two checkpoints: recipe, position, and every tensor of model, optimizer and callbacks.
+
+    A and B are checkpoints' folders, or RUN (the newest), RUN:STEP or RUN:best. Layout and number of ranks do not
+    matter. Exit codes: 0 equal, 1 different, 2 no such checkpoint, 3 one is damaged. Who saved a checkpoint, when and
+    with what, metrics, and recipe keys that do not matter for the result are shown, and make no difference.
+    """
+    from ddpforge.checkpoint.compare import compare
+    from ddpforge.checkpoint.listing import parse
+
+    paths = [parse(a), parse(b)]
+    found = compare(*paths)
+    if as_json:
+        facts = {"a": str(paths[0]), "b": str(paths[1]), "equal": found.equal, **asdict(found)}
+        click.echo(json.dumps(_finite(facts), default=str))
+    else:
+        _print_differences(paths, found)
+    sys.exit(ExitCode.DONE if found.equal else ExitCode.FAILED)
+
+
+def _print_differences(paths: Sequence[Path], found: "Differences") -> None:
+    click.echo(f"a: {paths[0]}\nb: {paths[1]}")
+    for change in found.recipe:
+        click.echo(f"recipe, {change.policy}: {change}")
+    for values, note in ((found.about, " (makes no difference)"), (found.facts, "")):
+        for value in values:
+            click.echo(f"{value.name}: {json.dumps(value.a)} → {json.dumps(value.b)}{note}")
+    for section, count in found.compared.items():
+        mine = [each for each in found.tensors if each.section == section]
+        for what, names in (("only in a", found.missing[section]), ("only in b", found.unexpected[section])):
+            for name in names:
+                click.echo(f"{section}: {name} is {what}")
+        click.echo(f"{section}: {len(mine)} of {count} tensors differ")
+        if mine:
+            print_table(("", "differing", "max |a-b|", "relative", ""), [_difference(each) for each in mine])
+    click.echo("equal" if found.equal else "different")
+
+
+def _difference(each: "TensorDifference") -> list[str]:
+    numbers = [f"{each.elements:,}", f"{each.absolute:.3g}", f"{each.relative:.3g}"] if each.elements else [""] * 3
+    return [f"  {each.name}", *numbers, each.note]
+
+
+def _finite(value: Any) -> Any:
+    """The same without numbers that JSON cannot hold: these become text."""
+    if isinstance(value, dict):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---------------------------------------------------------------------------------------------- import
+@ckpt.command("import")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--out",
+    required=True,
+    type=click.Path(),
+    metavar="RUN_OR_FOLDER",
+    help="A run, by folder or by name in runs/, or a folder of checkpoints, which is made if it is not there.",
+)
+@click.option("--trust", is_flag=True, help="Load pickles in full: they can run any code that their maker put there.")
+@click.option(
+    "--map",
+    "maps",
+    multiple=True,
+    metavar="PATTERN=REPLACEMENT",
+    help=r"Rename tensors, by a regular expression: --map '^module\.='; repeatable, applied in order.",
+)
+@click.option("--step", type=click.IntRange(min=0), help="The step it is of; default: what SOURCE says, or 0.")
+@click.option("--samples", type=click.IntRange(min=0), help="The samples trained on; default: what SOURCE says, or 0.")
+@json_option
+def import_(
+    source: Path, out: str, trust: bool, maps: tuple[str, ...], step: int | None, samples: int | None, as_json: bool
+) -> None:
+    """Make a checkpoint out of what another program wrote: one that a run resumes from or begins with.
+
+    SOURCE is a safetensors file, a state_dict (.pt, .bin), or a folder of transformers, torch.distributed.checkpoint or
+    DeepSpeed (ZeRO 1 to 3: float32 weights). Optimizer state comes along where SOURCE has it by parameter: from the
+    latter two, which are pickles and need --trust.
+    """
+    from ddpforge.checkpoint.imports import import_checkpoint
+
+    done = import_checkpoint(source, out, trust=trust, maps=maps, step=step, samples=samples)
+    if as_json:
+        click.echo(json.dumps(asdict(done), default=str))
+    else:
+        _print_imported(done)
+
+
+def _print_imported(done: "Imported") -> None:
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in done.dtypes.items())
+    state = f"{', '.join(done.keys)} of {done.optimizer} parameters" if done.optimizer else "none"
+    click.echo(f"{done.path}: from {done.kind}")
+    click.echo(f"step       {done.step:,}, {done.samples:,} samples")
+    click.echo(f"model      {dtypes} tensors, {size(done.bytes)}")
+    click.echo(f"optimizer  {state}")
+    if done.aliases:
+        click.echo(f"tied       {', '.join(f'{name} to {other}' for name, other in done.aliases.items())}")
+    for line in done.left_out[:_SHOWN]:
+        click.echo(f"left out   {line}")
+    if len(done.left_out) > _SHOWN:
+        click.echo(f"left out   {len(done.left_out) - _SHOWN} more; --json lists all")
+    for hint in done.hints:
+        click.echo(f"note       {hint}")

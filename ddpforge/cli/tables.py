@@ -1,0 +1,36 @@
+"""Tables for the terminal: boxes where people look, plain columns where programs do."""
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints rows under a header to stdout."""
+    if sys.stdout.isatty():
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*header, box=SIMPLE_HEAD)
+        for row in rows:
+            table.add_row(*row)
+        Console(markup=False, highlight=False).print(table)  # brackets in a cell are TOML, not styles
+        return
+
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def size(count: int) -> str:
+    """Bytes for people: 1,234 B, 56.7 MB."""
+    if count < 10_000:
+        return f"{count:,} B"
+    value = float(count)
+    for unit in ("kB", "MB", "GB", "TB"):
+        value /= 1000
+        if value < 1000 or unit == "TB":
+            break
+    return f"{value:.1f} {unit}"

@@ -1,0 +1,129 @@
+"""Beginning with weights from elsewhere: `checkpoint.init_from`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from shutil import rmtree
+
+import pytest
+import torch
+from ranks import Ranks
+from safetensors.torch import save_file
+from sharding import DDP, Bench, each_strategy, weights_in
+from torch import Tensor
+
+from ddpforge.checkpoint import Reader
+from ddpforge.errors import ExitCode
+
+BEGIN = """
+[checkpoint]
+at_start = true
+every = "100st"
+init_from = "{source}"
+{more}
+[callbacks.ema]
+decay = 0.9
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
+    return Bench(tmp_path, ddpforge)
+
+
+@pytest.fixture
+def weights(bench: Bench) -> dict[str, Tensor]:
+    """Those of a trained model, which are in the run `base`."""
+    bench("base", DDP, length="6st")
+    return weights_in(bench.newest("base"))
+
+
+def begin(bench: Bench, source: str, strategy: str = DDP, more: str = "", **options: bool) -> Ranks:
+    return bench("tuned", strategy, length="6st", more=BEGIN.format(source=source, more=more), **options)
+
+
+def first(bench: Bench) -> Path:
+    """The checkpoint before the first step."""
+    return min((bench.folder / "runs/tuned/checkpoints").glob("step-*"))
+
+
+@each_strategy
+def test_a_run_begins_with_the_weights_of_another(bench: Bench, weights: dict[str, Tensor], strategy: str) -> None:
+    said = begin(bench, "base", strategy)
+    checkpoint = Reader(first(bench))
+    torch.testing.assert_close(weights_in(first(bench)), weights, rtol=0, atol=0)
+    averages = {name: saved.read() for name, saved in checkpoint.callbacks()["ema"].items()}  # type: ignore[union-attr]
+    torch.testing.assert_close(averages, {name: weights[name] for name in averages}, rtol=0, atol=0)
+    assert checkpoint.facts.step == 0
+    assert not any(checkpoint.state().optimizer.values())
+    assert f"initial weights: {len(weights)} tensors from" in said.stderr
+
+    rmtree(bench.folder / "runs/base")  # a run that goes on does not need them
+    more = BEGIN.format(source="base", more="")
+    bench("tuned", strategy, length="8st", more=more)
+    assert Reader(bench.newest("tuned")).facts.step == 8
+
+
+@each_strategy
+def test_what_is_missing_and_what_is_left_over_is_named(
+    bench: Bench, weights: dict[str, Tensor], strategy: str
+) -> None:
+    """In another dtype, too."""
+    names = list(weights)
+    half = {name: weights[name].bfloat16() for name in names[2:]}
+    save_file({**half, "head.extra": torch.zeros(2)}, bench.folder / "some.safetensors")
+    said = begin(bench, "some.safetensors", strategy).stderr
+    assert f"{len(half)} tensors from some.safetensors" in said
+    assert f"2 tensors not in it: {', '.join(sorted(names[:2]))}" in said
+    assert "1 tensors not in the model: head.extra" in said
+
+    began = weights_in(first(bench))
+    for name, tensor in half.items():
+        assert torch.equal(began[name], tensor.float()), name
+    assert not torch.equal(began[names[0]], weights[names[0]])
+
+
+def test_a_folder_that_transformers_wrote_will_do(bench: Bench, weights: dict[str, Tensor]) -> None:
+    folder, names = bench.folder / "hub", list(weights)
+    folder.mkdir()
+    parts = {"model-00001-of-00002.safetensors": names[:3], "model-00002-of-00002.safetensors": names[3:]}
+    for file, some in parts.items():
+        save_file({name: weights[name] for name in some}, folder / file)
+    index = {name: file for file, some in parts.items() for name in some}
+    (folder / "model.safetensors.index.json").write_text(f'{{"weight_map": {index}}}'.replace("'", '"'))
+    begin(bench, "hub")
+    torch.testing.assert_close(weights_in(first(bench)), weights, rtol=0, atol=0)
+
+
+def test_another_shape_is_an_error_unless_it_is_skipped(bench: Bench, weights: dict[str, Tensor]) -> None:
+    name = next(name for name, tensor in weights.items() if tensor.ndim == 2)
+    save_file({**weights, name: torch.zeros(2, 2)}, bench.folder / "odd.safetensors")
+    refused = begin(bench, "odd.safetensors", fails=True)
+    assert set(refused.codes) == {ExitCode.ENVIRONMENT}
+    assert f"`{name}` is {list(weights[name].shape)} in the model and [2, 2] in checkpoint.init_from" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+    said = begin(bench, "odd.safetensors", more=f'init_skip = ["{name[:-2]}*"]')
+    assert f"1 tensors left alone: {name}" in said.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("nowhere", "there is no run 'nowhere'"),
+        ("other.safetensors", "none of its tensors has a name that the model knows"),
+    ],
+)
+def test_a_source_that_is_none_is_refused(bench: Bench, source: str, reason: str) -> None:
+    save_file({"w": torch.zeros(2)}, bench.folder / "other.safetensors")
+    refused = begin(bench, source, fails=True)
+    assert ExitCode.USAGE in refused.codes
+    assert reason in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_broken_file_is_named(bench: Bench) -> None:
+    (bench.folder / "broken.safetensors").write_bytes(b"\xff" * 64)
+    refused = begin(bench, "broken.safetensors", fails=True)
+    assert set(refused.codes) == {ExitCode.ENVIRONMENT}
+    assert "broken.safetensors cannot be read as safetensors" in refused.stderr
+    assert "Traceback" not in refused.stderr
