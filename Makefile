@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test test-fast lint clean
+.PHONY: run test test-all test-fast lint clean
 
 run: $(VENV)/installed    ## train the digits recipe on 2 processes
 	$(BIN)/ddpforge launch digits --nproc 2 --fresh
@@ -12,8 +12,11 @@ run: $(VENV)/installed    ## train the digits recipe on 2 processes
 test: lint                ## everything: style, types, all tests
 	$(BIN)/python -m pytest
 
+test-all: lint            ## also all strategy pairs and the random kills: about an hour
+	$(BIN)/python -m pytest -m "full or not full"
+
 test-fast: $(VENV)/installed    ## without the tests that take tens of seconds
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not full"
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

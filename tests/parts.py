@@ -5,6 +5,7 @@ Recipes in tests name them as `./parts.py:Name`; the fixture `write_recipe` puts
 
 import os
 import signal
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -85,6 +86,33 @@ class StopAt(Callback):
     def on_step(self, info: StepInfo) -> None:
         if self.here and info.step == self.step:
             os.kill(os.getpid(), signal.Signals[self.signal])
+
+
+class Killed(Callback):
+    """Is killed (-9) if it is rank KILL_RANK, by another process, KILL_AFTER seconds after it was set up."""
+
+    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
+        victim = os.getpid()
+        if str(world.rank) == os.environ.get("KILL_RANK") and os.fork() == 0:
+            time.sleep(float(os.environ["KILL_AFTER"]))
+            if os.getppid() == victim:
+                os.kill(victim, signal.SIGKILL)
+            os._exit(0)
+
+
+class SaveAgain(Callback):
+    """Ends a run as soon as it has restored a checkpoint: it saves that again, and trains nothing."""
+
+    def __init__(self) -> None:
+        from ddpforge.trainer import Trainer
+
+        def fit(self: Trainer) -> str:
+            self._began, self._saved = time.monotonic(), None
+            self._save()
+            self._settle(last=True)
+            return "stopped"
+
+        Trainer.fit = fit  # type: ignore[assignment, method-assign]
 
 
 class Scalars(nn.Module):

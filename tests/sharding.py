@@ -91,17 +91,25 @@ every = "1st"
 class Bench:
     """Runs the recipe in one folder, under any strategy on any number of ranks, and reads what came of it."""
 
-    def __init__(self, folder: Path, ddpforge: Callable[..., Ranks]) -> None:
-        self.folder, self.ddpforge = folder, ddpforge
+    def __init__(self, folder: Path, ddpforge: Callable[..., Ranks], recipe: str = RECIPE) -> None:
+        self.folder, self.ddpforge, self.recipe = folder, ddpforge, recipe
         copy(Path(__file__).parent / "parts.py", folder)
 
     def __call__(
-        self, name: str, strategy: str = DDP, *, nproc: int = 2, parts: str = GPT, fails: bool = False, **text: Any
+        self,
+        name: str,
+        strategy: str = DDP,
+        *,
+        nproc: int = 2,
+        parts: str = GPT,
+        fails: bool = False,
+        env: dict[str, str] | None = None,
+        **text: Any,
     ) -> Ranks:
         options = {"model": "", "train": "", "more": "", "length": "20st", "strategy": strategy, "name": name} | text
         parts = parts.format(model=options.pop("model"))
-        (self.folder / f"{name}.toml").write_text(RECIPE.format(parts=parts, **options))
-        return self.ddpforge("run", f"{name}.toml", nproc=nproc, fails=fails)
+        (self.folder / f"{name}.toml").write_text(self.recipe.format(parts=parts, **options))
+        return self.ddpforge("run", f"{name}.toml", nproc=nproc, fails=fails, env=env)
 
     def column(self, name: str, key: str = "train/loss") -> list[float]:
         rows = map(json.loads, (self.folder / f"runs/{name}/metrics.jsonl").read_text().splitlines())

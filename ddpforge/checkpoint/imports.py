@@ -18,6 +18,7 @@ from ddpforge.checkpoint.peers import Peers
 from ddpforge.checkpoint.retention import committed
 from ddpforge.checkpoint.stored import DTYPES
 from ddpforge.errors import UsageError
+from ddpforge.regions import flaw
 from ddpforge.runfolder import RunFolder
 
 X = TypeVar("X")
@@ -113,7 +114,7 @@ def _read(source: Path, *, trust: bool) -> Found:
         return dcp.read(source, trust=trust)
     if zero.is_native(source):
         return zero.read(source, trust=trust)
-    if any((source / name).exists() or (source / name).is_symlink() for name in (*plain.SINGLE, *plain.INDEXED)):
+    if plain.is_folder(source):
         return plain.read_folder(source, trust=trust)
     raise refused(
         source,
@@ -130,12 +131,15 @@ def _check(found: Found, source: Path) -> None:
     for name, held in _each(found):
         for tensor in [part.tensor for part in held] if isinstance(held, list) else [held]:
             kind = str(tensor.dtype).removeprefix("torch.")
-            if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-                raise refused(source, f"{name} is a {type(tensor).__name__} ({tensor.layout}), not a dense tensor")
+            if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+                what = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} ({tensor.layout})"
+                raise refused(source, f"{name} is {what}, not a dense tensor")
             if kind not in DTYPES:
                 raise refused(source, f"{name} is of type {kind}", f"a checkpoint holds {', '.join(DTYPES)}")
-        if not held:
+        if isinstance(held, list) and not held:
             raise refused(source, f"nothing is there of {name}")
+        if isinstance(held, list) and (problem := flaw(held[0].shape, [part.region for part in held])):
+            raise refused(source, f"{name}: {problem}")
     if "" in found.model:
         raise refused(source, "a tensor in it has no name")
 
@@ -245,4 +249,3 @@ def _common_prefix(names: Sequence[str]) -> str:
     while more := next((p for p in _PREFIXES if all(name.startswith(prefix + p) for name in names)), ""):
         prefix += more
     return prefix
-

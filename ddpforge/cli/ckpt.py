@@ -1,4 +1,4 @@
-"""`ddpforge ckpt`: what checkpoints there are, what is in them, whether they are intact; and other programs' formats."""
+"""`ddpforge ckpt`: which checkpoints there are, what is in them, whether they are intact; other programs' formats."""
 
 import json
 import math
@@ -52,7 +52,9 @@ def ls(run: str, as_json: bool) -> None:
     place = Place.find(run)
     found = rows(place)
     if as_json:
-        click.echo(json.dumps({"folder": str(place.folder), "checkpoints": [asdict(row) for row in found]}, default=str))
+        click.echo(
+            json.dumps({"folder": str(place.folder), "checkpoints": [asdict(row) for row in found]}, default=str)
+        )
         return
     whole, broken = ([row for row in found if (row.problem is None) == good] for good in (True, False))
     if not found:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-class _Size(click.ParamType):
+class _Size(click.ParamType[int]):
     """A number of bytes, with or without a unit."""
 
     name = "size"

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn
 
 import torch
 from pydantic import Field
@@ -16,15 +17,16 @@ from torch.optim import Optimizer
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import CanonicalState, Contract, Part, SavedTensor, Sharded, World
 from ddpforge.strategies.accelerated import AcceleratedStrategy
+from ddpforge.strategies.nvme import SMALLEST, Folder, is_swapped, require_io
 from ddpforge.strategies.precision import LossScaling
-from ddpforge.strategies.zero import ZeroWeights, import_deepspeed, keys_per_parameter, require_deepspeed, start
+from ddpforge.strategies.zero import Keys, ZeroWeights, import_deepspeed, keys_of, require_deepspeed, start
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
 
 __all__ = ["DeepSpeed"]
 
-Offload = Literal["none", "cpu"]
+Offload = Literal["none", "cpu", "nvme"]
 
 _SHARDS: dict[int, tuple[Sharded, ...]] = {
     1: ("optimizer state",),
@@ -40,6 +42,11 @@ _ACCUMULATES = {
 # What `extra` may hold: how fast DeepSpeed works and what it tells, never what is computed. DeepSpeed itself takes any
 # key in silence, so one that is not known here is refused too.
 _PASSED_ON = {
+    "aio.block_size",
+    "aio.intra_op_parallelism",
+    "aio.overlap_events",
+    "aio.queue_depth",
+    "aio.single_submit",
     "comms_logger",
     "flops_profiler",
     "log_level",
@@ -53,6 +60,7 @@ _PASSED_ON = {
     "zero_optimization.log_trace_cache_warnings",
     "zero_optimization.memory_efficient_linear",
     "zero_optimization.offload_optimizer.pin_memory",
+    "zero_optimization.offload_param.buffer_count",
     "zero_optimization.offload_param.pin_memory",
     "zero_optimization.overlap_comm",
     "zero_optimization.parameter_alignment",
@@ -116,6 +124,8 @@ class DeepSpeed(AcceleratedStrategy):
 
     Stage 1 shards the optimizer's state and the weights it updates, stage 2 gradients too, stage 3 also the weights
     of the forward pass. See https://www.deepspeed.ai/docs/config-json/ and Rajbhandari et al., "ZeRO" (SC 2020).
+
+    Offload to NVMe is for stage 3, and for tensors of a MiB and more on each rank; smaller ones stay in memory.
     """
 
     group = True
@@ -129,11 +139,14 @@ class DeepSpeed(AcceleratedStrategy):
             Field(description="What is sharded: optimizer state (1), gradients too (2), weights too (3)."),
         ] = 2,
         offload_optimizer: Annotated[
-            Offload, Field(description="Where optimizer state lives and updates are computed; none: on the device.")
+            Offload, Field(description="Where optimizer state lives; if not on the device (none), the CPU updates it.")
         ] = "none",
         offload_parameters: Annotated[
             Offload, Field(description="Where weights wait until they are gathered; none: on the device. Stage 3 only.")
         ] = "none",
+        nvme_path: Annotated[
+            Path | None, Field(description="An existing folder on a local NVMe disk, for what is offloaded to nvme.")
+        ] = None,
         extra: Annotated[
             dict[str, Any],
             Field(description="Further keys of the DeepSpeed configuration, for speed and for what it reports."),
@@ -142,10 +155,20 @@ class DeepSpeed(AcceleratedStrategy):
         super().__init__()
         if offload_parameters != "none" and stage != 3:
             raise ValueError(f"offload_parameters needs stage 3: under stage {stage} every rank uses whole weights")
+        if offload_optimizer == "nvme" and stage != 3:
+            raise ValueError(
+                f'offload_optimizer = "nvme" needs stage 3: under stage {stage} DeepSpeed keeps the state in memory'
+            )
+        offloads = (offload_optimizer, offload_parameters)
+        if "nvme" in offloads and nvme_path is None:
+            raise ValueError("nvme_path is missing: the folder for what is offloaded to nvme")
+        if "nvme" not in offloads and nvme_path is not None:
+            raise ValueError("nvme_path has no effect, for nothing is offloaded to nvme")
         self.stage = stage
-        self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
+        self.offload_optimizer, self.offload_parameters = offloads
+        self.nvme_path = nvme_path
         self.extra = deepcopy(extra)
-        _refuse_owned(self.extra, offload_optimizer != "none", offload_parameters != "none")
+        _refuse_owned(self.extra, *offloads)
         self.contract = Contract(
             shards=_SHARDS[stage],
             clips="DeepSpeed, after the reduction, by the norm over all parts",
@@ -164,9 +187,11 @@ class DeepSpeed(AcceleratedStrategy):
         """
         zero: dict[str, Any] = {"stage": self.stage}
         if self.offload_optimizer != "none":
-            zero["offload_optimizer"] = {"device": self.offload_optimizer}
+            zero["offload_optimizer"] = self._offload(self.offload_optimizer)
         if self.offload_parameters != "none":
-            zero["offload_param"] = {"device": self.offload_parameters}
+            zero["offload_param"] = self._offload(self.offload_parameters)
+        if self.offload_parameters == "nvme":
+            zero["offload_param"]["max_in_cpu"] = 0  # else the first 1e9 elements stay in memory
         config = {
             "train_micro_batch_size_per_gpu": train.micro_batch or max(1, train.global_batch // ranks),
             "gradient_accumulation_steps": 1,
@@ -184,6 +209,9 @@ class DeepSpeed(AcceleratedStrategy):
             config["torch_autocast"] = {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}
         return _merged(config, self.extra)
 
+    def _offload(self, device: Offload) -> dict[str, Any]:
+        return {"device": device, "nvme_path": str(self.nvme_path)} if device == "nvme" else {"device": device}
+
     # -- before the loop
     def setup(self, train: TrainSection) -> World:
         """Joins the process group, and imports DeepSpeed for the device that it is on."""
@@ -196,6 +224,9 @@ class DeepSpeed(AcceleratedStrategy):
                 hints=['set train.compile = "default", or strategy.stage = 2'],
             )
         self.deepspeed = import_deepspeed(world.device)
+        if self.nvme_path is not None:
+            self._folder = Folder(self.nvme_path)
+            require_io()
         if train.precision == "fp16":
             self.precision = _EngineScaling(world.device)
         return world
@@ -224,11 +255,12 @@ class DeepSpeed(AcceleratedStrategy):
         self._bare = model
         for parameter in self._trained:
             self._refuse_form(parameter)
-        device = torch.device("cpu") if self.offload_optimizer == "cpu" else self.world.device
-        per_parameter = keys_per_parameter(optimizer, device)
+        device = torch.device("cpu") if self.offload_optimizer != "none" else self.world.device
+        keys = keys_of(optimizer, device)
 
         self._watch()
         config = self.config(self.train, self.world.size)
+        self._fit_buffers(config["zero_optimization"], keys)
         self.engine = start(self.deepspeed, model, optimizer, config, self.world)
         self.check(self.engine)
         zero = self.engine.optimizer
@@ -238,9 +270,31 @@ class DeepSpeed(AcceleratedStrategy):
             self.precision.attach(zero)
         if self.train.compile != "off" and not self.train.compile_blocks:
             self.engine.compile(compile_kwargs={"mode": self.train.compile})
-        self._weights = ZeroWeights(self.engine, model, per_parameter)
+        self._weights = ZeroWeights(self.engine, model, keys.per_parameter)
         self._weights.compare()
         return self.engine, optimizer
+
+    def _fit_buffers(self, zero: dict[str, Any], keys: Keys) -> None:
+        """Chooses the sizes that DeepSpeed leaves to its user: too small it fails, its own are 2 GB per rank."""
+        if self.offload_optimizer == "nvme":
+            weights_and_gradients = 2
+            zero["offload_optimizer"] |= {
+                "nvme_path": str(self._folder.path),
+                "buffer_count": weights_and_gradients + max(2, len(keys.per_element)),
+            }
+        if self.offload_parameters == "nvme":
+            for name, parameter in self._bare.named_parameters():
+                if parameter.dtype != torch.float32:
+                    dtype = str(parameter.dtype).removeprefix("torch.")
+                    raise StrategyError(
+                        f"parameter `{name}` is {dtype}, and DeepSpeed offloads only float32 to NVMe as it is",
+                        hints=['set strategy.offload_parameters = "cpu", or build the model in float32'],
+                    )
+            largest = max(parameter.numel() for parameter in self._parameters)
+            zero["offload_param"] |= {
+                "nvme_path": str(self._folder.path),
+                "buffer_size": -(-largest // self.world.size),
+            }
 
     def _refuse_form(self, parameter: nn.Parameter) -> None:
         name = self._names[id(parameter)]
@@ -275,6 +329,8 @@ class DeepSpeed(AcceleratedStrategy):
             "reduced gradients": set(zero.ipg_buckets),
             "optimizer on the host": zero.offload_optimizer if stage3 else zero.cpu_offload,
             "weights on the host": zero.offload_param if stage3 else False,
+            "optimizer on NVMe": zero.swap_optimizer if stage3 else False,
+            "weights on NVMe": zero.params_in_nvme_and_cpu if stage3 else False,
         }
         asked = {
             "optimizer": "DeepSpeedZeroOptimizer_Stage3" if stage3 else "DeepSpeedZeroOptimizer",
@@ -289,10 +345,26 @@ class DeepSpeed(AcceleratedStrategy):
             "reduced gradients": {torch.float32},
             "optimizer on the host": self.offload_optimizer != "none",
             "weights on the host": self.offload_parameters != "none",
+            "optimizer on NVMe": self.offload_optimizer == "nvme",
+            "weights on NVMe": self.offload_parameters == "nvme",
         }
         for what, wanted in asked.items():
             if found[what] != wanted:
                 raise StrategyError(f"asked DeepSpeed for {what}: {wanted}, and it runs with {found[what]}")
+
+        groups = range(len(zero.fp16_groups)) if stage3 else ()
+        if self.offload_optimizer == "nvme" and not any(zero._swappable_optimizer_subgroup(n) for n in groups):
+            self._refuse_small("offload_optimizer", "group of parameters")
+        if self.offload_parameters == "nvme" and not any(is_swapped(parameter) for parameter in self._parameters):
+            self._refuse_small("offload_parameters", "parameter")
+
+    def _refuse_small(self, option: str, what: str) -> NoReturn:
+        smallest = max(SMALLEST, self.extra.get("aio", {}).get("block_size", 0))
+        raise StrategyError(
+            f'strategy.{option} = "nvme": no {what} has {smallest:,} bytes on each of {self.world.size} ranks, and '
+            "what is smaller stays in memory",
+            hints=[f'set strategy.{option} = "cpu"'],
+        )
 
     # -- one step
     def _watch(self) -> None:
@@ -367,6 +439,8 @@ class DeepSpeed(AcceleratedStrategy):
         if hasattr(self, "engine"):
             self.engine.destroy()
         super().close()
+        if self.nvme_path is not None:
+            self._folder.close()
 
 
 class _EngineScaling(LossScaling):
@@ -406,14 +480,21 @@ def _merged(into: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _refuse_owned(extra: Mapping[str, Any], offloads_optimizer: bool, offloads_parameters: bool) -> None:
+def _refuse_owned(extra: Mapping[str, Any], optimizer: Offload, parameters: Offload) -> None:
     """Raises ValueError for what the recipe or ddpforge decides, and for what DeepSpeed would ignore."""
+    used = {
+        "zero_optimization.offload_optimizer.": optimizer != "none",
+        "zero_optimization.offload_param.": parameters != "none",
+        "zero_optimization.offload_param.buffer_count": parameters == "nvme",
+        "aio.": "nvme" in (optimizer, parameters),
+    }
     for section, key in _keys(extra):
         path = f"{section}{key}"
         if path in _PASSED_ON:
-            for part, used in (("offload_optimizer", offloads_optimizer), ("offload_param", offloads_parameters)):
-                if f".{part}." in path and not used:
-                    raise ValueError(f"extra: `{path}` has no effect, for nothing is offloaded there")
+            if not all(needed for start, needed in used.items() if path.startswith(start)):
+                raise ValueError(f"extra: `{path}` has no effect, for nothing is offloaded there")
+            if section == "aio." and (not isinstance(extra["aio"][key], int) or extra["aio"][key] < 0):
+                raise ValueError(f"extra: `{path}` must be a whole number, or true or false")
         elif owner := next((_OWNERS[name] for name in _OWNERS if f"{path}.".startswith(f"{name}.")), None):
             raise ValueError(f"extra: `{path}` belongs to {owner}")
         else:
@@ -422,10 +503,10 @@ def _refuse_owned(extra: Mapping[str, Any], offloads_optimizer: bool, offloads_p
 
 
 def _keys(extra: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, str]]:
-    """(section, key), with the tables of `zero_optimization` opened."""
+    """(section, key), with the tables of `zero_optimization` and `aio` opened."""
     for key, value in extra.items():
         path = f"{section}{key}"
-        opened = path == "zero_optimization" or path.startswith("zero_optimization.offload_")
+        opened = path in ("aio", "zero_optimization") or path.startswith("zero_optimization.offload_")
         if opened and isinstance(value, Mapping):
             yield from _keys(value, f"{path}.")
         else:

@@ -81,10 +81,10 @@ class SwapFiles:
 
     def optimizers(self, flat: Any, tensor: Tensor) -> Tensor:
         """A tensor that the optimizer updates, or keeps of `flat`: its file if it is swapped out, else itself."""
-        info = self._swapper.swap_params_info.get(flat.ds_id) if self._swapper else None
-        for swapped in info.tensors if info else ():
-            if swapped.compute_tensor is tensor:
-                return self._map(swapped.swap_path, info.numel())
+        if self._swapper and (info := self._swapper.swap_params_info.get(flat.ds_id)):
+            for swapped in info.tensors:
+                if swapped.compute_tensor is tensor:
+                    return self._map(swapped.swap_path, info.numel())
         return tensor.detach()
 
     def parameters(self, parameter: Any) -> Tensor:

@@ -27,7 +27,7 @@ from ddpforge.interfaces import CanonicalState, Part, Range, SavedTensor, Weight
 from ddpforge.strategies import replicated
 from ddpforge.strategies.nvme import SwapFiles
 
-__all__ = ["TESTED", "ZeroWeights", "import_deepspeed", "keys_per_parameter", "require_deepspeed", "start"]
+__all__ = ["TESTED", "Keys", "ZeroWeights", "import_deepspeed", "keys_of", "require_deepspeed", "start"]
 
 TESTED = SpecifierSet(">=0.19.8,<0.20")  # the versions whose private parts are what this module takes them for
 _INSTALL = "pip install 'ddpforge[deepspeed]'"
@@ -125,8 +125,15 @@ def _share(tensors: Iterable[Tensor], device: torch.device) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- the optimizer
-def keys_per_parameter(optimizer: Optimizer, device: torch.device) -> set[str]:
-    """Which of its state `optimizer` keeps once per parameter (`step`), not once per element (`exp_avg`).
+class Keys(NamedTuple):
+    """The state of an optimizer: what it keeps once per parameter (`step`), and once per element (`exp_avg`)."""
+
+    per_parameter: set[str]
+    per_element: set[str]
+
+
+def keys_of(optimizer: Optimizer, device: torch.device) -> Keys:
+    """What state `optimizer` keeps.
 
     Finds out by using it. Raises StrategyError for an optimizer that does not treat each element by itself (Adafactor,
     Muon, LAMB): under ZeRO it sees flat pieces of many parameters, and would train another curve.
@@ -136,7 +143,7 @@ def keys_per_parameter(optimizer: Optimizer, device: torch.device) -> set[str]:
             "DeepSpeed replaces Adagrad by one of its own, without the recipe's parameter groups",
             hints=['set strategy.use = "ddp" or "fsdp", or use another optimizer'],
         )
-    keys: set[str] = set()
+    keys = Keys(set(), set())
     for group in optimizer.param_groups:
         generator = torch.Generator().manual_seed(0)
         values = [torch.randn(6, 4, generator=generator).to(device) for _ in range(4)]
@@ -148,7 +155,8 @@ def keys_per_parameter(optimizer: Optimizer, device: torch.device) -> set[str]:
                 "would see flat pieces of many parameters: it would train another curve than elsewhere",
                 hints=['set strategy.use = "ddp" or "fsdp", or use AdamW, SGD or another element-wise optimizer'],
             )
-        keys |= {key for key, value in state.items() if getattr(value, "shape", ()) != values[0].shape}
+        for key, value in state.items():
+            (keys.per_element if getattr(value, "shape", ()) == values[0].shape else keys.per_parameter).add(key)
     return keys
 
 

@@ -4,7 +4,6 @@ import json
 import math
 import pickle
 import struct
-import sys
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -20,7 +19,6 @@ from torch import Tensor
 from ddpforge.checkpoint.manifest import read_manifest
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState
-
 
 SHARD = "shard-00000-of-00001.safetensors"
 
@@ -268,9 +266,7 @@ def test_a_file_with_other_tensors_than_the_manifest_lists_is_refused(folder: Pa
     save_file({"layer.weight": torch.zeros(3, 5), "more": torch.zeros(99)}, path / SHARD)
     reseal(path)
 
-    with pytest.raises(
-        CheckpointError, match=f"{SHARD} is damaged: it lacks ema/layer.weight, layer.bias,"
-    ):
+    with pytest.raises(CheckpointError, match=f"{SHARD} is damaged: it lacks ema/layer.weight, layer.bias,"):
         read(path)
 
 

@@ -1,150 +1,470 @@
-"""Rank 0 writes, every rank learns how it went, and a run never starts from scratch by accident."""
+"""Training goes on while a checkpoint is written, every rank learns how it went, and a run never starts from scratch by
+accident."""
 
 import logging
-import pickle
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.doubles import checkpoint_of, steps_in
+import torch
+import torch.distributed as dist
+from checkpoint.doubles import Checkpoint, checkpoint_of, read, reseal, steps_in, tensors_of_every_kind, write
+from checkpoint.worlds import FACTS, World, checkpoints, counted, share_of
+from torch import Tensor
 
-from ddpforge.checkpoint import Checkpoints
+from ddpforge import interfaces
+from ddpforge.checkpoint import Checkpoints, Peers, Share, files, manager, manifest, retention, sharded
+from ddpforge.checkpoint.contents import Held
 from ddpforge.checkpoint.retention import committed
-from ddpforge.errors import CheckpointError, ExitCode, PeerFailed
-from ddpforge.recipe.schema import KeepSection
+from ddpforge.errors import CheckpointError, ExitCode, PeerFailed, StrategyError
+from ddpforge.interfaces import CanonicalState
+from ddpforge.regions import Box, Part
 
 
-def alone(folder: Path, **keep: Any) -> Checkpoints:
-    return Checkpoints(folder, keep=KeepSection(**keep), is_main=True, broadcast=lambda value: value)
+def alone(folder: Path, **settings: Any) -> Checkpoints:
+    return checkpoints(folder, Peers.alone(), **settings)
 
 
-class Ranks:
-    """Two ranks as threads; what rank 0 broadcasts is pickled, as between processes."""
-
-    def __init__(self, folder: Path) -> None:
-        self._barrier = threading.Barrier(2, timeout=10)
-        self._sent = b""
-        self._checkpoints = [
-            Checkpoints(folder, keep=KeepSection(), is_main=True, broadcast=self._send),
-            Checkpoints(folder, keep=KeepSection(), is_main=False, broadcast=self._receive),
-        ]
-
-    def _send(self, value: Any) -> Any:
-        self._sent = pickle.dumps(value)
-        self._barrier.wait()
-        return value
-
-    def _receive(self, value: Any) -> Any:
-        self._barrier.wait()
-        return pickle.loads(self._sent)
-
-    def run(self, action: Callable[[Checkpoints], Any]) -> list[Any]:
-        """What `action` returns or raises on each rank."""
-        results: list[Any] = [None, None]
-
-        def work(rank: int) -> None:
-            try:
-                results[rank] = action(self._checkpoints[rank])
-            except Exception as error:
-                results[rank] = error
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
+def save(saving: Checkpoints, checkpoint: Checkpoint) -> Path:
+    saving.save(checkpoint, checkpoint.share)
+    return saving.wait()
 
 
-def test_one_checkpoint_is_written_and_all_ranks_know_it(folder: Path) -> None:
-    first, second = Ranks(folder).run(lambda checkpoints: checkpoints.save(checkpoint_of(5)))
+def on_each(folder: Path, action: Callable[[Checkpoints, Peers], Any], ranks: int = 2, **settings: Any) -> list[Any]:
+    """What `action` returns or raises on each rank."""
+    return World(ranks).run(lambda peers: action(checkpoints(folder, peers, **settings), peers))
+
+
+def step_of(saving: Checkpoints, path: Path | None = None) -> int:
+    reader = saving.open(path)
+    assert reader is not None
+    return reader.facts.step
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk that answers nobody until the event is set."""
+    answers = threading.Event()
+    real = files.make_folder
+
+    def wait_for_it(path: Path) -> None:
+        assert answers.wait(20)
+        real(path)
+
+    monkeypatch.setattr(files, "make_folder", wait_for_it)
+    yield answers
+    answers.set()
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
+    """What was written, as the writer had it."""
+    found: list[Held] = []
+    real = sharded.write_shard
+
+    def watch(path: Path, held: Held) -> Any:
+        found.append(held)
+        return real(path, held)
+
+    monkeypatch.setattr(sharded, "write_shard", watch)
+    return found
+
+
+def addresses(held: Held) -> list[int]:
+    return [part.tensor.data_ptr() for section in held.values() for parts in section.values() for part in parts]
+
+
+@pytest.fixture
+def aloud(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("ddpforge"), "propagate", True)
+    return caplog
+
+
+# ---------------------------------------------------------------------------------------------- in the background
+def test_the_state_may_change_as_soon_as_save_has_returned(folder: Path, disk: threading.Event) -> None:
+    live: dict[str, Any] = {name: tensor.detach().clone() for name, tensor in tensors_of_every_kind().items()}
+    live["parameter"] = torch.nn.Parameter(live["parameter"])
+    live["transposed"] = torch.randn(4, 3).t()
+    live["channels last"] = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    before = {name: tensor.detach().clone() for name, tensor in live.items()}
+    step, lists = torch.tensor(3.0), [1]
+    callbacks: dict[str, dict[str, Any]] = {"ema": {"w": torch.ones(3), "n": 3}}
+    facts = replace(FACTS, position={"left out": lists}, metrics=(metrics := {"eval/loss": 1.0}))
+    saving = alone(folder)
+
+    saving.save(facts, Share.of(CanonicalState(live, {"nan": {"step": step, "m": live["nan"]}}), callbacks))
+    assert (saving.pending, saving.ready()) == (True, False)
+    with torch.no_grad():
+        for tensor in (*live.values(), step, callbacks["ema"]["w"]):
+            tensor.zero_()
+    live.clear()
+    callbacks["ema"]["n"] = 4
+    lists.append(2)
+    metrics["eval/loss"] = 2.0
+    disk.set()
+
+    found = read(saving.wait())
+    assert not saving.pending
+    for name, tensor in before.items():
+        assert torch.equal(found.state.model[name].view(-1).view(torch.uint8), flat_bytes(tensor)), name
+    assert found.state.optimizer["nan"]["step"] == 3
+    assert found.callbacks["ema"]["w"].eq(1).all()
+    assert (found.callbacks["ema"]["n"], found.position, found.metrics) == (3, {"left out": [1]}, {"eval/loss": 1.0})
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def test_the_thread_that_trains_neither_talks_to_other_ranks_nor_touches_the_disk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = threading.current_thread()
+    busy: list[str] = []
+
+    def not_here(name: str, action: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*arguments: Any) -> Any:
+            if threading.current_thread() is training:
+                busy.append(name)
+            return action(*arguments)
+
+        return act
+
+    for name in ("make_folder", "create", "write", "sync", "sync_folder", "rename", "remove"):
+        monkeypatch.setattr(files, name, not_here(name, getattr(files, name)))
+    peers = Peers(
+        rank=0,
+        size=1,
+        broadcast=not_here("broadcast", lambda value: value),
+        gather=not_here("gather", lambda value: [value]),
+    )
+    saving = checkpoints(folder, peers, keep={"last": 1})
+    for step in (1, 2, 3):
+        save(saving, checkpoint_of(step))
+
+    assert not busy
+    assert step_of(saving) == 3
+    assert busy == ["broadcast"], "the thread would have been noticed"
+
+
+def test_the_copy_is_made_in_the_same_memory_every_time(folder: Path, written: list[Held]) -> None:
+    saving, small = alone(folder), checkpoint_of(1, callbacks={})
+    for checkpoint in (small, checkpoint_of(2), checkpoint_of(3), small):
+        save(saving, checkpoint)
+
+    first, second, third, fourth = map(addresses, written)
+    assert len(second) > len(first)
+    assert second == third
+    assert set(fourth) < set(third), "less to copy needs no new memory"
+
+
+def test_of_what_all_ranks_hold_each_copies_only_what_it_writes(folder: Path, written: list[Held]) -> None:
+    model = {f"layer {i}": torch.randn(1 << 18) for i in range(8)}
+
+    def act(saving: Checkpoints, peers: Peers) -> int:
+        saving.save(FACTS, Share.of(CanonicalState(model, {})))
+        saving.wait()
+        return len(saving._staging._memory.bytes)  # type: ignore[union-attr]
+
+    assert on_each(folder, act, ranks=4) == [2 << 20] * 4
+
+
+def test_without_a_background_the_live_tensors_are_written_before_save_returns(
+    folder: Path, written: list[Held]
+) -> None:
+    saving, weight = alone(folder, background=False), torch.ones(4, 5)
+
+    saving.save(FACTS, Share.of(CanonicalState({"w": weight}, {})))
+
+    assert saving.pending
+    assert saving.ready()
+    assert addresses(written[0]) == [weight.data_ptr()]
+    assert [path for path, _ in committed(folder)[0]] == [saving.wait()]
+    assert (saving.pending, saving.ready()) == (False, False)
+
+
+def test_ready_says_when_the_writer_is_done(folder: Path, disk: threading.Event) -> None:
+    saving = alone(folder)
+    assert not saving.ready()
+
+    saving.save(checkpoint_of(1), checkpoint_of(1).share)
+    assert not saving.ready()
+    disk.set()
+    until = time.monotonic() + 20
+    while not saving.ready():
+        assert time.monotonic() < until
+    assert saving.pending
+    assert steps_in(read(saving.wait())) == {1}
+
+
+def test_there_is_nothing_to_wait_for_without_a_save(folder: Path) -> None:
+    with pytest.raises(RuntimeError, match="no checkpoint is being saved"):
+        alone(folder).wait()
+
+
+def test_a_wait_that_is_interrupted_has_taken_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    saving = alone(folder)
+    saving.save(checkpoint_of(1), checkpoint_of(1).share)
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            saving.wait()
+
+    assert saving.pending
+    assert steps_in(read(saving.wait())) == {1}
+
+
+def test_a_second_save_waits_for_the_first(folder: Path, disk: threading.Event) -> None:
+    saving = alone(folder)
+    saving.save(checkpoint_of(1), checkpoint_of(1).share)
+    threading.Timer(0.2, disk.set).start()
+
+    saving.save(checkpoint_of(2), checkpoint_of(2).share)
+
+    assert disk.is_set()
+    assert steps_in(read(saving.wait())) == {2}
+    assert [steps_in(read(path)) for path, _ in committed(folder)[0]] == [{2}, {1}]
+
+
+def test_opening_waits_for_what_is_being_written_and_does_not_clear_it_away(
+    folder: Path, disk: threading.Event
+) -> None:
+    saving = alone(folder)
+    saving.save(checkpoint_of(1), checkpoint_of(1).share)
+    threading.Timer(0.2, disk.set).start()
+
+    assert step_of(saving) == 1
+    assert steps_in(read(saving.wait())) == {1}
+
+
+# ---------------------------------------------------------------------------------------------- failures
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_goes_wrong_on_one_rank_is_known_to_all_when_they_wait_and_the_next_save_works(
+    folder: Path, rank: int, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = sharded.write_shard
+
+    def fail(path: Path, held: Held) -> Any:
+        if f"shard-0000{rank}" in path.name and ".step-000000001" in str(path):
+            raise OSError(5, "Input/output error")
+        return real(path, held)
+
+    def act(saving: Checkpoints, peers: Peers) -> tuple[str, Path]:
+        checkpoint = checkpoint_of(1)
+        saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
+        with pytest.raises(CheckpointError) as caught:
+            saving.wait()
+        assert not saving.pending
+        checkpoint = checkpoint_of(2)
+        saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
+        return caught.value.message, saving.wait()
+
+    monkeypatch.setattr(sharded, "write_shard", fail)
+    first, second = on_each(folder, act, background=background)
 
     assert first == second
+    message, path = first
+    assert message.startswith(f"rank {rank}: the checkpoint of step 1 could not be written to {folder}: Input/output")
+    assert steps_in(read(path)) == {2}
+    assert {each.name for each in folder.iterdir()} == {path.name, "latest.json"}
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_state_that_cannot_be_saved_on_one_rank_is_no_surprise_to_the_others(folder: Path, background: bool) -> None:
+    def act(saving: Checkpoints, peers: Peers) -> None:
+        bad = torch.ones(2).to_sparse() if peers.rank else torch.ones(2)
+        saving.save(FACTS, Share(model={}, callbacks={"mine": {"x": Part.whole(torch.ones(2)), "y": bad}}))
+        saving.wait()
+
+    for result in on_each(folder, act, background=background):
+        assert isinstance(result, CheckpointError)
+        assert result.message.startswith("rank 1: y in the state of callback mine cannot be saved: it is not dense")
+    assert not list(folder.iterdir())
+
+
+def test_a_failure_that_nobody_took_is_raised_by_the_next_save_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    saving = alone(tmp_path / "file")
+    saving.save(checkpoint_of(1), checkpoint_of(1).share)
+
+    with pytest.raises(CheckpointError, match="rank 0: the checkpoint of step 1 could not be written"):
+        saving.save(checkpoint_of(2), checkpoint_of(2).share)
+    assert not saving.pending
+
+
+def test_too_little_memory_for_a_copy_is_an_error_with_advice_on_every_rank(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torch.empty
+
+    def refuse(*arguments: Any, **options: Any) -> Tensor:
+        if threading.current_thread().name == "rank-1":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return real(*arguments, **options)
+
+    def act(saving: Checkpoints, peers: Peers) -> None:
+        saving.save(checkpoint_of(1), share_of(checkpoint_of(1), peers.rank, 2))
+        saving.wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refuse)
+        results = on_each(folder, act)
+
+    for result in results:
+        assert isinstance(result, CheckpointError)
+        assert "rank 1: there is no host memory for a copy of" in result.message
+        assert "checkpoint.background = false" in result.hints[0]
+
+
+# ---------------------------------------------------------------------------------------------- pruning
+def test_saving_keeps_what_the_recipe_says(folder: Path) -> None:
+    saving = alone(folder, keep={"last": 1, "best": 1, "by": "eval/loss"})
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 4.0)):
+        save(saving, checkpoint_of(step, metrics={"eval/loss": loss}))
+
+    assert [found.step for _, found in committed(folder)[0]] == [4, 2]
+    assert saving.is_best({"eval/loss": 0.5})
+    assert not saving.is_best({"eval/loss": 1.0})
+
+
+def test_milestones_are_kept_once_the_length_of_an_epoch_is_known(folder: Path) -> None:
+    saving = alone(folder, keep={"last": 1})
+    saving.keep_every = 3
+    for step in range(8):
+        save(saving, checkpoint_of(step))
+
+    assert [found.step for _, found in committed(folder)[0]] == [7, 6, 3]
+
+
+def test_all_ranks_save_and_one_prunes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, pruning = retention.prune, set()
+
+    def watch(*arguments: Any, **options: Any) -> list[Path]:
+        pruning.add(threading.current_thread().name)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(retention, "prune", watch)
+
+    def act(saving: Checkpoints, peers: Peers) -> list[Path]:
+        paths = []
+        for step in (10, 20, 30):
+            saving.save(checkpoint_of(step), share_of(checkpoint_of(step), peers.rank, 2))
+            paths.append(saving.wait())
+        return paths
+
+    first, second = on_each(folder, act, keep={"last": 2})
+
+    assert first == second
+    assert pruning == {"checkpoint writer of rank-0"}
+    assert [path for path, _ in committed(folder)[0]] == [first[2], first[1]]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_a_warning(
+    folder: Path, aloud: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(files, "discard", refuse)
+    saving = alone(folder, keep={"last": 1})
+
+    first, second = (save(saving, checkpoint_of(step)) for step in (1, 2))
+
+    assert f"older checkpoints were not removed: {first} could not be removed: Permission denied" in aloud.text
+    assert [path for path, _ in committed(folder)[0]] == [second, first]
+
+
+def test_nothing_is_removed_for_a_checkpoint_that_cannot_be_read_back(
+    folder: Path, aloud: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = alone(folder, keep={"last": 1})
+    first = save(saving, checkpoint_of(1))
+    real = files.replace
+
+    def damage(path: Path, data: bytes) -> None:
+        real(path, data)
+        (shard,) = folder.glob("step-000000002-*/shard-*")
+        shard.write_bytes(shard.read_bytes()[:-1])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "replace", damage)
+        save(saving, checkpoint_of(2))
+
+    assert "older checkpoints were not removed" in aloud.text
+    assert "shard-00000-of-00001.safetensors is damaged" in aloud.text
     assert [path for path, _ in committed(folder)[0]] == [first]
 
 
-def test_all_ranks_load_the_same(folder: Path) -> None:
+def test_retention_parses_every_manifest_once_and_still_sees_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[str] = []
+    real = manifest.parse_manifest
+
+    def watch(path: Path, content: bytes) -> Any:
+        parsed.append(path.name)
+        return real(path, content)
+
+    monkeypatch.setattr("ddpforge.checkpoint.retention.parse_manifest", watch)
+    saving = alone(folder, keep={"last": 3})
+    paths = [save(saving, checkpoint_of(step)) for step in (1, 2, 3)]
+    saving.is_best({"eval/loss": -1.0})
+
+    assert parsed == [path.name for path in paths]
+    (paths[1] / "manifest.json").write_bytes((paths[1] / "manifest.json").read_bytes()[:-2])
+    (paths[2] / "shard-00000-of-00001.safetensors").unlink()
+    save(saving, checkpoint_of(4))
+    save(saving, checkpoint_of(5))
+    assert {path.name for path in paths} <= {path.name for path in folder.iterdir()}, "damaged ones do not count"
+    assert len(parsed) == 5
+
+
+def test_a_manifest_that_was_replaced_is_read_again(folder: Path) -> None:
+    saving = alone(folder, keep={"best": 1, "by": "eval/loss"})
+    path = save(saving, checkpoint_of(5))
+    assert saving.is_best({"eval/loss": 3.0})
+
+    reseal(path, lambda manifest: manifest.update(metrics={"eval/loss": 2.0}))
+
+    assert not saving.is_best({"eval/loss": 3.0})
+
+
+# ---------------------------------------------------------------------------------------------- finding
+def test_all_ranks_open_the_same(folder: Path) -> None:
     ten = write(folder, checkpoint_of(10))
     write(folder, checkpoint_of(20))
-    ranks = Ranks(folder)
 
-    assert [steps_in(loaded) for loaded in ranks.run(lambda checkpoints: checkpoints.load())] == [{20}, {20}]
-    assert [steps_in(loaded) for loaded in ranks.run(lambda checkpoints: checkpoints.load(ten))] == [{10}, {10}]
-
-
-def test_nothing_to_load_is_none_on_every_rank(tmp_path: Path) -> None:
-    assert Ranks(tmp_path / "missing").run(lambda checkpoints: checkpoints.load()) == [None, None]
+    assert on_each(folder, lambda saving, peers: step_of(saving)) == [20, 20]
+    assert on_each(folder, lambda saving, peers: step_of(saving, ten)) == [10, 10]
 
 
-@pytest.mark.parametrize(
-    "action",
-    [
-        lambda checkpoints: checkpoints.save(checkpoint_of(5)),
-        lambda checkpoints: checkpoints.load(Path("nowhere")),
-    ],
-)
-def test_a_failure_on_rank_0_ends_every_rank_and_only_rank_0_has_words(
-    tmp_path: Path, action: Callable[[Checkpoints], Any]
-) -> None:
-    (tmp_path / "file").write_text("")
+def test_nothing_to_open_is_none_on_every_rank(tmp_path: Path) -> None:
+    assert on_each(tmp_path / "missing", lambda saving, peers: saving.open()) == [None, None]
 
-    first, second = Ranks(tmp_path / "file").run(action)
+
+def test_a_failure_on_rank_0_ends_every_rank_and_only_rank_0_has_words(tmp_path: Path) -> None:
+    first, second = on_each(tmp_path, lambda saving, peers: saving.open(Path("nowhere")))
 
     assert isinstance(first, CheckpointError)
     assert isinstance(second, PeerFailed)
     assert second.exit_code == first.exit_code == ExitCode.ENVIRONMENT
 
 
-def test_a_defect_on_rank_0_does_not_leave_the_others_waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def break_down(*arguments: object) -> None:
-        raise ZeroDivisionError("a defect")
-
-    monkeypatch.setattr("ddpforge.checkpoint.retention.prune", break_down)
-
-    first, second = Ranks(folder).run(lambda checkpoints: checkpoints.save(checkpoint_of(5)))
-
-    assert isinstance(first, ZeroDivisionError)
-    assert isinstance(second, PeerFailed)
-    assert second.exit_code == ExitCode.FAILED
-
-
-def test_a_rank_that_dies_during_the_save_costs_nothing_that_was_written(folder: Path) -> None:
-    def peers_are_gone(value: Any) -> Any:
-        raise RuntimeError("connection closed by peer")
-
-    checkpoints = Checkpoints(folder, keep=KeepSection(), is_main=True, broadcast=peers_are_gone)
-    with pytest.raises(RuntimeError, match="connection closed by peer"):
-        checkpoints.save(checkpoint_of(5))
-
-    loaded = alone(folder).load()
-    assert loaded is not None
-    assert steps_in(loaded) == {5}
-
-
-def test_saving_keeps_what_the_recipe_says(folder: Path) -> None:
-    checkpoints = alone(folder, last=1, best=1, by="eval/loss")
-    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 4.0)):
-        checkpoints.save(checkpoint_of(step, metrics={"eval/loss": loss}))
-
-    assert [manifest.step for _, manifest in committed(folder)[0]] == [4, 2]
-    assert checkpoints.is_best({"eval/loss": 0.5})
-    assert not checkpoints.is_best({"eval/loss": 1.0})
-
-
-def test_a_damaged_newest_is_passed_over_aloud(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("ddpforge"), "propagate", True)
+def test_a_damaged_newest_is_passed_over_aloud_on_every_rank(folder: Path, aloud: pytest.LogCaptureFixture) -> None:
     write(folder, checkpoint_of(10))
-    (write(folder, checkpoint_of(20)) / "optimizer.safetensors").write_bytes(b"")
+    (write(folder, checkpoint_of(20)) / "shard-00000-of-00001.safetensors").write_bytes(b"")
 
-    loaded = alone(folder).load()
-
-    assert loaded is not None
-    assert steps_in(loaded) == {10}
-    assert "optimizer.safetensors is damaged: it has 0 bytes" in caplog.text
+    assert on_each(folder, lambda saving, peers: step_of(saving)) == [10, 10]
+    assert "shard-00000-of-00001.safetensors is damaged: it has 0 bytes" in aloud.text
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(folder: Path) -> None:
@@ -152,7 +472,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(fol
         (write(folder, checkpoint_of(step)) / "COMMIT").unlink()
 
     with pytest.raises(CheckpointError, match=r"none of the checkpoints in .* is intact.*step-000000020") as caught:
-        alone(folder).load()
+        alone(folder).open()
     assert "--fresh" in caught.value.hints[0]
 
 
@@ -162,11 +482,71 @@ def test_a_named_checkpoint_is_never_replaced_by_another(folder: Path) -> None:
     (path / "COMMIT").unlink()
 
     with pytest.raises(CheckpointError, match="COMMIT"):
-        alone(folder).load(path)
+        alone(folder).open(path)
 
 
-def test_loading_clears_what_a_killed_process_left(folder: Path) -> None:
+def test_opening_clears_what_a_killed_process_left(folder: Path) -> None:
     (folder / ".step-000000020-abcd.tmp").mkdir()
 
-    assert alone(folder).load() is None
+    assert alone(folder).open() is None
     assert not list(folder.iterdir())
+
+
+# ---------------------------------------------------------------------------------------------- ranks and devices
+def test_replicas_of_shards_are_copied_and_written_once(folder: Path) -> None:
+    """HSDP: rank 2 has what rank 0 has, and rank 3 what rank 1 has."""
+    tensor = counted(8, 1 << 18)
+
+    def act(saving: Checkpoints, peers: Peers) -> int:
+        replica, shard = divmod(peers.rank, 2)
+        part = Part(tensor[shard * 4 : shard * 4 + 4], (8, 1 << 18), Box((shard * 4, 0), (4, 1 << 18)), replica, 2)
+        saving.save(FACTS, Share.of(CanonicalState({"w": part}, {})))
+        assert torch.equal(read(saving.wait()).state.model["w"], tensor)
+        return len(saving._staging._memory.bytes)  # type: ignore[union-attr]
+
+    assert on_each(folder, act, ranks=4) == [2 << 20] * 4
+
+
+def world(rank: int, size: int) -> interfaces.World:
+    cpu = torch.device("cpu")
+    return interfaces.World(rank=rank, size=size, local_rank=rank, device=cpu, data_rank=rank, data_size=size)
+
+
+def test_a_world_of_one_needs_no_process_group() -> None:
+    peers = Peers.of(world(0, 1), timedelta(seconds=1))
+
+    assert (peers.rank, peers.size, peers.broadcast(3), peers.gather(4)) == (0, 1, 3, [4])
+
+
+def test_ranks_that_are_not_connected_are_an_error_that_names_what_is_missing() -> None:
+    with pytest.raises(
+        StrategyError, match=r"checkpoints of 2 ranks .*: torch.distributed is not initialised"
+    ) as caught:
+        Peers.of(world(0, 2), timedelta(seconds=1))
+    assert "`setup` must initialise torch.distributed" in caught.value.hints[0]
+
+
+def test_a_smaller_process_group_than_the_world_is_named(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(StrategyError, match=r"has this as rank 0 of 1, and the strategy .* this is rank 1 of 2"):
+            Peers.of(world(1, 2), timedelta(seconds=1))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_on_a_gpu_are_copied_to_page_locked_memory(folder: Path, written: list[Held]) -> None:
+    weight, small = torch.randn(1 << 24, device="cuda"), torch.randn(7, 3, device="cuda").t()
+    saving = alone(folder)
+    for step in range(3):
+        expected = {"w": weight.cpu(), "small": small.cpu(), "host": torch.ones(5)}
+        saving.save(replace(FACTS, step=step), Share.of(CanonicalState({**expected, "w": weight, "small": small}, {})))
+        weight.add_(1)
+        small.mul_(2)
+        found = read(saving.wait()).state.model
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+    assert all(part.tensor.is_pinned() for parts in written[0]["model"].values() for part in parts)
+    assert addresses(written[1]) == addresses(written[0])

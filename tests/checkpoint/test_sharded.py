@@ -3,8 +3,12 @@ was saved."""
 
 import json
 import logging
+import re
 import sys
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +16,19 @@ import pytest
 import torch
 from checkpoint.doubles import Disk, Killed, checkpoint_of, read, same, steps_in, tensors_of_every_kind, write
 from checkpoint.shapes import regions, tilings
-from checkpoint.worlds import FACTS, World, counted, cuts, save, saved, share_of, write_sharded
+from checkpoint.worlds import FACTS, World, checkpoints, counted, cuts, save, saved, share_of, write_sharded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ddpforge.checkpoint import Checkpoints, files, sharded
-from ddpforge.checkpoint.contents import Facts, Share
-from ddpforge.checkpoint.deal import divide
+from ddpforge.checkpoint import Facts, Peers, Reader, Share, files, sharded
+from ddpforge.checkpoint.export import export
 from ddpforge.checkpoint.manifest import read_manifest
-from ddpforge.checkpoint.peers import Peers
-from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.retention import committed, newest
 from ddpforge.errors import CheckpointError
-from ddpforge.recipe.schema import KeepSection
+from ddpforge.interfaces import CanonicalState
 from ddpforge.regions import Box, Part, Range, Region, Shape
 
 
@@ -207,18 +209,96 @@ def test_ranks_share_the_work_of_writing_what_all_of_them_hold(folder: Path) -> 
     assert all(torch.equal(loaded[name], x) for name, x in model.items())
 
 
-def test_replicas_of_shards_share_the_work_too(folder: Path) -> None:
-    """HSDP: two groups of two ranks; each group holds all of it."""
-    tensor = torch.randn(64, 1 << 17)
-    shares = []
-    for replica in range(2):
-        for (part,) in cuts(tensor, 2, "columns"):
-            shares.append(Share(model=divide({"w": part}, rank=replica, ranks=2)))
+def replicated(tensor: Tensor, how: str) -> list[Part]:
+    """What each of four ranks holds: two shards, each of them twice (HSDP)."""
+    return [replace(part, replica=replica, replicas=2) for replica in range(2) for (part,) in cuts(tensor, 2, how)]
 
-    path = saved(folder, shares)
 
-    assert torch.equal(read(path).state.model["w"], tensor)
-    assert max(shard.stat().st_size for shard in path.glob("shard-*")) < 8.1 * (1 << 20)
+@pytest.mark.parametrize("how", ["flat", "rows", "columns"])
+def test_replicas_of_shards_share_the_work_too(folder: Path, how: str) -> None:
+    tensor, buffer = torch.randn(64, 1 << 17), torch.randn(1 << 20)
+    state = [CanonicalState({"w": part, "mean": buffer}, {"w": {"m": part}}) for part in replicated(tensor, how)]
+
+    path = saved(folder, [Share.of(mine) for mine in state])
+
+    found = read(path).state
+    assert torch.equal(found.model["w"], tensor)
+    assert torch.equal(found.model["mean"], buffer)
+    assert torch.equal(found.optimizer["w"]["m"], tensor)
+    sizes = [shard.stat().st_size for shard in sorted(path.glob("shard-*"))]
+    assert sum(sizes) < (64 + 4 + 0.1) * (1 << 20), "every element is there once"
+    assert max(sizes) - min(sizes) < 4 << 20, "everyone writes about as much"
+
+
+def test_replicas_that_do_not_hold_the_same_are_found_out(folder: Path) -> None:
+    tensor = counted(6, 1 << 18)
+    first, second = (Part.whole(tensor, replica=replica, replicas=2) for replica in range(2))
+    shares = [Share(model={"a": first, "b": first}), Share(model={"b": second})]
+
+    for result in save(folder, shares):
+        assert isinstance(result, CheckpointError)
+        assert re.search(r"cannot be saved: b \(model\): element .* is (missing|there 2 times)", result.message)
+
+
+# ---------------------------------------------------------------------------------------------- the whole model
+def test_the_full_layout_adds_the_whole_model_for_other_tools(folder: Path, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(7)
+    sharded_only, full = (write_sharded(folder, checkpoint, full=full) for full in (False, True))
+
+    names = {file.name for file in sharded_only.iterdir()} | {"model.safetensors"}
+    assert {file.name for file in full.iterdir()} == names
+    weights = load_file(full / "model.safetensors")
+    assert weights.keys() == checkpoint.state.model.keys()
+    assert all(same(weights[name], tensor) for name, tensor in checkpoint.state.model.items())
+    with safe_open(full / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "layer.weight"}
+    manifest = read_manifest(full, verify=True)
+    assert manifest.files["model.safetensors"].model_dump() == {
+        "bytes": (full / "model.safetensors").stat().st_size,
+        "sha256": sha256((full / "model.safetensors").read_bytes()).hexdigest(),
+    }
+    assert repr(read(full)) == repr(read(sharded_only))
+    assert export(full, tmp_path / "out").sha256 == sha256((full / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_the_whole_model_is_written_one_tensor_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: set[int] = set()
+    most = 0
+    real = Reader.read
+
+    def watch(reader: Reader, *arguments: Any) -> Tensor:
+        nonlocal most
+        tensor = real(reader, *arguments)
+        alive.add(id(tensor))
+        weakref.finalize(tensor, alive.discard, id(tensor))
+        most = max(most, len(alive))
+        return tensor
+
+    monkeypatch.setattr(Reader, "read", watch)
+    model = {f"layer {i}": torch.randn(100) for i in range(20)}
+
+    saved(folder, [Share(model=model)] * 2, full=True)
+
+    assert 1 <= most <= 2
+
+
+def test_a_shard_that_is_damaged_before_the_whole_model_is_made_of_it_fails_the_save(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        real = files.sync_folder
+
+        def damage(path: Path) -> None:
+            real(path)
+            for shard in path.glob("shard-00001-*"):
+                shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
+
+        patch.setattr(files, "sync_folder", damage)
+        results = save(folder, [Share(model={name: Part.whole(counted(9))}) for name in "wv"], full=True)
+
+    for result in results:
+        assert isinstance(result, CheckpointError)
+        assert "what a rank wrote is not what rank 0 sees" in result.message
+        assert "shard-00001-of-00002.safetensors is damaged: the contents of v" in result.message
+    assert not list(folder.iterdir())
 
 
 # ---------------------------------------------------------------------------------------------- refused
@@ -364,16 +444,19 @@ def test_a_rank_that_is_gone_when_all_is_written_costs_nothing(folder: Path) -> 
     assert [manifest.step for _, manifest in committed(folder)[0]] == [7]
 
 
-def test_a_defect_is_seen_where_it_is_and_known_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_fails_the_save_everywhere_and_its_traceback_is_in_the_log(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def break_down(path: Path) -> None:
         raise ZeroDivisionError("a defect")
 
+    monkeypatch.setattr(logging.getLogger("ddpforge"), "propagate", True)
     monkeypatch.setattr(files, "sync_folder", break_down)  # rank 1 is the first to call it
 
-    first, second = save(folder, [Share(model={"w": counted(3)})] * 2, order=(1, 0))
-
-    assert isinstance(first, ZeroDivisionError)
-    assert isinstance(second, ZeroDivisionError)
+    for result in save(folder, [Share(model={"w": counted(3)})] * 2, order=(1, 0)):
+        assert isinstance(result, CheckpointError)
+        assert "ZeroDivisionError: a defect" in result.message
+    assert "in break_down" in caplog.text
 
 
 def test_a_folder_that_ranks_do_not_share_is_named(folder: Path, tmp_path: Path) -> None:
@@ -409,49 +492,30 @@ def test_a_shard_that_rank_0_cannot_see_is_no_part_of_a_checkpoint(folder: Path)
         assert "shard-00001-of-00002.safetensors" in result.message
 
 
-# ---------------------------------------------------------------------------------------------- as a run's checkpoints
-def test_saving_prunes_and_opening_finds_the_newest(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("ddpforge"), "propagate", True)
-
-    def on_each(action: Callable[[Checkpoints, Peers], Any]) -> list[Any]:
-        def act(peers: Peers) -> Any:
-            keep = KeepSection(last=2)
-            return action(Checkpoints(folder, keep=keep, is_main=not peers.rank, broadcast=peers.broadcast), peers)
-
-        return World(2).run(act)
-
-    def save_sharded(checkpoint: Checkpoint) -> list[Any]:
-        return on_each(lambda mine, peers: mine.save_sharded(checkpoint, share_of(checkpoint, peers.rank, 2), peers))
-
-    for step in (10, 20, 30):
-        results = save_sharded(checkpoint_of(step))
-        assert results[0] == results[1]
-    assert [manifest.step for _, manifest in committed(folder)[0]] == [30, 20]
-
-    shard = results[0] / "shard-00001-of-00002.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1])
-    opened = on_each(lambda mine, peers: mine.open())
-    assert [reader.facts.step for reader in opened] == [20, 20]
-    assert "shard-00001-of-00002.safetensors is damaged" in caplog.text
-    assert [steps_in(loaded) for loaded in on_each(lambda mine, peers: mine.load())] == [{20}, {20}]
-
-
-def test_neither_layout_touches_an_unpickler_when_it_is_read(folder: Path) -> None:
+# ---------------------------------------------------------------------------------------------- no code
+def test_neither_writing_nor_reading_touches_a_pickle_or_runs_anything(folder: Path) -> None:
     events: list[str] = []
-    watching = True
+    watching = False
 
     def watch(event: str, arguments: object) -> None:
         if watching and event in ("pickle.find_class", "exec", "compile", "os.system", "subprocess.Popen"):
             events.append(event)
 
-    path = write_sharded(folder, checkpoint_of(7))
-    read(path)  # what is imported lazily is imported by now
-    read_manifest(path, verify=True)
+    def there_and_back() -> None:
+        for chosen in ({"layout": "full"}, {"background": False}):
+            saving = checkpoints(folder, Peers.alone(), **chosen)
+            saving.save(checkpoint_of(7), checkpoint_of(7).share)
+            read(saving.wait())
+            reader = saving.open()
+            assert reader is not None
+            read_manifest(reader.path, verify=True)
+        read(early)
+
+    (early,) = (Path(__file__).parent / "golden" / "format-1").glob("step-*")
+    there_and_back()  # what is imported lazily is imported by now
     sys.addaudithook(watch)
-    read(path)
-    read_manifest(path, verify=True)
+    watching = True
+    there_and_back()
     watching = False
 
     assert not events

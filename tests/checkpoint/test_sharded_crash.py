@@ -90,9 +90,7 @@ def test_when_one_rank_dies_at_any_operation_the_other_learns_of_it_and_the_run_
     tmp_path: Path, order: tuple[int, ...], rank: int, settings: str
 ) -> None:
     found = set()
-    dying = crashes(
-        tmp_path, order, lambda at: Disk(at, "kill", rank=rank), before=2, settings=SETTINGS[settings]
-    )
+    dying = crashes(tmp_path, order, lambda at: Disk(at, "kill", rank=rank), before=2, settings=SETTINGS[settings])
     for folder, results in dying:
         assert isinstance(results[rank], Killed)
         pruning = rank == 0 and state_of(folder) == 3  # after all are told

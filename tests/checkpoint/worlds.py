@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint.doubles import Checkpoint
 from torch import Tensor
 
-from checkpoint.doubles import Checkpoint
 from ddpforge.checkpoint import Checkpoints, Facts, Peers, Share, sharded
 from ddpforge.recipe.schema import CheckpointSection
 from ddpforge.regions import Box, Part, Range
@@ -97,9 +97,13 @@ def checkpoints(folder: Path, peers: Peers, **settings: Any) -> Checkpoints:
     return Checkpoints(folder, section, peers=peers, broadcast=peers.broadcast)
 
 
-def save(folder: Path, shares: Sequence[Share], facts: Facts = FACTS, **world: Any) -> list[Any]:
+def save(folder: Path, shares: Sequence[Share], facts: Facts = FACTS, *, full: bool = False, **world: Any) -> list[Any]:
     """What writing a checkpoint returns or raises on each rank."""
-    return World(len(shares), **world).run(lambda peers: sharded.write(folder, facts, shares[peers.rank], peers))
+
+    def write(peers: Peers) -> Path:
+        return sharded.write(folder, facts, shares[peers.rank], peers, full=full)
+
+    return World(len(shares), **world).run(write)
 
 
 def saved(folder: Path, shares: Sequence[Share], **world: Any) -> Path:
@@ -140,9 +144,7 @@ def share_of(checkpoint: Checkpoint, rank: int, ranks: int) -> Share:
     )
 
 
-def write_sharded(
-    folder: Path, checkpoint: Checkpoint, ranks: int = 2, *, full: bool = False, **world: Any
-) -> Path:
+def write_sharded(folder: Path, checkpoint: Checkpoint, ranks: int = 2, *, full: bool = False, **world: Any) -> Path:
     """Writes a checkpoint from several ranks, each with its `share_of` it."""
 
     def save(peers: Peers) -> Path:

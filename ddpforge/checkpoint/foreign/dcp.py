@@ -29,6 +29,13 @@ def read(folder: Path, *, trust: bool) -> Found:
     if not trust:
         raise untrusted(folder, "the .metadata of a DCP folder")
     metadata = _metadata(regular(folder / METADATA))
+    try:
+        return _found(folder, metadata)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise refused(folder, f"its metadata contradict its files ({type(error).__name__}: {error})") from error
+
+
+def _found(folder: Path, metadata: Metadata) -> Found:
     tensors = {k: x for k, x in metadata.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
     paths = _paths(folder, metadata)
 

@@ -1,8 +1,10 @@
 """What is found in a checkpoint of another program, and the little that its files are trusted with."""
 
 import stat
+import sys
 import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -76,7 +78,8 @@ def load(path: Path, *, trust: bool) -> Any:
     except Exception as error:  # whatever a damaged file makes of the unpickler
         raise refused(path, f"torch.load says {_brief(error)}") from error
     try:
-        return torch.load(path, map_location="cpu", weights_only=False, mmap=zipped)
+        with redirect_stdout(sys.stderr):  # of the packages that it imports
+            return torch.load(path, map_location="cpu", weights_only=False, mmap=zipped)
     except ImportError as error:
         raise refused(path, f"its pickle needs a package that is not installed ({error})") from error
     except Exception as error:
@@ -94,8 +97,10 @@ def tied(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]
     kept: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     for name, tensor in named.items():
-        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
-        known = first.setdefault((*place, tensor.dtype), name) if tensor.numel() else name
+        known = name
+        if tensor.layout is torch.strided and tensor.numel():
+            place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+            known = first.setdefault((*place, tensor.dtype), name)
         if known == name:
             kept[name] = tensor
         else:
@@ -107,4 +112,3 @@ def listed(names: Sequence[str], most: int = 6) -> str:
     """The first of several names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-

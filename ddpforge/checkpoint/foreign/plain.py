@@ -32,15 +32,24 @@ def read_file(path: Path, *, trust: bool) -> Found:
     return Found(kind="safetensors", model={**named}, aliases=aliases)
 
 
+def is_folder(folder: Path) -> bool:
+    """True for a folder that `read_folder` reads."""
+    return any(_is_there(folder / name) for name in (*SINGLE, *INDEXED))
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
 def read_folder(folder: Path, *, trust: bool) -> Found:
     """The weights in a folder that `save_pretrained` of transformers, or `ckpt export`, made."""
     for name, kind in SINGLE.items():
-        if (folder / name).exists() or (folder / name).is_symlink():
+        if _is_there(folder / name):
             found = read_file(regular(folder / name), trust=trust)
             if found.kind != kind:
                 raise refused(folder / name, f"it is not the {kind} that its name says")
             return found
-    name, kind = next((each for each in INDEXED.items() if (folder / each[0]).exists()))
+    name, kind = next(each for each in INDEXED.items() if _is_there(folder / each[0]))
     return _read_indexed(folder, name, kind, trust=trust)
 
 
@@ -115,4 +124,3 @@ def _what(value: object) -> str:
     if isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys():
         return "an optimizer's state by number; numbers do not say which parameters are meant"
     return "beside the weights"
-

@@ -8,6 +8,7 @@ stages 1 and 2 the weights of the forward pass are saved too, and the master wei
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -40,7 +41,13 @@ def read(folder: Path, *, trust: bool) -> Found:
     """
     if not trust:
         raise untrusted(folder, "a checkpoint of DeepSpeed")
-    return _Checkpoint(_Files(_tagged(folder))).found()
+    tagged = _tagged(folder)
+    try:
+        return _Checkpoint(_Files(tagged)).found()
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise refused(
+            tagged, f"its files do not hold what DeepSpeed writes ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _tagged(folder: Path) -> Path:
@@ -107,14 +114,13 @@ class _Checkpoint:
         model: dict[str, Held] = {}
         optimizer: dict[str, dict[str, Any]] = {}
         if self.stage:
-            shapes = self._shapes()
+            shapes = {name: shape for group in self.groups for name, shape in group.items()}
             slices = self._slices_by_name(shapes) if self.stage < 3 else self._slices_by_order(shapes)
-            flats = [self._flats(each) for each in self.optimizers]
-            self._check_extent(slices, flats)
-            model = {name: self._parts(shapes[name], mine, flats) for name, mine in slices.items()}
+            self._check_extent(slices)
+            model = {name: self._parts(shapes[name], mine, self.flats) for name, mine in slices.items()}
             if self.stage < 3:
                 self._check_against(module, model)
-            optimizer = self._optimizer(shapes, slices, flats)
+            optimizer = self._optimizer(shapes, slices)
             module = self._whole_in(module, model, aliases)
         else:
             self.left_out.append("optimizer: without ZeRO, its state is by number, not by name")
@@ -160,25 +166,27 @@ class _Checkpoint:
         if self.stage == 3 and len(self.models) != self.ranks:
             raise refused(self.folder, f"it has {len(self.models)} files of weights and {self.ranks} of the optimizer")
 
-    def _groups(self) -> list[dict[str, tuple[int, ...]]]:
+    @cached_property
+    def groups(self) -> list[dict[str, tuple[int, ...]]]:
         """The shapes of the trained parameters, by group and in the order of the group."""
-        groups = [{name: tuple(shape) for name, shape in group.items()} for group in self._get(self.head, "param_shapes")]
+        groups = [
+            {name: tuple(shape) for name, shape in group.items()} for group in self._get(self.head, "param_shapes")
+        ]
         names = [name for group in groups for name in group]
         if len(set(names)) != len(names):
             raise refused(self.folder, "a parameter is in two groups")
         return groups
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: shape for group in self._groups() for name, shape in group.items()}
-
-    def _flats(self, optimizer: Mapping[str, Any]) -> list[Tensor]:
-        """A rank's partition of the master weights, by group."""
-        flats = self._get(optimizer, "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups")
-        if any(not isinstance(flat, Tensor) or flat.ndim != 1 for flat in flats):
+    @cached_property
+    def flats(self) -> list[list[Tensor]]:
+        """The ranks' partitions of the master weights, by rank and group."""
+        key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+        ranks = [list(self._get(each, key)) for each in self.optimizers]
+        if any(not _is_flat(flat) for flats in ranks for flat in flats):
             raise refused(self.folder, "its master weights are not flat partitions")
-        if len(flats) != len(self._groups()):
-            raise refused(self.folder, f"it has {len(flats)} partitions and {len(self._groups())} groups of parameters")
-        return [flat.detach() for flat in flats]
+        if any(len(flats) != len(self.groups) for flats in ranks):
+            raise refused(self.folder, "it has not as many partitions as groups of parameters")
+        return [[flat.detach() for flat in flats] for flats in ranks]
 
     # -- which elements are whose
     def _slices_by_name(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[_Slice]]:
@@ -204,7 +212,7 @@ class _Checkpoint:
     def _slices_by_order(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[_Slice]]:
         """Stage 3: every rank has an equal part of every parameter, padded at the end, one after the other."""
         found: dict[str, list[_Slice]] = {name: [] for name in shapes}
-        for group, named in enumerate(self._groups()):
+        for group, named in enumerate(self.groups):
             start = 0
             for name, shape in named.items():
                 size = -(-prod(shape) // self.ranks)
@@ -212,12 +220,12 @@ class _Checkpoint:
                     region = Range(*(min(edge * size, prod(shape)) for edge in (rank, rank + 1)))
                     found[name].append(_Slice(rank, group, start, region))
                 start += size
-            lengths = {len(self._flats(each)[group]) for each in self.optimizers}
+            lengths = {len(flats[group]) for flats in self.flats}
             if lengths != {start}:
                 raise refused(self.folder, f"its partitions of group {group} have {lengths} elements, not {start}")
         return found
 
-    def _check_extent(self, slices: Mapping[str, Sequence[_Slice]], flats: Sequence[Sequence[Tensor]]) -> None:
+    def _check_extent(self, slices: Mapping[str, Sequence[_Slice]]) -> None:
         """No stretch may reach beyond its partition, or into another's."""
         taken: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for mine in slices.values():
@@ -225,13 +233,11 @@ class _Checkpoint:
                 taken.setdefault((each.rank, each.group), []).append((each.start, each.start + each.region.numel))
         for (rank, group), spans in taken.items():
             spans = sorted(span for span in spans if span[0] < span[1])
-            beyond = spans and not (spans[0][0] >= 0 and spans[-1][1] <= len(flats[rank][group]))
+            beyond = spans and not (spans[0][0] >= 0 and spans[-1][1] <= len(self.flats[rank][group]))
             if beyond or any(a[1] > b[0] for a, b in pairwise(spans)):
                 raise refused(self.folder, f"parameters overlap in the partition of rank {rank}, group {group}")
 
-    def _parts(
-        self, shape: tuple[int, ...], slices: Sequence[_Slice], flats: Sequence[Sequence[Tensor]]
-    ) -> list[Part]:
+    def _parts(self, shape: tuple[int, ...], slices: Sequence[_Slice], flats: Sequence[Sequence[Any]]) -> list[Part]:
         return [
             Part(flats[each.rank][each.group][each.start : each.start + each.region.numel], shape, each.region)
             for each in slices
@@ -250,7 +256,9 @@ class _Checkpoint:
                 assert isinstance(part.region, Range)
                 theirs = line[part.region.start : part.region.stop]
                 mine = part.tensor.to(theirs.dtype)
-                if module[name].shape != part.shape or not bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all()):
+                if module[name].shape != part.shape or not bool(
+                    ((mine == theirs) | (mine.isnan() & theirs.isnan())).all()
+                ):
                     raise refused(
                         self.folder,
                         f"the master weights of {name} are not those of the forward pass, so it is not certain which "
@@ -287,15 +295,12 @@ class _Checkpoint:
 
     # -- optimizer
     def _optimizer(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        slices: Mapping[str, Sequence[_Slice]],
-        flats: Sequence[Sequence[Tensor]],
+        self, shapes: Mapping[str, tuple[int, ...]], slices: Mapping[str, Sequence[_Slice]]
     ) -> dict[str, dict[str, Any]]:
         """The optimizer's state, which is laid out like the master weights; nothing if it is in any way different."""
         states = [self._states(each) for each in self.optimizers]
         paddings = [self._paddings(each) for each in self.optimizers]
-        problem = self._odd_state(states, flats, paddings)
+        problem = self._odd_state(states, paddings)
         if problem:
             self.left_out.append(f"optimizer: {problem}")
             return {}
@@ -316,7 +321,7 @@ class _Checkpoint:
         if not isinstance(inner, Mapping) or not {"state", "param_groups"} <= inner.keys():
             return []
         numbers = [(number, group) for group in inner["param_groups"] for number in group["params"]]
-        if [number for number, _ in numbers] != list(range(len(self._groups()))):
+        if [number for number, _ in numbers] != list(range(len(self.groups))):
             return []
         steps = [{"step": group["step"]} if "step" in group else {} for _, group in numbers]
         return [
@@ -328,12 +333,10 @@ class _Checkpoint:
         """How much longer than the saved master weights a rank's state of each group may be."""
         paddings = optimizer.get("group_paddings")
         if self.stage == 3 or not isinstance(paddings, list):
-            return [0] * len(self._groups())
+            return [0] * len(self.groups)
         return [int(padding) for padding in paddings]
 
-    def _odd_state(
-        self, states: Sequence[Sequence[Mapping[str, Any]]], flats: Sequence[Sequence[Tensor]], paddings: Sequence[Any]
-    ) -> str:
+    def _odd_state(self, states: Sequence[Sequence[Mapping[str, Any]]], paddings: Sequence[Sequence[int]]) -> str:
         """Why the optimizer's state cannot be told apart by parameter; empty if it can."""
         if not all(states):
             return "its state is not there, or not in groups like the weights"
@@ -343,8 +346,8 @@ class _Checkpoint:
                     return "the ranks have different kinds of state"
                 for key, value in state.items():
                     if _is_flat(value):
-                        fits = (len(flats[rank][number]), len(flats[rank][number]) + paddings[rank][number])
-                        if len(value) not in fits:
+                        length = len(self.flats[rank][number])
+                        if len(value) not in (length, length + paddings[rank][number]):
                             return f"{key} is not laid out like the weights"
                     elif _number(value) is None or _number(value) != _number(states[0][number][key]):
                         return f"{key} is no number that all ranks agree on"
@@ -363,4 +366,3 @@ def _number(value: object) -> float | None:
 
 def _whole_number(value: object) -> int | None:
     return value if isinstance(value, int) and value >= 0 else None
-

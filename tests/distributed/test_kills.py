@@ -1,0 +1,75 @@
+"""A rank is killed (-9) at any moment of training and saving: the next start goes on, and nothing shows in the end."""
+
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Ranks
+from sharding import DDP, FSDP, ZERO, Bench
+
+from ddpforge.checkpoint import Reader
+
+LENGTH = "80st"
+MORE = """
+[callbacks.ema]
+decay = 0.9
+[callbacks.killed]
+use = "./parts.py:Killed"
+[checkpoint]
+every = "2st"
+layout = "{layout}"
+"""
+LONGEST = 1.2  # seconds until a rank is killed; undisturbed training takes about as long
+
+
+CASES = {"ddp": (DDP, "sharded"), "fsdp": (FSDP, "sharded"), "fsdp-full": (FSDP, "full"), "zero2": (ZERO[2], "sharded")}
+
+
+@pytest.mark.parametrize(
+    ("case", "kills"),
+    [
+        *(pytest.param(case, 3, id=f"{case}-3", marks=pytest.mark.slow) for case in ("fsdp-full", "zero2")),
+        *(pytest.param(case, 80, id=f"{case}-80", marks=pytest.mark.full) for case in CASES),
+    ],
+)
+def test_a_run_survives_any_number_of_kills(
+    tmp_path: Path, ddpforge: Callable[..., Ranks], case: str, kills: int
+) -> None:
+    """Traps 16, 18 and 22; dropout is on. Runs are started anew until so many of their ranks were killed."""
+    bench = Bench(tmp_path, ddpforge)
+    strategy, layout = CASES[case]
+    options = {"model": "dropout = 0.2", "length": LENGTH, "more": MORE.format(layout=layout)}
+    bench("undisturbed", strategy, **options)
+    expected = contents(bench, "undisturbed")
+    moment = random.Random(f"{case} {kills}")
+
+    killed = run = 0
+    while killed < kills:
+        run += 1
+        attempt = 0
+        while True:
+            attempt += 1
+            assert attempt < 200, "the run does not get on"
+            env = {"KILL_RANK": str(moment.randrange(2)), "KILL_AFTER": str(moment.uniform(0, LONGEST))}
+            ranks = bench(f"run-{run}", strategy, fails=True, env=env if killed < kills else None, **options)
+            if -signal.SIGKILL in ranks.codes:
+                killed += 1
+            if not any(ranks.codes):
+                break
+            assert -signal.SIGKILL in ranks.codes, ranks.stderr
+            assert "passed over" not in ranks.stderr
+        found = contents(bench, f"run-{run}")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert bench.column(f"run-{run}") == bench.column("undisturbed")
+
+
+def contents(bench: Bench, name: str) -> dict[str, torch.Tensor]:
+    """Every tensor of a run's last checkpoint, verified."""
+    reader = Reader(bench.newest(name))
+    assert reader.facts.step == 80
+    sections = ("model", "optimizer", "callbacks")
+    return {f"{section}: {name}": reader.read(section, name) for section in sections for name in reader.names(section)}
