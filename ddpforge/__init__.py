@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ddpforge.recipe import load_recipe as load_recipe
     from ddpforge.run import run as run
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = ["Recipe", "__version__", "load_recipe", "run"]
 
 _LAZY = {"Recipe": "ddpforge.recipe", "load_recipe": "ddpforge.recipe", "run": "ddpforge.run"}

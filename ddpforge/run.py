@@ -34,6 +34,8 @@ __all__ = ["Evaluation", "Outcome", "evaluate", "run"]
 
 log = logging.getLogger("ddpforge")
 
+_SLOWEST_WRITE = 3600.0  # seconds
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -141,7 +143,8 @@ def _join(source: str | Path, sets: Sequence[str]) -> tuple[LoadedRecipe, Regist
 
 
 def _checkpoints(folder: RunFolder, recipe: Recipe, strategy: Strategy, world: World) -> Checkpoints:
-    peers = Peers.of(world, timedelta(seconds=recipe.train.timeout.seconds))
+    # A rank that is gone is noticed at once; one that writes to a slow disk needs time.
+    peers = Peers.of(world, timedelta(seconds=max(_SLOWEST_WRITE, recipe.train.timeout.seconds)))
     return Checkpoints(folder.checkpoints, recipe.checkpoint, peers=peers, broadcast=strategy.broadcast)
 
 

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,6 +99,28 @@ class Killed(Callback):
             if os.getppid() == victim:
                 os.kill(victim, signal.SIGKILL)
             os._exit(0)
+
+
+class NoDisk(Callback):
+    """From step `begin` up to step `end` no checkpoint can be written; those that there are wait elsewhere."""
+
+    def __init__(self, begin: int, end: int) -> None:
+        self.begin, self.end = begin, end
+        self.folder = Path("runs/run/checkpoints")
+
+    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
+        self.is_main = world.is_main
+
+    def on_step(self, info: StepInfo) -> None:
+        aside = self.folder.with_name("aside")
+        if self.is_main and info.step in (self.begin, self.end):
+            time.sleep(1)  # what is being written in the background is done by then
+        if self.is_main and info.step == self.begin:
+            self.folder.rename(aside)
+            self.folder.touch()
+        if self.is_main and info.step == self.end:
+            self.folder.unlink()
+            aside.rename(self.folder)
 
 
 class SaveAgain(Callback):

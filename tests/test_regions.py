@@ -182,3 +182,12 @@ def test_a_part_is_cut_into_parts_of_the_same_tensor(case: tuple[Shape, list[Reg
 def test_a_part_whose_tensor_does_not_fit_is_refused(held: Shape) -> None:
     with pytest.raises(ValueError, match=r"a tensor of shape .* is not Box.* of a tensor of shape"):
         Part(torch.zeros(held), (4, 4), Box((0, 1), (2, 3)))
+
+
+def test_a_cut_without_elements_keeps_no_memory_alive() -> None:
+    part = Part.whole(torch.ones(40, 50).t())
+
+    (nothing,) = part.cut(7, 7)
+
+    assert nothing.tensor.untyped_storage().nbytes() == 0
+    assert (nothing.shape, nothing.region) == ((50, 40), Range(0, 0))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.choose import choose
-from ddpforge.checkpoint.retention import Found
 from ddpforge.checkpoint.schema import COMMIT, FOLDER, MANIFEST, SECTIONS, Manifest, Number
 from ddpforge.checkpoint.stored import DTYPES
 from ddpforge.errors import UsageError
@@ -239,23 +238,3 @@ def describe(path: Path, manifest: Manifest) -> dict[str, object]:
 def plain(scalar: object) -> object:
     """A number of a manifest without its dtype."""
     return scalar.value if isinstance(scalar, Number) else scalar
-
-
-__all__ = [
-    "Found",
-    "Place",
-    "Row",
-    "Tensor",
-    "describe",
-    "find",
-    "is_checkpoint",
-    "layout_name",
-    "metrics",
-    "newest_first",
-    "notable",
-    "parse",
-    "plain",
-    "rows",
-    "tensors",
-    "totals",
-]

@@ -107,7 +107,8 @@ class Checkpoints:
             layout_of(path, read_manifest(path))
             retention.prune(self.folder, self._settings.keep, every=self.keep_every, known=self._known)
         except Exception as error:
-            log.warning("older checkpoints were not removed: %s", error)
+            defect = None if isinstance(error, CheckpointError) else error
+            log.warning("older checkpoints were not removed: %s", error, exc_info=defect)
 
     # -- what there is
     def open(self, path: Path | None = None) -> Reader | None:

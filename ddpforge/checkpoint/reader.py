@@ -1,7 +1,7 @@
 """Reads any region of any tensor of a checkpoint, without loading the rest."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
@@ -200,7 +200,7 @@ class Reader:
 class Saved:
     """A tensor of an open checkpoint: a `SavedTensor`."""
 
-    reader: Reader
+    reader: Reader = field(repr=False)
     section: Section
     name: str
 

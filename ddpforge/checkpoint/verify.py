@@ -25,7 +25,7 @@ def damages(path: Path) -> list[Damage]:
         check_listed(path, manifest)
         found = layout_of(path, manifest)
     except CheckpointError as error:
-        return [Damage(MANIFEST if (path / COMMIT).is_file() else COMMIT, error.message)]
+        return [Damage(COMMIT if str(path / COMMIT) in error.message else MANIFEST, error.message)]
 
     problems = []
     for file, entry in manifest.files.items():

@@ -17,7 +17,7 @@ from ddpforge.cli.tables import print_table, size
 from ddpforge.errors import ExitCode
 
 if TYPE_CHECKING:
-    from ddpforge.checkpoint.compare import Differences, TensorDifference
+    from ddpforge.checkpoint.compare import Differences, TensorDifference, Value
     from ddpforge.checkpoint.imports import Imported
     from ddpforge.checkpoint.listing import Row, Tensor
 
@@ -255,18 +255,45 @@ def _print_differences(paths: Sequence[Path], found: "Differences") -> None:
     click.echo(f"a: {paths[0]}\nb: {paths[1]}")
     for change in found.recipe:
         click.echo(f"recipe, {change.policy}: {change}")
-    for values, note in ((found.about, " (makes no difference)"), (found.facts, "")):
-        for value in values:
-            click.echo(f"{value.name}: {json.dumps(value.a)} → {json.dumps(value.b)}{note}")
+    click.echo(f"not counted: {', '.join(_about(found)) or 'nothing'}")
+    for line in _counted(found.facts):
+        click.echo(line)
     for section, count in found.compared.items():
         mine = [each for each in found.tensors if each.section == section]
         for what, names in (("only in a", found.missing[section]), ("only in b", found.unexpected[section])):
             for name in names:
                 click.echo(f"{section}: {name} is {what}")
         click.echo(f"{section}: {len(mine)} of {count} tensors differ")
-        if mine:
-            print_table(("", "differing", "max |a-b|", "relative", ""), [_difference(each) for each in mine])
+        worst = sorted(mine, key=lambda each: (not each.note, -each.relative))[:_SHOWN]
+        if worst:
+            print_table(("", "differing", "max |a-b|", "relative", ""), [_difference(each) for each in worst])
+        if len(mine) > len(worst):
+            click.echo(f"  and {len(mine) - len(worst)} more, which differ less; --json lists all")
     click.echo("equal" if found.equal else "different")
+
+
+def _about(found: "Differences") -> Iterable[str]:
+    """What differs and makes no difference; metrics, which nearly always do, in one word."""
+    metrics = [value for value in found.about if value.name.startswith("metrics.")]
+    for value in found.about:
+        if value not in metrics:
+            yield f"{value.name} {json.dumps(value.a)} → {json.dumps(value.b)}"
+    if metrics:
+        yield f"{len(metrics)} metrics"
+
+
+def _counted(facts: "Sequence[Value]") -> list[str]:
+    """What differs besides tensors; numbers that are alike for many parameters in one line."""
+    lines: dict[str, list[str]] = {}
+    for value in facts:
+        section, colon, rest = value.name.partition(": ")
+        owner, slash, key = rest.rpartition("/")
+        name = f"{section}: {key}" if colon and slash else value.name
+        lines.setdefault(f"{name}: {json.dumps(value.a)} → {json.dumps(value.b)}", []).append(owner)
+    return [
+        f"{line} (of {owners[0]} and {len(owners) - 1} more)" if len(owners) > 1 else line
+        for line, owners in lines.items()
+    ]
 
 
 def _difference(each: "TensorDifference") -> list[str]:

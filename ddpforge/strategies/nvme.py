@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import shutil
+import sysconfig
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -24,6 +25,8 @@ SMALLEST = 1 << 20  # bytes: what is smaller, DeepSpeed leaves in memory
 def require_io() -> None:
     """Builds and loads DeepSpeed's asynchronous I/O, once per machine; raises StrategyError where that fails."""
     builder = import_module("deepspeed.ops.op_builder").AsyncIOBuilder()
+    # Beside Python is where pip puts ninja, and where a shell that has not activated the environment does not look.
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
     try:
         builder.load(verbose=False)
     except Exception as error:

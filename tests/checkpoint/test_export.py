@@ -1,6 +1,8 @@
 """An export is plain safetensors with the model's own names, readable by every other tool."""
 
 import errno
+import json
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from ddpforge.checkpoint import files
-from ddpforge.checkpoint.export import export
+from ddpforge.checkpoint.export import export, export_folder
 from ddpforge.errors import CheckpointError, UsageError
 from ddpforge.interfaces import CanonicalState
 
@@ -146,3 +148,122 @@ def test_a_full_disk_leaves_no_half_file(checkpoint: Path, tmp_path: Path, monke
     with pytest.raises(CheckpointError, match="out could not be written: No space left on device"):
         export(checkpoint, tmp_path / "out")
     assert set(tmp_path.iterdir()) == before
+
+
+# ---------------------------------------------------------------------------------------------- folders
+def sized(folder: Path, *sizes: int, **aliases: str) -> Path:
+    """A checkpoint with tensors a, b, c ... of so many floats, each filled with its number."""
+    model = {name: torch.full((size,), float(i)) for i, (name, size) in enumerate(zip("abcdefg", sizes, strict=False))}
+    return write(folder, checkpoint_of(7, state=CanonicalState(model=model, optimizer={}, aliases=aliases)))
+
+
+def files_in(folder: Path) -> dict[str, set[str]]:
+    """The tensors in each file with weights."""
+    return {path.name: {*load_file(path)} for path in sorted(folder.glob("*.safetensors"))}
+
+
+def test_a_model_that_fits_into_one_file_has_no_index(folder: Path, tmp_path: Path) -> None:
+    done = export_folder(sized(folder, 4, 4), tmp_path / "hf", most=32)
+
+    assert files_in(tmp_path / "hf") == {"model.safetensors": {"a", "b"}}
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"model.safetensors"}
+    assert (done.file, done.sha256) == (tmp_path / "hf/model.safetensors", files.sha256(done.file))
+
+
+def test_files_are_filled_in_order_and_an_index_says_what_is_where(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "hf"
+
+    done = export_folder(sized(folder, 4, 4, 20, 2, 1, z="c"), out, most=32)
+
+    names = [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert files_in(out) == {names[0]: {"a", "b"}, names[1]: {"c"}, names[2]: {"d", "e"}}
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 31 * 4}
+    assert index["weight_map"] == {"a": names[0], "b": names[0], "c": names[1], "d": names[2], "e": names[2]}
+    with safe_open(out / names[1], framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "z": "c"}, "the tie is told where the tensor is"
+    assert done.files == {name: files.sha256(out / name) for name in names}
+    assert (done.file, done.tensors) == (out / "model.safetensors.index.json", 5)
+    assert done.bytes == sum((out / name).stat().st_size for name in names)
+
+
+def test_weights_in_a_folder_are_replaced_on_request_and_nothing_else_is(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "hf"
+    export_folder(sized(folder, 4, 4, 4), out, most=16)
+    (out / "config.json").write_text("{}")
+
+    with pytest.raises(UsageError, match=r"model-00001-of-00003\.safetensors exists"):
+        export_folder(sized(folder, 4), out)
+    assert len(files_in(out)) == 3
+    export_folder(sized(folder, 4), out, force=True)
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+    export_folder(sized(folder, 4, 4), out, force=True, most=16)
+    assert {path.name for path in out.iterdir()} == {
+        "config.json",
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    }
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_full_disk_leaves_no_half_a_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, there: bool
+) -> None:
+    checkpoint, out = sized(folder, 4, 4), tmp_path / "hf"
+    if there:
+        out.mkdir()
+        (out / "config.json").write_text("{}")
+    calls = count()
+
+    def refuse(file: object) -> None:
+        if next(calls) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "sync", refuse)
+
+    with pytest.raises(CheckpointError, match="hf could not be written: No space left on device"):
+        export_folder(checkpoint, out, most=16)
+    assert [path.name for path in out.iterdir()] == ["config.json"] if there else not out.exists()
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_a_file_in_the_place_of_the_folder_is_a_usage_error(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "hf").write_text("precious")
+
+    with pytest.raises(UsageError, match="hf is a file"):
+        export_folder(sized(folder, 4), tmp_path / "hf", force=True)
+
+
+# ---------------------------------------------------------------------------------------------- transformers
+@pytest.mark.parametrize("most", [None, 20_000])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_transformers_loads_an_export(folder: Path, tmp_path: Path, family: str, most: int | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    configs = {
+        "gpt2": lambda: transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=8, vocab_size=64),
+        "llama": lambda: transformers.LlamaConfig(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+        ),
+    }
+    config = configs[family]()
+    torch.manual_seed(1)
+    trained = transformers.AutoModelForCausalLM.from_config(config)
+    named = dict(trained.named_parameters())
+    first = {id(parameter): name for name, parameter in named.items()}
+    everything = trained.named_parameters(remove_duplicate=False)
+    aliases = {name: first[id(parameter)] for name, parameter in everything if name not in named}
+    assert len(aliases) == (family == "gpt2"), "one of the two ties its head to the embedding"
+    state = CanonicalState(model=named, optimizer={}, aliases=aliases)
+    out = tmp_path / "hf"
+
+    export_folder(write(folder, checkpoint_of(7, state=state)), out, most=most)
+    config.save_pretrained(out)
+
+    assert (out / "model.safetensors.index.json").exists() == (most is not None)
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(tokens).logits, trained.eval()(tokens).logits)

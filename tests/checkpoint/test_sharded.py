@@ -444,6 +444,15 @@ def test_a_rank_that_is_gone_when_all_is_written_costs_nothing(folder: Path) -> 
     assert [manifest.step for _, manifest in committed(folder)[0]] == [7]
 
 
+def test_a_rank_that_knows_why_says_so_even_if_it_can_tell_nobody(folder: Path) -> None:
+    def gone(value: Any) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+    peers = Peers(rank=1, size=2, broadcast=gone, gather=gone)
+    with pytest.raises(CheckpointError, match=r"^rank 1: w of the model cannot be saved: it is a int"):
+        sharded.write(folder, FACTS, Share(model={"w": 3}), peers)  # type: ignore[dict-item]
+
+
 def test_a_defect_fails_the_save_everywhere_and_its_traceback_is_in_the_log(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,11 +9,10 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
-from ddpforge.checkpoint import Checkpoint
-from ddpforge.checkpoint.format import write
+from ddpforge.checkpoint import Facts, Peers, Share, sharded
+from ddpforge.cli.ckpt import ckpt
 from ddpforge.cli.export import export
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import CanonicalState
 from ddpforge.runfolder import RunFolder
 
 RESOLVED = '[checkpoint.keep]\nlast = 9\nbest = 1\nby = "eval/loss"\n'
@@ -26,15 +25,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     folder = RunFolder(Path("runs/digits"))
     folder.create(text="", resolved=RESOLVED, local_files={})
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
-        state = CanonicalState(model={"w": torch.full((2,), float(step))}, optimizer={})
+        facts = Facts(step=step, samples=0, strategy="", world_size=1, metrics={"eval/loss": loss})
         averages = {"ema": {"w": torch.full((2,), step + 0.5)}}
-        metrics = {"eval/loss": loss}
-        write(
-            folder.checkpoints,
-            Checkpoint(
-                step=step, samples=0, state=state, strategy="", world_size=1, callbacks=averages, metrics=metrics
-            ),
-        )
+        share = Share(model={"w": torch.full((2,), float(step))}, callbacks=averages)
+        sharded.write(folder.checkpoints, facts, share, Peers.alone())
     return folder
 
 
@@ -55,6 +49,10 @@ def weight(file: str) -> float:
         (["digits", "--best"], "digits.safetensors", 2.0),
         (["digits", "--weights", "ema"], "digits-ema.safetensors", 3.5),
         (["digits", "--out", "model.st"], "model.st", 3.0),
+        (["digits", "--out", "hf/"], "hf/model.safetensors", 3.0),
+        (["digits", "--out", "runs"], "runs/model.safetensors", 3.0),
+        (["digits", "--step", "2", "--max-shard-size", "5GB"], "digits/model.safetensors", 2.0),
+        (["digits", "--weights", "ema", "--max-shard-size", "1KB"], "digits-ema/model.safetensors", 3.5),
     ],
 )
 def test_the_right_weights_land_in_the_right_file(arguments: list[str], file: str, expected: float) -> None:
@@ -122,3 +120,29 @@ def test_an_existing_file_is_replaced_only_on_request() -> None:
         call("digits")
     call("digits", "--force")
     assert weight("digits.safetensors") == 3.0
+
+
+def test_a_checkpoints_folder_can_be_named(run: RunFolder) -> None:
+    (checkpoint,) = run.checkpoints.glob("step-000000002-*")
+
+    assert call(str(checkpoint)).exit_code == 0
+    assert weight(f"{checkpoint.name}.safetensors") == 2.0
+    with pytest.raises(UsageError, match="is a checkpoint, and --step and --best choose one among several"):
+        call(str(checkpoint), "--best")
+
+
+def test_it_is_one_command_under_two_names() -> None:
+    assert ckpt.commands["export"] is export
+
+
+@pytest.mark.parametrize("size", ["5", "2.5kb", "3 MiB"])
+def test_sizes_have_units(size: str) -> None:
+    assert call("digits", "--max-shard-size", size).exit_code == 0
+
+
+@pytest.mark.parametrize("size", ["", "0", "-1", "GB", "5 apples", "0.1"])
+def test_a_size_that_is_none_is_a_usage_error(size: str) -> None:
+    result = call("digits", "--max-shard-size", size)
+
+    assert result.exit_code == 2
+    assert "is not a size; expected e.g. 5GB" in result.stderr

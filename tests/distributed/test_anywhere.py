@@ -130,7 +130,8 @@ def test_there_and_back_again_not_a_bit_is_lost(
     assert (old.facts.step, new.facts.step) == (7, 7)
     assert old.facts.recipe != new.facts.recipe
     for section in ("model", "optimizer", "callbacks"):
-        assert old.names(section) and sorted(old.names(section)) == sorted(new.names(section))
+        assert old.names(section)
+        assert sorted(old.names(section)) == sorted(new.names(section))
         for name in old.names(section):
             assert torch.equal(old.read(section, name), new.read(section, name)), name
     assert old.state().optimizer.keys() == new.state().optimizer.keys()

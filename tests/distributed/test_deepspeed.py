@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
-from safetensors.torch import load_file
 from sharding import DDP, FSDP, GPT, RECIPE, ZERO, Bench
+
+from ddpforge.checkpoint.reader import Reader
 
 EMA = "[callbacks.ema]\ndecay = 0.9\n"
 STOP = '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = {step}\nrank = 0\n'
 HOST = 'offload_optimizer = "cpu"'
 PARAMETERS_TOO = f'{HOST}\noffload_parameters = "cpu"'
+DISK = 'offload_optimizer = "nvme"\nnvme_path = "."'
+ALL_ON_DISK = f'{DISK}\noffload_parameters = "nvme"'
+WIDE = GPT.replace("width = 16", "width = 384").replace("layers = 2", "layers = 1")  # whose parts are large enough
 
 each_stage = pytest.mark.parametrize("stage", ZERO)
 PARTS = """
@@ -69,9 +73,8 @@ class Misplace(Callback):
     \"\"\"Makes the strategy look for a weight where it is not.\"\"\"
 
     def on_start(self, model, world, weights):
-        from dataclasses import replace
-        name, piece = next((name, piece) for name, piece in weights._pieces.items() if piece.part.numel())
-        weights._pieces[name] = replace(piece, part=piece.part + 1)
+        name, part = next((name, part) for name, part in weights.parts().items() if part.tensor.numel())
+        weights.parts()[name] = part.of(part.tensor + 1)
 """
 POINTS = """
 [model]
@@ -95,9 +98,15 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Everything in a checkpoint's files, by file and name."""
-    files = sorted(checkpoint.glob("*.safetensors"))
-    return {f"{file.stem}: {name}": tensor for file in files for name, tensor in load_file(file).items()}
+    """Everything in a checkpoint, whole."""
+    reader = Reader(checkpoint)
+    state = reader.state()
+    owners = {"model": state.model, **state.optimizer, **reader.callbacks()}
+    return {
+        f"{owner}: {key}": value.read() if hasattr(value, "read") else torch.as_tensor(value)
+        for owner, values in owners.items()
+        for key, value in values.items()
+    }
 
 
 # ---------------------------------------------------------------------------------------------- one curve
@@ -245,6 +254,71 @@ def test_optimizer_state_that_a_flat_tensor_cannot_hold_is_refused(bench: Bench)
     refused = run("3st", ZERO[3], fails=True)
     assert "has `step` 1 for `b` and 2 for `a`, and ZeRO keeps one for both" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+# ---------------------------------------------------------------------------------------------- on disk
+@pytest.fixture(scope="session")
+def asynchronous_io() -> None:
+    """Builds DeepSpeed's operation, which takes minutes the first time."""
+    program = (
+        "from deepspeed.ops.op_builder import AsyncIOBuilder\n"
+        "from ddpforge.strategies.nvme import require_io\n"
+        "AsyncIOBuilder().is_compatible() and (require_io() or print('built'))"
+    )
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    if "built" not in ended.stdout:
+        pytest.skip("no libaio here: apt-get install libaio-dev")
+
+
+@pytest.mark.parametrize(
+    "where",
+    [DISK, f'{HOST}\noffload_parameters = "nvme"\nnvme_path = "."', ALL_ON_DISK],
+    ids=["optimizer", "model", "all"],
+)
+def test_offload_to_disk_changes_nothing(bench: Bench, asynchronous_io: None, where: str) -> None:
+    """Averaged weights, which read and write weights that are not in memory; a resume, bitwise."""
+    options: dict[str, Any] = {"parts": WIDE, "length": "8st"}
+    bench("memory", ZERO[3], more=EMA, **options)
+    said = bench("disk", f"{ZERO[3]}\n{where}", more=EMA, **options)
+    assert "Time to load" not in said.stdout
+    bench.alike("disk", "memory")
+    assert not list(bench.folder.glob("ddpforge-*/*/**/*.swp"))  # nothing is left behind
+
+    ours, theirs = tensors(bench.newest("disk")), tensors(bench.newest("memory"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+
+    for step in (3, 5):
+        more = f"{EMA}{STOP.format(step=step)}"
+        assert set(bench("parts", f"{ZERO[3]}\n{where}", more=more, fails=True, **options).codes) == {75}
+    bench("parts", f"{ZERO[3]}\n{where}", more=EMA, **options)
+    assert bench.column("parts") == bench.column("disk")
+    assert bench.column("parts", "eval/loss") == bench.column("disk", "eval/loss")
+
+
+def test_a_run_goes_on_from_and_to_disk(bench: Bench, asynchronous_io: None) -> None:
+    options: dict[str, Any] = {"parts": WIDE, "length": "8st", "more": EMA}
+    bench("whole", DDP, **options)
+    for strategy, nproc, step in ((DDP, 1, 2), (f"{ZERO[3]}\n{ALL_ON_DISK}", 2, 4), (FSDP, 2, 6)):
+        stopped = bench("parts", strategy, nproc=nproc, **options | {"more": EMA + STOP.format(step=step)}, fails=True)
+        assert set(stopped.codes) == {75}, stopped.stderr
+    bench("parts", f"{ZERO[3]}\n{DISK}", **options)
+    bench.alike("parts", "whole")
+
+
+def test_disk_that_would_hold_nothing_is_refused(bench: Bench, asynchronous_io: None) -> None:
+    for where, said in (
+        (DISK, 'strategy.offload_optimizer = "nvme": no group of parameters has 1,048,576 bytes on each of 2 ranks'),
+        ('offload_parameters = "nvme"\nnvme_path = "."', 'strategy.offload_parameters = "nvme": no parameter has'),
+        (DISK.replace('"."', '"missing"'), "there is no folder that can be written to"),
+    ):
+        failed = bench("run", f"{ZERO[3]}\n{where}", fails=True)
+        assert 3 in failed.codes
+        assert said in failed.stderr
+        assert "Traceback" not in failed.stderr
 
 
 # ---------------------------------------------------------------------------------------------- engaged or error

@@ -2,6 +2,8 @@
 
 import os
 from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +13,10 @@ from torch import nn
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import World
 from ddpforge.recipe.schema import TrainSection
-from ddpforge.strategies import zero
+from ddpforge.strategies import nvme, zero
 from ddpforge.strategies.accelerated import AcceleratedStrategy
 from ddpforge.strategies.deepspeed import DeepSpeed
-from ddpforge.strategies.zero import keys_per_parameter
+from ddpforge.strategies.zero import Keys, keys_of
 
 
 def train(**options: Any) -> TrainSection:
@@ -91,6 +93,8 @@ def test_the_contract_depends_on_the_stage(stage: Any, shards: tuple[str, ...]) 
             "`zero_optimization.overlap_com` is not a key that ddpforge passes on to DeepSpeed; near it are "
             "zero_optimization.overlap_comm",
         ),
+        ({"zero_optimization": {"offload_param": {"buffer_count": 9}}}, "has no effect"),
+        ({"aio": {"queue_depth": 8}}, "extra: `aio.queue_depth` has no effect, for nothing is offloaded there"),
         # It takes one parameter for another when weights are read or written.
         ({"zero_optimization": {"round_robin_gradients": True}}, "is not a key that ddpforge passes on"),
     ],
@@ -104,6 +108,78 @@ def test_extra_keys_that_somebody_else_decides_are_refused(extra: dict[str, Any]
 def test_only_stage_3_offloads_parameters() -> None:
     with pytest.raises(ValueError, match="offload_parameters needs stage 3"):
         DeepSpeed(stage=2, offload_parameters="cpu")
+
+
+def test_what_is_offloaded_to_nvme_gets_a_folder() -> None:
+    strategy = DeepSpeed(
+        stage=3,
+        offload_optimizer="nvme",
+        offload_parameters="nvme",
+        nvme_path=Path("/disk"),
+        extra={"aio": {"queue_depth": 32}, "zero_optimization": {"offload_param": {"buffer_count": 9}}},
+    )
+    config = strategy.config(train(), ranks=2)
+    assert config["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"},
+        "offload_param": {"device": "nvme", "nvme_path": "/disk", "max_in_cpu": 0, "buffer_count": 9},
+    }
+    assert config["aio"] == {"queue_depth": 32}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"stage": 2, "offload_optimizer": "nvme", "nvme_path": Path("/disk")}, "under stage 2 DeepSpeed keeps"),
+        ({"stage": 3, "offload_parameters": "nvme"}, "nvme_path is missing"),
+        ({"stage": 3, "offload_parameters": "cpu", "nvme_path": Path("/disk")}, "nvme_path has no effect"),
+        (
+            {
+                "stage": 3,
+                "offload_optimizer": "nvme",
+                "nvme_path": Path("/disk"),
+                "extra": {"aio": {"queue_depth": "many"}},
+            },
+            "extra: `aio.queue_depth` must be a whole number",
+        ),
+    ],
+)
+def test_nvme_options_that_would_be_ignored_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        DeepSpeed(**options)
+    assert said in str(refused.value)
+
+
+def test_two_processes_never_share_a_folder_and_leftovers_are_cleared_away(tmp_path: Path) -> None:
+    first, second = nvme.Folder(tmp_path), nvme.Folder(tmp_path)
+    assert first.path != second.path
+    for folder in (first, second):
+        (folder.path / "zero_stage_3").mkdir()
+    leftover = first.path / "zero_stage_3"
+    first._lock.close()  # as the system does for a process that was killed
+    third = nvme.Folder(tmp_path)
+    assert third.path == first.path
+    assert not leftover.exists()
+    assert (second.path / "zero_stage_3").exists()
+    second.close()
+    assert not (second.path / "zero_stage_3").exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match="there is no folder that can be written to"):
+        nvme.Folder(tmp_path / "missing")
+
+
+def test_without_asynchronous_io_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Builder:
+        def load(self, verbose: bool) -> None:
+            raise RuntimeError("libaio is not there")
+
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setattr(nvme, "import_module", lambda name: SimpleNamespace(AsyncIOBuilder=Builder))
+    with pytest.raises(StrategyError, match="cannot be built here: libaio is not there") as refused:
+        nvme.require_io()
+    assert "libaio-dev" in refused.value.hints[0]
 
 
 # ---------------------------------------------------------------------------------------------- versions, the device
@@ -166,19 +242,19 @@ def optimizer(name: str, **options: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("name", "options", "keys"),
     [
-        ("AdamW", {}, {"step"}),
-        ("AdamW", {"fused": True, "amsgrad": True}, {"step"}),
-        ("SGD", {"momentum": 0.9}, set()),
-        ("NAdam", {}, {"step", "mu_product"}),
-        ("ASGD", {}, {"step", "eta", "mu"}),
-        ("RMSprop", {"centered": True}, {"step"}),
+        ("AdamW", {}, Keys({"step"}, {"exp_avg", "exp_avg_sq"})),
+        ("AdamW", {"fused": True, "amsgrad": True}, Keys({"step"}, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})),
+        ("SGD", {"momentum": 0.9}, Keys(set(), {"momentum_buffer"})),
+        ("NAdam", {}, Keys({"step", "mu_product"}, {"exp_avg", "exp_avg_sq"})),
+        ("ASGD", {}, Keys({"step", "eta", "mu"}, {"ax"})),
+        ("RMSprop", {"centered": True}, Keys({"step"}, {"square_avg", "grad_avg"})),
     ],
 )
 def test_an_optimizer_that_treats_each_element_by_itself_will_do(
-    name: str, options: dict[str, Any], keys: set[str]
+    name: str, options: dict[str, Any], keys: Keys
 ) -> None:
     tried = optimizer(name, **options)
-    assert keys_per_parameter(tried, torch.device("cpu")) == keys
+    assert keys_of(tried, torch.device("cpu")) == keys
     assert not tried.state  # it was not the recipe's own optimizer that stepped
     assert all(bool((parameter == 1).all()) for group in tried.param_groups for parameter in group["params"])
     assert [group["lr"] for group in tried.param_groups] == [1e-3, 1e-3]
@@ -195,5 +271,5 @@ def test_an_optimizer_that_treats_each_element_by_itself_will_do(
 def test_an_optimizer_that_would_train_another_curve_is_refused(name: str, said: str) -> None:
     made = torch.optim.SparseAdam([nn.Parameter(torch.ones(3))]) if name == "SparseAdam" else optimizer(name)
     with pytest.raises(StrategyError) as refused:
-        keys_per_parameter(made, torch.device("cpu"))
+        keys_of(made, torch.device("cpu"))
     assert said in refused.value.message

@@ -1,6 +1,7 @@
 """Weights by name: safetensors and `state_dict`s, in one file or as transformers splits them over several."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,15 @@ def read_folder(folder: Path, *, trust: bool) -> Found:
             found = read_file(regular(folder / name), trust=trust)
             if found.kind != kind:
                 raise refused(folder / name, f"it is not the {kind} that its name says")
-            return found
-    name, kind = next(each for each in INDEXED.items() if _is_there(folder / each[0]))
-    return _read_indexed(folder, name, kind, trust=trust)
+            break
+    else:
+        name, kind = next(each for each in INDEXED.items() if _is_there(folder / each[0]))
+        found = _read_indexed(folder, name, kind, trust=trust)
+    others = sorted(
+        path.name for path in folder.iterdir() if re.match(r"(optimizer|scheduler|scaler|rng|random)", path.name)
+    )
+    found.left_out += [f"{other}: only weights are taken from a folder like this" for other in others]
+    return found
 
 
 def _read_indexed(folder: Path, index: str, kind: str, *, trust: bool) -> Found:

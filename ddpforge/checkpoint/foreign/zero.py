@@ -1,15 +1,15 @@
 """DeepSpeed's own checkpoints, ZeRO stages 0 to 3: fp32 master weights and optimizer state out of flat partitions.
 
-A partition has no names in it. Which elements belong to which parameter is worked out from several things that the
-files say, which must agree to the last element; where they do not, or say nothing, the checkpoint is refused. Under
-stages 1 and 2 the weights of the forward pass are saved too, and the master weights must round to exactly these.
-`zero_to_fp32.py`, which comes with such a checkpoint, checks sizes only, and leaves the optimizer's state out.
+A partition has no names in it, only a length: which elements belong to which parameter follows from the order and the
+shapes of the parameters, as the files give them, and the lengths must come out to the last element. Under stages 1 and 2
+the weights of the forward pass are saved too, and the master weights must round to exactly these. What cannot be proven
+is refused. `zero_to_fp32.py`, which comes with such a checkpoint, checks lengths only, and leaves the optimizer's state.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,8 +115,7 @@ class _Checkpoint:
         optimizer: dict[str, dict[str, Any]] = {}
         if self.stage:
             shapes = {name: shape for group in self.groups for name, shape in group.items()}
-            slices = self._slices_by_name(shapes) if self.stage < 3 else self._slices_by_order(shapes)
-            self._check_extent(slices)
+            slices = self._slices_of_line() if self.stage < 3 else self._slices_of_each()
             model = {name: self._parts(shapes[name], mine, self.flats) for name, mine in slices.items()}
             if self.stage < 3:
                 self._check_against(module, model)
@@ -189,29 +188,36 @@ class _Checkpoint:
         return [[flat.detach() for flat in flats] for flats in ranks]
 
     # -- which elements are whose
-    def _slices_by_name(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[_Slice]]:
-        """Stages 1 and 2: each rank says by name which stretch of its partition belongs to which parameter.
+    def _slices_of_line(self) -> dict[str, list[_Slice]]:
+        """Stages 1 and 2: the parameters of a group are laid end to end, and the line is cut into one piece per rank.
 
-        A rank's stretch goes on in the parameter where that of the rank before it ends.
+        Between them there may be gaps, and behind the last there is room up to the end of its rank's piece.
+        (`param_slice_mappings` says the same by name, but not where gradients go round robin, so it is not used.)
         """
-        done = dict.fromkeys(shapes, 0)
-        found: dict[str, list[_Slice]] = {name: [] for name in shapes}
-        for rank, optimizer in enumerate(self.optimizers):
-            for group, mapping in enumerate(self._get(optimizer, "param_slice_mappings")):
-                for name, address in mapping.items():
-                    if name not in found:
-                        raise refused(self.folder, f"rank {rank} has a part of {name}, which is no trained parameter")
-                    region = Range(done[name], done[name] + int(address.numel))
-                    found[name].append(_Slice(rank, group, int(address.start), region))
-                    done[name] = region.stop
-        for name, shape in shapes.items():
-            if done[name] != prod(shape):
-                raise refused(self.folder, f"{name} has {prod(shape)} elements, and its parts have {done[name]}")
+        found: dict[str, list[_Slice]] = {}
+        gaps = self.optimizers[0].get("param_alignment_paddings") or [[0] * len(group) for group in self.groups]
+        for number, (group, behind) in enumerate(zip(self.groups, gaps, strict=True)):
+            ends = list(accumulate(len(flats[number]) for flats in self.flats))
+            begin = 0
+            for (name, shape), gap in zip(group.items(), behind, strict=True):
+                found[name] = [
+                    _Slice(
+                        rank,
+                        number,
+                        max(begin, end - length) - (end - length),
+                        Range(max(end - length - begin, 0), min(end - begin, prod(shape))),
+                    )
+                    for rank, end in enumerate(ends)
+                    if begin < end and begin + prod(shape) > end - (length := len(self.flats[rank][number]))
+                ]
+                begin += prod(shape) + int(gap)
+            if not 0 <= ends[-1] - begin <= 2 * self.ranks * max(1, *map(int, behind)):
+                raise refused(self.folder, f"group {number} has {begin} elements, and its partitions have {ends[-1]}")
         return found
 
-    def _slices_by_order(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[_Slice]]:
+    def _slices_of_each(self) -> dict[str, list[_Slice]]:
         """Stage 3: every rank has an equal part of every parameter, padded at the end, one after the other."""
-        found: dict[str, list[_Slice]] = {name: [] for name in shapes}
+        found: dict[str, list[_Slice]] = {name: [] for group in self.groups for name in group}
         for group, named in enumerate(self.groups):
             start = 0
             for name, shape in named.items():
@@ -224,18 +230,6 @@ class _Checkpoint:
             if lengths != {start}:
                 raise refused(self.folder, f"its partitions of group {group} have {lengths} elements, not {start}")
         return found
-
-    def _check_extent(self, slices: Mapping[str, Sequence[_Slice]]) -> None:
-        """No stretch may reach beyond its partition, or into another's."""
-        taken: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for mine in slices.values():
-            for each in mine:
-                taken.setdefault((each.rank, each.group), []).append((each.start, each.start + each.region.numel))
-        for (rank, group), spans in taken.items():
-            spans = sorted(span for span in spans if span[0] < span[1])
-            beyond = spans and not (spans[0][0] >= 0 and spans[-1][1] <= len(self.flats[rank][group]))
-            if beyond or any(a[1] > b[0] for a, b in pairwise(spans)):
-                raise refused(self.folder, f"parameters overlap in the partition of rank {rank}, group {group}")
 
     def _parts(self, shape: tuple[int, ...], slices: Sequence[_Slice], flats: Sequence[Sequence[Any]]) -> list[Part]:
         return [

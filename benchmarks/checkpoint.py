@@ -1,0 +1,288 @@
+"""What saving and loading a checkpoint costs: ddpforge beside a raw write, safetensors, torch.save and torch's DCP.
+
+    python benchmarks/checkpoint.py                      a state of 512 MiB, in /dev/shm
+    python benchmarks/checkpoint.py --folder /scratch    on a disk
+    python benchmarks/checkpoint.py --ranks 2            what each of two ranks does with a state that both hold alike
+
+The state is a model with AdamW's two moments, in fp32. All sides take turns in one process per rank, and every number
+is the median of the turns. Files are synced to the disk on every side that can do it, ddpforge's hashes are on.
+
+    blocking    until `save` comes back, with everything on disk
+    stall       until training may go on, while a thread writes: what the save costs training
+    load        into the tensors that there are; ddpforge verifies every block that it reads
+    memory      the most that the process held during the save beyond what it held before, ÷ the bytes it writes
+
+A target follows each ratio that has one; the script exits with 1 when one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ddpforge.checkpoint import Checkpoints, Facts, Peers, Reader, Share
+from ddpforge.interfaces import CanonicalState, Range, World
+from ddpforge.recipe.schema import CheckpointSection, KeepSection
+
+BLOCK = 64 << 20  # bytes per write of the raw side
+WIDTH = 1024
+STALL, WRITE, LOAD, MEMORY = 0.15, 1.5, 1.3, 1.1
+
+
+class Line(NamedTuple):
+    """A line of the table."""
+
+    what: str
+    seconds: float
+    ratio: float | None = None
+    of: str = ""
+    target: float | None = None
+
+
+def make_state(mebibytes: int) -> CanonicalState[Tensor]:
+    """Weights and moments of so many MiB together."""
+    layers = max(1, mebibytes * 2**20 // (3 * 4 * WIDTH * WIDTH))
+    generator = torch.Generator().manual_seed(0)
+    names = [f"layers.{number}.weight" for number in range(layers)]
+    draw = [torch.randn(WIDTH, WIDTH, generator=generator) for _ in range(3 * layers)]
+    model = dict(zip(names, draw[:layers], strict=True))
+    moments = {
+        name: {"step": torch.tensor(9.0), "exp_avg": draw[layers + i], "exp_avg_sq": draw[2 * layers + i]}
+        for i, name in enumerate(names)
+    }
+    return CanonicalState(model, moments)
+
+
+def flat(state: CanonicalState[Tensor]) -> dict[str, Tensor]:
+    """All its tensors, by one name each."""
+    moments = {
+        f"{name}/{key}": value
+        for name, entry in state.optimizer.items()
+        for key, value in entry.items()
+        if isinstance(value, Tensor) and value.ndim
+    }
+    return {**state.model, **moments}
+
+
+class Bench:
+    """One rank's turns."""
+
+    def __init__(self, world: World, peers: Peers, folder: Path, mebibytes: int) -> None:
+        self.world, self.peers, self.folder = world, peers, folder
+        self.state = make_state(mebibytes)
+        self.tensors = flat(self.state)
+        self.target = {name: torch.empty_like(tensor) for name, tensor in self.tensors.items()}
+        self.bytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        self.checkpoints = {name: self._checkpoints(name) for name in ("blocking", "background")}
+
+    def _checkpoints(self, name: str) -> Checkpoints:
+        settings = CheckpointSection(background=name == "background", keep=KeepSection(last=1))
+        return Checkpoints(self.folder / name, settings, peers=self.peers, broadcast=self.peers.broadcast)
+
+    def begin(self, name: str) -> None:
+        facts = Facts(step=1, samples=1, strategy="ddp", world_size=self.world.size)
+        self.checkpoints[name].save(facts, Share.of(self.state, {}))
+
+    # -- ddpforge
+    def blocking(self) -> None:
+        self.begin("blocking")
+        self.checkpoints["blocking"].wait()
+
+    def load(self) -> None:
+        (path,) = (self.folder / "blocking").glob("step-*")
+        saved = Reader(path).state()
+        parts: dict[str, Any] = {**saved.model}
+        parts |= {f"{name}/{key}": value for name, entry in saved.optimizer.items() for key, value in entry.items()}
+        for name, tensor in self.target.items():
+            parts[name].read_into(Range(0, tensor.numel()), tensor.view(-1))
+
+    # -- others
+    def raw(self) -> None:
+        """This rank's share of the bytes, and nothing else."""
+        share = self.bytes // self.world.size
+        with self._file("raw").open("wb") as file:
+            for tensor in self.tensors.values():
+                data = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+                for start in range(0, len(data), BLOCK):
+                    if file.tell() < share:
+                        file.write(data[start : start + BLOCK][: share - file.tell()])
+            file.flush()
+            os.fsync(file.fileno())
+
+    def safetensors_save(self) -> None:
+        if self.world.is_main:
+            save_file(self.tensors, self._file("safetensors"))
+            sync(self._file("safetensors"))
+        self.peers.broadcast(None)
+
+    def safetensors_load(self) -> None:
+        self._take(load_file(self._file("safetensors", rank=0)))
+
+    def torch_save(self) -> None:
+        if self.world.is_main:
+            torch.save(self.tensors, self._file("pt"))
+            sync(self._file("pt"))
+        self.peers.broadcast(None)
+
+    def torch_load(self) -> None:
+        self._take(torch.load(self._file("pt", rank=0), weights_only=True))
+
+    def dcp_save(self) -> None:
+        dcp.save(dict(self.tensors), checkpoint_id=self._empty("dcp"), no_dist=self.world.size == 1)
+
+    def dcp_load(self) -> None:
+        dcp.load(dict(self.target), checkpoint_id=self.folder / "dcp", no_dist=self.world.size == 1)
+
+    def _file(self, name: str, rank: int | None = None) -> Path:
+        return self.folder / f"{name}-{self.world.rank if rank is None else rank}"
+
+    def _empty(self, name: str) -> Path:
+        if self.world.is_main:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        self.peers.broadcast(None)
+        return self.folder / name
+
+    def _take(self, loaded: dict[str, Tensor]) -> None:
+        for name, tensor in self.target.items():
+            tensor.copy_(loaded[name])
+
+    # -- measuring
+    def stall(self) -> tuple[float, float]:
+        """Seconds of a save in the background that training waits for, and the memory ratio of the save."""
+        with watched_memory() as most:
+            began = time.perf_counter()
+            self.begin("background")
+            stalled = time.perf_counter() - began
+            self.checkpoints["background"].wait()
+        return stalled, most[0] / (self.bytes / self.world.size)
+
+    def timed(self, action: Callable[[], None]) -> float:
+        self.peers.broadcast(None)
+        began = time.perf_counter()
+        action()
+        return time.perf_counter() - began
+
+    def lines(self, repeats: int) -> tuple[list[Line], float]:
+        """The table, and the memory ratio."""
+        _, memory = self.stall()  # the first one, which makes the buffers
+        actions = (
+            *(self.raw, self.blocking, self.safetensors_save, self.torch_save, self.dcp_save),
+            *(self.load, self.safetensors_load, self.torch_load, self.dcp_load),
+        )
+        times: dict[str, list[float]] = {}
+        for _ in range(repeats):
+            for action in actions:
+                times.setdefault(action.__name__, []).append(self.timed(action))
+            times.setdefault("stall", []).append(self.stall()[0])
+        median = {name: statistics.median(values) for name, values in times.items()}
+
+        def line(what: str, name: str, of: str = "", label: str = "", target: float | None = None) -> Line:
+            return Line(what, median[name], median[name] / median[of] if of else None, label, target)
+
+        for name, tensor in self.tensors.items():
+            assert torch.equal(self.target[name], tensor), name
+        return [
+            line("write  raw bytes and fsync", "raw"),
+            line("       ddpforge, blocking", "blocking", "raw", "raw", WRITE),
+            line("       ddpforge, stall", "stall", "blocking", "blocking", STALL),
+            line("       safetensors", "safetensors_save", "raw", "raw"),
+            line("       torch.save", "torch_save", "raw", "raw"),
+            line("       DCP", "dcp_save", "raw", "raw"),
+            line("load   safetensors", "safetensors_load"),
+            line("       ddpforge, verified", "load", "safetensors_load", "safetensors", LOAD),
+            line("       torch.load", "torch_load", "safetensors_load", "safetensors"),
+            line("       DCP", "dcp_load", "safetensors_load", "safetensors"),
+        ], memory
+
+
+def sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def watched_memory() -> Iterator[list[int]]:
+    """The most resident bytes beyond those at the start, sampled every millisecond; pages of files do not count."""
+    ended, most, start = threading.Event(), [0], anonymous()
+
+    def watch() -> None:
+        while not ended.wait(0.001):
+            most[0] = max(most[0], anonymous() - start)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield most
+    finally:
+        ended.set()
+        thread.join()
+
+
+def anonymous() -> int:
+    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+def run_rank(rank: int, options: argparse.Namespace, folder: str, port: int) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    world = World(
+        rank=rank, size=options.ranks, local_rank=rank, device=torch.device("cpu"), data_rank=rank,
+        data_size=options.ranks,
+    )  # fmt: skip
+    if options.ranks > 1:
+        address = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=options.ranks)
+    bench = Bench(world, Peers.of(world, timedelta(minutes=5)), Path(folder), options.mb)
+    lines, memory = bench.lines(options.repeats)
+    missed = False
+    if rank == 0:
+        print(f"{bench.bytes / 2**20:.0f} MiB, {options.ranks} rank(s), {options.folder}, medians of {options.repeats}")
+        for line in lines:
+            ratio = "" if line.ratio is None else f"{line.ratio:6.2f} × {line.of}"
+            verdict = "" if line.target is None else f" (target {line.target})"
+            print(f"  {line.what:30} {line.seconds * 1000:8.1f} ms  {ratio}{verdict}")
+        print(f"  memory of a save in the background: {memory:.2f} × what the rank writes (target {MEMORY})")
+        missed = memory > MEMORY or any(x.ratio > x.target for x in lines if x.target and x.ratio)
+    if options.ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    if missed:
+        sys.exit(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=int, default=512, help="MiB of state")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", default="/dev/shm")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        if options.ranks == 1:
+            run_rank(0, options, folder, 0)
+        else:
+            mp.spawn(run_rank, (options, folder, 29517), nprocs=options.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,435 @@
+"""`ddpforge ckpt`: what is in checkpoints, whether they are intact, how they differ, and what other programs wrote."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from ranks import Ranks, Zygote
+from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint as dcp
+
+from ddpforge.checkpoint import Facts, Peers, Reader, Share, sharded
+from ddpforge.cli import main
+from ddpforge.runfolder import RunFolder
+
+RESOLVED = '[checkpoint.keep]\nlast = 9\nbest = 1\nby = "eval/loss"\n'
+RECIPE = """\
+recipe = 1
+name = "tiny"
+model = { use = "mlp", inputs = 64, outputs = 10, hidden = [16] }
+data.train = { use = "digits", split = "train" }
+task = { use = "classification" }
+optimizer = { use = "adamw", lr = 0.1 }
+train = { length = "6st", global_batch = 64 }
+checkpoint = { every = "2st", keep = { last = 9 } }
+"""
+
+
+@pytest.fixture(autouse=True)
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run called digits, in ./runs, with checkpoints of steps 1 to 3 whose weights tell their step; 2 is the best."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    folder = RunFolder(Path("runs/digits"))
+    folder.create(text="", resolved=RESOLVED, local_files={})
+    for step, loss in ((1, 3.0), (2, 1.0), (3, float("nan"))):
+        save(folder.checkpoints, step, {"eval/loss": loss, "train/loss": 5.0})
+    return folder
+
+
+def save(folder: Path, step: int, metrics: Mapping[str, float] = MappingProxyType({}), **changes: Any) -> Path:
+    share: dict[str, Any] = {
+        "model": {"w": torch.full((2, 3), float(step)), "steps": torch.tensor([step])},
+        "optimizer": {"w": {"step": torch.tensor(float(step)), "exp_avg": torch.zeros(2, 3)}},
+        "callbacks": {"ema": {"w": torch.full((2, 3), step + 0.5), "updates": step}},
+        "aliases": {"tied": "w"},
+    }
+    facts: dict[str, Any] = {"step": step, "samples": 10 * step, "strategy": "fsdp", "world_size": 4}
+    facts |= {
+        "recipe": f'name = "x"\n[optimizer]\nlr = {step}.0\n',
+        "lineage": [{"step": 0, "recipe": "abcdef0123456789"}],
+    }
+    facts |= {name: changes.pop(name) for name in [*changes] if name in Facts.__dataclass_fields__}
+    return sharded.write(folder, Facts(**facts, metrics=metrics), Share(**share | changes), Peers.alone())
+
+
+def call(*arguments: str, code: int = 0) -> Result:
+    """Fails the test unless the command ends with this code, and in words."""
+    result = CliRunner().invoke(main, ["ckpt", *arguments], prog_name="ddpforge")
+    assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result
+
+
+def said(*arguments: str, code: int = 0) -> Any:
+    return json.loads(call(*arguments, "--json", code=code).stdout)
+
+
+def path_of(run: RunFolder, step: int) -> Path:
+    (path,) = run.checkpoints.glob(f"step-{step:09d}-*")
+    return path
+
+
+def flip(file: Path, at: int = -1) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+# ---------------------------------------------------------------------------------------------- ls
+def test_a_list_is_newest_first_and_marks_latest_and_best(run: RunFolder) -> None:
+    rows = said("ls", "digits")["checkpoints"]
+
+    assert [row["step"] for row in rows] == [3, 2, 1]
+    assert [(row["latest"], row["best"]) for row in rows] == [(True, False), (False, True), (False, False)]
+    assert rows[0]["metrics"] == {"eval/loss": None, "train/loss": 5.0}, "JSON has no NaN"
+    facts = {"samples": 30, "strategy": "fsdp", "world_size": 4, "layout": "sharded", "problem": None}
+    assert rows[0].items() >= facts.items()
+    assert rows[0]["bytes"] == sum(file.stat().st_size for file in path_of(run, 3).iterdir())
+
+    header, first, second, *_ = call("ls", "digits").stdout.splitlines()
+    assert header.split() == [
+        "checkpoint",
+        "step",
+        "samples",
+        "age",
+        "strategy",
+        "ranks",
+        "layout",
+        "size",
+        "eval/loss",
+    ]
+    assert first.endswith("latest")
+    assert second.split()[-2:] == ["1", "best"]
+
+
+def test_broken_checkpoints_are_listed_with_the_reason(run: RunFolder) -> None:
+    (path_of(run, 3) / "COMMIT").unlink()
+    (path_of(run, 1) / "shard-00000-of-00001.safetensors").write_bytes(b"")
+
+    rows = said("ls", "digits")["checkpoints"]
+
+    assert [(row["step"], row["problem"] is None) for row in rows] == [(2, True), (None, False), (None, False)]
+    assert rows[0]["latest"]
+    assert "COMMIT is damaged" in rows[1]["problem"]
+    text = call("ls", "runs/digits").stdout
+    assert text.count("broken: ") == 2
+    assert "it has 0 bytes, and the manifest says" in text
+
+
+def test_a_folder_of_checkpoints_needs_no_run(tmp_path: Path) -> None:
+    save(tmp_path / "alone", 5)
+
+    assert [row["step"] for row in said("ls", "alone")["checkpoints"]] == [5]
+    call("inspect", "alone", "--step", "5")
+    assert "belongs to no run" in call("--help").stdout
+    assert "is not a run" in call("inspect", "alone", "--best", code=2).stderr
+
+
+def test_a_run_without_checkpoints_has_an_empty_list() -> None:
+    RunFolder(Path("runs/new")).create(text="", resolved=RESOLVED, local_files={})
+
+    assert call("ls", "new").stdout == "runs/new/checkpoints: no checkpoints\n"
+    assert said("ls", "new")["checkpoints"] == []
+    assert "it has checkpoints of step none" in call("inspect", "new", code=2).stderr
+    assert "has no checkpoint" in call("verify", "new", code=2).stderr
+
+
+@pytest.mark.parametrize("command", [["ls", "digits"], ["inspect", "digits", "--tensors"], ["verify", "digits"]])
+def test_looking_needs_no_torch(command: list[str]) -> None:
+    script = f"""
+import sys
+from contextlib import suppress
+from ddpforge.cli import main
+with suppress(SystemExit):
+    main({["ckpt", *command]}, prog_name="ddpforge")
+print(*{{"torch", "numpy", "accelerate", "safetensors"}} & set(sys.modules), file=sys.stderr)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ended.stderr.split() == []
+    assert "step-000000003" in ended.stdout
+
+
+# ---------------------------------------------------------------------------------------------- inspect
+def test_inspect_tells_what_the_manifest_says(run: RunFolder) -> None:
+    facts = said("inspect", "digits", "--best")
+
+    assert (facts["step"], facts["samples"], facts["strategy"], facts["world_size"]) == (2, 20, "fsdp", 4)
+    assert facts["path"] == str(path_of(run, 2))
+    assert facts["sections"]["model"] == {
+        "tensors": 2,
+        "elements": 7,
+        "bytes": 32,
+        "dtypes": {"float32": 1, "int64": 1},
+    }
+    assert facts["aliases"] == {"tied": "w"}
+    assert facts["callbacks"] == {"ema": {"updates": 2}}
+    assert facts["files"].keys() == {"shard-00000-of-00001.safetensors", "rank-00000.json"}
+    assert facts["versions"].keys() == {"ddpforge", "torch", "python"}
+    assert "tensors" not in facts
+    text = call("inspect", str(path_of(run, 2)), "--tensors").stdout
+    assert "abcdef012345 from step 0" in text
+    assert "optimizer  w/exp_avg  [2, 3]  float32  1      24 B" in text
+
+
+def test_inspect_counts_the_parts_of_a_tensor(run: RunFolder) -> None:
+    (tensor, *_) = [each for each in said("inspect", "digits", "--tensors")["tensors"] if each["name"] == "w"]
+    assert tensor == {"section": "model", "name": "w", "shape": [2, 3], "dtype": "float32", "parts": 1, "bytes": 24}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["inspect", "digit"], "did you mean digits?"),
+        (["inspect", "digits", "--step", "9"], "it has checkpoints of step 1, 2, 3"),
+        (["inspect", "digits", "--step", "1", "--best"], "give one of them"),
+        (["verify", "digits", "--step", "9"], "it has checkpoints of step 1, 2, 3"),
+        (["verify", "digits", "--step", "1", "--all"], "give one of them"),
+        (["diff", "digits", "digits:9"], "it has checkpoints of step 1, 2, 3"),
+        (["diff", "digits", "digits:newest"], "'newest' is neither a step nor `best`"),
+        (["diff", "digits", "nothing"], "there is no run 'nothing'"),
+        (["ls", "nothing"], "there is no run 'nothing'"),
+        (["import", "nothing", "-o", "x"], "there is no nothing"),
+        (["import", "runs"], "Missing option '-o'"),
+    ],
+)
+def test_mistakes_end_with_2_and_a_way_out(arguments: list[str], complaint: str) -> None:
+    assert complaint in call(*arguments, code=2).stderr
+
+
+def test_a_damaged_manifest_is_an_error_in_words(run: RunFolder) -> None:
+    flip(path_of(run, 3) / "manifest.json")
+
+    stderr = call("inspect", str(path_of(run, 3)), code=3).stderr
+
+    assert "manifest.json is damaged: its sha256 is not the one that COMMIT names" in stderr
+    assert said("inspect", "digits")["step"] == 2, "the newest that can be read"
+
+
+# ---------------------------------------------------------------------------------------------- verify
+def test_what_is_intact_is_said_to_be_so(run: RunFolder) -> None:
+    facts = said("verify", "digits", "--all")
+
+    assert [each["intact"] for each in facts["checkpoints"]] == [True] * 3
+    assert facts["resumes"] == str(path_of(run, 3))
+    assert call("verify", str(path_of(run, 1))).stdout == f"{path_of(run, 1)}: intact\n"
+
+
+def test_every_damaged_file_is_named_and_what_a_run_would_take(run: RunFolder) -> None:
+    shard = path_of(run, 3) / "shard-00000-of-00001.safetensors"
+    flip(shard)
+    (path_of(run, 3) / "rank-00000.json").unlink()
+
+    facts = said("verify", "digits", code=1)
+
+    (checkpoint,) = facts["checkpoints"]
+    assert [damage["file"] for damage in checkpoint["damages"]] == [shard.name, "rank-00000.json"]
+    assert facts["resumes"] == str(path_of(run, 2))
+    text = call("verify", "digits", "--all", code=1).stdout
+    assert (
+        f"{path_of(run, 3)}: damaged\n  {shard.name}: the checkpoint file {shard} is damaged: the contents of" in text
+    )
+    assert f"a run would go on from {path_of(run, 2).name}" in text
+    call("verify", "digits", "--step", "2")
+
+
+@pytest.mark.parametrize("content", [None, "{}"])
+@pytest.mark.parametrize("file", ["COMMIT", "manifest.json"])
+def test_a_checkpoint_that_was_not_committed_is_the_newest_all_the_same(
+    run: RunFolder, file: str, content: str | None
+) -> None:
+    (path_of(run, 3) / file).unlink()
+    if content is not None:
+        (path_of(run, 3) / file).write_text(content)
+
+    (checkpoint,) = said("verify", "digits", code=1)["checkpoints"]
+
+    assert [damage["file"] for damage in checkpoint["damages"]] == [file]
+
+
+def test_when_nothing_is_intact_that_is_said(run: RunFolder) -> None:
+    for path in run.checkpoints.glob("step-*"):
+        (path / "COMMIT").write_text("{}")
+
+    assert said("verify", "digits", code=1)["resumes"] is None
+    assert "a run could not go on: none is intact" in call("verify", "digits", code=1).stdout
+
+
+# ---------------------------------------------------------------------------------------------- diff
+def test_a_checkpoint_equals_itself(run: RunFolder) -> None:
+    facts = said("diff", "digits:2", "digits:best")
+
+    assert facts["equal"]
+    assert facts["compared"] == {"model": 2, "optimizer": 1, "callbacks": 1}
+    assert call("diff", "digits", str(path_of(run, 3))).stdout.endswith("equal\n")
+
+
+def test_differences_are_measured_for_each_tensor() -> None:
+    facts = said("diff", "digits:1", "digits:3", code=1)
+
+    tensors = {(each["section"], each["name"]): each for each in facts["tensors"]}
+    assert tensors.keys() == {("model", "w"), ("model", "steps"), ("callbacks", "ema/w")}
+    assert tensors["model", "w"].items() >= {"elements": 6, "absolute": 2.0, "relative": pytest.approx(2 / 3)}.items()
+    facts_by_name = {each["name"]: (each["a"], each["b"]) for each in facts["facts"]}
+    assert facts_by_name == {
+        "step": (1, 3),
+        "samples": (10, 30),
+        "optimizer: w/step": (1.0, 3.0),
+        "callbacks: ema/updates": (1, 3),
+    }
+    assert [(each["path"], each["old"], each["new"]) for each in facts["recipe"]] == [("optimizer.lr", 1.0, 3.0)]
+    text = call("diff", "digits:1", "digits:3", code=1).stdout
+    assert "recipe, tunable: optimizer.lr: 1.0 → 3.0" in text
+    assert "model: 2 of 2 tensors differ" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"strategy": "ddp", "world_size": 1}, 0),  # the same state, saved by others
+        ({"recipe": 'name = "y"\n[optimizer]\nlr = 4.0\n'}, 0),  # a free key
+        ({"recipe": 'name = "x"\n[optimizer]\nlr = 5.0\n'}, 1),
+        ({"loop": {"scale": 2.0}}, 1),
+        ({"position": {"seconds": 5.0}}, 0),
+        ({"position": {"skipped": 5}}, 1),
+        ({"aliases": {}}, 1),
+        ({"callbacks": {}}, 1),
+        ({"model": {"w": torch.full((2, 3), 4.0), "steps": torch.tensor([5])}}, 1),
+        ({"model": {"w": torch.full((2, 3), 4.0, dtype=torch.float64), "steps": torch.tensor([4])}}, 1),
+        ({"model": {"w": torch.full((3, 2), 4.0), "steps": torch.tensor([4])}}, 1),
+        ({"model": {"w": torch.full((2, 3), 4.0)}}, 1),
+        ({"model": {"w": torch.full((2, 3), 4.0), "steps": torch.tensor([4]), "new": torch.ones(1)}}, 1),
+    ],
+)
+def test_what_counts_as_a_difference(change: dict[str, Any], expected: int) -> None:
+    one, other = save(Path("one"), 4), save(Path("other"), 4, **change)
+
+    call("diff", str(one), str(other), code=expected)
+    call("diff", str(other), str(one), code=expected)
+    assert said("diff", "one", "other", code=expected)["equal"] == (not expected)
+
+
+def test_odd_numbers_are_compared_as_what_they_are() -> None:
+    odd = torch.tensor([float("nan"), float("inf"), 1.0])
+    one = save(Path("one"), 4, model={"w": odd, "n": torch.tensor([2**60])})
+    same = save(Path("same"), 4, model={"w": odd.clone(), "n": torch.tensor([2**60])})
+    other = save(Path("other"), 4, model={"w": torch.tensor([0.0, float("inf"), 1.0]), "n": torch.tensor([2**60 + 1])})
+
+    call("diff", str(one), str(same))
+    tensors = {each["name"]: each for each in said("diff", str(one), str(other), code=1)["tensors"]}
+    assert (tensors["w"]["elements"], tensors["w"]["absolute"]) == (1, "nan")
+    assert tensors["n"]["elements"] == 1, "though float64 could not tell"
+
+
+def test_a_damaged_side_is_no_difference_but_an_error(run: RunFolder) -> None:
+    flip(path_of(run, 3) / "shard-00000-of-00001.safetensors")
+
+    assert "is damaged" in call("diff", "digits:2", "digits:3", code=3).stderr
+
+
+# ---------------------------------------------------------------------------------------------- export, import
+def test_an_export_comes_back_as_it_was(run: RunFolder) -> None:
+    call("export", "digits", "-o", "hf/", "--max-shard-size", "30")
+    assert len(load_file("hf/model-00001-of-00002.safetensors")) == 1
+
+    facts = said("import", "hf", "-o", "back", "--step", "3")
+
+    reader = Reader(Path(facts["path"]))
+    assert torch.equal(reader.read("model", "w"), torch.full((2, 3), 3.0))
+    assert reader.aliases == {"tied": "w"}
+    assert (facts["kind"], facts["tensors"], facts["optimizer"]) == ("safetensors", 2, 0)
+    assert said("verify", "back")["resumes"] == facts["path"]
+
+
+def test_a_report_says_what_became_of_the_source() -> None:
+    model = {"module.a": torch.ones(2), "module.b": torch.ones(2, dtype=torch.bfloat16)}
+    torch.save({"model": model, "optimizer": {"state": {}, "param_groups": []}}, "x.pt")
+
+    text = call("import", "x.pt", "-o", "out").stdout
+
+    assert "1 float32, 1 bfloat16 tensors, 12 B" in text
+    assert "optimizer  none" in text
+    assert "left out   optimizer: an optimizer's state by number" in text
+    assert r"--map '^module\.='" in text
+    assert said("import", "x.pt", "-o", "out", "--map", r"^module\.=")["hints"] == []
+
+
+def test_a_checkpoint_imported_into_a_run_is_one_of_its_own(run: RunFolder) -> None:
+    save_file({"w": torch.ones(2, 3)}, "x.safetensors")
+
+    facts = said("import", "x.safetensors", "-o", "digits")
+
+    assert Path(facts["path"]).parent == run.checkpoints
+    assert "resuming goes on from step 3, which is newer" in facts["hints"][0]
+    assert not said("import", "x.safetensors", "-o", "runs/digits", "--step", "9")["hints"]
+    assert (
+        said("ls", "digits")["checkpoints"][0].items() >= {"step": 9, "strategy": "imported from safetensors"}.items()
+    )
+
+
+def test_a_pickle_is_refused_with_2_and_what_to_do() -> None:
+    class Odd: ...
+
+    sys.modules["odd"] = type(sys)("odd")
+    Odd.__module__, Odd.__qualname__, sys.modules["odd"].Odd = "odd", "Odd", Odd  # type: ignore[attr-defined]
+    try:
+        torch.save({"w": torch.ones(1), "x": Odd()}, "x.pt")
+        stderr = call("import", "x.pt", "-o", "out", code=2).stderr
+        assert "can run any code" in stderr
+        assert "add --trust" in stderr
+        assert call("import", "x.pt", "-o", "out", "--trust").stdout.count("left out   x: not a tensor") == 1
+    finally:
+        del sys.modules["odd"]
+    assert "needs a package that is not installed" in call("import", "x.pt", "-o", "out", "--trust", code=2).stderr
+
+
+@pytest.fixture(scope="module")
+def trained(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of six steps, saved at every other one."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "tiny.toml").write_text(RECIPE)
+    zygote.run(["run", "tiny.toml"], nproc=1, cwd=folder).check()
+    return folder
+
+
+def test_a_run_goes_on_from_what_another_program_saved(
+    trained: Path, tmp_path: Path, ddpforge: Callable[..., Ranks]
+) -> None:
+    """The state of step 4 goes through torch.distributed.checkpoint; the last steps come out bit by bit the same."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    whole = Path("runs/tiny").rename("runs/whole")
+    shutil.copytree(whole, "runs/tiny", ignore=shutil.ignore_patterns("step-*", "status.json", "latest.json"))
+    state = Reader(next((whole / "checkpoints").glob("step-000000004-*"))).state()
+    optimizer = {
+        name: {key: x.read() if hasattr(x, "read") else x for key, x in values.items()}
+        for name, values in state.optimizer.items()
+    }
+    weights = {name: saved.read() for name, saved in state.model.items()}
+    dcp.save({"model": weights, "optim": {"state": optimizer}}, checkpoint_id="dcp")
+
+    call("import", "dcp", "-o", "tiny", "--trust", "--step", "4", "--samples", "256")
+    ddpforge("run", "tiny.toml")
+
+    assert [row["step"] for row in said("ls", "tiny")["checkpoints"]] == [6, 4]
+    assert call("diff", "whole:6", "tiny:6").stdout.endswith("equal\n")
+
+
+def test_a_run_begins_with_imported_weights(trained: Path, tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
+    (source,) = trained.glob("runs/tiny/checkpoints/step-000000006-*")
+    torch.save({name: saved.read() for name, saved in Reader(source).state().model.items()}, "weights.pt")
+    path = said("import", "weights.pt", "-o", "start")["path"]
+    (tmp_path / "next.toml").write_text(RECIPE.replace('"2st"', f'"2st", at_start = true, init_from = "{path}"'))
+
+    ddpforge("run", "next.toml", "--set", "name=next")
+
+    facts = said("diff", path, "next:0", code=1)
+    assert not facts["tensors"], "all weights are those that were imported"
+    assert not facts["missing"]["model"]

@@ -1,0 +1,86 @@
+"""What a run does about its checkpoints: in the background or not, when one cannot be written, which it keeps."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Ranks
+from safetensors.torch import load_file
+from sharding import EACH, FSDP, Bench, weights_in
+
+from ddpforge.checkpoint import Reader
+from ddpforge.errors import ExitCode
+
+SAVING = """
+[checkpoint]
+every = "2st"
+keep = {{ last = 100 }}
+{more}
+[callbacks.disk]
+use = "./parts.py:NoDisk"
+begin = {begin}
+end = {end}
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
+    return Bench(tmp_path, ddpforge)
+
+
+def saves(bench: Bench, more: str = "", begin: int = 100, end: int = 100, **options: bool) -> Ranks:
+    return bench("run", FSDP, length="8st", more=SAVING.format(more=more, begin=begin, end=end), **options)
+
+
+def steps(bench: Bench, folder: str = "checkpoints") -> list[int]:
+    return sorted(Reader(path).facts.step for path in (bench.folder / "runs/run" / folder).glob("step-*"))
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_every_checkpoint_is_there_and_the_run_does_not_depend_on_who_writes(bench: Bench, background: str) -> None:
+    saves(bench, f"background = {background}")
+    assert steps(bench) == [2, 4, 6, 8]
+    bench("plain", FSDP, length="8st")
+    assert bench.column("run") == bench.column("plain")
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_run_that_may_goes_on_without_a_checkpoint(bench: Bench, background: str) -> None:
+    """Trap 18: nobody hangs, the earlier ones are intact, and the next that can be written is."""
+    said = saves(bench, f'background = {background}\non_failure = "continue"', begin=3, end=5)
+    assert steps(bench) == [2, 6, 8]
+    assert "checkpoint of step 4 could not be written" in said.stderr
+    assert "training goes on without it" in said.stderr
+
+
+def test_a_run_stops_when_a_checkpoint_cannot_be_written(bench: Bench) -> None:
+    failed = saves(bench, begin=3, fails=True)
+    assert set(failed.codes) == {ExitCode.ENVIRONMENT}
+    assert "checkpoint of step 4 could not be written" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert steps(bench, "aside") == [2]
+
+
+def test_the_last_checkpoint_must_be_written(bench: Bench) -> None:
+    failed = saves(bench, 'on_failure = "continue"', begin=7, fails=True)
+    assert set(failed.codes) == {ExitCode.ENVIRONMENT}
+    assert json.loads((bench.folder / "runs/run/status.json").read_text())["state"] == "failed"
+    assert steps(bench, "aside") == [2, 4, 6]
+
+
+@pytest.mark.parametrize("strategy", EACH.values(), ids=EACH)
+def test_a_full_checkpoint_holds_the_model_for_other_tools_and_resumes_like_any(bench: Bench, strategy: str) -> None:
+    full = '[checkpoint]\nlayout = "full"\nevery = "100st"\n'
+    bench("run", strategy, length="8st", more=full)
+    model = load_file(bench.newest("run") / "model.safetensors")
+    torch.testing.assert_close(model, weights_in(bench.newest("run")), rtol=0, atol=0)
+    bench("run", strategy, length="10st", more=full, nproc=1)
+    assert Reader(bench.newest("run")).facts.step == 10
+
+
+def test_milestones_outlive_newer_checkpoints(bench: Bench) -> None:
+    keep = '[checkpoint]\nevery = "1st"\nkeep = { last = 1, every = "3st" }'
+    bench("run", FSDP, length="8st", more=keep)
+    assert steps(bench) == [3, 6, 8]
