@@ -1,7 +1,7 @@
 """Makes a checkpoint out of what another program wrote: finds out what it is, renames, and writes."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -192,11 +192,33 @@ def _merged(model: Mapping[str, Held], new: Any, source: Path, left_out: list[st
     for name, held in model.items():
         if (other := merged.get(new(name))) is None:
             merged[new(name)] = held
-        elif isinstance(held, Tensor) and isinstance(other, Tensor) and torch.equal(held, other):
+        elif _same(held, other):
             left_out.append(f"{name}: the same as {new(name)}")
         else:
             raise refused(source, f"--map gives the name {new(name)} to several tensors that are not the same")
     return merged
+
+
+def _same(one: Held, other: Held) -> bool:
+    """True when both hold the same numbers, cut alike."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Tensor) or isinstance(other, Tensor) or [p.region for p in one] != [p.region for p in other]:
+        return False
+    return all(a.shape == b.shape and _same(a.tensor, b.tensor) for a, b in zip(one, other, strict=True))
+
+
+def _twice(model: Mapping[str, Held]) -> Iterator[tuple[str, str]]:
+    """Matrices that are there under two names: a tied weight, as formats write it that do not know of ties."""
+    first: dict[tuple[Any, ...], list[str]] = {}
+    for name, held in model.items():
+        shape = tuple(held.shape) if isinstance(held, Tensor) else held[0].shape
+        if len(shape) >= 2:
+            alike = first.setdefault((shape, _first(held).dtype), [])
+            if other := next((each for each in alike if _same(model[each], held)), None):
+                yield name, other
+            else:
+                alike.append(name)
 
 
 def _unique(values: Mapping[str, X], new: Any, source: Path) -> dict[str, X]:
@@ -217,6 +239,9 @@ def _report(found: Found, facts: Facts, path: Path, run: RunFolder | None) -> Im
     hints = []
     if prefix := _common_prefix([*found.model, *found.aliases]):
         hints.append(f"all names begin with {prefix!r}; to leave it out: --map '^{re.escape(prefix)}='")
+    for name, other in _twice(found.model):
+        rule = f"^{re.escape(name)}$={other}"
+        hints.append(f"{name} is the same as {other}; if the model ties them, leave it out: --map '{rule}'")
     if run is not None and (newer := [each for each in committed(path.parent)[0] if each.manifest.step > facts.step]):
         hints.append(f"resuming goes on from step {newer[0].manifest.step}, which is newer; see --step")
     return Imported(

@@ -1,16 +1,19 @@
 """Which checkpoints there are, which one is meant, and what their manifests say of them. Needs no torch."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.choose import choose
 from ddpforge.checkpoint.schema import COMMIT, FOLDER, MANIFEST, SECTIONS, Manifest, Number
 from ddpforge.checkpoint.stored import DTYPES
-from ddpforge.errors import UsageError
+from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.recipe.schema import KeepSection
 from ddpforge.runfolder import RunFolder
 
@@ -39,8 +42,13 @@ class Place:
 
     def keep(self) -> KeepSection:
         """What the run's recipe says of keeping checkpoints."""
-        tables = self.run.tables() if self.run is not None else {}
-        return KeepSection.model_validate(tables.get("checkpoint", {}).get("keep", {}))
+        if self.run is None:
+            return KeepSection()
+        try:
+            return KeepSection.model_validate(self.run.tables().get("checkpoint", {}).get("keep", {}))
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise EnvironmentProblem(f"checkpoint.keep in {self.run.resolved} cannot be read: {reason}") from error
 
     def choose(self, *, step: int | None = None, best: bool = False, intact: bool = False) -> Path:
         """The checkpoint of `step`, the best one, or the newest; with `intact`, the newest that is intact."""
@@ -191,8 +199,13 @@ def tensors(manifest: Manifest) -> list[Tensor]:
             bytes=prod(entry.shape) * DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else 0,
         )
         for section in SECTIONS
-        for name, entry in sorted(manifest.tensors.get(section, {}).items())
+        for name, entry in sorted(manifest.tensors.get(section, {}).items(), key=lambda each: _natural(each[0]))
     ]
+
+
+def _natural(name: str) -> list[str | int]:
+    """Sorts layers.9 before layers.10."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", name)]
 
 
 def totals(manifest: Manifest) -> dict[str, dict[str, object]]:

@@ -25,7 +25,7 @@ def damages(path: Path) -> list[Damage]:
         check_listed(path, manifest)
         found = layout_of(path, manifest)
     except CheckpointError as error:
-        return [Damage(COMMIT if str(path / COMMIT) in error.message else MANIFEST, error.message)]
+        return [Damage(COMMIT if str(path / COMMIT) in error.message else MANIFEST, _reason(error))]
 
     problems = []
     for file, entry in manifest.files.items():
@@ -33,5 +33,10 @@ def damages(path: Path) -> list[Damage]:
             check_size(path / file, entry)
             verify_file(path / file, entry, found.get(file, {}))
         except CheckpointError as error:
-            problems.append(Damage(file, error.message))
+            problems.append(Damage(file, _reason(error)))
     return problems
+
+
+def _reason(error: CheckpointError) -> str:
+    """What is wrong with a file, without its name."""
+    return error.message.rpartition(" is damaged: ")[2]

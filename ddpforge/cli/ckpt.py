@@ -13,7 +13,7 @@ import click
 
 from ddpforge.cli.export import export
 from ddpforge.cli.options import checkpoint_options, json_option, run_argument
-from ddpforge.cli.tables import print_table, size
+from ddpforge.cli.tables import print_table, printable, size
 from ddpforge.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -35,6 +35,11 @@ def ckpt() -> None:
 
 
 ckpt.add_command(export)
+
+
+def _say(line: str) -> None:
+    """Prints a line that has names out of files in it."""
+    click.echo(printable(line))
 
 
 # ---------------------------------------------------------------------------------------------- ls
@@ -64,7 +69,7 @@ def ls(run: str, as_json: bool) -> None:
         header = ("checkpoint", "step", "samples", "age", "strategy", "ranks", "layout", "size", *names, "")
         print_table(header, [_line(row, names) for row in whole])
     for row in broken:
-        click.echo(f"broken: {row.problem}")
+        _say(f"broken: {row.problem}")
 
 
 def _line(row: "Row", names: Sequence[str]) -> list[str]:
@@ -118,7 +123,7 @@ def inspect(source: str, step: int | None, best: bool, with_tensors: bool, as_js
         click.echo(json.dumps(facts | ({"tensors": [asdict(tensor) for tensor in listed]} if with_tensors else {})))
         return
     for name, text in _page(facts):
-        click.echo(f"{name:<10} {text}")
+        _say(f"{name:<10} {text}")
     _print_tensors(listed)
 
 
@@ -223,7 +228,7 @@ def _of_step(folder: Path, order: Sequence[Path], step: int) -> list[Path]:
 def _print_damages(path: Path, found: Sequence[Any]) -> None:
     click.echo(f"{path}: {'damaged' if found else 'intact'}")
     for damage in found:
-        click.echo(f"  {damage.file}: {damage.problem}")
+        _say(f"  {damage.file}: {damage.problem}")
 
 
 # ---------------------------------------------------------------------------------------------- diff
@@ -254,15 +259,15 @@ def diff(a: str, b: str, as_json: bool) -> None:
 def _print_differences(paths: Sequence[Path], found: "Differences") -> None:
     click.echo(f"a: {paths[0]}\nb: {paths[1]}")
     for change in found.recipe:
-        click.echo(f"recipe, {change.policy}: {change}")
+        _say(f"recipe, {change.policy}: {change}")
     click.echo(f"not counted: {', '.join(_about(found)) or 'nothing'}")
     for line in _counted(found.facts):
-        click.echo(line)
+        _say(line)
     for section, count in found.compared.items():
         mine = [each for each in found.tensors if each.section == section]
         for what, names in (("only in a", found.missing[section]), ("only in b", found.unexpected[section])):
             for name in names:
-                click.echo(f"{section}: {name} is {what}")
+                _say(f"{section}: {name} is {what}")
         click.echo(f"{section}: {len(mine)} of {count} tensors differ")
         worst = sorted(mine, key=lambda each: (not each.note, -each.relative))[:_SHOWN]
         if worst:
@@ -353,15 +358,15 @@ def import_(
 def _print_imported(done: "Imported") -> None:
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in done.dtypes.items())
     state = f"{', '.join(done.keys)} of {done.optimizer} parameters" if done.optimizer else "none"
-    click.echo(f"{done.path}: from {done.kind}")
-    click.echo(f"step       {done.step:,}, {done.samples:,} samples")
-    click.echo(f"model      {dtypes} tensors, {size(done.bytes)}")
-    click.echo(f"optimizer  {state}")
+    _say(f"{done.path}: from {done.kind}")
+    _say(f"step       {done.step:,}, {done.samples:,} samples")
+    _say(f"model      {dtypes} tensors, {size(done.bytes)}")
+    _say(f"optimizer  {state}")
     if done.aliases:
-        click.echo(f"tied       {', '.join(f'{name} to {other}' for name, other in done.aliases.items())}")
+        _say(f"tied       {', '.join(f'{name} to {other}' for name, other in done.aliases.items())}")
     for line in done.left_out[:_SHOWN]:
-        click.echo(f"left out   {line}")
+        _say(f"left out   {line}")
     if len(done.left_out) > _SHOWN:
-        click.echo(f"left out   {len(done.left_out) - _SHOWN} more; --json lists all")
+        _say(f"left out   {len(done.left_out) - _SHOWN} more; --json lists all")
     for hint in done.hints:
-        click.echo(f"note       {hint}")
+        _say(f"note       {hint}")

@@ -252,14 +252,7 @@ class FSDP(AcceleratedStrategy):
         """The shards."""
         _reshard(self._bare)
         state = replicated.capture(self._bare, optimizer)
-        for name, entry in state.optimizer.items():
-            for key, value in entry.items():
-                if isinstance(value, Tensor) and value.ndim and value.shape != state.model[name].shape:
-                    raise CheckpointError(
-                        f"the optimizer keeps `{key}` of `{name}` in a shape of its own, {list(value.shape)}, and "
-                        "which rank has what of it is not known",
-                        hints=['set strategy.use = "ddp", or use AdamW, SGD or another element-wise optimizer'],
-                    )
+        _refuse_own_shapes(state)
         return CanonicalState(
             model=_parts(state.model),
             optimizer={name: _parts(entry) for name, entry in state.optimizer.items()},
@@ -271,6 +264,7 @@ class FSDP(AcceleratedStrategy):
     ) -> None:
         """Every rank reads its shards."""
         _reshard(self._bare)
+        _refuse_own_shapes(state)
         replicated.restore(self._bare, optimizer, state, partial=partial, part_of=_part, like=_shard)
 
 
@@ -307,6 +301,18 @@ def _reshard(model: nn.Module) -> None:
 def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
     """This rank's shards, without gradients."""
     return [cast(DTensor, tensor).to_local().detach() for tensor in tensors]
+
+
+def _refuse_own_shapes(state: CanonicalState[Any]) -> None:
+    for name, entry in state.optimizer.items():
+        for key, value in entry.items():
+            shape = tuple(getattr(value, "shape", ()))
+            if shape and name in state.model and shape != tuple(state.model[name].shape):
+                raise CheckpointError(
+                    f"the optimizer keeps `{key}` of `{name}` in a shape of its own, {list(shape)}, and which rank "
+                    "would have what of it is not known",
+                    hints=['set strategy.use = "ddp", or use AdamW, SGD or another element-wise optimizer'],
+                )
 
 
 def _parts(values: Mapping[str, Any]) -> dict[str, Any]:

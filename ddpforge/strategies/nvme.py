@@ -25,8 +25,8 @@ SMALLEST = 1 << 20  # bytes: what is smaller, DeepSpeed leaves in memory
 def require_io() -> None:
     """Builds and loads DeepSpeed's asynchronous I/O, once per machine; raises StrategyError where that fails."""
     builder = import_module("deepspeed.ops.op_builder").AsyncIOBuilder()
-    # Beside Python is where pip puts ninja, and where a shell that has not activated the environment does not look.
-    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
+    # Beside Python is where pip puts ninja. Another one would build everything again: they do not know each other.
+    os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     try:
         builder.load(verbose=False)
     except Exception as error:
@@ -111,4 +111,4 @@ class SwapFiles:
 
 def is_swapped(parameter: Any) -> bool:
     """Whether a parameter of the model waits on NVMe."""
-    return str(getattr(parameter.ds_tensor, "final_location", None)).rpartition(".")[2] == "nvme"
+    return bool(getattr(parameter.ds_tensor, "final_location", None) == "nvme")

@@ -54,7 +54,9 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
     return nn.functional.cross_entropy(model(x).flatten(0, 1).float(), x.flatten())
 
 
-def deepspeed_folder(folder: Path, stage: int, *, bf16: bool = False, sub_group_size: int = 10**9) -> None:
+def deepspeed_folder(
+    folder: Path, stage: int, *, bf16: bool = False, sub_group_size: int = 10**9, round_robin: bool = False
+) -> None:
     """`save_checkpoint` after training, and in public.safetensors the weights that DeepSpeed's own accessor gives."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
@@ -63,7 +65,7 @@ def deepspeed_folder(folder: Path, stage: int, *, bf16: bool = False, sub_group_
     model = build()
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "sub_group_size": sub_group_size},
+        "zero_optimization": {"stage": stage, "sub_group_size": sub_group_size, "round_robin_gradients": round_robin},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": 0.0,
@@ -107,6 +109,7 @@ def main(out: Path) -> None:
         deepspeed_folder(out / f"zero{stage}", stage, sub_group_size=10)
     deepspeed_folder(out / "zero2-bf16", 2, bf16=True)
     deepspeed_folder(out / "zero3-bf16", 3, bf16=True)
+    deepspeed_folder(out / "zero2-robin", 2, round_robin=True)
     dcp_folder(out / "dcp")
     torch.distributed.barrier()
 

@@ -143,6 +143,39 @@ def test_a_run_without_checkpoints_has_an_empty_list() -> None:
     assert "has no checkpoint" in call("verify", "new", code=2).stderr
 
 
+def test_names_cannot_steer_the_terminal() -> None:
+    name = "w\x1b[2J\r\nx"
+    save_file({name: torch.ones(2, 2), "module.y": torch.ones(2, 2)}, "x.safetensors")
+
+    said = call("import", "x.safetensors", "-o", "out").stdout + call("inspect", "out", "--tensors").stdout
+    said += call("diff", "out", str(save(Path("other"), 0)), code=1).stdout
+
+    assert "\x1b" not in said
+    assert "\r" not in said
+    assert r"w\x1b[2J\r\nx" in said
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_layout_tells_whether_the_model_is_there_as_one_file(*, full: bool) -> None:
+    sharded.write(
+        Path("x"),
+        Facts(step=1, samples=1, strategy="", world_size=1),
+        Share(model={"w": torch.ones(2)}),
+        Peers.alone(),
+        full=full,
+    )
+
+    (row,) = said("ls", "x")["checkpoints"]
+    assert row["layout"] == ("full" if full else "sharded")
+    assert said("verify", "x")["checkpoints"][0]["intact"]
+
+
+def test_a_recipe_that_cannot_be_read_is_an_error_in_words(run: RunFolder) -> None:
+    run.resolved.write_text("[checkpoint.keep]\nlast = -1\n")
+
+    assert "checkpoint.keep in runs/digits/recipe.resolved.toml cannot be read" in call("ls", "digits", code=3).stderr
+
+
 @pytest.mark.parametrize("command", [["ls", "digits"], ["inspect", "digits", "--tensors"], ["verify", "digits"]])
 def test_looking_needs_no_torch(command: list[str]) -> None:
     script = f"""
@@ -234,9 +267,8 @@ def test_every_damaged_file_is_named_and_what_a_run_would_take(run: RunFolder) -
     assert [damage["file"] for damage in checkpoint["damages"]] == [shard.name, "rank-00000.json"]
     assert facts["resumes"] == str(path_of(run, 2))
     text = call("verify", "digits", "--all", code=1).stdout
-    assert (
-        f"{path_of(run, 3)}: damaged\n  {shard.name}: the checkpoint file {shard} is damaged: the contents of" in text
-    )
+    assert f"{path_of(run, 3)}: damaged\n  {shard.name}: the contents of" in text
+    assert "  rank-00000.json: it cannot be read (No such file or directory)" in text
     assert f"a run would go on from {path_of(run, 2).name}" in text
     call("verify", "digits", "--step", "2")
 

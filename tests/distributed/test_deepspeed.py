@@ -291,7 +291,7 @@ def test_offload_to_disk_changes_nothing(bench: Bench, asynchronous_io: None, wh
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
 
-    for step in (3, 5):
+    for step in (2, 6):
         more = f"{EMA}{STOP.format(step=step)}"
         assert set(bench("parts", f"{ZERO[3]}\n{where}", more=more, fails=True, **options).codes) == {75}
     bench("parts", f"{ZERO[3]}\n{where}", more=EMA, **options)

@@ -137,3 +137,14 @@ def test_models_that_cannot_be_sharded_faithfully(
     failed = train_model(model, f"{FSDP}\n{options}")
     assert 3 in failed.codes
     assert said in failed.stderr
+
+
+def test_optimizer_state_in_shapes_of_its_own_is_refused(bench: Bench) -> None:
+    """Adafactor keeps a vector per row and per column of a weight; it trains where weights are whole."""
+    adafactor = bench.recipe.replace('use = "adamw"', 'use = "torch.optim:Adafactor"')
+    factored = Bench(bench.folder, bench.ddpforge, adafactor)
+    factored("moved", DDP, length="6st")
+    refused = factored("moved", FSDP, length="8st", fails=True)
+    assert set(refused.codes) == {3}
+    assert "in a shape of its own" in refused.stderr
+    factored("moved", DDP, length="8st", nproc=1)

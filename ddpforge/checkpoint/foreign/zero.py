@@ -1,9 +1,9 @@
 """DeepSpeed's own checkpoints, ZeRO stages 0 to 3: fp32 master weights and optimizer state out of flat partitions.
 
-A partition has no names in it, only a length: which elements belong to which parameter follows from the order and the
-shapes of the parameters, as the files give them, and the lengths must come out to the last element. Under stages 1 and 2
-the weights of the forward pass are saved too, and the master weights must round to exactly these. What cannot be proven
-is refused. `zero_to_fp32.py`, which comes with such a checkpoint, checks lengths only, and leaves the optimizer's state.
+A partition has no names in it, only a length: which elements are whose follows from the order and the shapes of the
+parameters, as the files give them, and the lengths must come out. Under stages 1 and 2 the weights of the forward pass
+are saved too, and the master weights must round to exactly these; what contradicts that is refused. `zero_to_fp32.py`,
+which comes with such a checkpoint, checks lengths only, and leaves the optimizer's state out.
 """
 
 import re
@@ -78,7 +78,10 @@ class _Files:
         self.optimizers = self._load(names, _OPTIMIZER)
 
     def _load(self, names: Sequence[str], pattern: re.Pattern[str]) -> list[dict[str, Any]]:
-        found = {int(match[1] or 0): name for name in names if (match := pattern.fullmatch(name))}
+        matches = [match for name in names if (match := pattern.fullmatch(name))]
+        found = {int(match[1] or 0): match[0] for match in matches}
+        if len(found) < len(matches):
+            raise refused(self.folder, "files of several checkpoints are in it: two are of the same rank")
         if missing := sorted(set(range(len(found))) - found.keys()):
             raise refused(self.folder, f"the file of rank {missing[0]} is missing")
         loaded = [load(inside(self.folder, found[rank]), trust=True) for rank in sorted(found)]
