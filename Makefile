@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PLUGINS := $(wildcard plugins/*)
 
 .PHONY: run test test-all test-fast lint clean
 
@@ -23,10 +24,10 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-$(VENV)/installed: pyproject.toml
+$(VENV)/installed: pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ddpforge needs Python 3.11 or newer: make PYTHON=python3.11 …")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' $(PLUGINS:%=--editable './%[dev]')
 	touch $@
 
 clean:

@@ -3,12 +3,23 @@
 import logging
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from ddpforge.checkpoint import retention
-from ddpforge.errors import UsageError
+from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.recipe.schema import KeepSection
 from ddpforge.runfolder import RunFolder
 
 log = logging.getLogger("ddpforge")
+
+
+def keep_of(folder: RunFolder) -> KeepSection:
+    """What a run's recipe says of keeping checkpoints."""
+    try:
+        return KeepSection.model_validate(folder.tables().get("checkpoint", {}).get("keep", {}))
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        raise EnvironmentProblem(f"checkpoint.keep in {folder.resolved} cannot be read: {reason}") from error
 
 
 def choose(folder: RunFolder, *, step: int | None = None, best: bool = False) -> Path:
@@ -21,7 +32,7 @@ def choose(folder: RunFolder, *, step: int | None = None, best: bool = False) ->
 
     found, _ = retention.committed(folder.checkpoints)
     if best:
-        keep = KeepSection.model_validate(folder.tables().get("checkpoint", {}).get("keep", {}))
+        keep = keep_of(folder)
         chosen = retention.best(found, keep)
         problem = f"no checkpoint of {folder.path} has a finite {keep.by}"
         if keep.by is None:

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from ddpforge.checkpoint import retention
-from ddpforge.checkpoint.choose import choose
+from ddpforge.checkpoint.choose import choose, keep_of
 from ddpforge.checkpoint.schema import COMMIT, FOLDER, MANIFEST, SECTIONS, Manifest, Number
 from ddpforge.checkpoint.stored import DTYPES
-from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.errors import UsageError
 from ddpforge.recipe.schema import KeepSection
 from ddpforge.runfolder import RunFolder
 
@@ -42,13 +40,7 @@ class Place:
 
     def keep(self) -> KeepSection:
         """What the run's recipe says of keeping checkpoints."""
-        if self.run is None:
-            return KeepSection()
-        try:
-            return KeepSection.model_validate(self.run.tables().get("checkpoint", {}).get("keep", {}))
-        except ValidationError as error:
-            reason = error.errors()[0]["msg"]
-            raise EnvironmentProblem(f"checkpoint.keep in {self.run.resolved} cannot be read: {reason}") from error
+        return KeepSection() if self.run is None else keep_of(self.run)
 
     def choose(self, *, step: int | None = None, best: bool = False, intact: bool = False) -> Path:
         """The checkpoint of `step`, the best one, or the newest; with `intact`, the newest that is intact."""

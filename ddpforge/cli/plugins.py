@@ -1,4 +1,4 @@
-"""`ddpforge plugins`: which components are installed, and what options one takes."""
+"""`ddpforge plugins`: which components are installed, what options one takes; writing a plugin, and testing one."""
 
 import inspect
 import json
@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -17,6 +18,7 @@ from ddpforge.registry import KINDS, Registry, UnknownComponent
 
 if TYPE_CHECKING:
     from ddpforge.options import OptionRow
+    from ddpforge.testing.report import Result
 
 _TABLES = {
     "model": "model",
@@ -34,7 +36,7 @@ _TABLES = {
 
 @click.group()
 def plugins() -> None:
-    """List components, or show one and its options."""
+    """List components, show one and its options, write a new plugin, or test one."""
 
 
 @plugins.command("list")
@@ -114,6 +116,75 @@ def show(name: str, kind: str | None, as_json: bool) -> None:
     if takes_more:
         click.echo("\nFurther options are passed on as they are.")
     click.echo(f"\n{example}")
+
+
+# ---------------------------------------------------------------------------------------------- authors
+@plugins.command()
+@click.argument("kind", type=click.Choice(KINDS))
+@click.argument("name")
+@click.option(
+    "--in",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=".",
+    metavar="DIR",
+    help="Where to put the plugin's folder; default: here.",
+)
+def new(kind: str, name: str, folder: Path) -> None:
+    """Write a complete plugin, with tests that pass, into the new folder NAME.
+
+    NAME is what recipes will call the component: lower-case letters, digits and `_` or `-`.
+    """
+    from ddpforge.authoring import write_plugin
+
+    plugin = write_plugin(kind, name, folder)
+    for file in plugin.files:
+        click.echo(plugin.folder / file)
+    click.echo(
+        f"\nnext: pip install -e {plugin.folder}, then `pytest {plugin.folder}` and"
+        f" `ddpforge plugins test {plugin.distribution}`",
+        err=True,
+    )
+
+
+@plugins.command()
+@click.argument("target", metavar="DIST_OR_FILE")
+@click.option("--kind", type=click.Choice(KINDS), help="Only components of this kind.")
+@click.option("--name", "names", multiple=True, metavar="NAME", help="Only the component of this name; repeatable.")
+@click.option("--quick", is_flag=True, help="Leave out the checks that start processes.")
+@json_option
+def test(target: str, kind: str | None, names: tuple[str, ...], quick: bool, as_json: bool) -> None:
+    """Check that the components of a plugin keep the contracts of their kinds.
+
+    DIST_OR_FILE is an installed distribution, or a file: ./parts.py, or ./parts.py:Name for one component of it. Exit
+    codes: 0 all checks passed, 1 some failed, 2 there is nothing to test.
+    """
+    from ddpforge.testing import Kit
+    from ddpforge.testing.cases import find_cases
+
+    with Kit(find_cases(target, kind=kind, names=names), quick=quick, say=lambda text: click.echo(text, err=True)) as kit:
+        results: list[Result] = []
+        for result in kit.run():
+            results.append(result)
+            if not as_json:
+                _print_result(result)
+    failed = sum(result.status == "failed" for result in results)
+    if as_json:
+        _print_json(target=target, passed=not failed, results=[result.as_dict() for result in results])
+    else:
+        passed = sum(result.status == "passed" for result in results)
+        click.echo(f"\n{passed} passed, {failed} failed, {len(results) - passed - failed} skipped")
+    if failed:
+        raise SystemExit(1)
+
+
+def _print_result(result: "Result") -> None:
+    colour = {"passed": "green", "failed": "red", "skipped": "yellow"}[result.status]
+    click.echo(f"{click.style(f'{result.status:8}', fg=colour)}{result.kind} {result.name}: {result.check}", nl=False)
+    click.echo(f" ({result.text()})" if result.status == "skipped" else "")
+    if result.status == "failed":
+        for line in result.text().splitlines():
+            click.echo(f"        {line}")
 
 
 def _kind_of(registry: Registry, name: str) -> str:

@@ -187,6 +187,12 @@ def test_files_are_filled_in_order_and_an_index_says_what_is_where(folder: Path,
     assert done.bytes == sum((out / name).stat().st_size for name in names)
 
 
+def test_a_tensor_that_is_too_large_for_any_file_has_one_for_itself(folder: Path, tmp_path: Path) -> None:
+    export_folder(sized(folder, 20, 1, 20), tmp_path / "hf", most=16)
+
+    assert [*files_in(tmp_path / "hf").values()] == [{"a"}, {"b"}, {"c"}]
+
+
 def test_weights_in_a_folder_are_replaced_on_request_and_nothing_else_is(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "hf"
     export_folder(sized(folder, 4, 4, 4), out, most=16)

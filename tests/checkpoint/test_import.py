@@ -100,6 +100,7 @@ def changed(source: Path, target: Path, change: Callable[[dict[str, Any]], objec
 
 
 # ---------------------------------------------------------------------------------------------- DeepSpeed
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [*ZERO, "zero2-robin"])
 def test_a_zero_checkpoint_keeps_master_weights_and_optimizer_state(
     foreign: Path, trained: tuple[nn.Module, torch.optim.Optimizer], source: str
@@ -112,6 +113,7 @@ def test_a_zero_checkpoint_keeps_master_weights_and_optimizer_state(
     assert newest(Path("out")) == (done.path, []), "every byte is as the manifest says"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [*ZERO, "zero2-bf16", "zero3-bf16"])
 def test_weights_are_bit_by_bit_what_deepspeed_itself_says(foreign: Path, source: str) -> None:
     """Except where gradients go round robin: there its accessor takes elements of other parameters."""
@@ -123,6 +125,7 @@ def test_weights_are_bit_by_bit_what_deepspeed_itself_says(foreign: Path, source
     assert weights["frozen.weight"].dtype == (torch.bfloat16 if "bf16" in source else torch.float32)
 
 
+@pytest.mark.slow
 def test_the_folder_of_one_tag_will_do(foreign: Path) -> None:
     assert import_checkpoint(foreign / "zero1" / f"global_step{STEPS}", "out", trust=True).step == STEPS
 
@@ -179,6 +182,7 @@ def empty(copy: Path) -> None:
         torch.save({"optimizer_state_dict": {"zero_stage": 2}}, file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "damage", "complaint"),
     [
@@ -205,6 +209,7 @@ def test_a_zero_checkpoint_that_contradicts_itself_is_refused(
     assert not Path("out").exists()
 
 
+@pytest.mark.slow
 def test_state_that_cannot_be_told_apart_is_left_out_and_said_so(foreign: Path) -> None:
     copy = zero_copy(foreign, "zero2")
     for file in copy.glob("*_optim_states.pt"):
@@ -221,6 +226,26 @@ def test_state_that_cannot_be_told_apart_is_left_out_and_said_so(foreign: Path) 
     assert done.left_out == ["optimizer: exp_avg is not laid out like the weights"]
 
 
+@pytest.mark.slow
+def test_each_group_has_its_own_step(foreign: Path) -> None:
+    """As where some parameters are trained from a later step on."""
+    copy = zero_copy(foreign, "zero1")
+    for file in copy.glob("*_optim_states.pt"):
+
+        def age(content: dict[str, Any]) -> None:
+            content["optimizer_state_dict"]["base_optimizer_state"]["state"][1]["step"] += 90
+
+        changed(file, file, age)
+
+    state = state_in(import_checkpoint(copy, "out", trust=True).path)
+
+    steps = {name: float(values["step"]) for name, values in state.items()}
+    assert steps == dict.fromkeys(["emb.weight", "low.weight"], 3) | dict.fromkeys(
+        ["scale", "low.bias", "norm.weight", "norm.bias"], 93
+    )
+
+
+@pytest.mark.slow
 def test_a_tag_cannot_lead_out_of_the_folder(foreign: Path) -> None:
     Path("copy").mkdir()
     shutil.copytree(foreign / "zero2" / f"global_step{STEPS}", "copy/here")
@@ -231,6 +256,7 @@ def test_a_tag_cannot_lead_out_of_the_folder(foreign: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- DCP
+@pytest.mark.slow
 def test_a_sharded_dcp_checkpoint_keeps_everything(
     foreign: Path, trained: tuple[nn.Module, torch.optim.Optimizer]
 ) -> None:
