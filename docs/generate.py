@@ -7,6 +7,7 @@ text between them is replaced by what `BLOCKS[NAME]` returns.
 """
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -26,6 +27,8 @@ from ddpforge.recipe.vocabulary import Vocabulary
 from ddpforge.registry import KINDS, Registry
 
 PAGES = Path(__file__).parent / "reference"
+# Plugins that are installed beside ddpforge are not ours to document.
+os.environ.setdefault("DDPFORGE_DISABLE_PLUGINS", ",".join(p.name for p in (PAGES.parents[1] / "plugins").glob("*")))
 _SECTIONS = ("data", "train", "checkpoint", "checkpoint.keep", "track")
 _BLOCK = re.compile(r"(<!-- generated: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 

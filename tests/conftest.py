@@ -9,6 +9,15 @@ import torch
 from ranks import Ranks, Zygote
 
 
+PLUGINS = ",".join(path.name for path in (Path(__file__).parents[1] / "plugins").glob("*"))
+
+
+@pytest.fixture(autouse=True)
+def _no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What these tests expect does not depend on which plugins are installed beside ddpforge."""
+    monkeypatch.setenv("DDPFORGE_DISABLE_PLUGINS", PLUGINS)
+
+
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
     """The process that forks ranks; see `ranks.py`."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
 
 import psutil
 import torch
@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Part, SavedTensor, Strategy, Total, World
+from ddpforge.interfaces import CanonicalState, Exploring, Part, SavedTensor, Strategy, Total, World
 from ddpforge.strategies import replicated
 from ddpforge.strategies.precision import precision_for
 
@@ -208,9 +208,22 @@ class AcceleratedStrategy(Strategy):
             self.clip(self.train.clip_norm, norm)
 
         self.precision.update(optimizer, norm)
+        self._clear()
+        return norm
+
+    def explore(self, model: nn.Module, optimizer: Exploring) -> Tensor:
+        """Unscales, measures the norm, lets the optimizer move the weights if that is finite, clears."""
+        self.precision.unscale(cast(Optimizer, optimizer))
+        norm = self.norm(self._gradients())
+        self.precision.leave()
+        if math.isfinite(number := norm.item()):
+            optimizer.explore(number)
+        self._clear()
+        return norm
+
+    def _clear(self) -> None:
         for parameter in self._trained:  # what zero_grad does, without its 20 µs of bookkeeping
             parameter.grad = None
-        return norm
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """The norm of all gradients together (0-d)."""

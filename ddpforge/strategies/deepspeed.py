@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, cast
 
 import torch
 from pydantic import Field
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Contract, Part, SavedTensor, Sharded, World
+from ddpforge.interfaces import CanonicalState, Contract, Exploring, Part, SavedTensor, Sharded, World
 from ddpforge.strategies.accelerated import AcceleratedStrategy
-from ddpforge.strategies.nvme import SMALLEST, Folder, is_swapped, require_io
+from ddpforge.strategies.nvme import SMALLEST, Folder, is_swapped, mend_prefetch, require_io
 from ddpforge.strategies.precision import LossScaling
 from ddpforge.strategies.zero import Keys, ZeroWeights, import_deepspeed, keys_of, require_deepspeed, start
 
@@ -255,6 +255,12 @@ class DeepSpeed(AcceleratedStrategy):
         self._bare = model
         for parameter in self._trained:
             self._refuse_form(parameter)
+        if self.offload_optimizer == "nvme" and getattr(optimizer, "passes", 1) > 1:
+            raise StrategyError(
+                f"{type(optimizer).__name__} moves the weights between the passes of a step, and what is on NVMe can "
+                "only be updated",
+                hints=['set strategy.offload_optimizer = "cpu"'],
+            )
         device = torch.device("cpu") if self.offload_optimizer != "none" else self.world.device
         keys = keys_of(optimizer, device)
 
@@ -262,6 +268,8 @@ class DeepSpeed(AcceleratedStrategy):
         config = self.config(self.train, self.world.size)
         self._fit_buffers(config["zero_optimization"], keys)
         self.engine = start(self.deepspeed, model, optimizer, config, self.world)
+        if self.offload_parameters == "nvme":
+            mend_prefetch(self._parameters)
         self.check(self.engine)
         zero = self.engine.optimizer
         if zero.optimizer is not optimizer:
@@ -412,6 +420,21 @@ class DeepSpeed(AcceleratedStrategy):
         if isinstance(self.precision, _EngineScaling):
             self.precision.adapt(norm)
         return norm
+
+    def explore(self, model: nn.Module, optimizer: Exploring) -> Tensor:
+        """A step of the engine that does not clip, and in which the optimizer explores instead of updating."""
+        zero, update = self.engine.optimizer, cast(Any, optimizer)
+
+        def explore() -> None:
+            optimizer.explore(float(zero._global_grad_norm))
+
+        clip, zero.clip_grad, update.step = zero.clip_grad, 0.0, explore  # shadows the method
+        try:
+            return self.step(model, update)
+        finally:
+            zero.clip_grad = clip
+            del update.step
+            zero._hp_optimizer_states_linked = False  # there is no state yet that DeepSpeed could have a view of
 
     # -- to disk and back
     def weights(self, model: nn.Module, optimizer: Optimizer) -> ZeroWeights:

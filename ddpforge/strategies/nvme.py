@@ -7,6 +7,7 @@ import mmap
 import os
 import shutil
 import sysconfig
+from collections.abc import Iterable
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ddpforge.errors import StrategyError
 
-__all__ = ["SMALLEST", "Folder", "SwapFiles", "require_io"]
+__all__ = ["SMALLEST", "Folder", "SwapFiles", "is_swapped", "mend_prefetch", "require_io"]
 
 SMALLEST = 1 << 20  # bytes: what is smaller, DeepSpeed leaves in memory
 
@@ -107,6 +108,13 @@ class SwapFiles:
             with open(path, "r+b") as file:
                 self._maps[path] = mmap.mmap(file.fileno(), 0)
         return torch.frombuffer(self._maps[path], dtype=torch.float32, count=numel)
+
+
+def mend_prefetch(parameters: Iterable[Any]) -> None:
+    """DeepSpeed 0.19.8 fails when it prefetches a parameter for the forward and the backward pass at once."""
+    for swapper in {parameter.nvme_swapper for parameter in parameters}:
+        theirs = swapper.swap_in
+        swapper.swap_in = lambda params, *rest, theirs=theirs, **more: theirs([*dict.fromkeys(params)], *rest, **more)
 
 
 def is_swapped(parameter: Any) -> bool:

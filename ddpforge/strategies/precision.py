@@ -44,6 +44,9 @@ class Precision:
         elif math.isfinite(norm.item()):
             optimizer.step()
 
+    def leave(self) -> None:
+        """Instead of an update, where the gradients were only looked at."""
+
     def overflowed(self) -> bool:
         """True when a non-finite norm only says that the loss was scaled too high."""
         return False
@@ -75,6 +78,9 @@ class LossScaling(Precision):
 
     def update(self, optimizer: Optimizer, norm: Tensor) -> None:
         self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def leave(self) -> None:
         self.scaler.update()
 
     def overflowed(self) -> bool:

@@ -7,6 +7,7 @@ from shutil import copy, copytree
 
 import pytest
 from ranks import Ranks
+from sharding import Bench
 
 RECIPE = """
 recipe = 1
@@ -156,3 +157,15 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     assert "step-000000030" in resumed.stderr
     assert model.name in resumed.stderr
     assert rows(folder) == expected
+
+
+def test_an_evaluation_that_a_stop_left_out_is_made_up_for(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
+    """Step 4 ends an epoch, and the stop of step 3 takes effect there."""
+    bench = Bench(tmp_path, ddpforge)
+    stop = '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = 3\nrank = 0'
+    bench("whole", length="8st")
+    assert set(bench("parts", length="8st", more=stop, fails=True).codes) == {75}
+    assert bench.column("parts", "eval/loss") == []
+    bench("parts", length="8st", more=stop)
+    assert bench.column("parts", "eval/loss") == bench.column("whole", "eval/loss")
+    assert len(bench.column("whole", "eval/loss")) == 2
