@@ -13,6 +13,8 @@ every block and on the model, or `deepspeed.initialize` and its engine; either w
 of two micro-batches, DistributedSampler, DataLoader and `loss.item()` printed every 10 steps. ddpforge runs a recipe as
 any user would, with metrics.jsonl and the console tracker on.
 
+On both sides freed memory stays with the process, by two settings of glibc.
+
 Memory: what a rank holds is added up from the storages of the tensors themselves, during a run of ddpforge. Weights,
 optimizer state and DeepSpeed's master weights are those after the update of the last step; gradients are the most that
 lay between two backward passes of that step, or between the last one and the update. The script exits with 1 when
@@ -94,6 +96,11 @@ every = "1000000st"
 {callbacks}
 """
 STOPWATCH = '[callbacks.stopwatch]\nuse = "./strategies.py:Stopwatch"\nwarm_up = {warm_up}\n'
+
+
+# glibc gives large tensors back to the system as soon as they are freed and has every page of the next one cleared: on
+# either side several per cent of the time, and how many hangs on which sizes happen to be free.
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 
 
 class Held(NamedTuple):
@@ -369,6 +376,7 @@ def start(command: list[str], nproc: int, folder: Path, **variables: str) -> lis
         "OMP_NUM_THREADS": str(threads),
         "DS_ACCELERATOR": "cpu",
         "ACCELERATE_USE_CPU": "true",
+        **KEEP_MEMORY,
         **variables,
     }
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
