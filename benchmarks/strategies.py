@@ -376,7 +376,6 @@ def start(command: list[str], nproc: int, folder: Path, **variables: str) -> lis
         "OMP_NUM_THREADS": str(threads),
         "DS_ACCELERATOR": "cpu",
         "ACCELERATE_USE_CPU": "true",
-        **KEEP_MEMORY,
         **variables,
     }
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
@@ -403,13 +402,13 @@ def seconds(side: str, name: str, nproc: int, options: argparse.Namespace, folde
     """Wall and CPU seconds per step of one side, of rank 0 in fresh processes."""
     if side == "by hand":
         # In the environment, because torchrun takes some of these options for its own.
-        told = {"BENCH_OPTIONS": json.dumps(vars(options))}
+        told = {"BENCH_OPTIONS": json.dumps(vars(options)), **KEEP_MEMORY}
         return list(start([str(Path(__file__).resolve()), "--by-hand", name], nproc, folder, **told)[0])
     row = ROWS[name]
     strategy = f'use = "{row.strategy}"' + (f"\nstage = {row.stage}" if row.stage else "")
     callbacks = STOPWATCH.format(warm_up=options.warm_up)
     steps = options.warm_up + options.steps
-    return list(ddpforge(options, nproc, folder, {}, strategy=strategy, callbacks=callbacks, steps=steps)[0])
+    return list(ddpforge(options, nproc, folder, KEEP_MEMORY, strategy=strategy, callbacks=callbacks, steps=steps)[0])
 
 
 def time_table(options: argparse.Namespace, folder: Path) -> None:
