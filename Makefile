@@ -13,7 +13,7 @@ run: $(VENV)/installed    ## train the digits recipe on 2 processes
 test: lint                ## everything: style, types, all tests
 	$(BIN)/python -m pytest
 
-test-all: lint            ## also all strategy pairs and the random kills: about an hour
+test-all: lint            ## also all strategy pairs and 320 random kills: a quarter of an hour more
 	$(BIN)/python -m pytest -m "full or not full"
 
 test-fast: $(VENV)/installed    ## without the tests that take tens of seconds

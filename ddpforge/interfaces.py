@@ -30,6 +30,7 @@ __all__ = [
     "Contract",
     "Data",
     "Duration",
+    "Exploring",
     "Horizon",
     "Metric",
     "Part",
@@ -256,6 +257,30 @@ class Tracker:
         """Called once at the end; `state` is that of `status.json` (done, failed, stopped, diverged)."""
 
 
+@runtime_checkable
+class Exploring(Protocol):
+    """An optimizer that looks at a step's gradient more than once, at different weights; optional.
+
+    It is a `torch.optim.Optimizer` whose `passes`, read once, is more than 1. In each pass the trainer computes the
+    gradient of the whole step, with the same micro-batches and the same random numbers. After every pass but the last
+    it calls `explore` where else it would call `step`; then `restore`, and `step` with the last gradient. What is
+    logged of the loss is that of the first pass, and so are buffers; the norm is that of the last gradient, which alone
+    is clipped. A gradient that is not finite, in any pass, ends the step: there is a `restore` and no `step`.
+    """
+
+    passes: int
+
+    def explore(self, norm: float) -> None:
+        """Moves the weights in `param_groups`, each of which has its gradient; `norm` is that of all gradients.
+
+        Gradients are not clipped. A strategy may call this several times in a pass, each time with other weights in
+        `param_groups`.
+        """
+
+    def restore(self) -> None:
+        """Gives every weight that was moved exactly the value it had before; `param_groups` may be empty."""
+
+
 class Callback:
     """Something that watches the run; every method does nothing by default.
 
@@ -356,6 +381,13 @@ class Strategy(ABC):
 
         When the norm is not finite the update must not happen, on any rank. No host-device synchronisation.
         """
+
+    def explore(self, model: nn.Module, optimizer: Exploring) -> Tensor:
+        """Like `step`, with `optimizer.explore` for the update and without clipping; may wait for the device.
+
+        Afterwards forward passes use the moved weights. A strategy that leaves this out refuses such optimizers.
+        """
+        raise NotImplementedError
 
     def overflowed(self) -> bool:
         """True when the last non-finite norm only means that fp16's loss scale was too high and has been lowered."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -19,8 +20,8 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
 from ddpforge.durations import Horizon
-from ddpforge.errors import CheckpointError, Diverged, UsageError
-from ddpforge.interfaces import Callback, Schedule, StepInfo, Strategy, Task, Total, Tracker, World
+from ddpforge.errors import CheckpointError, Diverged, StrategyError, UsageError
+from ddpforge.interfaces import Callback, Exploring, Schedule, StepInfo, Strategy, Task, Total, Tracker, World
 from ddpforge.norms import Norms
 from ddpforge.pace import Alarm, Cadence, Window, in_steps
 from ddpforge.recipe.schema import Recipe
@@ -98,6 +99,14 @@ class Trainer:
         self.callbacks, self.checkpoints, self.tracker = callbacks, checkpoints, tracker
         self.origin: Mapping[str, Any] = {}  # recipe, lineage, …: what a checkpoint says of its origin
 
+        self._passes: int = getattr(optimizer, "passes", 1)
+        if self._passes > 1 and type(strategy).explore is Strategy.explore:
+            raise StrategyError(
+                f"{type(optimizer).__name__} makes {self._passes} passes per step, and {type(strategy).__name__} is "
+                "for optimizers that make one",
+                hints=["use another optimizer or another strategy"],
+            )
+
         # how often what happens
         self.end = math.inf if horizon.total is None else horizon.total
         self.log_every = in_steps("track.every", recipe.track.every, horizon)
@@ -141,6 +150,8 @@ class Trainer:
         self.progress = Progress.of(facts)
         self.metrics = dict(facts.metrics)
         self._saved = facts.step
+        # Who stops a run does not wait for an evaluation that is due: the next attempt makes up for it.
+        self._evaluated = facts.step if any(name.startswith("eval/") for name in facts.metrics) else None
 
     def fit(self) -> Literal["done", "stopped"]:
         """Trains to the end, or to a stop that all ranks agreed on; either way the last step is then saved.
@@ -170,6 +181,8 @@ class Trainer:
         self.model.train()
         self._window.restart()
         ended = self.progress.step >= self.end
+        if self._owes_evaluation():
+            ended = self._evaluate_and_report(self.progress.step) or ended
 
         # The order is part of the contract: step, callbacks, log, evaluate, save. Callbacks come right after the
         # step because what they keep (averaged weights, say) belongs to the step that is evaluated and saved.
@@ -210,19 +223,48 @@ class Trainer:
         micro_batches, scale = self._weigh(first, _until_last(first, source))
         totals: dict[str, Total] = {}
         trains = step not in self.progress.left_out
+        if self._passes > 1:
+            micro_batches = list(micro_batches)
         for micro in micro_batches:
             if trains:
                 self._statistics.enter(micro.shard)
-                seed_all(mix(self.settings.seed, _FORWARD, step, micro.number, micro.shard), self.world.device)
-                _add(totals, self._micro_step(micro, scale, measure=measure))
+                _add(totals, self._micro_step(step, micro, scale, measure=measure))
 
         if trains:
             self._statistics.leave()
-            self._norms.add(step, self.strategy.step(self.model, self.optimizer))
+            update = self.strategy.step if self._passes == 1 else partial(self._explore, step, micro_batches, scale)
+            self._norms.add(step, update(self.model, self.optimizer))
         self.progress.step = step
         self.progress.samples += first.step_samples
         self._window.add(first.step_samples)
         return totals
+
+    def _explore(
+        self,
+        step: int,
+        micro_batches: Iterable[MicroBatch],
+        scale: Tensor | float,
+        model: nn.Module,
+        optimizer: Optimizer,
+    ) -> Tensor:
+        """The passes after the first, for an optimizer that makes several, and its update; see `Exploring`."""
+        exploring = cast(Exploring, optimizer)
+        buffers = [(buffer, buffer.clone()) for buffer in self.strategy.unwrap(model).buffers()]
+        for _ in range(1, self._passes):
+            norm = self.strategy.explore(model, exploring)
+            if not math.isfinite(norm.item()):
+                exploring.restore()
+                break
+            for micro in micro_batches:
+                self._micro_step(step, micro, scale, measure=False)
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        else:
+            exploring.restore()
+            norm = self.strategy.step(model, optimizer)
+        if not math.isfinite(norm.item()):  # there was no update, after which forward passes would use what is restored
+            self.strategy.weights(model, optimizer).changed()
+        return norm
 
     def _weigh(
         self, first: MicroBatch, micro_batches: Iterator[MicroBatch]
@@ -239,7 +281,8 @@ class Trainer:
         mine = torch.stack([torch.as_tensor(self._items(micro)) for micro in batches]).sum()
         return batches, self.world.data_size / self.strategy.total(mine).clamp(min=1)
 
-    def _micro_step(self, micro: MicroBatch, scale: Tensor | float, *, measure: bool) -> dict[str, Total]:
+    def _micro_step(self, step: int, micro: MicroBatch, scale: Tensor | float, *, measure: bool) -> dict[str, Total]:
+        seed_all(mix(self.settings.seed, _FORWARD, step, micro.number, micro.shard), self.world.device)
         batch = to_device(micro.data, self.world.device)
         with self.strategy.micro_step(self.model, last=micro.last):
             with self.strategy.forward():
@@ -359,6 +402,12 @@ class Trainer:
         if self.evaluation is None or ("stop" in rung and step < self.end):
             return False  # whoever asked us to stop is waiting
         return ended or self.eval_cadence.due(step, rung)
+
+    def _owes_evaluation(self) -> bool:
+        step = self.progress.step
+        if self.evaluation is None or step == 0 or self._evaluated == step:
+            return False
+        return not self.eval_cadence.alarm and self.eval_cadence.due(step, ())
 
     def _evaluate_and_report(self, step: int) -> bool:
         self._window.pause()

@@ -23,6 +23,7 @@ COMPONENTS = {"callbacks", "datasets", "metrics", "models", "optim", "strategies
 LAYERS = [
     {"__main__"},
     {"cli"},
+    {"testing"},
     {"parity", "run"},
     {"assemble"},
     {"trainer"},
@@ -30,7 +31,7 @@ LAYERS = [
     # ------------------------------------------------------------------------ nothing below imports torch
     {"runfolder"},
     {"agree", "checkpoint.files", "console", "environment", "launch", "signals"},
-    {"recipe"},
+    {"authoring", "pytest_options", "recipe"},
     {"registry"},
     {"options"},
     {"interfaces"},

@@ -20,7 +20,7 @@ _COMMANDS = {
     "export": ("export", "Write a run's weights as plain safetensors."),
     "ckpt": ("ckpt", "List, inspect, verify, compare, export and import checkpoints."),
     "recipes": ("recipes", "List or copy the recipes that come with ddpforge."),
-    "plugins": ("plugins", "List components, or show one and its options."),
+    "plugins": ("plugins", "List and show components; write and test plugins."),
     "schema": ("schema", "Print the recipe's JSON Schema, for editors."),
     "completion": ("completion", "Print a shell completion script."),
 }

@@ -36,7 +36,7 @@ _TABLES = {
 
 @click.group()
 def plugins() -> None:
-    """List components, show one and its options, write a new plugin, or test one."""
+    """List and show components; write and test plugins."""
 
 
 @plugins.command("list")
@@ -162,7 +162,9 @@ def test(target: str, kind: str | None, names: tuple[str, ...], quick: bool, as_
     from ddpforge.testing import Kit
     from ddpforge.testing.cases import find_cases
 
-    with Kit(find_cases(target, kind=kind, names=names), quick=quick, say=lambda text: click.echo(text, err=True)) as kit:
+    with Kit(
+        find_cases(target, kind=kind, names=names), quick=quick, say=lambda text: click.echo(text, err=True)
+    ) as kit:
         results: list[Result] = []
         for result in kit.run():
             results.append(result)

@@ -69,6 +69,17 @@ class Loud(nn.Module):
     def forward(self, x):
         return 30 * self.layers(x)
 
+class Large(nn.Module):
+    \"\"\"A large layer, and behind it one that is not trained: both are needed again right after they were used.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 768), nn.Tanh(), nn.Linear(768, 768), nn.Tanh())
+        self.frozen = nn.Linear(768, 768).requires_grad_(False)
+
+    def forward(self, x):
+        return self.frozen(self.layers(x)).tanh().mean(1, keepdim=True)
+
 class Misplace(Callback):
     \"\"\"Makes the strategy look for a weight where it is not.\"\"\"
 
@@ -274,8 +285,11 @@ def asynchronous_io() -> None:
 
 @pytest.mark.parametrize(
     "where",
-    [DISK, f'{HOST}\noffload_parameters = "nvme"\nnvme_path = "."', ALL_ON_DISK],
-    ids=["optimizer", "model", "all"],
+    [
+        pytest.param(DISK, id="optimizer", marks=pytest.mark.slow),
+        pytest.param(f'{HOST}\noffload_parameters = "nvme"\nnvme_path = "."', id="weights", marks=pytest.mark.slow),
+        pytest.param(ALL_ON_DISK, id="all"),
+    ],
 )
 def test_offload_to_disk_changes_nothing(bench: Bench, asynchronous_io: None, where: str) -> None:
     """Averaged weights, which read and write weights that are not in memory; a resume, bitwise."""
@@ -284,7 +298,8 @@ def test_offload_to_disk_changes_nothing(bench: Bench, asynchronous_io: None, wh
     said = bench("disk", f"{ZERO[3]}\n{where}", more=EMA, **options)
     assert "Time to load" not in said.stdout
     bench.alike("disk", "memory")
-    assert not list(bench.folder.glob("ddpforge-*/*/**/*.swp"))  # nothing is left behind
+    assert len(list(bench.folder.glob("ddpforge-*/lock"))) == 2
+    assert not list(bench.folder.glob("ddpforge-*/**/*.swp"))  # nothing is left behind
 
     ours, theirs = tensors(bench.newest("disk")), tensors(bench.newest("memory"))
     assert ours.keys() == theirs.keys()
@@ -299,6 +314,7 @@ def test_offload_to_disk_changes_nothing(bench: Bench, asynchronous_io: None, wh
     assert bench.column("parts", "eval/loss") == bench.column("disk", "eval/loss")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_and_to_disk(bench: Bench, asynchronous_io: None) -> None:
     options: dict[str, Any] = {"parts": WIDE, "length": "8st", "more": EMA}
     bench("whole", DDP, **options)
@@ -307,6 +323,19 @@ def test_a_run_goes_on_from_and_to_disk(bench: Bench, asynchronous_io: None) -> 
         assert set(stopped.codes) == {75}, stopped.stderr
     bench("parts", f"{ZERO[3]}\n{DISK}", **options)
     bench.alike("parts", "whole")
+
+
+def test_large_and_frozen_layers_may_be_on_disk(bench: Bench, asynchronous_io: None) -> None:
+    options: dict[str, Any] = {"parts": POINTS.format(model="own.py:Large"), "length": "6st"}
+    bench("memory", ZERO[3], **options)
+    bench("disk", f"{ZERO[3]}\n{ALL_ON_DISK}", **options)
+    bench.alike("disk", "memory")
+    assert torch.equal(*(tensors(bench.newest(name))["model: frozen.weight"] for name in ("disk", "memory")))
+
+    stopped = bench("parts", f"{ZERO[3]}\n{ALL_ON_DISK}", more=STOP.format(step=3), fails=True, **options)
+    assert set(stopped.codes) == {75}
+    bench("parts", f"{ZERO[3]}\n{ALL_ON_DISK}", **options)
+    assert bench.column("parts") == bench.column("disk")
 
 
 def test_disk_that_would_hold_nothing_is_refused(bench: Bench, asynchronous_io: None) -> None:

@@ -1,0 +1,357 @@
+"""Which components there are to test, and what an author says is needed to try them: `ddpforge_testing.toml`.
+
+That file (or the table `[tool.ddpforge.testing]` of a pyproject.toml) is looked for beside the component's module and
+in the folders above it. It has a table for a component, `[KIND.NAME]`, or several, `[[KIND.NAME]]`, each of which is
+tested:
+
+    [task.denoising]
+    options = { noise = 0.1 }                                # of the component itself
+    model = { use = "mlp", inputs = 64, outputs = 10 }       # what goes with it, as in a recipe: model, data, task,
+    data = { use = "digits", split = "test" }                # optimizer, schedule, strategy, train
+    skip = { stable-names = "names depend on the weather" }  # checks to leave out, and why; a text leaves out all
+
+In texts, `{here}` stands for the folder of the file, so that options can name files in the package.
+
+Further keys declare what is unusual about a component: `unused` and `meta` of a model, `duplicates` of data,
+`elementwise` of an optimizer, `horizon` of a schedule, `ranks` of a strategy, `raises` of a tracker.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ddpforge.errors import PluginError, UsageError
+from ddpforge.interfaces import Callback, Horizon, Metric, Strategy, Task, Tracker
+from ddpforge.recipe.schema import Component
+from ddpforge.registry import KINDS, Entry, Registry
+from ddpforge.testing import companions
+from ddpforge.testing.report import Breach, source_of
+
+__all__ = ["SETTINGS", "Case", "find_cases"]
+
+SETTINGS = "ddpforge_testing.toml"
+_SECTIONS = ("model", "data", "task", "optimizer", "schedule", "strategy", "train")
+_DECLARED: Mapping[str, tuple[str, ...]] = {
+    "model": ("unused", "meta"),
+    "data": ("duplicates",),
+    "optimizer": ("elementwise",),
+    "schedule": ("horizon",),
+    "strategy": ("ranks",),
+    "tracker": ("raises",),
+}
+_HIGHEST = 6  # folders above a module in which its settings may be
+_BASES: Mapping[str, type] = {
+    "task": Task,
+    "metric": Metric,
+    "tracker": Tracker,
+    "callback": Callback,
+    "strategy": Strategy,
+}
+
+
+@dataclass
+class Case:
+    """One component with what it takes to try it; `settings` is its table, and `said` the file that it is in."""
+
+    kind: str
+    use: str
+    registry: Registry
+    base: Path = Path()
+    settings: dict[str, Any] = field(default_factory=dict)
+    said: Path | None = None
+    number: int = 0  # of several tables for one component
+
+    @property
+    def name(self) -> str:
+        """The component as its author calls it."""
+        return self.use.rpartition(":")[2]
+
+    @property
+    def label(self) -> str:
+        """The component, and which of its tables, for people."""
+        return f"{self.name}[{self.number}]" if self.number else self.name
+
+    @cached_property
+    def component(self) -> Callable[..., Any]:
+        """The class or function; raises PluginError."""
+        return self.registry.load(self.kind, self.use, self.base)
+
+    @property
+    def where(self) -> str:
+        """ "file:line" of the component, or what it is called where it cannot be imported."""
+        try:
+            return source_of(self.component)
+        except PluginError as error:
+            entry = getattr(error, "entry", None)
+            return getattr(error, "where", None) or (entry.target if entry else self.use)
+
+    def skipped(self, check: str) -> str | None:
+        """Why its author leaves a check out."""
+        said = self.settings.get("skip", {})
+        reason: str | None = said if isinstance(said, str) else said.get(check)
+        return reason
+
+    # -- building
+    def build(self, **given: Any) -> Any:
+        """The component with its options, as a recipe would build it."""
+        try:
+            return self._build(self.kind, {"use": self.use, **self.options()}, self.base, given)
+        except ValidationError as error:
+            raise self.lacking(error) from error
+
+    def options(self) -> dict[str, Any]:
+        """The component's own options."""
+        found = dict(self.settings.get("options", {}))
+        fields = self.registry.options_model(self.kind, self.use, self.base).model_fields
+        if self.kind == "optimizer" and "lr" in fields and fields["lr"].is_required():
+            found.setdefault("lr", 0.01)
+        return found
+
+    def given(self) -> dict[str, Any]:
+        """What ddpforge hands over to components of this kind, to try it with."""
+        if self.kind == "optimizer":
+            from torch import nn, zeros
+
+            return {"params": [{"params": [nn.Parameter(zeros(2, 2))]}]}
+        if self.kind == "schedule":
+            return {"horizon": Horizon(**({"total": 100, "steps_per_epoch": 10} | self.settings.get("horizon", {})))}
+        return {"seed": 0} if self.kind == "data" else {}
+
+    def companion(self, kind: str, **given: Any) -> Any:
+        """The component of another kind that goes with this one."""
+        table = self.sections[kind]
+        try:
+            return self._build(kind, table, self.folder, given)
+        except (PluginError, ValidationError, ValueError, TypeError) as error:
+            raise self.lacking(error, kind) from error
+
+    def _build(self, kind: str, table: Mapping[str, Any], base: Path, given: Mapping[str, Any]) -> Any:
+        options = {key: value for key, value in table.items() if key not in ("use", "no_decay")}
+        base = base if _is_local(table) else Path()
+        model = self.registry.options_model(kind, table["use"], base)
+        valid = dict(model.model_validate_json(json.dumps(options)))
+        return self.registry.build(kind, Component(use=table["use"], options=valid, base=base), **given)
+
+    @property
+    def folder(self) -> Path:
+        """What `./file.py:Name` in the settings is relative to."""
+        return self.said.parent if self.said else self.base
+
+    @cached_property
+    def sections(self) -> dict[str, Any]:
+        """The recipe's sections that the author named, and defaults for the others."""
+        return companions.DEFAULTS | {key: self.settings[key] for key in _SECTIONS if key in self.settings}
+
+    def lacking(self, error: Exception, kind: str | None = None) -> Breach:
+        """What to write, and where, when the component could not be built for want of options."""
+        what = f"the {kind} to try it with" if kind else "its options"
+        if isinstance(error, ValidationError):
+            facts = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        else:
+            facts = str(error)
+        example = self._example(kind) if isinstance(error, ValidationError) else ""
+        return Breach(
+            f"{what} in [{self.kind}.{self.name}] of {self.said or SETTINGS}",
+            facts,
+            where=str(self.said) if self.said else None,
+            hints=[
+                f"write {example or 'them'} below [{self.kind}.{self.name}] in"
+                f" {self.said or f'a new file {SETTINGS} beside the component'}"
+            ],
+        )
+
+    def _example(self, kind: str | None) -> str:
+        from ddpforge.options import options_table
+
+        if kind:
+            return f'`{kind} = {{ use = "…", … }}`'
+        rows = options_table(self.registry.options_model(self.kind, self.use, self.base))
+        inner = ", ".join(f"{row.name} = {row.example}" for row in rows if row.default is None)
+        return f"`options = {{ {inner} }}`" if inner else ""
+
+    # -- a recipe of it
+    def recipe(self, **changes: Mapping[str, Any]) -> dict[str, Any]:
+        """The tables of a recipe that uses the component, with `changes` to its sections."""
+        sections = dict(self.sections)
+        component = {"use": self.use, **self.options()}
+        tables: dict[str, Any] = {"recipe": 1, "name": "case", "callbacks": {}, "track": {"every": "1st"}}
+        if self.kind == "callback":
+            tables["callbacks"] = {self.name.lower(): component}
+        elif self.kind == "tracker":
+            tables["track"][self.name.lower()] = component
+        elif self.kind == "metric":
+            sections["task"] = {**sections["task"], "metrics": [component]}
+        else:
+            sections[self.kind] = component
+        tables |= sections | {"data": {"train": sections["data"], "eval": sections["data"]}}
+        tables["train"] = {"global_batch": 8, "length": "6st", "timeout": "60s"} | dict(sections.get("train", {}))
+        for section, values in changes.items():
+            tables[section] = {**tables.get(section, {}), **values}
+        return tables
+
+
+def _is_local(value: Any) -> bool:
+    """Whether a table names code in a file beside it."""
+    if isinstance(value, str):
+        return ".py:" in value
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return any(map(_is_local, values))
+
+
+# ---------------------------------------------------------------------------------------------- finding them
+def find_cases(target: str, *, kind: str | None = None, names: tuple[str, ...] = ()) -> list[Case]:
+    """The components of an installed distribution, of a file, or the one that `file.py:Name` is.
+
+    Raises UsageError where there is nothing to test.
+    """
+    registry = Registry.installed()
+    path, _, attribute = target.partition(":")
+    if path.endswith(".py"):
+        cases = list(_of_file(Path(path), attribute, kind, registry))
+    else:
+        entries = [entry for entry in registry.entries() if _normal(entry.distribution) == _normal(target)]
+        if not entries:
+            near = get_close_matches(target, {entry.distribution for entry in registry.entries()}, n=1)
+            raise UsageError(
+                f"no installed distribution `{target}` provides components",
+                hints=[
+                    *(f"did you mean `{name}`?" for name in near),
+                    "install it first, e.g. `pip install -e .`; a file is given by its path, `./parts.py`",
+                ],
+            )
+        cases = [case for entry in entries for case in _of_entry(entry, registry)]
+
+    chosen = [case for case in cases if kind in (None, case.kind) and (not names or case.name in names)]
+    if not chosen:
+        known = ", ".join(sorted({f"{case.kind} {case.name}" for case in cases})) or "none"
+        raise UsageError(f"`{target}` has no such component", hints=[f"it has: {known}"])
+    return chosen
+
+
+def _normal(name: str) -> str:
+    return name.replace("_", "-").replace(".", "-").lower()
+
+
+def _of_entry(entry: Entry, registry: Registry) -> Iterator[Case]:
+    single = Registry([entry])  # another distribution may provide the name too
+    everything = registry if len([e for e in registry.entries(entry.kind) if e.name == entry.name]) == 1 else None
+    use = entry.name if everything else f"{entry.distribution}:{entry.name}"
+    file = None
+    with suppress(PluginError):  # which the first check will tell
+        single.load(entry.kind, entry.name)
+        file = Path(str(sys.modules[entry.target.partition(":")[0]].__file__))
+    yield from _with_settings(Case(entry.kind, use, registry), file, entry.name)
+
+
+def _of_file(path: Path, attribute: str, kind: str | None, registry: Registry) -> Iterator[Case]:
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}")
+    base = path.resolve().parent
+    use = f"./{path.name}"
+    if attribute:
+        names = [attribute]
+    else:
+        probe = registry.load("model", f"{use}:__class__", base)  # any attribute will do: this imports the file
+        del probe
+        module = next(
+            found
+            for found in list(sys.modules.values())
+            if getattr(found, "__file__", None) == str(path.resolve()) and found.__name__.startswith("ddpforge_local_")
+        )
+        names = [
+            name for name, value in vars(module).items()
+            if callable(value) and not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+        ]  # fmt: skip
+    settings, _ = _settings(path.resolve())
+    found = False
+    for name in names:
+        declared = next((one for one in KINDS if name in settings.get(one, {})), None)
+        its = declared or (kind if attribute and kind else _kind_of(registry, f"{use}:{name}", base)) or None
+        if its:
+            found = True
+            yield from _with_settings(Case(its, f"{use}:{name}", registry, base), path.resolve(), name)
+    if not found:
+        raise UsageError(
+            f"nothing in {path} says of which kind it is",
+            hints=[f"ddpforge plugins test {path}:Name --kind KIND", f"or name it in {SETTINGS}: [KIND.Name]"],
+        )
+
+
+def _kind_of(registry: Registry, use: str, base: Path) -> str | None:
+    """The kind of a class or function, by what it derives from, offers, asks for or returns."""
+    from torch import nn
+    from torch.optim import Optimizer
+
+    component: Any = registry.load("model", use, base)
+    if isinstance(component, type):
+        bases = {**_BASES, "model": nn.Module, "optimizer": Optimizer}
+        derived = next((kind for kind, one in bases.items() if issubclass(component, one)), None)
+        offers = hasattr(component, "__getitem__") or hasattr(component, "__iter__")
+        return derived or ("data" if offers and not issubclass(component, dict | list | tuple) else None)
+    parameters = inspect.signature(component).parameters
+    by_parameter = {"horizon": "schedule", "params": "optimizer"}
+    return next((kind for name, kind in by_parameter.items() if name in parameters), None)
+
+
+def _with_settings(case: Case, file: Path | None, name: str) -> Iterator[Case]:
+    """The case once for every table that its author wrote, or once."""
+    settings, said = _settings(file) if file else ({}, None)
+    tables = settings.get(case.kind, {}).get(name, {})
+    several = isinstance(tables, list)
+    for number, table in enumerate(tables if several else [tables], start=1):
+        _check(case.kind, name, table, said)
+        here = str(said.parent) if said else ""
+        yield Case(case.kind, case.use, case.registry, case.base, _filled(table, here), said, number if several else 0)
+
+
+def _settings(file: Path) -> tuple[dict[str, Any], Path | None]:
+    """What the nearest file says, and which it is."""
+    for folder in list(file.parents)[:_HIGHEST]:
+        if folder.name in ("site-packages", "dist-packages"):
+            break
+        for name, path in ((SETTINGS, ()), ("pyproject.toml", ("tool", "ddpforge", "testing"))):
+            if (folder / name).is_file():
+                table = _read(folder / name)
+                for key in path:
+                    table = table.get(key, {})
+                if table or not path:
+                    return table, folder / name
+    return {}, None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+
+
+def _filled(value: Any, here: str) -> Any:
+    if isinstance(value, str):
+        return value.replace("{here}", here)
+    if isinstance(value, dict):
+        return {key: _filled(inner, here) for key, inner in value.items()}
+    return [_filled(inner, here) for inner in value] if isinstance(value, list) else value
+
+
+def _check(kind: str, name: str, table: Any, said: Path | None) -> None:
+    known = ("options", "skip", *_SECTIONS, *_DECLARED.get(kind, ()))
+    if not isinstance(table, dict):
+        raise UsageError(f"{said}: [{kind}.{name}] must be a table")
+    for key in table:
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            hints = [*(f"did you mean `{one}`?" for one in near), f"known keys: {', '.join(known)}"]
+            raise UsageError(f"{said}: [{kind}.{name}] has no key `{key}`", hints=hints)

@@ -1,0 +1,100 @@
+"""What every component owes its users: it can be imported, says what it is for, and has strict, documented options."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+from pydantic import ValidationError
+
+from ddpforge.errors import PluginError
+from ddpforge.options import options_table
+from ddpforge.registry import RefusedOptions
+from ddpforge.testing.cases import SETTINGS, Case
+from ddpforge.testing.checks import check
+from ddpforge.testing.report import Breach, blame
+from ddpforge.testing.trial import settle
+from ddpforge.testing.worlds import Worlds
+
+_STRANGE: Any = {"no such": {"option": [[]]}}  # a value that no sensible option takes
+
+
+@check("importable")
+def importable(case: Case, worlds: Worlds) -> None:
+    """The registry can load it."""
+    try:
+        case.component  # noqa: B018
+        case.registry.options_model(case.kind, case.use, case.base)
+    except PluginError as error:
+        raise Breach("a component that can be imported", error.message, hints=error.hints) from error
+
+
+@check("docstring")
+def docstring(case: Case, worlds: Worlds) -> None:
+    """It says itself what it is for."""
+    component: Any = case.component
+    component = component.func if isinstance(component, functools.partial) else component
+    if not (component.__doc__ or "").strip():
+        raise Breach("a docstring that says what it is for: `ddpforge plugins show` prints it", "none of its own")
+
+
+@check("options-documented")
+def documented(case: Case, worlds: Worlds) -> None:
+    """Every option has a type and a description."""
+    rows = options_table(case.registry.options_model(case.kind, case.use, case.base))
+    if bare := [row.name for row in rows if not row.description]:
+        raise Breach(
+            "every option with a description",
+            f"none of {_names(bare)}",
+            hints=[f'{bare[0]}: Annotated[…, Field(description="…")], with pydantic\'s Field'],
+        )
+
+
+@check("builds")
+def builds(case: Case, worlds: Worlds) -> None:
+    """It can be built with the options that its author gives for testing."""
+    try:
+        case.build(**case.given())
+    except Breach:
+        raise
+    except RefusedOptions as error:
+        hint = f"its options are those below [{case.kind}.{case.name}] in {case.said or SETTINGS}"
+        raise Breach("options that the component takes", error.message, hints=[hint, *error.hints]) from error
+    except Exception as error:
+        raise blame(error, "the component to be built", case.component) from error
+
+
+@check("takes-a-batch", "model", "task", "metric")
+def takes_a_batch(case: Case, worlds: Worlds) -> None:
+    """It works with the model, data and task that its author names, or with some of ddpforge's own."""
+    settle(case)
+
+
+@check("options-strict")
+def strict(case: Case, worlds: Worlds) -> None:
+    """Options are checked before the component is called."""
+    model = case.registry.options_model(case.kind, case.use, case.base)
+    options = case.options()
+    if model.model_config.get("extra") != "allow" and _takes(model, {**options, "no_such_option_": 1}):
+        raise Breach("an unknown option to be refused", "`no_such_option_` was taken")
+    typed = [row.name for row in options_table(model) if "table" not in row.type]
+    loose = [name for name in typed if _takes(model, {**options, name: _STRANGE})]
+    if loose:
+        raise Breach(
+            "options whose types are checked",
+            f"{_names(loose)} took {json.dumps(_STRANGE)}",
+            hints=["annotate each parameter with the type that a recipe may write, such as `int` or `Literal[…]`"],
+        )
+
+
+def _takes(model: Any, options: dict[str, Any]) -> bool:
+    try:
+        model.model_validate_json(json.dumps(options))
+    except ValidationError:
+        return False
+    return True
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

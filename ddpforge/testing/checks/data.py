@@ -1,0 +1,222 @@
+"""What a dataset owes: samples that depend on the seed and the index alone, each of them delivered once."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from ddpforge.data import Share, open_data, seed_all
+from ddpforge.testing.cases import Case
+from ddpforge.testing.checks import check
+from ddpforge.testing.nests import digest, leaves, size, take
+from ddpforge.testing.report import Breach, blame, source_of
+from ddpforge.testing.worlds import Worlds
+
+LOOK = 256  # samples at most
+_MOST_ALIKE = 0.1  # share of samples that may be copies of others
+
+
+class Window:
+    """The first samples of a map-style dataset, for checks that look at all of them."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return min(LOOK, len(self.data))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "data":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.data, name)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index]
+
+
+def is_stream(data: Any) -> bool:
+    """An iterable dataset."""
+    return hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
+
+
+def batches(data: Any, *, rank: int = 0, ranks: int = 1, shuffle: bool = False, seed: int = 0) -> Iterator[Any]:
+    """What a rank is given of one pass, a batch of up to 4 samples at a time; stand-ins left out."""
+    opened = open_data(
+        data if is_stream(data) else Window(data),
+        global_batch=8,
+        share=Share(rank, ranks, 4),
+        seed=seed,
+        shuffle=shuffle,
+        drop_last=False,
+        workers=0,
+        prefetch=2,
+        pin=False,
+    )
+    source = opened.evaluation() if not shuffle else islice(opened.training(0), LOOK // 4)
+    for micro in islice(source, LOOK // 4):
+        if micro.samples:
+            held = size(micro.data)
+            if held != micro.samples:
+                raise Breach(
+                    "batches with one sample for each that was asked for",
+                    f"a batch of {held} for {micro.samples} samples",
+                    hints=["look at __getitems__ and collate"],
+                )
+            yield micro.data
+
+
+@check("length", "data")
+def length(case: Case, worlds: Worlds) -> None:
+    """It knows how long it is, and the length stays."""
+    data = _build(case)
+    if not is_stream(data) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise Breach("__len__ and __getitem__, or __iter__", f"a {type(data).__name__} with neither")
+    if not hasattr(data, "__len__"):
+        return
+    found = [len(data), len(data)]
+    if found[0] != found[1] or found[0] < 1:
+        raise Breach("a length of at least one sample that stays the same", f"{found}")
+    if is_stream(data):
+        counted = sum(1 for _ in islice(iter(data), found[0] + 1 if found[0] <= LOOK else LOOK))
+        if found[0] <= LOOK and counted != found[0]:
+            raise Breach(f"the {found[0]} samples that __len__ promises", f"__iter__ gives {counted} or more")
+
+
+@check("picklable", "data")
+def picklable(case: Case, worlds: Worlds) -> None:
+    """Loader processes can be given a copy, and it is the same data."""
+    data = _build(case)
+    try:
+        other = pickle.loads(pickle.dumps(data))
+    except Exception as error:
+        raise blame(error, "data that can be pickled, for loader processes", type(data)) from error
+    mine, theirs = (_first(each) for each in (data, other))
+    if mine != theirs:
+        raise Breach("a pickled copy with the same samples", "the first ones differ")
+
+
+@check("deterministic", "data")
+def deterministic(case: Case, worlds: Worlds) -> None:
+    """The seed decides the samples: built or read again they are the same."""
+    one, other = _build(case), _build(case)
+    if not is_stream(one) and getattr(one, "random", True) is False:
+        found = []
+        for seed in (1, 2):
+            seed_all(seed)
+            found.append(digest(one[0]))
+        if found[0] != found[1]:
+            raise Breach(
+                "no random numbers where `random = False` says so",
+                "sample 0 differs under two states of the generators",
+                where=source_of(type(one)),
+                hints=["leave `random = False` out"],
+            )
+    for what, a, b in (("built twice from one seed", one, other), ("read twice", one, one)):
+        mine, theirs = (list(map(digest, batches(each))) for each in (a, b))
+        if mine != theirs:
+            where = next(n for n, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1])
+            raise Breach(
+                f"the same samples when {what}",
+                f"batch {where} differs",
+                where=source_of(type(one)),
+                hints=["draw from python's, numpy's or torch's own generator: these are seeded before each sample"],
+            )
+
+
+@check("each-sample-once", "data")
+def each_sample_once(case: Case, worlds: Worlds) -> None:
+    """Two ranks together get every sample exactly once."""
+    data = _build(case)
+    try:
+        alone = Counter(_singles(batches(data)))
+        together = Counter(one for rank in (0, 1) for one in _singles(batches(data, rank=rank, ranks=2)))
+    except (Breach, ValueError):
+        raise
+    except Exception as error:
+        raise blame(error, "samples that can be fetched", type(data)) from error
+    if getattr(data, "random", True) and hasattr(data, "__getitems__"):
+        same = alone.total() == together.total()  # seeded by the first sample of a batch, which ranks cut differently
+    else:
+        same = alone == together
+    if not same and not (is_stream(data) and min(alone.total(), together.total()) >= LOOK // 2):
+        raise Breach(
+            "every sample exactly once over two ranks",
+            f"{(together - alone).total()} too many and {(alone - together).total()} missing of {alone.total()}",
+            where=source_of(type(data)),
+            hints=["do not shard in the dataset: ddpforge deals samples out"],
+        )
+    copies = alone.total() - len(alone)
+    if copies > _MOST_ALIKE * alone.total() and not case.settings.get("duplicates"):
+        raise Breach(
+            "samples that differ from each other",
+            f"{copies} of the first {alone.total()} are copies of others: samples are repeated",
+            where=source_of(type(data)),
+            hints=[
+                "does __getitem__ give different samples for different indices?",
+                f"if the data is like that, declare `duplicates = true` below [data.{case.name}]",
+            ],
+        )
+
+
+@check("batched-fetching", "data")
+def batched_fetching(case: Case, worlds: Worlds) -> None:
+    """`__getitems__` gives what `__getitem__` gives, sample by sample."""
+    data = _build(case)
+    if not hasattr(data, "__getitems__"):
+        return
+    ids = [index % len(data) for index in (0, 3, 1)]
+    collate = getattr(data, "collate", default_collate)
+    seed_all(0)
+    batch = collate(data.__getitems__(ids))
+    seed_all(0)
+    singles = default_collate([data[index] for index in ids])
+    shapes = [
+        [(leaf.dtype, leaf.shape) for leaf in leaves(nest) if hasattr(leaf, "dtype")] for nest in (batch, singles)
+    ]
+    if shapes[0] != shapes[1]:
+        raise Breach(
+            f"__getitems__({ids}) to make the batch that __getitem__ makes",
+            f"{shapes[0]} instead of {shapes[1]}",
+            where=source_of(type(data)),
+        )
+    if getattr(data, "random", True) is False and digest(list(leaves(batch))) != digest(list(leaves(singles))):
+        raise Breach(
+            f"__getitems__({ids}) to hold the samples of __getitem__", "other values", where=source_of(type(data))
+        )
+
+
+@check("same-on-every-rank", "data", ranks=True)
+def same_on_every_rank(case: Case, worlds: Worlds) -> None:
+    """Every rank reads the same samples in the same order."""
+    found = worlds.outcome(case, "data", 2)["digests"]
+    if found[0] != found[1]:
+        number = next(
+            (n for n, pair in enumerate(zip(*found, strict=False)) if pair[0] != pair[1]), min(map(len, found))
+        )
+        raise Breach(
+            "the same samples on every rank, in the same order",
+            f"rank 1 reads another sample {number} than rank 0",
+            hints=["do not shard, and do not use hash(), sets or the rank to order samples: ddpforge deals them out"],
+        )
+
+
+def _build(case: Case) -> Any:
+    return case.build(seed=0)
+
+
+def _first(data: Any) -> list[str]:
+    found = []
+    for batch in islice(batches(data), 2):
+        found.append(digest(batch))
+    return found
+
+
+def _singles(given: Iterator[Any]) -> Iterator[str]:
+    for batch in given:
+        for number in range(size(batch)):
+            yield digest(take(batch, number, number + 1))

@@ -1,0 +1,124 @@
+"""What a model owes: it can be built anywhere, computes finite numbers with all its weights, and trains the same."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from ddpforge.testing.cases import Case
+from ddpforge.testing.checks import check
+from ddpforge.testing.nests import close
+from ddpforge.testing.report import Breach, NotApplicable, blame, source_of
+from ddpforge.testing.trial import fresh, trial_of
+from ddpforge.testing.worlds import Worlds, same_training
+
+
+@check("finite", "model")
+def finite(case: Case, worlds: Worlds) -> None:
+    """Loss and gradients of a batch are finite numbers."""
+    model = _after_backward(case)
+    bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    if bad:
+        raise Breach("finite gradients at the initial weights", f"`{bad[0]}` got one that is not finite")
+
+
+@check("stable-names", "model")
+def stable_names(case: Case, worlds: Worlds) -> None:
+    """The same seed gives the same tensors under the same names, before and after a forward pass."""
+    first, second = fresh(case, seed=5), fresh(case, seed=5)
+    before, other = first.state_dict(), second.state_dict()
+    if list(before) != list(other):
+        raise Breach("the same state-dict names every time the model is built", _difference(set(before), set(other)))
+    for name, tensor in before.items():
+        if not close(tensor, other[name], 0.0):
+            raise Breach(
+                "initial weights that torch's seeded generator alone decides, as they must be alike on every rank",
+                f"`{name}` differs between two models built after torch.manual_seed(5)",
+            )
+    model = _after_backward(case)
+    if set(model.state_dict()) != set(before):
+        raise Breach("names that stay as they are", _difference(set(before), set(model.state_dict())))
+
+
+@check("unused-parameters", "model")
+def unused(case: Case, worlds: Worlds) -> None:
+    """Every trainable parameter gets a gradient, or is declared not to."""
+    declared = case.settings.get("unused", [])
+    model = _after_backward(case)
+    idle = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    undeclared = [name for name in idle if not any(fnmatchcase(name, glob) for glob in declared)]
+    if undeclared:
+        owner = model.get_submodule(undeclared[0].rpartition(".")[0])
+        raise Breach(
+            "every trainable parameter to be used by forward: DDP waits for the gradients of all",
+            f"{', '.join(f'`{name}`' for name in undeclared)} got no gradient"
+            + (f" (of a {type(owner).__name__})" if owner is not model else ""),
+            hints=[
+                "remove what is not used, or set requires_grad = False",
+                f'or declare it: `unused = ["{undeclared[0]}"]` below [model.{case.name}] in'
+                f" {case.said or 'ddpforge_testing.toml'}; users then need strategy.find_unused_parameters",
+            ],
+        )
+
+
+@check("meta-device", "model")
+def meta_device(case: Case, worlds: Worlds) -> None:
+    """It can be built without memory and initialised later, which large sharded models need."""
+    if case.settings.get("meta", True) is False:
+        raise NotApplicable("declared: meta = false")
+    real = fresh(case)
+    hints = [f"or declare `meta = false` below [model.{case.name}]: FSDP then needs strategy.meta = false"]
+    try:
+        with torch.device("meta"):
+            model = case.build()
+    except Exception as error:
+        breach = blame(error, "to be built on the meta device, where tensors have no values", case.component)
+        raise Breach(breach.expected, breach.found, where=breach.where, hints=hints) from error
+    here = [name for name, tensor in model.state_dict().items() if not tensor.is_meta]
+    if here:
+        raise Breach("all tensors on the meta device", f"`{here[0]}` is on the {model.state_dict()[here[0]].device}")
+    shapes, expected = ({name: list(t.shape) for name, t in one.state_dict().items()} for one in (model, real))
+    if shapes != expected:
+        raise Breach("the same tensors on the meta device", _difference(set(expected), set(shapes)))
+    for name, module in model.named_modules():
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        if own and not callable(getattr(module, "reset_parameters", None)):
+            raise Breach(
+                "reset_parameters in every module with parameters or buffers of its own, to initialise them later",
+                f"`{name or 'the model'}` ({type(module).__name__}) holds `{own[0][0]}` and has none",
+                where=source_of(type(module)),
+                hints=[f"give {type(module).__name__} a method reset_parameters, and call it in __init__", *hints],
+            )
+
+
+@check("same-on-two-ranks", "model", ranks=True)
+def same_on_two_ranks(case: Case, worlds: Worlds) -> None:
+    """It trains the same under DDP on two ranks as on one."""
+    drift = same_training(worlds.outcome(case, "train", 2), worlds.outcome(case, "train", 1))
+    if drift:
+        raise Breach(
+            "the same training on one rank and on two",
+            drift,
+            hints=[
+                "does forward depend on the rank, on the batch's size, or on random numbers that torch does not draw?"
+            ],
+        )
+
+
+def _after_backward(case: Case) -> nn.Module:
+    trial = trial_of(case)
+    torch.manual_seed(0)
+    loss, _ = trial.task.loss(trial.model, trial.batch)
+    if not loss.isfinite():
+        raise Breach("a finite loss at the initial weights", f"{loss.item()}")
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise blame(error, "a loss that gradients can be computed of", case.component) from error
+    return trial.model
+
+
+def _difference(one: set[str], other: set[str]) -> str:
+    return f"only in one: {', '.join(sorted(one ^ other)[:5]) or 'nothing; shapes or order differ'}"

@@ -1,0 +1,146 @@
+"""What an optimizer owes: it takes parameter groups, keeps state by parameter, and goes on exactly from it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpforge.testing.cases import SETTINGS, Case
+from ddpforge.testing.checks import check
+from ddpforge.testing.report import Breach, NotApplicable, blame, source_of
+from ddpforge.testing.worlds import Worlds
+
+_SHAPES = ((6, 4), (4,), (3, 2))
+
+
+@check("parameter-groups", "optimizer")
+def parameter_groups(case: Case, worlds: Worlds) -> None:
+    """Each group keeps its own settings, and a learning rate of 0 leaves its weights alone."""
+    weights = _weights()
+    groups: list[dict[str, Any]] = [{"params": weights[:1]}, {"params": weights[1:], "weight_decay": 0.0}]
+    optimizer = _build(case, groups)
+    if len(optimizer.param_groups) != 2:
+        raise Breach("the two groups that it was given", f"{len(optimizer.param_groups)}")
+    if any("lr" not in group for group in optimizer.param_groups):
+        raise Breach(
+            "`lr` in every group: the schedule sets it before each step", f"{sorted(optimizer.param_groups[0])}"
+        )
+    if "weight_decay" in optimizer.param_groups[0] and optimizer.param_groups[1]["weight_decay"] != 0:
+        raise Breach("weight_decay = 0 in the group that says so", f"{optimizer.param_groups[1]['weight_decay']}")
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = [weight.detach().clone() for weight in weights]
+    _step(case, optimizer, weights, 1)
+    if not torch.equal(weights[0], before[0]):
+        raise Breach("weights that stay where their group's learning rate is 0", "they moved", where=_method(optimizer))
+    if torch.equal(weights[1], before[1]):
+        raise Breach("weights of the other group that move", "they stayed", where=_method(optimizer))
+
+
+@check("state-by-parameter", "optimizer")
+def state_by_parameter(case: Case, worlds: Worlds) -> None:
+    """State is kept for each parameter, in tensors and plain numbers."""
+    weights = _weights()
+    optimizer = _build(case, [{"params": weights}])
+    _step(case, optimizer, weights, 1)
+    for key, entry in optimizer.state.items():
+        if not any(key is weight for weight in weights):
+            raise Breach("state by parameter", f"state under {key!r}", where=_method(optimizer))
+        odd = {name: x for name, x in entry.items() if not isinstance(x, Tensor | int | float | bool | None)}
+        if odd:
+            name, value = next(iter(odd.items()))
+            raise Breach(
+                "state of tensors and numbers", f"`{name}` is a {type(value).__name__}", where=_method(optimizer)
+            )
+
+
+@check("resumes-exactly", "optimizer")
+def resumes_exactly(case: Case, worlds: Worlds) -> None:
+    """From its state and the weights it goes on as if it had not been interrupted."""
+    straight = _weights()
+    optimizer = _build(case, [{"params": straight}])
+    for step in range(1, 4):
+        _step(case, optimizer, straight, step)
+    saved, kept = copy.deepcopy(optimizer.state_dict()), [weight.detach().clone() for weight in straight]
+
+    resumed = [nn.Parameter(weight) for weight in kept]
+    other = _build(case, [{"params": resumed}])
+    try:
+        other.load_state_dict(saved)
+    except Exception as error:
+        raise blame(error, "state that can be loaded again", type(optimizer)) from error
+    for step in range(4, 7):
+        _step(case, optimizer, straight, step)
+        _step(case, other, resumed, step)
+    if any(not torch.equal(a, b) for a, b in zip(straight, resumed, strict=True)):
+        raise Breach(
+            "the same weights with and without an interruption after step 3",
+            "other weights after step 6",
+            where=_method(optimizer),
+            hints=["keep everything in optimizer.state or param_groups, not in attributes"],
+        )
+
+
+@check("element-wise", "optimizer")
+def element_wise(case: Case, worlds: Worlds) -> None:
+    """It updates each element by itself, as sharding strategies need, or is declared not to."""
+    if case.settings.get("elementwise", True) is False:
+        raise NotApplicable("declared: elementwise = false")
+    whole = _weights()[:1]
+    pieces = [nn.Parameter(piece.clone()) for piece in torch.split(whole[0].detach().reshape(-1), [10, 14])]
+    one, other = _build(case, [{"params": whole}]), _build(case, [{"params": pieces}])
+    for step in range(1, 4):
+        _gradients(whole, step)
+        gradient = whole[0].grad
+        assert gradient is not None
+        for piece, part in zip(pieces, torch.split(gradient.reshape(-1), [10, 14]), strict=True):
+            piece.grad = part.clone()
+        one.step()
+        other.step()
+    if not torch.allclose(whole[0].reshape(-1), torch.cat([piece.detach() for piece in pieces]), rtol=1e-5, atol=1e-7):
+        raise Breach(
+            "the same update for a parameter and for flat pieces of it",
+            "another: it looks at whole parameters",
+            where=_method(one),
+            hints=[
+                f"declare `elementwise = false` below [optimizer.{case.name}] in {case.said or SETTINGS}, and say in"
+                " its docstring that FSDP and ZeRO cannot use it",
+            ],
+        )
+
+
+def _weights() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in _SHAPES]
+
+
+def _gradients(weights: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=generator)
+
+
+def _build(case: Case, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    try:
+        optimizer = case.build(params=groups)
+    except Breach:
+        raise
+    except Exception as error:
+        raise blame(error, "an optimizer of parameter groups", case.component) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise Breach("a torch.optim.Optimizer", f"a {type(optimizer).__name__}")
+    return optimizer
+
+
+def _step(case: Case, optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], step: int) -> None:
+    _gradients(weights, step)
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise blame(error, "a step without a closure", type(optimizer)) from error
+
+
+def _method(optimizer: torch.optim.Optimizer) -> str:
+    return source_of(type(optimizer).step)

@@ -1,0 +1,211 @@
+"""What a strategy owes: the training of DDP, and state that any number of ranks goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+from ddpforge import launch
+from ddpforge.checkpoint import retention
+from ddpforge.checkpoint.reader import Reader
+from ddpforge.interfaces import Contract, Strategy
+from ddpforge.parity.compare import TOLERANCES, Record, compare, first_drift
+from ddpforge.recipe import load_recipe
+from ddpforge.runfolder import RunFolder, papers_of
+from ddpforge.testing import companions
+from ddpforge.testing.cases import Case
+from ddpforge.testing.checks import check
+from ddpforge.testing.report import Breach, NotApplicable, source_of
+from ddpforge.testing.worlds import Worlds, drift_text, write_recipe
+from ddpforge.trackers.jsonl import read_metrics
+
+_STEPS, _MIDDLE = 12, 6
+_PROBE = "ddpforge_parity"
+_LINES = 20
+_WHOLE: dict[str, Any] = {"global_batch": 16, "micro_batch": 4, "clip_norm": 0.3, "length": f"{_STEPS}st"}
+_CURVES = ("lr", "train/loss", "train/grad_norm")
+
+
+@check("contract", "strategy")
+def contract(case: Case, worlds: Worlds) -> None:
+    """It is a Strategy and says what it promises."""
+    strategy = case.build()
+    if not isinstance(strategy, Strategy):
+        raise Breach("a ddpforge.interfaces.Strategy", f"a {type(strategy).__name__}")
+    if not isinstance(getattr(strategy, "contract", None), Contract):
+        raise Breach(
+            "a `contract` that says what it shards, clips and accumulates", "none", hints=["contract = Contract(…)"]
+        )
+
+
+@check("trains-like-ddp", "strategy", ranks=True)
+def trains_like_ddp(case: Case, worlds: Worlds) -> None:
+    """Its steps are those of DDP, with accumulation, clipping and an uneven end; its contract is proven."""
+    run = _Run.of(case, worlds)
+    drift = run.drift(worlds)
+    if drift is None:
+        return
+    simpler = [
+        ({"global_batch": 16, "length": f"{_STEPS}st"}, "even without accumulation and clipping", "step"),
+        (
+            {"global_batch": 16, "micro_batch": 4, "length": f"{_STEPS}st"},
+            "with accumulation, and not without",
+            "micro_step",
+        ),
+    ]
+    faults = {
+        "step": "gradients are not averaged over ranks, or the weights are not alike to begin with",
+        "micro_step": "the gradients of micro-batches do not add up, or are averaged over ranks too early or too often",
+    }
+    for train, when, method in simpler:
+        variant = replace(run, name=f"{run.name}-{method}", train=train)
+        if found := variant.drift(worlds):
+            raise Breach("the training of DDP", f"{found}, {when}: {faults[method]}", where=_method(case, method))
+    raise Breach(
+        "the training of DDP",
+        f"{drift}, with train.clip_norm and not without: gradients are clipped by another norm than that of all",
+        where=_method(case, "step"),
+    )
+
+
+@check("resumes-on-any-ranks", "strategy", ranks=True)
+def resumes_on_any_ranks(case: Case, worlds: Worlds) -> None:
+    """From its own checkpoint it goes on as if uninterrupted, on as many ranks and on another number."""
+    run = _Run.of(case, worlds)
+    if run.broken(worlds):
+        raise NotApplicable("cannot be tried: trains-like-ddp failed")
+    straight = run.record(worlds)
+    for ranks in dict.fromkeys([run.ranks, *case.settings.get("ranks", (2, 1))]):
+        resumed = replace(run, name=f"{run.name}-resumed-{ranks}", ranks=ranks, start=run.checkpoint(worlds))
+        later = replace(straight, rows=straight.rows[_MIDDLE:])
+        drift = first_drift(compare(resumed.record(worlds), later, TOLERANCES["fp32"]))
+        if drift:
+            what = "as many" if ranks == run.ranks else f"{ranks} instead of {run.ranks}"
+            raise Breach(
+                f"training to go on as if uninterrupted, on {what} ranks",
+                f"after a resume at step {_MIDDLE}, {drift_text(*drift)} (steps counted from there)",
+                where=_method(case, "load_state"),
+                hints=["`state` must give weights and optimizer state exactly and by name, and `load_state` take both"],
+            )
+
+
+def _method(case: Case, name: str) -> str:
+    """Where the strategy itself defines a method; else where it is defined."""
+    return source_of(vars(case.component).get(name, case.component))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run that `Worlds.memory` keeps for other checks."""
+
+    case: Case
+    name: str
+    strategy: dict[str, Any]
+    ranks: int
+    train: dict[str, Any]
+    start: Path | None = None
+
+    @classmethod
+    def of(cls, case: Case, worlds: Worlds) -> _Run:
+        """The strategy's own run, with everything switched on."""
+        number = worlds.cases.index(case)
+        ranks = case.settings.get("ranks", (2, 1))[0]
+        return cls(case, f"strategy-{number}", {"use": case.use, **case.options()}, ranks, _WHOLE)
+
+    def drift(self, worlds: Worlds) -> str | None:
+        """Where it comes apart from DDP."""
+        key = "-".join(map(str, self.train.values()))
+        ddp = replace(self, name=f"ddp-{key}", strategy={"use": "ddp"}, ranks=2, start=None)
+        found = first_drift(compare(self.record(worlds), ddp.record(worlds), TOLERANCES["fp32"]))
+        return drift_text(*found) if found else None
+
+    def broken(self, worlds: Worlds) -> bool:
+        """Whether the run did not go through, or is known to drift."""
+        try:
+            return self.drift(worlds) is not None
+        except Breach:
+            return True
+
+    def record(self, worlds: Worlds) -> Record:
+        """What the run left behind."""
+        found: Record = self._once(worlds, "record", lambda: self._record(worlds))
+        return found
+
+    def checkpoint(self, worlds: Worlds) -> Path:
+        """The checkpoint in the middle of the run."""
+        self.record(worlds)
+        found, _ = retention.committed(self._folder(worlds).checkpoints)
+        return next(path for path, manifest in found if manifest.step == _MIDDLE)
+
+    def _once(self, worlds: Worlds, what: str, action: Callable[[], Any]) -> Any:
+        key = (what, self.name)
+        if key not in worlds.memory:
+            try:
+                worlds.memory[key] = action()
+            except Breach as breach:
+                worlds.memory[key] = breach
+        if isinstance(worlds.memory[key], Breach):
+            raise worlds.memory[key]
+        return worlds.memory[key]
+
+    def _folder(self, worlds: Worlds) -> RunFolder:
+        return RunFolder(worlds.folder / "runs" / self.name)
+
+    def _record(self, worlds: Worlds) -> Record:
+        worlds.say(f"training {self._title()}")
+        folder = worlds.folder / self.name
+        folder.mkdir()
+        recipe = write_recipe(self.case, self._tables(), folder)
+        if self.start:
+            kept = self._folder(worlds)
+            kept.create(**papers_of(load_recipe(recipe, registry=self.case.registry)))
+            copytree(self.start, kept.checkpoints / self.start.name)
+        command = launch.torchrun_command([str(recipe), f"--out={worlds.folder / 'runs'}"], nproc=self.ranks)
+        output = worlds.folder / f"{self.name}.log"
+        with output.open("wb") as file:
+            code = launch.launch(command, nproc=self.ranks, output=file)
+        if code:
+            said = output.read_text(errors="replace").replace(str(folder), str(self.case.base.resolve()))
+            lines = said.rstrip().splitlines()[-_LINES:]
+            raise Breach(
+                f"{self._title()} to reach its end",
+                "\n".join([f"exit code {code}; the last it said:", *lines]),
+                where=self.case.where,
+            )
+        return self._read(worlds)
+
+    def _read(self, worlds: Worlds) -> Record:
+        folder = self._folder(worlds)
+        path, manifest = retention.committed(folder.checkpoints)[0][0]
+        if manifest.world_size != self.ranks:
+            raise Breach(f"a world of {self.ranks} ranks", f"one of {manifest.world_size}", where=self.case.where)
+        checkpoint = Reader(path)
+        final = {name: checkpoint.read("model", name) for name in checkpoint.names("model")}
+        probed = [name for name in checkpoint.names("callbacks") if name.startswith(f"{_PROBE}/")]
+        initial = {name.removeprefix(f"{_PROBE}/"): checkpoint.read("callbacks", name) for name in probed}
+        rows = [{key: row.get(key) for key in _CURVES} for row in read_metrics(folder.path)]
+        return Record(rows=rows, initial=initial, final=final)
+
+    def _title(self) -> str:
+        verb = "resumed " if self.start else ""
+        return (
+            f"{self.strategy['use']} on {self.ranks} rank{'s' * (self.ranks > 1)} {verb}for {self.case.label}".strip()
+        )
+
+    def _tables(self) -> dict[str, Any]:
+        model = {"use": "mlp", "inputs": 64, "outputs": 10, "hidden": [8, 8]}
+        sections = companions.DEFAULTS | {"model": model}
+        return {
+            "recipe": 1,
+            "name": self.name,
+            **{key: sections[key] for key in ("model", "task", "optimizer", "schedule")},
+            "data": {"train": sections["data"]},
+            "strategy": self.strategy,
+            "train": {"timeout": "60s", **self.train},
+            "checkpoint": {"every": f"{_MIDDLE}st", "keep": {"last": 9}},
+            "track": {"every": "1st"},
+            "callbacks": {_PROBE: {"use": "ddpforge.parity.probe:Probe", "steps": _STEPS, "inherit": False}},
+        }

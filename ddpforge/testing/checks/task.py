@@ -1,0 +1,148 @@
+"""What tasks and metrics owe: sums and counts that do not depend on how a batch is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpforge.interfaces import Total
+from ddpforge.testing.cases import Case
+from ddpforge.testing.checks import check
+from ddpforge.testing.nests import size, take
+from ddpforge.testing.report import Breach, blame, source_of
+from ddpforge.testing.trial import SAMPLES, Trial, trial_of
+from ddpforge.testing.worlds import Worlds
+
+_CUTS = ((0, SAMPLES), (0, 1, SAMPLES), (0, 2, 4, SAMPLES))
+_DRAWS = 64  # of a loss that draws random numbers
+
+
+@check("loss-is-a-sum", "task")
+def loss_is_a_sum(case: Case, worlds: Worlds) -> None:
+    """The loss of a batch is the sum of the losses of its pieces."""
+    trial = _trial(case)
+    loss, _ = _loss(case, trial, trial.batch)
+    if loss.ndim or not loss.requires_grad:
+        found = f"shape {list(loss.shape)}" + ("" if loss.requires_grad else " without gradients")
+        raise Breach("a loss of no dimensions, with gradients", found, where=_method(case, "loss"))
+
+    def whole_and_pieces(seed: int, cuts: tuple[int, ...]) -> tuple[float, float]:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            whole = float(_loss(case, trial, trial.batch)[0])
+            parts = sum(float(_loss(case, trial, take(trial.batch, a, b))[0]) for a, b in pairwise(cuts))
+        return whole, parts
+
+    random = whole_and_pieces(1, _CUTS[0])[0] != whole_and_pieces(2, _CUTS[0])[0]
+    total = size(trial.batch)
+    for cuts in _CUTS[1:]:
+        inside = tuple(min(cut, total) for cut in cuts)
+        draws = [whole_and_pieces(seed, inside) for seed in range(_DRAWS if random else 1)]
+        whole, pieces = (torch.tensor(values, dtype=torch.float64) for values in zip(*draws, strict=True))
+        noise = float(((whole.var() + pieces.var()) / len(draws)).sqrt()) if random else 0.0
+        allowed = 1e-4 * float(whole.abs().mean()) + 1e-6 + 5 * noise
+        if not abs(float((whole - pieces).mean())) <= allowed:
+            raise Breach(
+                "the loss *summed* over the batch, so that accumulation and ranks weigh every item the same",
+                f"{float(whole.mean()):.6g} for {total} samples, and {float(pieces.mean()):.6g} for the same in"
+                f" {len(cuts) - 1} pieces: it averages within a batch",
+                where=_method(case, "loss"),
+                hints=['use reduction="sum", and leave the division to ddpforge: `count` says by what'],
+            )
+
+
+@check("count-is-additive", "task")
+def count_is_additive(case: Case, worlds: Worlds) -> None:
+    """The items of a batch are those of its pieces."""
+    trial = _trial(case)
+    counted = trial.task.count(trial.batch)
+    if counted is None:
+        return
+    where = _method(case, "count")
+    if not isinstance(counted, Tensor) or counted.ndim or counted.is_floating_point():
+        raise Breach("None, or an integer tensor of no dimensions", f"{counted!r}", where=where)
+    total = size(trial.batch)
+    for cuts in _CUTS[1:]:
+        pieces = [trial.task.count(take(trial.batch, a, min(b, total))) for a, b in pairwise(cuts)]
+        found = sum(int(piece) for piece in pieces if piece is not None)
+        if int(counted) != found:
+            raise Breach("as many items in a batch as in its pieces", f"{int(counted)} instead of {found}", where=where)
+
+
+@check("metrics-are-additive", "task")
+def metrics_are_additive(case: Case, worlds: Worlds) -> None:
+    """What `metrics` returns adds up over the pieces of a batch, and `finish` takes the means."""
+    trial = _trial(case)
+
+    def measure(batch: Any) -> Mapping[str, Total]:
+        with torch.no_grad():
+            torch.manual_seed(0)
+            return trial.task.metrics(_loss(case, trial, batch)[1], batch)
+
+    _additive(measure, trial.batch, _method(case, "metrics"))
+    means = {"loss": 0.5} | {name: float(x.sum) / max(1.0, float(x.count)) for name, x in measure(trial.batch).items()}
+    try:
+        finished = trial.task.finish(dict(means))
+    except Exception as error:
+        raise blame(error, "`finish` to take means", type(trial.task)) from error
+    wrong = {name: value for name, value in finished.items() if not isinstance(value, int | float)}
+    if wrong:
+        raise Breach("plain numbers from `finish`", f"{wrong}", where=_method(case, "finish"))
+
+
+@check("total-is-additive", "metric")
+def total_is_additive(case: Case, worlds: Worlds) -> None:
+    """A metric's total of a batch is that of its pieces, added up."""
+    trial = _trial(case)
+    metric = case.build()
+    if not isinstance(getattr(metric, "name", None), str) or not metric.name:
+        raise Breach("a `name` under which it is reported", f"{getattr(metric, 'name', None)!r}")
+    with torch.no_grad():
+        outputs = _loss(case, trial, trial.batch)[1]
+    _additive(lambda pair: {metric.name: metric(*pair)}, (outputs, trial.batch[1]), _method(case, "__call__"))
+
+
+def _trial(case: Case) -> Trial:
+    trial = trial_of(case)
+    trial.model.eval()  # dropout and BatchNorm would make samples depend on their neighbours
+    return trial
+
+
+def _loss(case: Case, trial: Trial, batch: Any) -> tuple[Tensor, Any]:
+    try:
+        return trial.task.loss(trial.model, batch)
+    except Exception as error:
+        raise blame(error, "the loss of any number of samples", type(trial.task)) from error
+
+
+def _additive(measure: Callable[[Any], Mapping[str, Total]], batch: Any, where: str) -> None:
+    whole, total = measure(batch), size(batch)
+    for name, value in whole.items():
+        if not isinstance(value, Total):
+            raise Breach("totals: Total(sum, count)", f"{name} is a {type(value).__name__}", where=where)
+        if not float(value.count) > 0:
+            raise Breach("a count of the items in a batch", f"{name} counts {float(value.count)}", where=where)
+    for cuts in _CUTS[1:]:
+        pieces = [measure(take(batch, a, min(b, total))) for a, b in pairwise(cuts) if a < total]
+        for name, value in whole.items():
+            if any(name not in piece for piece in pieces):
+                raise Breach("the same metrics for every batch", f"{name} is missing for some", where=where)
+            for what, mine, theirs in (
+                ("sum", float(value.sum), sum(float(piece[name].sum) for piece in pieces)),
+                ("count", float(value.count), sum(float(piece[name].count) for piece in pieces)),
+            ):
+                if not abs(mine - theirs) <= 1e-4 * abs(mine) + 1e-6:
+                    raise Breach(
+                        "sums and counts that add up over the pieces of a batch",
+                        f"the {what} of {name} is {mine:.6g} for {total} samples, and {theirs:.6g} in pieces",
+                        where=where,
+                        hints=["return the sum over items, not their mean, and how many they are"],
+                    )
+
+
+def _method(case: Case, name: str) -> str:
+    return source_of(getattr(case.component, name, case.component))

@@ -1,0 +1,94 @@
+"""What a tracker owes: whatever happens to it, training does not notice."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ddpforge.interfaces import Tracker
+from ddpforge.testing.cases import Case
+from ddpforge.testing.checks import check
+from ddpforge.testing.report import Breach, NotApplicable, place_of
+from ddpforge.testing.worlds import Worlds
+
+_SLOWEST = 1.0  # seconds for a row
+_CONFIG = {
+    "name": "case",
+    "model": {"use": "mlp"},
+    "train": {"global_batch": 8, "length": "6st"},
+    "run": {
+        "strategy": "ddp",
+        "total_steps": 6,
+        "steps_per_epoch": 3,
+        "world_size": 2,
+        "device": "cpu",
+        "parameters": 100,
+    },
+}
+
+
+@check("never-raises", "tracker")
+def never_raises(case: Case, worlds: Worlds) -> None:
+    """Rows, odd numbers, a rewind, a resume and the end go through."""
+    with TemporaryDirectory(prefix="ddpforge-testing-") as folder:
+        _life(case, case.build(), Path(folder), resumed_at=None)
+        _life(case, case.build(), Path(folder), resumed_at=4)
+
+
+@check("survives-a-broken-target", "tracker")
+def survives_a_broken_target(case: Case, worlds: Worlds) -> None:
+    """A folder that cannot be written does not end training."""
+    if case.settings.get("raises"):
+        raise NotApplicable("declared: raises = true")
+    with TemporaryDirectory(prefix="ddpforge-testing-") as folder:
+        gone = Path(folder) / "gone"
+        gone.write_text("a file where the run's folder should be")
+        _life(case, case.build(), gone, resumed_at=None, broken=True)
+
+
+def _life(case: Case, tracker: Tracker, folder: Path, *, resumed_at: int | None, broken: bool = False) -> None:
+    if not isinstance(tracker, Tracker):
+        raise Breach("a ddpforge.interfaces.Tracker", f"a {type(tracker).__name__}")
+
+    def call(what: str, action: Callable[[], None]) -> None:
+        began = time.monotonic()
+        try:
+            action()
+        except BaseException as error:
+            when = " where its folder cannot be written" if broken else ""
+            raise Breach(
+                f"`{what}` not to raise{when}: training would lose its tracker",
+                f"{type(error).__name__}: {error}",
+                where=place_of(error, type(tracker)),
+                hints=["catch what its target raises, warn once and go on"],
+            ) from error
+        if what == "log" and time.monotonic() - began > _SLOWEST:
+            raise Breach(f"a row in less than {_SLOWEST:g} s", f"`log` took {time.monotonic() - began:.1f} s")
+
+    call("start", lambda: tracker.start(name="case", folder=folder, config=_CONFIG, resumed_at=resumed_at))
+    rows: list[dict[str, float]] = [
+        {
+            "samples": 8,
+            "lr": 0.1,
+            "epoch": 0.3,
+            "train/loss": 2.0,
+            "train/grad_norm": 1.0,
+            "train/samples_per_second": 9.0,
+        },
+        {
+            "samples": 16,
+            "lr": 0.1,
+            "train/loss": math.nan,
+            "train/grad_norm": math.inf,
+            "train/samples_per_second": 9.0,
+        },
+        {"eval/loss": 1.5, "eval/accuracy": 0.5},
+    ]
+    for step, row in enumerate(rows, start=1):
+        call("log", lambda step=step, row=row: tracker.log(step, row))  # type: ignore[misc]
+    call("rewind", lambda: tracker.rewind(1))
+    call("log", lambda: tracker.log(2, rows[0]))
+    call("finish", lambda: tracker.finish(state="done", summary={"train/loss": 2.0, "eval/loss": math.nan}))

@@ -1,0 +1,111 @@
+"""Small data to try components with, and which model, data and task go together where the author names none."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+__all__ = ["DEFAULTS", "Images", "Numbers", "Tokens", "candidates"]
+
+_Count = Annotated[int, Field(ge=1, le=2**20, description="How many.")]
+
+
+class _Held:
+    """Samples in memory, drawn once from a seed."""
+
+    random = False
+    inputs_: Tensor
+    targets: Tensor
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs_[index], self.targets[index]
+
+
+class Numbers(_Held):
+    """Vectors of `inputs` numbers with one number to predict, or one of `classes`; 40 samples."""
+
+    def __init__(self, *, inputs: _Count = 4, classes: int = 0, samples: _Count = 40) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.inputs_ = torch.randn(samples, inputs, generator=generator)
+        self.targets = self.inputs_.sum(1, keepdim=True)
+        if classes:
+            self.classes = classes
+            self.targets = torch.randint(classes, (samples,), generator=generator)
+
+
+class Images(_Held):
+    """Images of noise with one of `classes`; 40 samples."""
+
+    def __init__(
+        self, *, channels: _Count = 3, pixels: _Count = 32, classes: _Count = 10, samples: _Count = 40
+    ) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.classes = classes
+        self.inputs_ = torch.rand(samples, channels, pixels, pixels, generator=generator)
+        self.targets = torch.randint(classes, (samples,), generator=generator)
+
+
+class Tokens(_Held):
+    """Random tokens, each to be followed by the next; 40 samples."""
+
+    def __init__(self, *, vocab_size: _Count = 16, block_size: _Count = 8, samples: _Count = 40) -> None:
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(vocab_size, (samples, block_size + 1), generator=generator)
+        self.vocab_size, self.block_size = vocab_size, block_size
+        self.inputs_, self.targets = tokens[:, :-1], tokens[:, 1:]
+
+
+_HERE = "ddpforge.testing.companions"
+_CLASSES = {"use": "classification", "metrics": ["accuracy"]}
+
+DEFAULTS: dict[str, Any] = {
+    "model": {"use": "mlp", "inputs": 64, "outputs": 10, "hidden": [8]},
+    "data": {"use": f"{_HERE}:Images", "channels": 1, "pixels": 8},
+    "task": _CLASSES,
+    "optimizer": {"use": "sgd", "lr": 0.05, "momentum": 0.9},
+    "schedule": {"use": "constant"},
+    "strategy": {"use": "ddp"},
+}
+"""What stands in for a section that the author does not name."""
+
+
+def candidates(model: Any = None) -> list[dict[str, Any]]:
+    """Sets of a model, data and a task that go together; the data as `model`, if there is one, says it takes them."""
+    inputs, outputs = _attribute(model, "inputs", 4), _attribute(model, "outputs", 10)
+    vocabulary, block = _attribute(model, "vocab_size", 16), min(16, _attribute(model, "block_size", 8))
+    images = [
+        {
+            "model": {"use": "mlp", "inputs": channels * pixels**2, "outputs": outputs, "hidden": [8]},
+            "data": {"use": f"{_HERE}:Images", "channels": channels, "pixels": pixels, "classes": outputs},
+            "task": _CLASSES,
+        }
+        for channels, pixels in ((1, 8), (3, 32))
+    ]
+    tokens = {
+        "model": {"use": "gpt", "vocab_size": 16, "block_size": 8, "layers": 1, "heads": 1, "width": 8},
+        "data": {"use": f"{_HERE}:Tokens", "vocab_size": vocabulary, "block_size": block},
+        "task": {"use": "language_modelling"},
+    }
+    classes = {
+        "model": {"use": "mlp", "inputs": inputs, "outputs": outputs, "hidden": [8]},
+        "data": {"use": f"{_HERE}:Numbers", "inputs": inputs, "classes": outputs},
+        "task": _CLASSES,
+    }
+    numbers = {
+        "model": {"use": "mlp", "inputs": inputs, "outputs": 1, "hidden": [8]},
+        "data": {"use": f"{_HERE}:Numbers", "inputs": inputs},
+        "task": {"use": "regression", "metrics": ["mae"]},
+    }
+    found = [images[0], tokens, classes, numbers, images[1]]
+    return [tokens, *found] if hasattr(model, "vocab_size") else found
+
+
+def _attribute(model: Any, name: str, default: int) -> int:
+    value = getattr(model, name, default)
+    return value if isinstance(value, int) and value > 0 else default

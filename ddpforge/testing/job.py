@@ -1,0 +1,271 @@
+"""What every rank of a shared world does for the kit: one job after another, until one fails.
+
+Started as `python -m ddpforge.testing.job ORDERS.json` by torchrun. Each rank writes `done-RANK.json` or
+`failed-RANK.json` into a job's folder; after a failure it ends, for the ranks are no longer in step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddpforge.assemble import assemble
+from ddpforge.checkpoint import retention
+from ddpforge.checkpoint.manager import Checkpoints
+from ddpforge.checkpoint.peers import Peers
+from ddpforge.checkpoint.reader import Reader
+from ddpforge.interfaces import Callback, Part, StepInfo, Strategy, Tracker, Weights, World
+from ddpforge.launch import record_verdict
+from ddpforge.recipe import LoadedRecipe, load_recipe
+from ddpforge.registry import Registry
+from ddpforge.testing.checks.data import batches
+from ddpforge.testing.nests import close, digest, size, take
+from ddpforge.testing.report import place_of
+from ddpforge.trainer import Trainer
+
+_PATIENCE = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a job is done."""
+
+    recipe: str
+    folder: Path
+    registry: Registry
+    strategy: Strategy
+    world: World
+    peers: Peers
+
+    @cached_property
+    def loaded(self) -> LoadedRecipe:
+        """The job's recipe."""
+        return load_recipe(self.recipe, registry=self.registry)
+
+    def trainer(self, tracker: Tracker, folder: str = "checkpoints") -> Trainer:
+        """A trainer of the job's recipe."""
+        recipe = self.loaded.recipe
+        checkpoints = Checkpoints(
+            self.folder / folder, recipe.checkpoint, peers=self.peers, broadcast=self.strategy.broadcast
+        )
+        (self.folder / folder).mkdir(exist_ok=True)
+        trainer = assemble(recipe, self.registry, self.strategy, self.world, checkpoints, tracker)
+        trainer.origin = {"strategy": recipe.strategy.use, "world_size": self.world.size}
+        return trainer
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        found: list[Any] = [value] * self.world.size
+        if self.world.size > 1:
+            dist.all_gather_object(found, value)
+        return found
+
+
+class _Rows(Tracker):
+    """Keeps the rows of steps."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        kept = ("lr", "train/loss", "train/grad_norm")
+        self.rows.append({name: value for name, value in metrics.items() if name in kept})
+
+
+# ---------------------------------------------------------------------------------------------- the jobs
+def train(site: Site) -> dict[str, Any]:
+    """Trains; the rows of all steps, and a file with the weights before and after."""
+    tracker = _Rows()
+    trainer = site.trainer(tracker)
+    bare = site.strategy.unwrap(trainer.model)
+    initial = {name: p.detach().clone() for name, p in bare.named_parameters() if p.requires_grad}
+    trainer.fit()
+    path = site.folder / "weights.pt"
+    if site.world.is_main:
+        torch.save({"initial": initial, "final": bare.state_dict()}, path)
+    return {"rows": tracker.rows, "weights": str(path)}
+
+
+def data(site: Site) -> dict[str, Any]:
+    """The digests of the first samples as each rank reads them."""
+    recipe = site.loaded.recipe
+    built = site.registry.build("data", recipe.data.train, seed=recipe.train.seed)
+    mine = [digest(take(batch, n, n + 1)) for batch in batches(built) for n in range(size(batch))]
+    return {"digests": site.gather(mine)}
+
+
+def callback(site: Site) -> dict[str, Any]:
+    """Trains with a callback, and once more from the middle; what ranks disagreed on, and what a resume changed."""
+    try:
+        straight, trainer = _watched(site, "first", None)
+    except _Disagreement as problem:
+        return {"disagreement": str(problem)}
+    last = trainer.progress.step
+    found, _ = retention.committed(site.folder / "first")
+    middle = max((manifest.step, path) for path, manifest in found if manifest.step < last)[1]
+    try:
+        resumed, again = _watched(site, "second", Reader(middle))
+    except _Disagreement as problem:
+        return {"state": f"after a resume, {problem}"}
+    if again.progress.step != last:
+        return {"state": f"a resumed run ended at step {again.progress.step}, not at step {last}"}
+    if straight.keys() != resumed.keys():
+        return {"state": f"other names: {', '.join(sorted(straight.keys() ^ resumed.keys()))}"}
+    apart = [name for name, value in straight.items() if not close(value, resumed[name])]
+    return {"state": f"`{apart[0]}` is {_shown(resumed[apart[0]])}, not {_shown(straight[apart[0]])}"} if apart else {}
+
+
+def _watched(site: Site, folder: str, start: Reader | None) -> tuple[dict[str, Any], Trainer]:
+    trainer = site.trainer(Tracker(), folder)
+    ((name, inner),) = trainer.callbacks.items()
+    trainer.callbacks = {name: _Agreeing(inner, site, trainer.strategy.weights(trainer.model, trainer.optimizer))}
+    if start:
+        trainer.restore(start)
+    trainer.fit()
+    inner.on_end(None)
+    kept = {key: x.tensor if isinstance(x, Part) else x for key, x in trainer.callbacks[name].state().items()}
+    return {key: x.detach().clone() if isinstance(x, Tensor) else x for key, x in kept.items()}, trainer
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor of norm {float(value.double().norm()):.6g}" if isinstance(value, Tensor) else repr(value)
+
+
+class _Disagreement(Exception):
+    """Raised on all ranks at once."""
+
+
+def _compare(site: Site, what: str, value: Any) -> None:
+    values = site.gather(value)
+    if any(one != values[0] for one in values):
+        raise _Disagreement(f"{what} is {values[0]!r} on rank 0 and {values[1]!r} on rank 1")
+
+
+class _Agreeing(Callback):
+    """A callback whose answers are compared over ranks."""
+
+    def __init__(self, inner: Callback, site: Site, weights: Weights) -> None:
+        self.inner, self.site, self.weights = inner, site, weights
+
+    def _ask(self, what: str, call: Callable[[], Any], shown: Callable[[Any], Any] = lambda value: value) -> Any:
+        failure: Exception | None = None
+        answer = None
+        try:
+            answer = call()
+        except Exception as error:
+            failure = error
+        _compare(self.site, what, repr(failure) if failure else shown(answer))
+        if failure:
+            raise failure
+        return answer
+
+    def on_start(self, model: nn.Module, world: World, weights: Weights) -> None:
+        raise AssertionError("assemble has called the callback's own")
+
+    def on_step(self, info: StepInfo) -> bool | None:
+        return bool(self._ask(f"on_step at step {info.step}", lambda: self.inner.on_step(info), bool))
+
+    def on_log(self, info: StepInfo) -> Mapping[str, float]:
+        found = self._ask(f"the columns of on_log at step {info.step}", lambda: self.inner.on_log(info), sorted)
+        return dict(found)
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool | None:
+        return bool(self._ask(f"on_eval at step {step}", lambda: self.inner.on_eval(step, metrics), bool))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        before = [digest(part.tensor) for part in self.weights.parts().values()]
+        with self.inner.evaluating():
+            yield
+        if [digest(part.tensor) for part in self.weights.parts().values()] != before:
+            raise AssertionError("`evaluating` left other weights behind than it found")
+
+    def on_checkpoint(self, step: int, folder: Path) -> None:
+        self.inner.on_checkpoint(step, folder)
+
+    def state(self) -> Mapping[str, Any]:
+        found = self.inner.state()
+        plain = {key: value for key, value in found.items() if not isinstance(value, Part)}
+        shown = {key: digest(value) if isinstance(value, Tensor) else value for key, value in plain.items()}
+        _compare(self.site, "its state", shown)
+        return found
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.inner.load_state(state)
+
+
+# ---------------------------------------------------------------------------------------------- the rank
+_JOBS: dict[str, Callable[[Site], dict[str, Any]]] = {"train": train, "data": data, "callback": callback}
+
+
+def main(path: str) -> int:
+    """Does the jobs in the file; returns the exit code."""
+    logging.getLogger("ddpforge").setLevel(logging.ERROR)
+    orders = json.loads(Path(path).read_text())
+    registry = Registry.installed()
+    first = load_recipe(orders[0]["recipe"], registry=registry).recipe
+    strategy: Strategy = registry.build("strategy", first.strategy)
+    world = strategy.setup(first.train)
+    peers = Peers.of(world, _PATIENCE)
+    for order in orders:
+        folder = Path(order["folder"])
+        site = Site(order["recipe"], folder, registry, strategy, world, peers)
+        try:
+            found = _JOBS[order["job"]](site)
+            site.gather(None)  # nobody begins with the next job while another might still fail in this one
+        except BaseException as error:
+            _write(folder / f"failed-{world.rank}.json", _failure(error, world, site, order["kind"]))
+            return 1
+        _write(folder / f"done-{world.rank}.json", found)
+    strategy.close()
+    return 0
+
+
+def _failure(error: BaseException, world: World, site: Site, kind: str) -> dict[str, Any]:
+    where = ""
+    try:
+        recipe = site.loaded.recipe
+        components = {
+            "model": recipe.model,
+            "data": recipe.data.train,
+            "callback": next(iter(recipe.callbacks.values()), None),
+        }
+        if component := components.get(kind):
+            where = place_of(error, site.registry.load(kind, component.use, component.base))
+    except Exception:
+        where = ""  # the failure itself is what matters
+    return {
+        "time": time.time(),
+        "rank": world.rank,
+        "error": f"{type(error).__name__}: {error}",
+        "where": where,
+        "hints": list(getattr(error, "hints", ())),
+    }
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value))
+    temporary.rename(path)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1])
+    record_verdict(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # without waiting for ranks that may be gone

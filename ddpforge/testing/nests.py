@@ -1,0 +1,73 @@
+"""Batches and samples are nests of tensors: taking them apart, and telling whether two are the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["close", "digest", "leaves", "size", "take"]
+
+
+def leaves(nest: Any) -> Iterator[Any]:
+    """What is not a container, in order."""
+    if isinstance(nest, Mapping):
+        for key in nest:
+            yield from leaves(nest[key])
+    elif isinstance(nest, list | tuple):
+        for item in nest:
+            yield from leaves(item)
+    else:
+        yield nest
+
+
+def size(batch: Any) -> int:
+    """How many samples a batch holds: the first dimension of its first tensor."""
+    found = next((leaf.shape[0] for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), None)
+    if found is None:
+        raise ValueError("the batch holds no tensor with a dimension for samples")
+    return int(found)
+
+
+def take(batch: Any, start: int, stop: int, total: int | None = None) -> Any:
+    """The samples from `start` up to `stop`; what does not run over samples stays as it is."""
+    total = size(batch) if total is None else total
+    if isinstance(batch, Tensor):
+        return batch[start:stop] if batch.ndim and batch.shape[0] == total else batch
+    if isinstance(batch, Mapping):
+        return {key: take(value, start, stop, total) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(take(value, start, stop, total) for value in batch))
+    if isinstance(batch, list | tuple):
+        if len(batch) == total and not any(isinstance(leaf, Tensor) for leaf in leaves(batch)):
+            return batch[start:stop]
+        return type(batch)(take(value, start, stop, total) for value in batch)
+    return batch
+
+
+def digest(nest: Any) -> str:
+    """The same for equal nests, in every process."""
+    found = hashlib.sha256()
+    for leaf in leaves(nest):
+        if not isinstance(leaf, Tensor) and hasattr(leaf, "__array__"):
+            leaf = torch.as_tensor(leaf)
+        if isinstance(leaf, Tensor):
+            found.update(f"{leaf.dtype}{list(leaf.shape)}".encode())
+            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            found.update(f"{type(leaf).__name__} {leaf!r}".encode())
+    return found.hexdigest()
+
+
+def close(one: Any, other: Any, tolerance: float = 1e-5) -> bool:
+    """Whether two values (tensors, numbers, text) are the same up to rounding."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape:
+            return False
+        return torch.allclose(one.double().cpu(), other.double().cpu(), rtol=tolerance, atol=tolerance, equal_nan=True)
+    if isinstance(one, float) and isinstance(other, int | float):
+        return close(torch.tensor(one), torch.tensor(float(other)), tolerance)
+    return type(one) is type(other) and bool(one == other)

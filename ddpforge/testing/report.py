@@ -1,0 +1,78 @@
+"""What a check has to say: what was expected, what was found, and where in the component to look."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+__all__ = ["Breach", "NotApplicable", "Result", "blame", "place_of", "source_of"]
+
+
+class Breach(Exception):
+    """A component does not keep its contract; `where` is "file:line", by default that of the component."""
+
+    def __init__(self, expected: str, found: str, *, where: str | None = None, hints: Sequence[str] = ()) -> None:
+        super().__init__(f"expected {expected}; found {found}")
+        self.expected, self.found, self.where, self.hints = expected, found, where, tuple(hints)
+
+
+class NotApplicable(Exception):
+    """A check does not concern this component; the message says why."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one check of one component."""
+
+    kind: str
+    name: str
+    check: str
+    status: Literal["passed", "failed", "skipped"]
+    seconds: float = 0.0
+    expected: str = ""
+    found: str = ""
+    where: str = ""
+    hints: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """The failure, or why the check was left out, for people."""
+        if self.status == "skipped":
+            return self.found
+        lines = [f"expected  {self.expected}", f"found     {self.found}", f"look at   {self.where}"]
+        lines += [f"hint      {hint}" for hint in self.hints]
+        return "\n".join(line.replace("\n", "\n          ") for line in lines)
+
+
+def source_of(component: Callable[..., Any]) -> str:
+    """Where a component is defined, as "file:line"; its module's name where there is no source."""
+    while isinstance(component, functools.partial):
+        component = component.func
+    component = inspect.unwrap(component)  # torch wraps the step of every optimizer
+    try:
+        return f"{inspect.getsourcefile(component)}:{inspect.getsourcelines(component)[1]}"
+    except (OSError, TypeError):
+        return str(getattr(component, "__module__", component))
+
+
+def place_of(error: BaseException, component: Callable[..., Any]) -> str:
+    """The component's own line that `error` came through last, or where the component is defined."""
+    home = source_of(component)
+    file = home.rpartition(":")[0]
+    own = [
+        f"{file}:{line}" for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file
+    ]
+    return own[-1] if own else home
+
+
+def blame(error: BaseException, expected: str, component: Callable[..., Any]) -> Breach:
+    """The breach that an exception of a component is."""
+    hints = getattr(error, "hints", ())
+    return Breach(expected, f"{type(error).__name__}: {error}", where=place_of(error, component), hints=hints)

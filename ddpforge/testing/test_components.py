@@ -1,0 +1,18 @@
+"""The conformance kit as pytest sees it: one test for every component and check."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpforge.testing.cases import Case
+from ddpforge.testing.checks import Check
+from ddpforge.testing.kit import Kit
+
+
+def test_component(component_check: tuple[Case, Check], kit: Kit) -> None:
+    """The component keeps this part of its contract."""
+    result = kit.result(*component_check)
+    if result.status == "failed":
+        pytest.fail(result.text(), pytrace=False)
+    if result.status == "skipped":
+        pytest.skip(result.text())

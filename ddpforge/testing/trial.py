@@ -1,0 +1,107 @@
+"""A model, a batch and a task that fit together, around the component that is tested."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpforge.data import MicroBatch, Share, open_data
+from ddpforge.interfaces import Task
+from ddpforge.testing import companions
+from ddpforge.testing.cases import Case
+from ddpforge.testing.report import Breach, blame
+
+__all__ = ["SAMPLES", "Trial", "first_batch", "fresh", "settle", "trial_of"]
+
+SAMPLES = 6  # a number with several divisors: batches are split
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What belongs together; `batch` holds SAMPLES samples, or as many as the data has."""
+
+    model: nn.Module
+    data: Any
+    task: Task
+    batch: Any
+
+
+def fresh(case: Case, seed: int = 0) -> nn.Module:
+    """The model of a case with initial weights from `seed`."""
+    torch.manual_seed(seed)
+    model = case.build() if case.kind == "model" else case.companion("model")
+    if not isinstance(model, nn.Module):
+        raise Breach("a torch.nn.Module", f"a {type(model).__name__}")
+    return model
+
+
+def first_batch(data: Any, samples: int = SAMPLES) -> MicroBatch:
+    """The first batch of evaluation."""
+    batches = open_data(
+        data,
+        global_batch=samples,
+        share=Share(0, 1, samples),
+        seed=0,
+        shuffle=False,
+        drop_last=False,
+        workers=0,
+        prefetch=2,
+        pin=False,
+    )
+    return next(iter(batches.evaluation()))
+
+
+def settle(case: Case) -> None:
+    """Finds what to try the component with, where its author left that open; raises Breach when nothing fits."""
+    if case.kind in ("model", "task", "metric"):
+        trial_of(case)
+
+
+def trial_of(case: Case) -> Trial:
+    """What to try the component with: what its author says, else the first of ddpforge's own that it takes."""
+    named = {key: case.settings[key] for key in ("model", "data", "task") if key in case.settings}
+    needed = {"model", "data", "task"} - {case.kind}
+    model = fresh(case) if case.kind == "model" else None
+    choices = [{}] if needed <= named.keys() else companions.candidates(model)
+    if case.kind in ("task", "metric"):
+        case.build()  # its own options come first
+
+    failures: dict[str, tuple[str, Breach]] = {}  # by what went wrong
+    for choice in choices:
+        case.sections.update(choice | named)
+        try:
+            return _try(case)
+        except Exception as error:
+            uses = ", ".join(f"{kind} {case.sections[kind]['use'].rpartition(':')[2]}" for kind in sorted(needed))
+            found = blame(error, "", case.component)
+            what = error.found if isinstance(error, Breach) else found.found
+            failures.setdefault(what, (f"with {uses}: {what}", found))
+    if len(choices) == 1:
+        ((text, breach),) = failures.values()
+        raise Breach(f"{case.kind} `{case.name}` to take a batch", text, where=breach.where)
+    table = f"[{case.kind}.{case.name}]"
+    missing = " and ".join(f'`{kind} = {{ use = "…", … }}`' for kind in sorted(needed - named.keys()))
+    raise Breach(
+        f"{case.kind} `{case.name}` to work with one of ddpforge's small models, data and tasks, or its author's own",
+        "\n".join(text for text, _ in failures.values()),
+        where=next(iter(failures.values()))[1].where,
+        hints=[f"write {missing} below {table} in {case.said or 'ddpforge_testing.toml beside the component'}"],
+    )
+
+
+def _try(case: Case) -> Trial:
+    model = fresh(case)
+    data = case.companion("data", seed=0)
+    task = case.build() if case.kind == "task" else case.companion("task")
+    batch = first_batch(data).data
+    if case.kind != "task":
+        task.check(model, data)
+    loss, outputs = task.loss(model, batch)
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"loss returned a {type(loss).__name__}")
+    if case.kind == "metric":
+        case.build()(outputs.detach(), batch[1])
+    return Trial(model, data, task, batch)

@@ -1,0 +1,191 @@
+"""Starts the ranks that some checks need: as few launches as will do, each for the jobs of many components."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from shutil import copy
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ddpforge import launch
+from ddpforge.errors import PluginError
+from ddpforge.parity.compare import TOLERANCES, Point, Quantity, Record, compare, first_drift
+from ddpforge.testing.cases import Case
+from ddpforge.testing.report import Breach
+from ddpforge.testing.trial import settle
+
+__all__ = ["Worlds", "drift_text", "same_training", "write_recipe"]
+
+_JOBS = {"model": {2: "train", 1: "train"}, "data": {2: "data"}, "callback": {2: "callback"}}
+_LINES = 15  # of what a failed world said
+_LOCAL = re.compile(r"\./([^:]*\.py):")
+
+
+@dataclass
+class _Order:
+    """A job for the ranks of one world; `outcome` is what came of it."""
+
+    case: Case
+    job: str
+    nproc: int
+    folder: Path
+    tables: dict[str, Any]
+    outcome: dict[str, Any] | Breach | None = None
+
+    def write(self) -> dict[str, Any]:
+        """What the ranks are told."""
+        recipe = write_recipe(self.case, self.tables, self.folder)
+        return {"job": self.job, "recipe": str(recipe), "folder": str(self.folder), "kind": self.case.kind}
+
+
+@dataclass
+class Worlds:
+    """The worlds for `cases`; nothing is started until a check asks for an outcome."""
+
+    cases: Sequence[Case]
+    say: Callable[[str], None] = lambda _: None
+    memory: dict[Any, Any] = field(default_factory=dict)  # what strategies' checks share, see `strategies`
+
+    def __post_init__(self) -> None:
+        self._temporary = TemporaryDirectory(prefix="ddpforge-testing-")
+        self.folder = Path(self._temporary.name)
+        self._orders: dict[int, list[_Order]] = {}
+
+    def close(self) -> None:
+        """Removes what the runs left behind."""
+        self._temporary.cleanup()
+
+    def outcome(self, case: Case, job: str, nproc: int) -> dict[str, Any]:
+        """What the ranks found out about a component; raises Breach where they failed."""
+        if nproc not in self._orders:
+            self._orders[nproc] = self._plan(nproc)
+            self._carry_out(self._orders[nproc], nproc)
+        (order,) = (one for one in self._orders[nproc] if one.case is case and one.job == job)
+        if isinstance(order.outcome, dict):
+            return order.outcome
+        assert order.outcome is not None
+        raise order.outcome
+
+    # -- planning
+    def _plan(self, nproc: int) -> list[_Order]:
+        orders = []
+        for number, case in enumerate(self.cases):
+            job = _JOBS.get(case.kind, {}).get(nproc)
+            if job:
+                folder = self.folder / f"{nproc}-{number}"
+                folder.mkdir()
+                order = _Order(case, job, nproc, folder, {})
+                try:
+                    settle(case)
+                    order.tables = _tables(case, job)
+                except Breach as breach:
+                    order.outcome = breach
+                except PluginError as error:
+                    order.outcome = Breach("a component that can be tried out", error.message, hints=error.hints)
+                orders.append(order)
+        return orders
+
+    def _carry_out(self, orders: Iterable[_Order], nproc: int) -> None:
+        groups: dict[str, list[_Order]] = defaultdict(list)
+        for order in orders:
+            if order.outcome is None:  # ranks join one world, for which these sections are read
+                groups[json.dumps([order.tables["strategy"], order.tables["train"]])].append(order)
+        for group in groups.values():
+            while waiting := [order for order in group if order.outcome is None]:
+                self._launch(waiting, nproc)
+
+    def _launch(self, orders: list[_Order], nproc: int) -> None:
+        """Has a world do the jobs until one fails, which ends it."""
+        names = ", ".join(f"{order.case.kind} {order.case.label}" for order in orders)
+        self.say(f"starting {nproc} rank{'s' * (nproc > 1)} for {names}")
+        written = self.folder / "orders.json"
+        written.write_text(json.dumps([order.write() for order in orders]))
+        run = launch.torchrun_command([], nproc=nproc)
+        output = self.folder / "output.log"
+        with output.open("wb") as file:
+            command = [*run[: run.index("ddpforge")], "ddpforge.testing.job", str(written)]
+            launch.launch(command, nproc=nproc, output=file)
+
+        for order in orders:
+            order.outcome = _outcome(order, nproc)
+            if order.outcome is None or isinstance(order.outcome, Breach):
+                order.outcome = order.outcome or _silent(output.read_text(errors="replace"))
+                return
+
+
+def _tables(case: Case, job: str) -> dict[str, Any]:
+    changes: dict[str, Any] = {"train": {"elastic_shards": 2}} if job == "train" else {}
+    if job == "callback":
+        changes["checkpoint"] = {"every": "3st", "at_start": True, "keep": {"last": 9}}
+        changes["train"] = {"eval_every": "2st", "eval_batch": 8}
+    tables = case.recipe(**changes)
+    if job == "train":
+        tables["train"]["length"] = "4st"
+        del tables["data"]["eval"]
+    if case.settings.get("unused"):
+        tables["strategy"] = {**tables["strategy"], "find_unused_parameters": True}
+    return tables
+
+
+def write_recipe(case: Case, tables: dict[str, Any], folder: Path) -> Path:
+    """Writes a recipe into `folder`, and beside it copies of the files that it names."""
+    import tomlkit
+
+    text = tomlkit.dumps(tables)
+    for name in set(_LOCAL.findall(text)):
+        source = next((base / name for base in (case.base, case.folder) if (base / name).is_file()), None)
+        if source:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            copy(source, folder / name)
+    path = folder / "case.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _outcome(order: _Order, nproc: int) -> dict[str, Any] | Breach | None:
+    """What the ranks wrote down; None where they were gone before they could."""
+    done = [order.folder / f"done-{rank}.json" for rank in range(nproc)]
+    if all(path.exists() for path in done):
+        return dict(json.loads(done[0].read_text()))
+    failed = [json.loads(path.read_text()) for path in order.folder.glob("failed-*.json")]
+    if not failed:
+        return None
+    first = min(failed, key=lambda one: one["time"])
+    text = first["where"].replace(str(order.folder), str(order.case.base.resolve()))
+    return Breach(
+        f"a run of the {order.case.kind} on {nproc} rank{'s' * (nproc > 1)} to go through",
+        f"rank {first['rank']}: {first['error']}",
+        where=text or None,
+        hints=first["hints"],
+    )
+
+
+def _silent(said: str) -> Breach:
+    lines = said.rstrip().splitlines()[-_LINES:]
+    return Breach("ranks that end by themselves", "\n".join(["they ended without a word; the last output:", *lines]))
+
+
+# ---------------------------------------------------------------------------------------------- comparing
+def same_training(run: dict[str, Any], reference: dict[str, Any]) -> str | None:
+    """Where two trainings come apart, in words; None where they do not."""
+    import torch
+
+    records = []
+    for found in (run, reference):
+        kept = torch.load(found["weights"])
+        records.append(Record(found["rows"], kept["initial"], kept["final"]))
+    drift = first_drift(compare(records[0], records[1], TOLERANCES["fp32"]))
+    return drift_text(*drift) if drift else None
+
+
+def drift_text(quantity: Quantity, point: Point) -> str:
+    """Which quantity drifts, when, and by how much."""
+    text = f"{quantity.name} differs at step {point.step} by {point.difference:.1e}"
+    if point.value is not None and point.reference is not None:
+        text += f" ({point.value:.6g} instead of {point.reference:.6g})"
+    return text + (f", most of it in `{quantity.where}`" if quantity.where else "")

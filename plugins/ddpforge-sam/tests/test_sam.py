@@ -1,0 +1,249 @@
+"""SAM beside a loop written by hand, under every strategy; its options; a resumed run."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from sam_parts import Net, Points
+from torch import Tensor, nn
+
+from ddpforge_sam import sam
+
+ROOT = Path(__file__).parents[1]
+RECIPE = """
+recipe = 1
+name = "run"
+[model]
+use = "./sam_parts.py:Net"
+[data.train]
+use = "./sam_parts.py:Points"
+[data.eval]
+use = "./sam_parts.py:Points"
+samples = 7
+draw = 2
+[task]
+use = "regression"
+[optimizer]
+use = "sam"
+rho = 0.3
+{base}
+[strategy]
+{strategy}
+[train]
+length = "{length}"
+global_batch = 16
+micro_batch = 4
+eval_every = "1st"
+{train}
+[track]
+every = "1st"
+[checkpoint]
+at_start = true
+"""
+SGD = 'base = "sgd"\nlr = 0.2\nmomentum = 0.9'
+ADAMW = 'base = "adamw"\nlr = 0.05\nweight_decay = 0.1\nbetas = [0.9, 0.99]'
+STRATEGIES = {"ddp": 'use = "ddp"', "fsdp": 'use = "fsdp"', "hsdp": 'use = "fsdp"\nreplicas = 2'}
+if find_spec("deepspeed"):
+    STRATEGIES |= {f"zero{stage}": f'use = "deepspeed"\nstage = {stage}' for stage in (1, 2, 3)}
+
+
+class Bench:
+    """Runs one recipe in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        copy(Path(__file__).parent / "sam_parts.py", folder)
+
+    def __call__(self, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        return subprocess.run(
+            [sys.executable, *launcher, "-m", "ddpforge", *arguments],
+            cwd=self.folder,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+        )
+
+    def write(self, *, base: str = SGD, strategy: str = "ddp", length: str = "6st", train: str = "") -> None:
+        text = RECIPE.format(base=base, strategy=STRATEGIES[strategy], length=length, train=train)
+        (self.folder / "run.toml").write_text(text)
+
+    def train(self, *, ranks: int, **text: str) -> None:
+        self.write(**text)
+        done = self("run", "run.toml", ranks=ranks)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def column(self, key: str) -> list[float]:
+        rows: list[dict[str, Any]] = [
+            json.loads(line) for line in (self.folder / "runs/run/metrics.jsonl").read_text().splitlines()
+        ]
+        return [row[key] for row in rows if key in row]
+
+    def weights(self) -> dict[str, Tensor]:
+        done = self("export", "runs/run", "--out", "weights.safetensors", "--force")
+        assert done.returncode == 0, done.stderr
+        return load_file(self.folder / "weights.safetensors")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+class ByHand:
+    """The algorithm as the paper has it, in one process and one batch."""
+
+    def __init__(self, base: str = "sgd", *, clip: float = math.inf, rho: float = 0.3, steps: int = 6) -> None:
+        self.model = Net()
+        parameters = list(self.model.parameters())
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
+        if base == "adamw":
+            optimizer = torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, betas=(0.9, 0.99))
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.evaluated: list[float] = []
+        for _ in range(steps):
+            before = [p.detach().clone() for p in parameters]
+            self.losses.append(self.differentiate(Points()).item())
+            norm = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]).norm()
+            with torch.no_grad():
+                for p in parameters:
+                    p += rho * p.grad / norm
+            self.differentiate(Points())
+            with torch.no_grad():
+                for p, value in zip(parameters, before, strict=True):
+                    p.copy_(value)
+            self.norms.append(torch.nn.utils.clip_grad_norm_(parameters, clip).item())
+            optimizer.step()
+            self.evaluated.append(self.loss(Points(7, 2)).item())
+
+    def loss(self, points: Points) -> Tensor:
+        return F.mse_loss(self.model(points.x), points.y)
+
+    def differentiate(self, points: Points) -> Tensor:
+        self.model.zero_grad()
+        loss = self.loss(points)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+
+def check(bench: Bench, expected: ByHand) -> None:
+    assert bench.column("train/loss") == pytest.approx(expected.losses, rel=1e-5)
+    assert bench.column("train/grad_norm") == pytest.approx(expected.norms, rel=1e-5)
+    assert bench.column("eval/loss") == pytest.approx(expected.evaluated, rel=1e-5)  # never with moved weights
+    weights = bench.weights()
+    for name, parameter in expected.model.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------- the curve
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_ranks_train_like_the_loop_by_hand(bench: Bench, strategy: str) -> None:
+    bench.train(ranks=2, strategy=strategy, train="clip_norm = 0.1")
+    assert min(ByHand().norms) > 0.1  # so it clips at every step
+    check(bench, ByHand(clip=0.1))
+
+
+def test_another_optimizer_in_one_process(bench: Bench) -> None:
+    bench.train(ranks=1, base=ADAMW)
+    check(bench, ByHand("adamw"))
+
+
+def test_it_is_not_its_base(bench: Bench) -> None:
+    """The other tests could not fail if `rho` made no difference."""
+    assert ByHand(rho=1e-12).losses != pytest.approx(ByHand().losses, rel=1e-2)
+
+
+def test_a_resumed_run_is_the_whole_run(bench: Bench) -> None:
+    bench.train(ranks=2, base=ADAMW, strategy="fsdp", length="3st")
+    bench.train(ranks=2, base=ADAMW, strategy="fsdp", length="6st")
+    check(bench, ByHand("adamw"))
+
+
+def test_bf16_is_near(bench: Bench) -> None:
+    bench.train(ranks=1, train='precision = "bf16"')
+    assert bench.column("train/loss") == pytest.approx(ByHand().losses, rel=0.1)
+
+
+def test_the_bundled_recipe_passes_parity(bench: Bench) -> None:
+    """The CNN's BatchNorm sees each batch twice and counts it once, whatever the strategy."""
+    copy(ROOT / "recipes" / "digits-sam.toml", bench.folder)
+    done = bench("parity", "digits-sam.toml", "--strategies", "ddp@2,fsdp@2", "--steps", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---------------------------------------------------------------------------------------------- the optimizer
+def test_a_move_has_length_rho_and_is_taken_back_exactly() -> None:
+    weights = [nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(2))]
+    optimizer: Any = sam([{"params": weights}], rho=0.7, lr=0.1)
+    before = [weight.detach().clone() for weight in weights]
+    for weight in weights[:2]:
+        weight.grad = torch.randn_like(weight)
+    norm = torch.cat([weight.grad.flatten() for weight in weights[:2] if weight.grad is not None]).norm().item()
+
+    optimizer.explore(norm)
+    moved = torch.cat([(w.detach() - b).flatten() for w, b in zip(weights, before, strict=True)])
+    assert moved.norm().item() == pytest.approx(0.7, rel=1e-5)
+    optimizer.restore()
+    assert all(torch.equal(w.detach(), b) for w, b in zip(weights, before, strict=True))
+
+
+def test_a_gradient_of_zeros_moves_nothing() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.zeros(2)
+    optimizer: Any = sam([{"params": [weight]}], lr=0.1)
+    optimizer.explore(0.0)
+    assert torch.equal(weight.detach(), torch.ones(2))
+
+
+@pytest.mark.parametrize("base", ["sgd", "adamw", "torch.optim:RAdam"])
+def test_the_base_keeps_its_class_groups_and_options(base: str) -> None:
+    weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+    groups = [{"params": weights[:1]}, {"params": weights[1:], "weight_decay": 0.0}]
+    optimizer = sam(groups, base=base, lr=0.3, weight_decay=0.2)
+    assert isinstance(optimizer, {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}.get(base, torch.optim.RAdam))
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.3, 0.2), (0.3, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("sdg", "there is no optimizer `sdg`; known are adamw"),
+        ("sam", "there is no optimizer `sam`"),
+        ("torch.optim:Nothing", "cannot be imported"),
+        ("no_such_module:Nothing", "cannot be imported"),
+        ("math:pi", "is not an optimizer"),
+        ("ddpforge_sam:sam", "makes several passes itself"),
+    ],
+)
+def test_a_base_that_will_not_do(base: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sam([{"params": [nn.Parameter(torch.ones(2))]}], base=base, **({"lr": 0.1} if "sam:" in base else {}))
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ('base = "sdg"\nlr = 0.1', "there is no optimizer `sdg`"),
+        ('base = "sgd"\nlr = 0.1\nmomentun = 0.9', "momentun"),
+        ('base = "torch.optim:LBFGS"\nlr = 0.1', "computes the loss itself"),
+        ("lr = 0.1\nsharpness = 0.05", "sharpness"),
+    ],
+)
+def test_a_mistake_in_a_recipe_is_an_error_with_its_place(bench: Bench, base: str, message: str) -> None:
+    bench.write(base=base)
+    done = bench("run", "run.toml")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "run.toml:" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,93 @@
+"""timm's models: names and options, and training on two ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+
+from ddpforge_timm import timm_model
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "digits-resnet.toml"
+
+
+def ddpforge(*arguments: str, cwd: Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "ddpforge", *arguments],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+
+
+def losses(folder: Path) -> list[float]:
+    rows: list[dict[str, Any]] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+# ---------------------------------------------------------------------------------------------- options
+def test_the_model_is_timms_own() -> None:
+    torch.manual_seed(1)
+    model = timm_model(arch="test_vit", classes=7, channels=1, image_size=32, drop_rate=0.1, options={"patch_size": 8})
+    torch.manual_seed(1)
+    expected = timm.create_model(
+        "test_vit", pretrained=False, num_classes=7, in_chans=1, img_size=32, drop_rate=0.1, patch_size=8
+    )
+    images = torch.randn(2, 1, 32, 32)
+    assert torch.equal(model.eval()(images), expected.eval()(images))
+    assert model.outputs == 7
+
+
+@pytest.mark.parametrize("arch", ["test_resnet", "test_efficientnet", "test_convnext"])
+def test_convolutional_families(arch: str) -> None:
+    model = timm_model(arch=arch, classes=3, channels=2, drop_rate=0.2)
+    assert model.eval()(torch.randn(1, 2, 64, 64)).shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"arch": "resnet51"}, r"no model `resnet51`; did you mean .*`resnet50`"),
+        ({"arch": "hf-hub:someone/something"}, "no model"),
+        ({"arch": "resnet50.nonsense"}, r"no weights `nonsense` of `resnet50`; it has resnet50\.a1_in1k"),
+        ({"arch": "test_resnet", "image_size": 64}, "img_size"),
+        ({"arch": "test_vit", "options": {"dept": 2}}, "dept"),
+        ({"arch": "test_vit", "options": {"num_classes": 2}}, "use `classes`"),
+        ({"arch": "test_vit", "options": {"features_only": True}}, "no classifier"),
+    ],
+)
+def test_what_timm_would_not_heed_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        timm_model(classes=2, **options)
+
+
+def test_a_wrong_name_is_an_error_of_the_recipe(tmp_path: Path) -> None:
+    done = ddpforge("run", str(RECIPE), "--set=model.arch=test_resnett", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "did you mean `test_resnet`" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------- training
+def test_ddp_and_fsdp_train_the_same_curve_on_two_ranks(tmp_path: Path) -> None:
+    curves = {}
+    for strategy in ("ddp", "fsdp"):
+        sets = (
+            f"--set=strategy.use={strategy}",
+            f"--set=name={strategy}",
+            "--set=train.length=20st",
+            "--set=schedule.warmup=2st",
+        )
+        done = ddpforge("run", str(RECIPE), *sets, "--set=track.every=1st", cwd=tmp_path, ranks=2)
+        assert done.returncode == 0, done.stderr
+        curves[strategy] = losses(tmp_path / "runs" / strategy)
+    assert len(curves["ddp"]) == 20
+    assert curves["ddp"][-1] < 0.9 * curves["ddp"][0]
+    assert curves["fsdp"] == pytest.approx(curves["ddp"], rel=1e-4)

@@ -1,0 +1,50 @@
+"""What transformers needs beside weights to load a model."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from ddpforge.interfaces import Callback, Weights, World
+from pydantic import Field
+from torch import nn
+
+from ddpforge_transformers.data import load_tokenizer
+
+__all__ = ["HFFolder"]
+
+ddpforge_plugin_api = 1
+
+
+class HFFolder(Callback):
+    """Writes the model's config, and a tokenizer, to the folder `hf` of the run when a checkpoint is there.
+
+    `ddpforge export RUN -o RUN/hf/` puts the weights beside them: a folder for `from_pretrained`.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Annotated[str | None, Field(description="The tokenizer to copy; absent: none.")] = None,
+    ) -> None:
+        self._tokenizer = load_tokenizer(tokenizer) if tokenizer is not None else None
+        self._written = False
+
+    def on_start(self, model: nn.Module, world: World, weights: Weights) -> None:
+        """Keeps the config, with the class of the model in it."""
+        config: Any = getattr(model, "config", None)
+        if config is None:
+            raise ValueError(f"the callback hf_folder needs a model of transformers, not a {type(model).__name__}")
+        self._config, self._main = config, world.is_main
+        # A strategy may have put a class of its own in front, as torch's fully_shard does.
+        classes = (each for each in type(model).__mro__ if each.__module__.startswith("transformers"))
+        self._config.architectures = [next(classes, type(model)).__name__]
+        self._generation: Any = getattr(model, "generation_config", None)
+
+    def on_checkpoint(self, step: int, folder: Path) -> None:
+        """Writes once a process; `folder` is RUN/checkpoints/CHECKPOINT."""
+        if self._written or not self._main:
+            return
+        out = folder.parents[1] / "hf"
+        for part in (self._config, self._generation, self._tokenizer):
+            if part is not None:
+                part.save_pretrained(out)
+        self._written = True

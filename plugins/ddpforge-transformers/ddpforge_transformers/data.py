@@ -1,0 +1,196 @@
+"""Local text in tokens: packed into blocks, or one sample a line."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+from transformers import AutoTokenizer
+
+__all__ = ["TokenizedJSONL", "TokenizedText"]
+
+ddpforge_plugin_api = 1
+
+Batch = dict[str, Tensor]
+IGNORED = -100  # a label that is not counted, as everywhere in transformers
+_AT_ONCE = 1000  # documents
+
+_Tokenizer = Annotated[
+    str, Field(description="A folder in which transformers saved a tokenizer, or a name on the hub.")
+]
+_Length = Annotated[int, Field(ge=1, le=2**24)]
+
+
+class TokenizedText:
+    """The documents of text files, joined by end-of-text tokens and cut into blocks of `block_size` tokens.
+
+    A document is a file, or where its name ends in .jsonl the text under `field` in a line. The files of a folder are
+    read recursively in the order of their paths. A batch is {input_ids, labels}, int64 [B, block_size] and equal: the
+    task shifts them. What is left over at the end is not used.
+    """
+
+    random = False
+
+    def __init__(
+        self,
+        *,
+        path: Annotated[Path, Field(description="A text file, a .jsonl file or a folder of them, in UTF-8.")],
+        tokenizer: _Tokenizer,
+        block_size: Annotated[_Length, Field(description="Tokens per sample.")] = 512,
+        field: Annotated[str, Field(description="The key of the text in a line of .jsonl.")] = "text",
+    ) -> None:
+        self.tokenizer = load_tokenizer(tokenizer)
+        self.vocab_size, self.block_size = len(self.tokenizer), block_size
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError(f"the tokenizer {tokenizer} has no end-of-text token to put between documents")
+        documents = list(_documents(_files(path), field))
+        tokens = np.concatenate([self._tokens(documents[n : n + _AT_ONCE]) for n in range(0, len(documents), _AT_ONCE)])
+        samples = len(tokens) // block_size
+        if not samples:
+            raise ValueError(f"{path} holds {len(tokens)} tokens, less than one block of {block_size}")
+        self._blocks = torch.from_numpy(tokens[: samples * block_size]).view(samples, block_size)
+
+    def _tokens(self, documents: list[str]) -> NDArray[np.int32]:
+        rows = self.tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
+        end = self.tokenizer.eos_token_id
+        return np.array([token for row in rows for token in (*row, end)], dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, index: int) -> Batch:
+        return {name: tensor[0] for name, tensor in self.__getitems__([index]).items()}
+
+    def __getitems__(self, ids: list[int]) -> Batch:
+        """The whole batch at once."""
+        tokens = self._blocks[torch.tensor(ids)].long()
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    def collate(self, batch: Batch) -> Batch:
+        """What `__getitems__` returns is a batch already."""
+        return batch
+
+
+class TokenizedJSONL:
+    """A file with one JSON object a line, each a sample of its own; batches are padded to their longest sample.
+
+    With `classes`, a line has a text and a class under `label`, and a batch is {input_ids, attention_mask, labels [B]}.
+    Without, it is for language models: labels [B, T] are the tokens, but -100 in the padding and in the tokens of
+    `prompt`, a part in front of the text that is given rather than learnt. Those samples end in an end-of-text token,
+    if they are not cut at `max_length`.
+    """
+
+    random = False
+
+    def __init__(
+        self,
+        *,
+        path: Annotated[Path, Field(description="The .jsonl file, in UTF-8.")],
+        tokenizer: _Tokenizer,
+        max_length: Annotated[_Length, Field(description="Longer samples are cut.")] = 512,
+        field: Annotated[str, Field(description="The key of the text.")] = "text",
+        prompt: Annotated[str | None, Field(description="The key of a part before it that is not learnt.")] = None,
+        classes: Annotated[int | None, Field(ge=2, le=2**20, description="Number of classes; absent: none.")] = None,
+        label: Annotated[str, Field(description="The key of the class, a number from 0.")] = "label",
+    ) -> None:
+        if classes is not None and prompt is not None:
+            raise ValueError("`prompt` is for language models, and `classes` says that this is classification")
+        self.tokenizer = load_tokenizer(tokenizer)
+        self.vocab_size, self.max_length, self.classes = len(self.tokenizer), max_length, classes
+        self._field, self._prompt, self._label = field, prompt, label
+        pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
+        self._pad = end if pad is None else pad
+        if self._pad is None:
+            raise ValueError(f"the tokenizer {tokenizer} has neither a padding nor an end-of-text token")
+        wanted: dict[str, type] = {field: str} | ({prompt: str} if prompt else {}) | ({label: int} if classes else {})
+        self._rows = list(read_jsonl(path, wanted))
+        if not self._rows:
+            raise ValueError(f"{path} is empty")
+        for number, row in enumerate(self._rows, 1):
+            if classes is not None and not 0 <= row[label] < classes:
+                raise ValueError(f"{path}, sample {number}: class {row[label]} is not one of 0 to {classes - 1}")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._rows[index]
+
+    def collate(self, rows: Sequence[dict[str, Any]]) -> Batch:
+        """Tokens, padded on the right."""
+        if self.classes is not None:
+            texts = [row[self._field] for row in rows]
+            tokens = self.tokenizer(texts, truncation=True, max_length=self.max_length)["input_ids"]
+            batch = {"labels": torch.tensor([row[self._label] for row in rows])}
+        else:
+            pairs = [self._sample(row) for row in rows]
+            tokens = [mine for mine, _ in pairs]
+            batch = {"labels": _padded([labels for _, labels in pairs], IGNORED)}
+        mask = _padded([[1] * len(mine) for mine in tokens], 0)
+        return {"input_ids": _padded(tokens, self._pad), "attention_mask": mask, **batch}
+
+    def _sample(self, row: dict[str, Any]) -> tuple[list[int], list[int]]:
+        """Tokens and labels; special tokens go where the tokenizer puts them, in front of everything."""
+        given = self.tokenizer(row[self._prompt])["input_ids"] if self._prompt else []
+        text = self.tokenizer(row[self._field], add_special_tokens=not self._prompt, verbose=False)["input_ids"]
+        end = self.tokenizer.eos_token_id
+        text = [*text, end] if end is not None and text[-1:] != [end] else text
+        given = given[:-1] if given[-1:] == [end] else given
+        tokens, labels = given + text, [IGNORED] * len(given) + text
+        return tokens[: self.max_length], labels[: self.max_length]
+
+
+def load_tokenizer(name: str) -> Any:
+    """A saved tokenizer; ValueError where there is none."""
+    folder = Path(name).expanduser()
+    try:
+        return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer could be loaded from `{name}`: {str(error).splitlines()[0]}") from error
+
+
+def read_jsonl(file: Path, wanted: dict[str, type]) -> Iterator[dict[str, Any]]:
+    """The objects of a file's lines, each with the `wanted` keys and types."""
+    for number, line in enumerate(_read(file).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file}, line {number} is not JSON: {error}") from error
+        for key, kind in wanted.items():
+            if not isinstance(row, dict) or type(row.get(key)) is not kind:
+                raise ValueError(f'{file}, line {number} needs "{key}", of type {kind.__name__}')
+        yield row
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read as UTF-8 text: {error}") from error
+
+
+def _documents(files: Sequence[Path], field: str) -> Iterator[str]:
+    for file in files:
+        if file.suffix == ".jsonl":
+            yield from (row[field] for row in read_jsonl(file, {field: str}))
+        else:
+            yield _read(file)
+
+
+def _files(path: Path) -> list[Path]:
+    files = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"the folder {path} holds no files")
+    return files
+
+
+def _padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *([value] * (longest - len(row)))] for row in rows], dtype=torch.int64)

@@ -1,0 +1,141 @@
+"""transformers' own models: from a config with random weights, or as they were saved."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+)
+
+__all__ = ["causal_lm", "sequence_classification"]
+
+ddpforge_plugin_api = 1
+
+_ModelType = Annotated[
+    str | None, Field(description='A type of model with random weights, e.g. "llama"; or set `pretrained`.')
+]
+_Pretrained = Annotated[
+    str | None,
+    Field(description="A folder in which transformers saved a model, or a name on the hub, which is downloaded."),
+]
+_Weights = Annotated[bool, Field(description="False takes only the config of `pretrained`; weights are random.")]
+_Options = Annotated[Mapping[str, Any], Field(description="Keys of the config, e.g. { hidden_size = 64 }.")]
+_Attention = Annotated[
+    Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | None,
+    Field(description="How attention is computed; absent: as transformers chooses."),
+]
+_OWNED = {"model_type", "num_labels", "id2label", "label2id", "dtype", "torch_dtype", "architectures"}
+
+
+def causal_lm(
+    *,
+    model_type: _ModelType = None,
+    pretrained: _Pretrained = None,
+    weights: _Weights = True,
+    options: _Options = {},
+    attention: _Attention = None,
+) -> nn.Module:
+    """A language model that sees only what came before: for the task and the data of this package.
+
+    Raises ValueError for unknown types and keys, and where nothing was saved.
+    """
+    config = _config(model_type, pretrained, options)
+    return _model(AutoModelForCausalLM, config, pretrained if weights else None, attention)
+
+
+def sequence_classification(
+    *,
+    classes: Annotated[int, Field(ge=2, le=2**20, description="Number of classes.")],
+    model_type: _ModelType = None,
+    pretrained: _Pretrained = None,
+    weights: _Weights = True,
+    options: _Options = {},
+    attention: _Attention = None,
+) -> nn.Module:
+    """A model that chooses one of `classes` for a text; its head is new where the saved one has another size.
+
+    Raises ValueError for unknown types and keys, and where nothing was saved.
+    """
+    config = _config(model_type, pretrained, options)
+    config.num_labels = classes
+    model = _model(AutoModelForSequenceClassification, config, pretrained if weights else None, attention)
+    model.outputs = classes  # type: ignore[assignment]  # any attribute may be set on a module
+    return model
+
+
+def _config(model_type: str | None, pretrained: str | None, options: Mapping[str, Any]) -> PreTrainedConfig:
+    """The config that is asked for; transformers itself takes unknown keys without a word."""
+    if (model_type is None) == (pretrained is None):
+        raise ValueError("set either `model_type`, for random weights, or `pretrained`")
+    if pretrained is not None:
+        known = type(_saved(AutoConfig, pretrained))
+    elif model_type in CONFIG_MAPPING:
+        known = CONFIG_MAPPING[model_type]
+    else:
+        raise ValueError(
+            f"transformers has no model_type `{model_type}`{_near(str(model_type), CONFIG_MAPPING.keys())}"
+        )
+
+    keys = {*known().to_dict(), *known.attribute_map, *(field.name for field in _fields(known))} - _OWNED
+    for key in options:
+        if key in _OWNED:
+            raise ValueError(f"options.{key} cannot be set: it follows from the other options and from the recipe")
+        if key not in keys:
+            raise ValueError(f"the config of {known.model_type} has no key `{key}`{_near(key, keys)}")
+    try:
+        return _saved(AutoConfig, pretrained, **options) if pretrained is not None else known(**options)
+    except Exception as error:  # configs raise classes of their own, which share no base
+        raise ValueError(f"{known.model_type} refuses its options {dict(options)}: {error}") from error
+
+
+def _model(auto: Any, config: PreTrainedConfig, pretrained: str | None, attention: str | None) -> nn.Module:
+    """Weights in float32, which is what a strategy expects to be given whatever the precision of training."""
+    how: dict[str, Any] = {"dtype": torch.float32} | ({"attn_implementation": attention} if attention else {})
+    try:
+        if pretrained is not None:
+            model: nn.Module = _saved(auto, pretrained, config=config, ignore_mismatched_sizes=True, **how)
+        else:
+            model = auto.from_config(config, **how)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"transformers cannot build this {config.model_type}: {error}") from error
+    model.repeated = list(_lists_of_blocks(model))  # type: ignore[assignment]
+    return model
+
+
+def _saved(auto: Any, name: str, **options: Any) -> Any:
+    folder = Path(name).expanduser()
+    try:
+        return auto.from_pretrained(str(folder) if folder.is_dir() else name, **options)
+    except OSError as error:
+        raise ValueError(
+            f"`{name}` is neither a folder in which transformers saved a model nor a model of the hub that could be"
+            f" downloaded: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _lists_of_blocks(model: nn.Module) -> Iterator[str]:
+    """Paths of the lists whose members the model's authors say must not be split over devices: its layers."""
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    for path, module in model.named_modules():
+        members = [type(member).__name__ for member in module.children()]
+        if isinstance(module, nn.ModuleList) and members and classes.issuperset(members):
+            yield path
+
+
+def _fields(config: type) -> tuple[Any, ...]:
+    return fields(config) if is_dataclass(config) else ()
+
+
+def _near(name: str, known: Any) -> str:
+    near = get_close_matches(name, list(known), n=3)
+    return f"; did you mean {' or '.join(f'`{each}`' for each in near)}?" if near else ""

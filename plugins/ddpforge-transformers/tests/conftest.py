@@ -1,0 +1,78 @@
+"""A tokenizer, texts, and a way to run ddpforge: nothing is downloaded."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import WordPiece
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+WORDS = ["the", "a", "cat", "dog", "bird", "sees", "hears", "likes", "fears", "big", "small", "old", "and", ",", "."]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer of whole words."""
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "<end>", "<unknown>", *WORDS])}
+    words = Tokenizer(WordLevel(vocabulary, unk_token="<unknown>"))
+    words.pre_tokenizer = Whitespace()
+    words.decoder = WordPiece()
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>", unk_token="<unknown>")
+    folder = tmp_path_factory.mktemp("tokenizer")
+    fast.save_pretrained(folder)
+    return folder
+
+
+def sentence(number: int) -> str:
+    """Sentences that are easy to continue, of five to nine words."""
+    subject, verb, thing = (
+        WORDS[(number * step) % size + first] for step, first, size in ((1, 2, 3), (3, 5, 4), (5, 2, 3))
+    )
+    return f"the {'big ' * (number % 3)}{subject} {verb} the {'old ' * (number % 2)}{thing} ."
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder with a text file and a .jsonl file."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    lines = [sentence(number) for number in range(200)]
+    (folder / "a.txt").write_text(" ".join(lines[:100]))
+    (folder / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines[100:]))
+    return folder
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> Path:
+    """A .jsonl file of prompts, texts and classes."""
+    file = tmp_path / "samples.jsonl"
+    rows = [{"ask": "the cat", "text": sentence(number), "label": number % 2} for number in range(46)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture
+def ddpforge(tmp_path: Path) -> Callable[..., str]:
+    """`ddpforge("run", "x.toml", ranks=2)` in the test's folder; what it printed."""
+
+    def run(*arguments: str, ranks: int = 1, code: int = 0) -> str:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        done = subprocess.run(
+            [sys.executable, *launcher, "-m", "ddpforge", *arguments],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+
+    return run

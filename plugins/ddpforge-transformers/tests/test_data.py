@@ -1,0 +1,74 @@
+"""Tokens: packed and padded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from ddpforge_transformers.data import TokenizedJSONL, TokenizedText
+
+END = 1
+
+
+def test_packing_loses_nothing_but_the_tail(texts: Path, tokenizer: Path) -> None:
+    data = TokenizedText(path=texts, tokenizer=str(tokenizer), block_size=16)
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    lines = [json.loads(line)["text"] for line in (texts / "b.jsonl").read_text().splitlines()]
+    expected = [token for text in ((texts / "a.txt").read_text(), *lines) for token in [*words(text)["input_ids"], END]]
+    assert len(data) == len(expected) // 16 > 40
+    batch = data.collate(data.__getitems__(list(range(len(data)))))
+    assert batch["input_ids"].flatten().tolist() == expected[: len(data) * 16]
+    assert torch.equal(batch["labels"], batch["input_ids"])
+    assert torch.equal(data[3]["input_ids"], batch["input_ids"][3])
+
+
+def test_padding_is_neither_seen_nor_learnt(samples: Path, tokenizer: Path) -> None:
+    data = TokenizedJSONL(path=samples, tokenizer=str(tokenizer))
+    batch = data.collate([data[0], data[5]])
+    lengths = batch["attention_mask"].sum(dim=1)
+    assert len(set(lengths.tolist())) == 2
+    for row in range(2):
+        tokens = batch["input_ids"][row, : lengths[row]]
+        assert tokens.tolist() == [*data.tokenizer(data[[0, 5][row]]["text"])["input_ids"], END]
+        assert torch.equal(batch["labels"][row, : lengths[row]], tokens)
+        assert (batch["labels"][row, lengths[row] :] == -100).all()
+        assert (batch["input_ids"][row, lengths[row] :] == data.tokenizer.pad_token_id).all()
+
+
+def test_prompts_are_not_learnt_and_long_samples_are_cut(samples: Path, tokenizer: Path) -> None:
+    data = TokenizedJSONL(path=samples, tokenizer=str(tokenizer), prompt="ask", max_length=5)
+    batch = data.collate([data[0]])
+    assert batch["input_ids"].shape == (1, 5)
+    assert (batch["labels"][0, :2] == -100).all()
+    assert torch.equal(batch["labels"][0, 2:], batch["input_ids"][0, 2:])
+
+
+def test_classes(samples: Path, tokenizer: Path) -> None:
+    data = TokenizedJSONL(path=samples, tokenizer=str(tokenizer), classes=2)
+    assert data.collate([data[n] for n in range(4)])["labels"].tolist() == [0, 1, 0, 1]
+    samples.write_text('{"text": "a", "label": 2}')
+    with pytest.raises(ValueError, match="sample 1: class 2 is not one of 0 to 1"):
+        TokenizedJSONL(path=samples, tokenizer=str(tokenizer), classes=2)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        ('{"text": "a"}\n{"txt": "a"}', {}, 'line 2 needs "text", of type str'),
+        ('{"text": "a", "label": true}', {"classes": 2}, 'needs "label", of type int'),
+        ('\n{"text": ', {}, "line 2 is not JSON"),
+        ("", {}, "is empty"),
+        (None, {}, "cannot be read"),
+        ("{}", {"tokenizer": "./nowhere/at/all"}, "no tokenizer could be loaded"),
+        ("{}", {"classes": 2, "prompt": "ask"}, "for language models"),
+    ],
+)
+def test_bad_input(content: str | None, options: dict[str, Any], message: str, tokenizer: Path, tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        TokenizedJSONL(**{"path": file, "tokenizer": str(tokenizer), **options})

@@ -1,0 +1,81 @@
+"""Models: transformers' own, strictly configured, with blocks that a strategy can find."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import TINY
+from torch import nn
+from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, GPT2LMHeadModel
+
+from ddpforge_transformers.models import causal_lm, sequence_classification
+
+
+def blocks(model: nn.Module) -> list[str]:
+    """What `train.blocks` is by default, as the docs of ddpforge say."""
+    return [type(block).__name__ for path in model.repeated for block in model.get_submodule(path).children()]
+
+
+def test_random_weights_are_those_of_transformers() -> None:
+    torch.manual_seed(3)
+    mine = causal_lm(model_type="gpt2", options=TINY["gpt2"])
+    torch.manual_seed(3)
+    theirs = AutoModelForCausalLM.from_config(GPT2Config(**TINY["gpt2"]))
+    assert mine.state_dict().keys() == theirs.state_dict().keys()
+    assert all(torch.equal(mine.state_dict()[name], value) for name, value in theirs.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "names"),
+    [("llama", ["LlamaDecoderLayer"] * 2), ("gpt2", ["GPT2Block"] * 3), ("bert", ["BertLayer"] * 2)],
+)
+def test_blocks_are_those_that_must_not_be_split(model_type: str, names: list[str]) -> None:
+    assert blocks(sequence_classification(classes=2, model_type=model_type, options=TINY[model_type])) == names
+
+
+def test_saved_weights_are_loaded_in_float32(tmp_path: Path) -> None:
+    saved = GPT2LMHeadModel(GPT2Config(**TINY["gpt2"])).to(torch.bfloat16)
+    saved.save_pretrained(tmp_path)
+    loaded = causal_lm(pretrained=str(tmp_path), options={"resid_pdrop": 0.3})
+    assert loaded.config.resid_pdrop == 0.3
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    for name, value in saved.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value.float()), name
+    torch.manual_seed(1)
+    random = causal_lm(pretrained=str(tmp_path), weights=False)
+    assert not torch.equal(random.transformer.wte.weight, loaded.transformer.wte.weight)
+
+
+def test_classifier_begins_with_the_saved_body(tmp_path: Path) -> None:
+    saved = sequence_classification(classes=2, model_type="bert", options=TINY["bert"])
+    saved.save_pretrained(tmp_path)
+    loaded = sequence_classification(classes=5, pretrained=str(tmp_path))
+    assert torch.equal(loaded.bert.pooler.dense.weight, saved.bert.pooler.dense.weight)
+    assert loaded.classifier.weight.shape == (5, 32)
+    assert loaded.outputs == loaded.config.num_labels == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "set either"),
+        ({"model_type": "gpt2", "pretrained": "."}, "set either"),
+        ({"model_type": "lama"}, "no model_type `lama`; did you mean .*`llama`"),
+        ({"model_type": "llama", "options": {"hiden_size": 8}}, "no key `hiden_size`; did you mean `hidden_size`"),
+        ({"model_type": "llama", "options": {"hidden_size": "8"}}, "refuses its options"),
+        ({"model_type": "llama", "options": {"dtype": "bfloat16"}}, "options.dtype cannot be set"),
+        ({"pretrained": "./nothing/here"}, "neither a folder"),
+        ({"model_type": "vit"}, "cannot build this vit"),
+    ],
+)
+def test_what_transformers_would_not_heed_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        causal_lm(**options)
+
+
+def test_configs_are_not_shared() -> None:
+    """BERT's config class has defaults of its own; nothing of one model shows in the next."""
+    sequence_classification(classes=7, model_type="bert", options=TINY["bert"])
+    assert BertConfig().num_labels == 2

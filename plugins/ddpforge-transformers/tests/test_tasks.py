@@ -1,0 +1,64 @@
+"""The loss is that of transformers, summed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import TINY
+
+from ddpforge_transformers.data import TokenizedJSONL
+from ddpforge_transformers.models import causal_lm, sequence_classification
+from ddpforge_transformers.tasks import CausalLM, SequenceClassification
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_causal_lm(model_type: str, samples: Path, tokenizer: Path) -> None:
+    data = TokenizedJSONL(path=samples, tokenizer=str(tokenizer), prompt="ask")
+    batch = data.collate([data[number] for number in range(7)])
+    model, task = causal_lm(model_type=model_type, options=TINY[model_type]).eval(), CausalLM()
+    task.check(model, data)
+    loss, logits = task.loss(model, batch)
+    theirs = model(**batch)
+    count = task.count(batch)
+    assert count == (batch["labels"][:, 1:] != -100).sum() < batch["attention_mask"].sum()
+    torch.testing.assert_close(loss, theirs.loss * count)
+    torch.testing.assert_close(logits, theirs.logits[:, :-1])
+
+
+def test_sequence_classification(samples: Path, tokenizer: Path) -> None:
+    data = TokenizedJSONL(path=samples, tokenizer=str(tokenizer), classes=2)
+    batch = data.collate([data[number] for number in range(7)])
+    for model_type in ("bert", "llama"):
+        model = sequence_classification(classes=2, model_type=model_type, options=TINY[model_type]).eval()
+        task = SequenceClassification()
+        task.check(model, data)
+        loss, logits = task.loss(model, batch)
+        theirs = model(**batch)
+        torch.testing.assert_close(loss, theirs.loss * 7)
+        torch.testing.assert_close(logits, theirs.logits)
+
+
+def test_what_does_not_fit_is_refused(samples: Path, tokenizer: Path) -> None:
+    texts = TokenizedJSONL(path=samples, tokenizer=str(tokenizer))
+    classes = TokenizedJSONL(path=samples, tokenizer=str(tokenizer), classes=3)
+    small = causal_lm(model_type="gpt2", options=TINY["gpt2"] | {"vocab_size": 8})
+    for task, model, data, message in (
+        (CausalLM(), small, texts, r"set model.options.vocab_size = 18"),
+        (CausalLM(), torch.nn.Linear(1, 1), texts, "needs a model of transformers"),
+        (CausalLM(), small, classes, "has classes"),
+        (SequenceClassification(), small, texts, "no classes|vocab_size"),
+        (
+            SequenceClassification(),
+            sequence_classification(classes=2, model_type="bert", options=TINY["bert"]),
+            classes,
+            "set model.classes = 3",
+        ),
+        (
+            SequenceClassification(),
+            sequence_classification(classes=3, model_type="gpt2", options=TINY["gpt2"]),
+            classes,
+            "set model.options.pad_token_id = 0",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            task.check(model, data)

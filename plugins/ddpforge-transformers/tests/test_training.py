@@ -1,0 +1,104 @@
+"""Whole runs on two ranks, and out again to transformers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+RECIPE = """
+recipe = 1
+name = "tiny"
+[model]
+use = "causal_lm"
+model_type = "llama"
+options = {{ hidden_size = 32, intermediate_size = 48, num_hidden_layers = 2, num_attention_heads = 4, \
+num_key_value_heads = 2, vocab_size = 32, max_position_embeddings = 64, tie_word_embeddings = true }}
+[data.train]
+use = "tokenized_jsonl"
+path = "samples.jsonl"
+tokenizer = "{tokenizer}"
+max_length = 64
+prompt = "ask"
+[data.eval]
+use = "tokenized_text"
+path = "texts"
+tokenizer = "{tokenizer}"
+block_size = 32
+[task]
+use = "causal_lm"
+metrics = ["accuracy"]
+[optimizer]
+use = "adamw"
+lr = 1e-2
+[train]
+length = "12st"
+global_batch = 16
+micro_batch = 4
+[checkpoint]
+every = "6st"
+[track]
+every = "1st"
+[callbacks.hf]
+use = "hf_folder"
+tokenizer = "{tokenizer}"
+"""
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_ddp_and_fsdp_train_the_same_curve_and_transformers_loads_it(
+    ddpforge: Callable[..., str], samples: Path, texts: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "tiny.toml").write_text(RECIPE.format(tokenizer=tokenizer))
+    curves = {}
+    for strategy in ("ddp", "fsdp"):
+        ddpforge("run", "tiny.toml", f"--set=strategy.use={strategy}", f"--set=name={strategy}", ranks=2)
+        curves[strategy] = [row["train/loss"] for row in rows(tmp_path / "runs" / strategy) if "train/loss" in row]
+    assert len(curves["ddp"]) == 12
+    assert curves["ddp"][-1] < 0.7 * curves["ddp"][0]
+    assert curves["fsdp"] == pytest.approx(curves["ddp"], rel=1e-5)
+
+    out = tmp_path / "runs" / "fsdp" / "hf"
+    ddpforge("export", "runs/fsdp", "-o", f"{out}/")
+    model = AutoModelForCausalLM.from_pretrained(out)
+    words = AutoTokenizer.from_pretrained(out)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    assert "lm_head.weight" not in load_file(out / "model.safetensors")
+
+    # What transformers makes of the folder is what ddpforge evaluated.
+    loss = right = count = 0.0
+    text = [(texts / "a.txt").read_text()]
+    text += [json.loads(line)["text"] for line in (texts / "b.jsonl").read_text().splitlines()]
+    tokens = [token for each in text for token in [*words(each)["input_ids"], words.eos_token_id]]
+    for start in range(0, len(tokens) - 31, 32):
+        ids = torch.tensor([tokens[start : start + 32]])
+        with torch.no_grad():
+            found = model(input_ids=ids, labels=ids)
+        loss += found.loss.item() * 31
+        right += (found.logits[0, :-1].argmax(dim=-1) == ids[0, 1:]).sum().item()
+        count += 31
+    final = [row for row in rows(tmp_path / "runs" / "fsdp") if "eval/loss" in row][-1]
+    assert final["eval/loss"] == pytest.approx(loss / count, rel=1e-5)
+    assert final["eval/accuracy"] == pytest.approx(right / count, abs=0.002)
+
+    # And back: the exported folder is where another run begins.
+    ddpforge("run", "tiny.toml", f"--set=checkpoint.init_from={out}", "--set=name=again", "--set=train.length=1st")
+    begin = rows(tmp_path / "runs" / "again")[0]["train/loss"]
+    assert begin < 0.75 * curves["fsdp"][0]
+
+
+def test_bad_options_are_errors_of_the_recipe(
+    ddpforge: Callable[..., str], samples: Path, texts: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "tiny.toml").write_text(RECIPE.format(tokenizer=tokenizer).replace("vocab_size", "vocabulary"))
+    said = ddpforge("run", "tiny.toml", code=2)
+    assert "has no key `vocabulary`" in said
+    assert "Traceback" not in said

@@ -1,0 +1,137 @@
+"""The conformance kit finds what is wrong with a component, and names it, and where."""
+
+from pathlib import Path
+
+import pytest
+
+from ddpforge.testing import Kit, Result
+from ddpforge.testing.cases import find_cases
+
+FILE = Path(__file__).with_name("broken.py")
+
+
+def failures(name: str, *, quick: bool = True) -> dict[str, Result]:
+    with Kit(find_cases(f"{FILE}:{name}"), quick=quick) as kit:
+        return {result.check: result for result in kit.run() if result.status == "failed"}
+
+
+def line_of(text: str) -> int:
+    return FILE.read_text().splitlines().index(text) + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "says"),
+    [
+        ("Undocumented", "docstring", "found     none of its own"),
+        ("Undocumented", "options-documented", "none of `often`\n"),
+        ("Loose", "options-strict", "`thing` took"),
+        ("UnusedLayer", "unused-parameters", "`extra.weight`, `extra.bias` got no gradient"),
+        ("RandomNames", "stable-names", "only in one: layer"),
+        ("OwnGenerator", "stable-names", "`body.weight` differs between two models built after torch.manual_seed(5)"),
+        ("ReadsValues", "meta-device", "to be built on the meta device"),
+        ("Infinite", "finite", "a finite loss at the initial weights"),
+        ("NeedsOptions", "builds", "width: Field required"),
+        ("FitsNothing", "takes-a-batch", "missing 1 required positional argument: 'b'"),
+        ("Repeats", "each-sample-once", "20 of the first 40 are copies of others: samples are repeated"),
+        ("RepeatsInBatches", "batched-fetching", "to hold the samples of __getitem__"),
+        ("Restless", "deterministic", "the same samples when built twice from one seed"),
+        ("SecretlyRandom", "deterministic", "no random numbers where `random = False` says so"),
+        ("NotPicklable", "picklable", "for loader processes"),
+        ("LosesSamples", "each-sample-once", "a batch of 3 for 4 samples"),
+        ("AveragesPerBatch", "loss-is-a-sum", "it averages within a batch"),
+        ("NoisyAverage", "loss-is-a-sum", "it averages within a batch"),
+        ("CountsOnes", "count-is-additive", "1 instead of 2"),
+        ("AveragesMetrics", "metrics-are-additive", "the sum of size is"),
+        ("MeanMetric", "total-is-additive", "the sum of mean is"),
+        ("forgetful", "resumes-exactly", "other weights after step 6"),
+        ("by_norm", "element-wise", "it looks at whole parameters"),
+        ("one_group", "parameter-groups", "the two groups that it was given\nfound     1\n"),
+        ("counting", "pure", "a pure function of the step"),
+        ("negative", "finite", "at step 51 of 100"),
+        ("undefined", "finite", "a factor for step 100\nfound     IndexError"),
+        ("Raises", "never-raises", "`log` not to raise"),
+        ("NeedsItsFolder", "survives-a-broken-target", "`start` not to raise where its folder cannot be written"),
+        ("Slow", "never-raises", "a row in less than 1 s"),
+    ],
+)
+def test_a_fault_is_named_in_its_own_file(name: str, check: str, says: str) -> None:
+    found = failures(name)
+    assert check in found
+    assert says in found[check].text()
+    assert found[check].where.startswith(f"{FILE}:"), found[check].where
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "line"),
+    [
+        ("Raises", "never-raises", "            int(value)"),
+        ("ReadsValues", "meta-device", "        self.scale = self.body.weight.std().item()"),
+        ("undefined", "finite", "    return lambda step: factors[step]"),
+        (
+            "AveragesPerBatch",
+            "loss-is-a-sum",
+            "    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:",
+        ),
+    ],
+)
+def test_the_place_of_a_fault_is_its_line(name: str, check: str, line: str) -> None:
+    assert failures(name)[check].where == f"{FILE}:{line_of(line)}"
+
+
+def test_one_fault_is_one_failure() -> None:
+    """A component is not blamed for what it does well."""
+    for name, expected in (
+        ("AveragesPerBatch", {"loss-is-a-sum"}),
+        ("Repeats", {"each-sample-once"}),
+        ("counting", {"pure"}),
+        ("Raises", {"never-raises", "survives-a-broken-target"}),
+        ("UnusedLayer", {"unused-parameters"}),
+        ("FitsNothing", {"takes-a-batch"}),
+    ):
+        assert failures(name).keys() == expected, name
+
+
+def test_what_is_missing_is_said_with_what_to_write_and_where() -> None:
+    hint = failures("NeedsOptions")["builds"].hints[0]
+    assert "write `options = { width = 2 }` below [model.NeedsOptions]" in hint
+    assert "ddpforge_testing.toml beside the component" in hint
+    hint = failures("FitsNothing")["takes-a-batch"].hints[0]
+    assert 'write `data = { use = "…", … }` and `task = { use = "…", … }` below [model.FitsNothing]' in hint
+
+
+# ---------------------------------------------------------------------------------------------- several ranks
+RANKS = {
+    "DependsOnRank": ("same-on-two-ranks", "train/loss differs at step 1"),
+    "ShardsItself": ("same-on-every-rank", "rank 1 reads another sample 0"),
+    "StopsAlone": ("agrees-on-all-ranks", "on_step at step 4 is False on rank 0 and True on rank 1"),
+    "StateByRank": ("agrees-on-all-ranks", "its state is {'rank': 0} on rank 0 and {'rank': 1} on rank 1"),
+    "ForgetsItsCount": ("state-round-trip", "`seen` is 3, not 6"),
+    "LeavesWeights": ("agrees-on-all-ranks", "`evaluating` left other weights behind"),
+    "UnusedLayer": ("same-on-two-ranks", "got no gradient on rank"),
+    "ForgetsToAverage": ("trains-like-ddp", "even without accumulation and clipping: gradients are not averaged"),
+    "LosesMicroBatches": ("trains-like-ddp", "the gradients of micro-batches do not add up"),
+    "ClipsEachParameter": ("trains-like-ddp", "gradients are clipped by another norm"),
+    "SavesRounded": ("trains-like-ddp", "weights differs at step 12"),
+    "PromisesTooMuch": ("trains-like-ddp", "PromisesTooMuch promises 1 copy of the"),
+    "ForgetsMomentum": ("resumes-on-any-ranks", "after a resume at step 6, train/loss differs at step 2"),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Result]]:
+    cases = [case for name in RANKS for case in find_cases(f"{FILE}:{name}")]
+    results: dict[str, dict[str, Result]] = {name: {} for name in RANKS}
+    with Kit(cases) as kit:
+        for result in kit.run():
+            if result.status == "failed":
+                results[result.name][result.check] = result
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RANKS)
+def test_a_fault_that_takes_ranks_to_see(found: dict[str, dict[str, Result]], name: str) -> None:
+    """The cases share launches: one that fails does not hide what is wrong with the next."""
+    check, says = RANKS[name]
+    assert check in found[name]
+    assert says in found[name][check].text()

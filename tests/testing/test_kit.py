@@ -1,0 +1,270 @@
+"""The kit's doors: the command, pytest, a distribution, a file, and what its author writes beside it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from click.testing import CliRunner, Result
+from fake_distributions import forgetting_modules_below, install
+
+from ddpforge.cli import main
+from ddpforge.registry import PLUGIN_API, Registry
+from ddpforge.testing import Kit, conform
+from ddpforge.testing.cases import find_cases
+
+PARTS = '''
+    """Two schedules and a helper."""
+    from collections.abc import Callable
+    from ddpforge.interfaces import Horizon
+
+    def half(horizon: Horizon) -> Callable[[int], float]:
+        """A half."""
+        return lambda step: 0.5
+
+    def falls(horizon: Horizon) -> Callable[[int], float]:
+        """Falls below zero."""
+        return lambda step: 1.0 - step / 50
+
+    def helper(x: int) -> int:
+        return x
+'''
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    with forgetting_modules_below(tmp_path):
+        yield tmp_path
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["plugins", "test", *arguments])
+
+
+def write(name: str, text: str) -> None:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(dedent(text))
+
+
+# ---------------------------------------------------------------------------------------------- the command
+def test_a_file_is_tested_without_packaging(folder: Path) -> None:
+    write("parts.py", PARTS)
+    result = invoke("./parts.py")
+    assert result.exit_code == 1
+    assert "passed  schedule half: pure\n" in result.stdout
+    assert (
+        "failed  schedule falls: finite\n"
+        "        expected  a finite factor of at least 0\n"
+        "        found     -0.020000000000000018 at step 51 of 100\n"
+        f"        look at   {folder}/parts.py:12\n"
+    ) in result.stdout
+    assert "helper" not in result.stdout
+    assert result.stdout.endswith("13 passed, 1 failed, 0 skipped\n")
+    assert invoke("./parts.py:half").exit_code == 0
+    assert invoke("./parts.py", "--name", "half", "--kind", "schedule").exit_code == 0
+
+
+def test_json(folder: Path) -> None:
+    write("parts.py", PARTS)
+    found = json.loads(invoke("parts.py", "--json").stdout)
+    assert (found["schema_version"], found["target"], found["passed"]) == (1, "parts.py", False)
+    (failure,) = (one for one in found["results"] if one["status"] == "failed")
+    assert failure["where"] == f"{folder}/parts.py:12"
+    assert (failure["kind"], failure["name"], failure["check"]) == ("schedule", "falls", "finite")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["no-such-distribution"], "no installed distribution `no-such-distribution` provides components"),
+        (["ddpforg"], "did you mean `ddpforge`?"),
+        (["ddpforge", "--name", "mlpp"], "has no such component"),
+        (["./missing.py"], "there is no file missing.py"),
+        (["./helpers.py"], "nothing in helpers.py says of which kind it is"),
+        (["ddpforge", "--kind", "thing"], "Invalid value for '--kind'"),
+    ],
+)
+def test_nothing_to_test_is_an_error_of_usage(arguments: list[str], says: str) -> None:
+    write("helpers.py", "def helper(x: int) -> int: ...\n")
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
+def test_quick_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpforge.launch.launch", None)
+    assert invoke("ddpforge", "--quick", "--kind", "callback").exit_code == 0
+
+
+# ---------------------------------------------------------------------------------------------- what authors write
+def test_settings_give_options_companions_and_declarations() -> None:
+    write(
+        "pkg/parts.py",
+        '''
+        """A model that takes two numbers."""
+        from typing import Annotated
+        from pydantic import Field
+        from torch import Tensor, nn
+
+        class Two(nn.Module):
+            """Gives `out` numbers."""
+            def __init__(self, *, out: Annotated[int, Field(ge=1, description="How many.")]) -> None:
+                super().__init__()
+                self.layer, self.idle = nn.Linear(2, out), nn.Linear(2, 2)
+            def forward(self, x: Tensor) -> Tensor:
+                return self.layer(x)
+
+        class Points:
+            """Points."""
+            random = False
+            def __len__(self) -> int:
+                return 20
+            def __getitem__(self, index: int):
+                import torch
+                return torch.tensor([index, 1.0]), torch.tensor([1.0])
+        ''',
+    )
+    settings = """
+        [[model.Two]]
+        options = { out = 1 }
+        data = { use = "./parts.py:Points" }
+        task = { use = "regression" }
+        unused = ["idle.*"]
+        skip = { meta-device = "not today" }
+
+        [[model.Two]]
+        options = { out = 0 }
+    """
+    write("pkg/ddpforge_testing.toml", settings)
+    with Kit(find_cases("pkg/parts.py", kind="model"), quick=True) as kit:
+        found = {(result.name, result.check): result for result in kit.run()}
+    first = {check: result.status for (name, check), result in found.items() if name == "Two[1]"}
+    assert first == {check: "skipped" if check == "meta-device" else "passed" for check in first}
+    assert found["Two[1]", "meta-device"].text() == "left out: not today"
+    refused = found["Two[2]", "builds"]
+    assert "out: Input should be greater than or equal to 1" in refused.text()
+    assert refused.where == str(Path("pkg/ddpforge_testing.toml").resolve())
+    assert found["Two[2]", "finite"].text() == "cannot be tried: builds failed"
+
+
+def test_settings_may_be_in_pyproject() -> None:
+    write("pyproject.toml", "[tool.ddpforge.testing.schedule.half]\nskip = 'out of order'\n")
+    write("src/parts.py", PARTS)
+    result = invoke("src/parts.py:half")
+    assert result.exit_code == 0
+    assert "left out: out of order" in result.stdout
+
+
+def test_a_slip_in_the_settings_is_told() -> None:
+    write("parts.py", PARTS)
+    write("ddpforge_testing.toml", "[schedule.half]\nhorizn = { total = 5 }\n")
+    result = invoke("parts.py")
+    assert result.exit_code == 2
+    assert "[schedule.half] has no key `horizn`" in result.stderr
+    assert "did you mean `horizon`?" in result.stderr
+
+
+def test_here_is_the_folder_of_the_settings() -> None:
+    write(
+        "parts.py",
+        '''
+        """Reads a file."""
+        from pathlib import Path
+        from typing import Annotated
+        from pydantic import Field
+        import torch
+
+        class Lines:
+            """The lines of a file."""
+            random = False
+            def __init__(self, *, path: Annotated[Path, Field(description="The file.")]) -> None:
+                self.lines = path.read_text().split()
+            def __len__(self) -> int:
+                return len(self.lines)
+            def __getitem__(self, index: int) -> torch.Tensor:
+                return torch.tensor(float(self.lines[index]))
+        ''',
+    )
+    write("numbers.txt", "1 2 3 4 5 6 7 8 9")
+    write("ddpforge_testing.toml", '[data.Lines]\noptions = { path = "{here}/numbers.txt" }\n')
+    conform(str(Path("parts.py").resolve()), quick=True)
+
+
+# ---------------------------------------------------------------------------------------------- distributions
+@pytest.fixture
+def site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    site = folder / "site"
+    entries = {
+        "ddpforge.schedule": {"half": "halves:half", "falls": "halves:falls"},
+        "ddpforge.task": {"gone": "no_such:T"},
+    }
+    install(site, "halves-dist", entries, modules={"halves.py": PARTS})
+    monkeypatch.syspath_prepend(site)
+    return site
+
+
+def test_a_component_that_cannot_be_imported_fails_once(site: Path) -> None:
+    with Kit(find_cases("halves_dist", kind="task"), quick=True) as kit:
+        results = list(kit.run())
+    assert [result.check for result in results if result.status == "failed"] == ["importable"]
+    assert "No module named 'no_such'" in results[0].text()
+    assert all("cannot be tried: importable failed" in result.text() for result in results[1:])
+
+
+@pytest.mark.parametrize(("api", "passes"), [(PLUGIN_API, True), (PLUGIN_API + 1, False), ('"one"', False)])
+def test_a_plugin_for_a_newer_ddpforge_is_refused_in_words(folder: Path, api: object, passes: bool) -> None:
+    write("parts.py", f"{dedent(PARTS)}\nddpforge_plugin_api = {api}\n")
+    result = invoke("./parts.py:half")
+    if passes:
+        assert result.exit_code == 0
+    else:
+        assert result.exit_code == 3
+        said = str(api).strip('"')
+        assert f"is written for plugin API {said}; this ddpforge keeps version {PLUGIN_API}" in result.stderr
+        assert "update ddpforge, or install an older version of the plugin" in result.stderr
+
+
+def test_pytest_has_a_test_for_every_check(site: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--pyargs", "ddpforge.testing", "-v"]
+    entry = ["-p", "ddpforge.pytest_options"]  # an installed ddpforge says so by an entry point; this one may be older
+    installed = "pytest11" in _entry_points()
+    done = subprocess.run(
+        [*command, *([] if installed else entry), "--ddpforge-dist=halves-dist", "--ddpforge-kind=schedule"],
+        capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "test_component[schedule-half-pure] PASSED" in done.stdout
+    assert "test_component[schedule-falls-finite] FAILED" in done.stdout
+    assert "found     -0.020000000000000018 at step 51 of 100" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def _entry_points() -> set[str]:
+    from importlib import metadata
+
+    return {point.group for point in metadata.distribution("ddpforge").entry_points}
+
+
+# ---------------------------------------------------------------------------------------------- ddpforge's own
+def test_every_built_in_component_keeps_its_contract() -> None:
+    conform("ddpforge", quick=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["callback", "data", "model"])
+def test_built_in_components_are_the_same_on_all_ranks(kind: str) -> None:
+    conform("ddpforge", kind=kind)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name", [entry.name for entry in Registry.installed().entries("strategy") if entry.distribution == "ddpforge"]
+)
+def test_built_in_strategies_train_alike(name: str) -> None:
+    conform("ddpforge", kind="strategy", names=[name])

@@ -1,0 +1,79 @@
+"""The tutorial and the how-to of plugins say what happens: their code is run as they tell it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from fake_distributions import forgetting_modules_below
+
+from ddpforge.cli import main
+from ddpforge.testing.cases import _DECLARED, _SECTIONS
+from ddpforge.testing.checks import checks_of
+
+DOCS = Path(__file__).parents[2] / "docs"
+TUTORIAL = (DOCS / "tutorial-plugin.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", TUTORIAL, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def focal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder as the tutorial leaves it."""
+    monkeypatch.chdir(tmp_path)
+    for text in blocks("python"):
+        (tmp_path / text.split()[1]).write_text(text)
+    recipe, project = blocks("toml")
+    (tmp_path / "recipe.toml").write_text(recipe)
+    (tmp_path / "pyproject.toml").write_text(project)
+    return tmp_path
+
+
+def test_it_is_less_than_40_lines_of_code() -> None:
+    component, test = blocks("python")
+    lines = [line for line in (component + test + blocks("toml")[1]).splitlines() if line.strip()]
+    assert len([line for line in lines if not line.startswith("#")]) < 40
+
+
+def test_the_file_passes_and_the_mistake_is_found_in_the_words_shown(focal: Path) -> None:
+    invoke = CliRunner().invoke
+    with forgetting_modules_below(focal):
+        assert invoke(main, ["plugins", "test", "./focal.py"]).exit_code == 0
+    (focal / "focal.py").write_text((focal / "focal.py").read_text().replace(").sum()", ").mean()"))
+    with forgetting_modules_below(focal):
+        result = invoke(main, ["plugins", "test", "./focal.py"])
+    assert result.exit_code == 1
+    (shown,) = blocks("text")
+    number = r"[0-9]+\.[0-9]+"  # differs between versions of torch
+    shown = re.sub(number, "N", shown.replace("/home/you/focal", str(focal)))
+    assert shown in re.sub(number, "N", result.stdout)
+
+
+@pytest.mark.slow
+def test_the_package_installs_and_passes_its_own_test_and_trains(focal: Path) -> None:
+    offline = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *offline, "--target", "site", "."]
+    subprocess.run(command, check=True, capture_output=True)
+    environment = os.environ | {"PYTHONPATH": "site", "OMP_NUM_THREADS": "1"}
+    for words in (
+        ["ddpforge", "plugins", "show", "focal"],
+        ["pytest", "-q", "test_focal.py"],
+        ["ddpforge", "launch", "recipe.toml", "--nproc=2", "--set=train.length=3st"],
+    ):
+        done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_how_to_names_every_check_and_every_key() -> None:
+    page = (DOCS / "how-to/test-a-plugin.md").read_text()
+    table = page.partition("## What is checked")[2]
+    for kind in ("model", "data", "task", "metric", "optimizer", "schedule", "strategy", "tracker", "callback"):
+        for check in checks_of(kind):
+            assert f"`{check.name}`" in table, check.name
+    for key in (*_SECTIONS, "options", "skip", *(key for keys in _DECLARED.values() for key in keys)):
+        assert re.search(rf"\b{key}\b", page), key
