@@ -379,7 +379,8 @@ class Strategy(ABC):
     def step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
         """Clips, updates the weights and clears the gradients; returns the norm before clipping (0-d, float32).
 
-        When the norm is not finite the update must not happen, on any rank. No host-device synchronisation.
+        When the norm is not finite the update must not happen, on any rank; whether it is finite must be the same on
+        all ranks, which decide by it without talking. No host-device synchronisation.
         """
 
     def explore(self, model: nn.Module, optimizer: Exploring) -> Tensor:
@@ -407,7 +408,11 @@ class Strategy(ABC):
         """Rank 0's `value` on every rank; a small picklable object."""
 
     def sync_buffers(self, model: nn.Module) -> None:
-        """Makes the buffers equal on all ranks: BatchNorm's statistics their mean over ranks, others rank 0's."""
+        """Makes the buffers equal on all ranks: BatchNorm's statistics their mean over ranks, others rank 0's.
+
+        Called on every rank before every evaluation and every save: a strategy whose ranks come apart in between makes
+        them equal here.
+        """
 
     # -- to disk and back
     @abstractmethod

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -24,11 +23,12 @@ from ddpforge.errors import CheckpointError, Diverged, StrategyError, UsageError
 from ddpforge.interfaces import Callback, Exploring, Schedule, StepInfo, Strategy, Task, Total, Tracker, World
 from ddpforge.norms import Norms
 from ddpforge.pace import Alarm, Cadence, Window, in_steps
+from ddpforge.progress import Progress
 from ddpforge.recipe.schema import Recipe
 from ddpforge.signals import StopRequests
 from ddpforge.statistics import Statistics
 
-__all__ = ["Progress", "Trainer"]
+__all__ = ["Trainer"]
 
 log = logging.getLogger("ddpforge")
 
@@ -36,27 +36,6 @@ _AGREE_SECONDS = 1.0  # how long a stop request on one rank may go unnoticed by 
 _MOST_SKIPS = 100  # steps in a row without a finite gradient, after which skipping is no longer training
 _MOST_ROLLBACKS = 10
 _FORWARD, _EVALUATION = 0xF03A, 0xE7A1  # keep the random numbers of forward passes apart from those of the data
-
-
-@dataclass
-class Progress:
-    """Where a run stands. With the recipe's seed this is the whole state of data order and randomness."""
-
-    step: int = 0
-    samples: int = 0
-    seconds: float = 0.0  # wall time, over all attempts
-    skipped: int = 0  # steps whose gradient was not finite
-    left_out: set[int] = field(default_factory=set)  # steps that a rollback decided not to train on
-
-    def to_json(self) -> dict[str, Any]:
-        """What a checkpoint stores beside step and samples."""
-        return {"seconds": self.seconds, "skipped": self.skipped, "left_out": sorted(self.left_out)}
-
-    @classmethod
-    def of(cls, facts: Facts) -> Progress:
-        """Where a checkpoint was saved."""
-        stored: dict[str, Any] = dict(facts.position)
-        return cls(facts.step, facts.samples, left_out=set(stored.pop("left_out")), **stored)
 
 
 class _GoBack(Exception):

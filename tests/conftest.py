@@ -8,7 +8,6 @@ import pytest
 import torch
 from ranks import Ranks, Zygote
 
-
 PLUGINS = ",".join(path.name for path in (Path(__file__).parents[1] / "plugins").glob("*"))
 
 

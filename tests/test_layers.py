@@ -27,6 +27,7 @@ LAYERS = [
     {"parity", "run"},
     {"assemble"},
     {"trainer"},
+    {"progress"},
     {"blocks", "checkpoint", "contract", "data", "norms", "pace", "statistics"},
     # ------------------------------------------------------------------------ nothing below imports torch
     {"runfolder"},

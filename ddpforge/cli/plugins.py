@@ -157,7 +157,7 @@ def test(target: str, kind: str | None, names: tuple[str, ...], quick: bool, as_
     """Check that the components of a plugin keep the contracts of their kinds.
 
     DIST_OR_FILE is an installed distribution, or a file: ./parts.py, or ./parts.py:Name for one component of it. Exit
-    codes: 0 all checks passed, 1 some failed, 2 there is nothing to test.
+    codes: 0 all checks passed, 1 some failed, 2 there is nothing to test, 3 a file cannot be imported.
     """
     from ddpforge.testing import Kit
     from ddpforge.testing.cases import find_cases

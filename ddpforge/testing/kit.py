@@ -10,7 +10,7 @@ from types import TracebackType
 from ddpforge.errors import ForgeError
 from ddpforge.testing.cases import Case, find_cases
 from ddpforge.testing.checks import Check, checks_of
-from ddpforge.testing.report import Breach, NotApplicable, Result, place_of
+from ddpforge.testing.report import Breach, Interrupted, NotApplicable, Result, place_of
 from ddpforge.testing.worlds import Worlds
 
 __all__ = ["Kit", "conform"]
@@ -60,6 +60,8 @@ class Kit:
             check.function(case, self._worlds)
         except NotApplicable as reason:
             return verdict("skipped", found=str(reason))
+        except Interrupted:
+            raise
         except Breach as breach:
             failure = breach
         except Exception as error:

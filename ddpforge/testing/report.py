@@ -9,7 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Breach", "NotApplicable", "Result", "blame", "place_of", "source_of"]
+from ddpforge.errors import ExitCode, ForgeError
+
+__all__ = ["Breach", "Interrupted", "NotApplicable", "Result", "blame", "place_of", "source_of"]
+
+
+class Interrupted(ForgeError):
+    """Somebody stopped ranks that the kit had started, and meant the kit."""
+
+    exit_code = ExitCode.INTERRUPTED
 
 
 class Breach(Exception):

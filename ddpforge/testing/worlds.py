@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +14,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddpforge import launch
-from ddpforge.errors import PluginError
+from ddpforge.errors import ExitCode, PluginError
 from ddpforge.parity.compare import TOLERANCES, Point, Quantity, Record, compare, first_drift
 from ddpforge.testing.cases import Case
-from ddpforge.testing.report import Breach
+from ddpforge.testing.report import Breach, Interrupted
 from ddpforge.testing.trial import settle
 
-__all__ = ["Worlds", "drift_text", "same_training", "write_recipe"]
+__all__ = ["Worlds", "drift_text", "same_training", "stopped", "write_recipe"]
 
 _JOBS = {"model": {2: "train", 1: "train"}, "data": {2: "data"}, "callback": {2: "callback"}}
 _LINES = 15  # of what a failed world said
@@ -109,13 +110,20 @@ class Worlds:
         output = self.folder / "output.log"
         with output.open("wb") as file:
             command = [*run[: run.index("ddpforge")], "ddpforge.testing.job", str(written)]
-            launch.launch(command, nproc=nproc, output=file)
+            stopped(launch.launch(command, nproc=nproc, output=file))
 
         for order in orders:
             order.outcome = _outcome(order, nproc)
             if order.outcome is None or isinstance(order.outcome, Breach):
                 order.outcome = order.outcome or _silent(output.read_text(errors="replace"))
                 return
+
+
+def stopped(code: int) -> int:
+    """The exit code of ranks; raises Interrupted where it says that they were stopped."""
+    if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED, 128 + signal.SIGTERM):
+        raise Interrupted("stopped; not all checks were made")
+    return code
 
 
 def _tables(case: Case, job: str) -> dict[str, Any]:

@@ -101,6 +101,14 @@ def test_quick_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert invoke("ddpforge", "--quick", "--kind", "callback").exit_code == 0
 
 
+@pytest.mark.parametrize("code", [75, 130, 143])
+def test_stopping_its_ranks_stops_the_kit(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    monkeypatch.setattr("ddpforge.launch.launch", lambda *_, **__: code)
+    result = invoke("ddpforge", "--kind", "callback", "--name", "ema")
+    assert result.exit_code == 130
+    assert "stopped; not all checks were made" in result.stderr
+
+
 # ---------------------------------------------------------------------------------------------- what authors write
 def test_settings_give_options_companions_and_declarations() -> None:
     write(

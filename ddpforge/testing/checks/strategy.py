@@ -19,7 +19,7 @@ from ddpforge.testing import companions
 from ddpforge.testing.cases import Case
 from ddpforge.testing.checks import check
 from ddpforge.testing.report import Breach, NotApplicable, source_of
-from ddpforge.testing.worlds import Worlds, drift_text, write_recipe
+from ddpforge.testing.worlds import Worlds, drift_text, stopped, write_recipe
 from ddpforge.trackers.jsonl import read_metrics
 
 _STEPS, _MIDDLE = 12, 6
@@ -166,7 +166,7 @@ class _Run:
         command = launch.torchrun_command([str(recipe), f"--out={worlds.folder / 'runs'}"], nproc=self.ranks)
         output = worlds.folder / f"{self.name}.log"
         with output.open("wb") as file:
-            code = launch.launch(command, nproc=self.ranks, output=file)
+            code = stopped(launch.launch(command, nproc=self.ranks, output=file))
         if code:
             said = output.read_text(errors="replace").replace(str(folder), str(self.case.base.resolve()))
             lines = said.rstrip().splitlines()[-_LINES:]

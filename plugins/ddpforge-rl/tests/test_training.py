@@ -8,7 +8,14 @@ import pytest
 
 Train = Callable[..., list[dict[str, Any]]]
 
-SHORT = ("train.length=8st", "train.eval_every=4st", "track.every=1st", "data.eval.count=6", "task.max_steps=120")
+SHORT = (
+    "schedule.use=constant",
+    "train.length=8st",
+    "train.eval_every=4st",
+    "track.every=1st",
+    "data.eval.count=6",
+    "task.max_steps=120",
+)
 WATCH = """
 from pathlib import Path
 from ddpforge.interfaces import Callback
@@ -77,4 +84,4 @@ def test_sharded_policies_play_the_same_episodes(train: Train) -> None:
 def test_cartpole_is_learnt(train: Train) -> None:
     rows = train("cartpole", ranks=2)
     assert curve(rows, "train/return")[0] < 60
-    assert curve(rows, "eval/return")[-1] >= 150
+    assert curve(rows, "eval/return")[-1] >= 400

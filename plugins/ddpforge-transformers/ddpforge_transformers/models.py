@@ -108,7 +108,8 @@ def _model(auto: Any, config: PreTrainedConfig, pretrained: str | None, attentio
             model = auto.from_config(config, **how)
     except (ValueError, ImportError) as error:
         raise ValueError(f"transformers cannot build this {config.model_type}: {error}") from error
-    model.repeated = list(_lists_of_blocks(model))  # type: ignore[assignment]
+    if lists := list(_lists_of_blocks(model)):  # where its authors say nothing, ddpforge looks for blocks itself
+        model.repeated = lists  # type: ignore[assignment]
     return model
 
 

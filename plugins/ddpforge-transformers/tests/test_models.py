@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import TINY
 from torch import nn
-from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, GPT2LMHeadModel, GPT2Model
 
 from ddpforge_transformers.models import causal_lm, sequence_classification
 
@@ -28,10 +28,16 @@ def test_random_weights_are_those_of_transformers() -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "names"),
-    [("llama", ["LlamaDecoderLayer"] * 2), ("gpt2", ["GPT2Block"] * 3), ("bert", ["BertLayer"] * 2)],
+    [("llama", ["LlamaDecoderLayer"] * 2), ("gpt2", ["GPT2Block"] * 3)],
 )
 def test_blocks_are_those_that_must_not_be_split(model_type: str, names: list[str]) -> None:
     assert blocks(sequence_classification(classes=2, model_type=model_type, options=TINY[model_type])) == names
+
+
+def test_models_whose_authors_say_nothing_are_left_to_ddpforge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GPT2LMHeadModel, "_no_split_modules", None)
+    monkeypatch.setattr(GPT2Model, "_no_split_modules", None)
+    assert not hasattr(causal_lm(model_type="gpt2", options=TINY["gpt2"]), "repeated")
 
 
 def test_saved_weights_are_loaded_in_float32(tmp_path: Path) -> None:

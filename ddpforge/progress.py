@@ -1,0 +1,31 @@
+"""Where a run stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpforge.checkpoint.contents import Facts
+
+__all__ = ["Progress"]
+
+
+@dataclass
+class Progress:
+    """Where a run stands. With the recipe's seed this is the whole state of data order and randomness."""
+
+    step: int = 0
+    samples: int = 0
+    seconds: float = 0.0  # wall time, over all attempts
+    skipped: int = 0  # steps whose gradient was not finite
+    left_out: set[int] = field(default_factory=set)  # steps that a rollback decided not to train on
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint stores beside step and samples."""
+        return {"seconds": self.seconds, "skipped": self.skipped, "left_out": sorted(self.left_out)}
+
+    @classmethod
+    def of(cls, facts: Facts) -> Progress:
+        """Where a checkpoint was saved."""
+        stored: dict[str, Any] = dict(facts.position)
+        return cls(facts.step, facts.samples, left_out=set(stored.pop("left_out")), **stored)
