@@ -279,19 +279,26 @@ def _installed(path: tuple[str, ...], disabled: str) -> Registry:
     # Parsing a hundred distributions' metadata takes longer than everything else that a recipe needs, so only
     # those whose raw text mentions a group of ours are looked at.
     names = {
-        _normalise(found.name)
+        _normalise(name)
         for found in metadata.distributions(path=list(path))
         if "ddpforge." in (found.read_text("entry_points.txt") or "")
-        and found.name  # absent in the remains of an interrupted uninstall, which pip does not see either
+        and (name := _about(found).get("Name"))  # absent in the remains of an interrupted uninstall
     }
     names -= {_normalise(name) for name in disabled.split(",")}
     return Registry(entry for name in names for entry in _declared(name, path))
 
 
+def _about(distribution: metadata.Distribution) -> dict[str, str]:
+    """The first lines of a distribution's metadata, read without the parser for mail that `metadata` uses."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    lines = (line.partition(": ") for line in text.partition("\n\n")[0].splitlines())
+    return {key: value for key, colon, value in lines if colon}
+
+
 def _declared(name: str, path: tuple[str, ...]) -> Iterable[Entry]:
     # The first distribution of a name on the path is the one that imports, whatever another one registers.
     distribution = next(iter(metadata.distributions(name=name, path=list(path))))
-    about = distribution.metadata  # parsed anew each time it is asked for
+    about = _about(distribution)
     for point in distribution.entry_points:
         kind = point.group.removeprefix("ddpforge.")
         if point.group.startswith("ddpforge.") and kind in KINDS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddpforge.testing.cases import Case
 from ddpforge.testing.checks import check
-from ddpforge.testing.report import Breach
+from ddpforge.testing.report import Breach, NotApplicable
 from ddpforge.testing.worlds import Worlds
 
 
@@ -26,6 +26,8 @@ def agrees(case: Case, worlds: Worlds) -> None:
 def state_round_trip(case: Case, worlds: Worlds) -> None:
     """A run that is resumed from a checkpoint ends with the state of one that was not interrupted."""
     outcome = worlds.outcome(case, "callback", 2)
+    if outcome.get("disagreement"):
+        raise NotApplicable("cannot be tried: agrees-on-all-ranks failed")
     if told := outcome.get("state"):
         raise Breach(
             "the same state with and without an interruption",
