@@ -5,13 +5,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 PLUGINS := $(wildcard plugins/*)
 
-.PHONY: run test test-all test-fast lint clean
+.PHONY: run test test-all test-fast test-plugins lint clean
 
 run: $(VENV)/installed    ## train the digits recipe on 2 processes
 	$(BIN)/ddpforge launch digits --nproc 2 --fresh
 
-test: lint                ## everything: style, types, all tests
+test: lint                ## everything: style, types, all tests, and those of the plugins
 	$(BIN)/python -m pytest
+	$(MAKE) test-plugins
+
+test-plugins: $(VENV)/installed    ## each in its own folder, as its author would
+	set -e; for plugin in $(PLUGINS); do (cd $$plugin && $(CURDIR)/$(BIN)/python -m pytest); done
 
 test-all: lint            ## also all strategy pairs and 320 random kills: a quarter of an hour more
 	$(BIN)/python -m pytest -m "full or not full"

@@ -97,8 +97,7 @@ def _try(case: Case) -> Trial:
     data = case.companion("data", seed=0)
     task = case.build() if case.kind == "task" else case.companion("task")
     batch = first_batch(data).data
-    if case.kind != "task":
-        task.check(model, data)
+    task.check(model, data)
     loss, outputs = task.loss(model, batch)
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"loss returned a {type(loss).__name__}")

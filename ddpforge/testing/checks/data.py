@@ -44,12 +44,14 @@ def is_stream(data: Any) -> bool:
     return hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
 
 
-def batches(data: Any, *, rank: int = 0, ranks: int = 1, shuffle: bool = False, seed: int = 0) -> Iterator[Any]:
-    """What a rank is given of one pass, a batch of up to 4 samples at a time; stand-ins left out."""
+def batches(
+    data: Any, *, rank: int = 0, ranks: int = 1, micro: int = 4, shuffle: bool = False, seed: int = 0
+) -> Iterator[Any]:
+    """What a rank is given of one pass, a batch of up to `micro` samples at a time; stand-ins left out."""
     opened = open_data(
         data if is_stream(data) else Window(data),
         global_batch=8,
-        share=Share(rank, ranks, 4),
+        share=Share(rank, ranks, micro),
         seed=seed,
         shuffle=shuffle,
         drop_last=False,
@@ -57,8 +59,8 @@ def batches(data: Any, *, rank: int = 0, ranks: int = 1, shuffle: bool = False, 
         prefetch=2,
         pin=False,
     )
-    source = opened.evaluation() if not shuffle else islice(opened.training(0), LOOK // 4)
-    for micro in islice(source, LOOK // 4):
+    source = opened.evaluation() if not shuffle else islice(opened.training(0), LOOK // micro)
+    for micro in islice(source, LOOK // micro):
         if micro.samples:
             held = size(micro.data)
             if held != micro.samples:
@@ -133,8 +135,11 @@ def each_sample_once(case: Case, worlds: Worlds) -> None:
     """Two ranks together get every sample exactly once."""
     data = _build(case)
     try:
-        alone = Counter(_singles(batches(data)))
-        together = Counter(one for rank in (0, 1) for one in _singles(batches(data, rank=rank, ranks=2)))
+        for _ in batches(data):  # whole batches hold what was asked for
+            pass
+        # One by one, because a batch may be padded to its longest sample.
+        alone = Counter(_singles(batches(data, micro=1)))
+        together = Counter(one for rank in (0, 1) for one in _singles(batches(data, rank=rank, ranks=2, micro=1)))
     except (Breach, ValueError):
         raise
     except Exception as error:
