@@ -60,16 +60,16 @@ def batches(
         pin=False,
     )
     source = opened.evaluation() if not shuffle else islice(opened.training(0), LOOK // micro)
-    for micro in islice(source, LOOK // micro):
-        if micro.samples:
-            held = size(micro.data)
-            if held != micro.samples:
+    for given in islice(source, LOOK // micro):
+        if given.samples:
+            held = size(given.data)
+            if held != given.samples:
                 raise Breach(
                     "batches with one sample for each that was asked for",
-                    f"a batch of {held} for {micro.samples} samples",
+                    f"a batch of {held} for {given.samples} samples",
                     hints=["look at __getitems__ and collate"],
                 )
-            yield micro.data
+            yield given.data
 
 
 @check("length", "data")
