@@ -286,9 +286,9 @@ def asynchronous_io() -> None:
 @pytest.mark.parametrize(
     "where",
     [
-        pytest.param(DISK, id="optimizer", marks=pytest.mark.slow),
-        pytest.param(f'{HOST}\noffload_parameters = "nvme"\nnvme_path = "."', id="weights", marks=pytest.mark.slow),
-        pytest.param(ALL_ON_DISK, id="all"),
+        pytest.param(DISK, id="optimizer", marks=pytest.mark.full),
+        pytest.param(f'{HOST}\noffload_parameters = "nvme"\nnvme_path = "."', id="weights", marks=pytest.mark.full),
+        pytest.param(ALL_ON_DISK, id="all", marks=pytest.mark.slow),
     ],
 )
 def test_offload_to_disk_changes_nothing(bench: Bench, asynchronous_io: None, where: str) -> None:
@@ -314,7 +314,7 @@ def test_offload_to_disk_changes_nothing(bench: Bench, asynchronous_io: None, wh
     assert bench.column("parts", "eval/loss") == bench.column("disk", "eval/loss")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_goes_on_from_and_to_disk(bench: Bench, asynchronous_io: None) -> None:
     options: dict[str, Any] = {"parts": WIDE, "length": "8st", "more": EMA}
     bench("whole", DDP, **options)

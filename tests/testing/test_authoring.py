@@ -108,7 +108,9 @@ def test_their_own_tests_pass(installed: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["model", "data", "callback", "strategy"])
+@pytest.mark.parametrize(
+    "kind", ["model", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("data", "callback", "strategy"))]
+)
 def test_their_own_tests_pass_also_where_they_start_ranks(installed: Path, kind: str) -> None:
     done = own_tests(installed, kind)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -134,7 +136,7 @@ def test_an_editable_install_is_tested_too(installed: Path, tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["model", "strategy"])
 def test_their_recipes_train(installed: Path, kind: str) -> None:
     done = run(installed, "ddpforge", "launch", f"try_{kind}/recipe.toml", "--nproc=2", "--set=train.length=3st")

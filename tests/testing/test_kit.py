@@ -265,7 +265,9 @@ def test_every_built_in_component_keeps_its_contract() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["callback", "data", "model"])
+@pytest.mark.parametrize(
+    "kind", ["model", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("callback", "data"))]
+)
 def test_built_in_components_are_the_same_on_all_ranks(kind: str) -> None:
     conform("ddpforge", kind=kind)
 
