@@ -281,7 +281,10 @@ def main() -> None:
         if options.ranks == 1:
             run_rank(0, options, folder, 0)
         else:
-            mp.spawn(run_rank, (options, folder, 29517), nprocs=options.ranks)
+            try:
+                mp.spawn(run_rank, (options, folder, 29517), nprocs=options.ranks)
+            except mp.ProcessExitedException as missed:
+                sys.exit(missed.exit_code)
 
 
 if __name__ == "__main__":
