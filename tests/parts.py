@@ -5,6 +5,7 @@ Recipes in tests name them as `./parts.py:Name`; the fixture `write_recipe` puts
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -114,7 +115,9 @@ class NoDisk(Callback):
     def on_step(self, info: StepInfo) -> None:
         aside = self.folder.with_name("aside")
         if self.is_main and info.step in (self.begin, self.end):
-            time.sleep(1)  # what is being written in the background is done by then
+            for thread in threading.enumerate():
+                if thread.name.startswith("checkpoint writer"):
+                    thread.join()
         if self.is_main and info.step == self.begin:
             self.folder.rename(aside)
             self.folder.touch()
