@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -222,7 +222,7 @@ class Trainer:
         self,
         step: int,
         micro_batches: Iterable[MicroBatch],
-        scale: Callable[[], Tensor | float],
+        scale: Tensor | float,
         model: nn.Module,
         optimizer: Optimizer,
     ) -> Tensor:
@@ -247,31 +247,26 @@ class Trainer:
 
     def _weigh(
         self, first: MicroBatch, micro_batches: Iterator[MicroBatch]
-    ) -> tuple[Iterable[MicroBatch], Callable[[], Tensor | float]]:
-        """The step's micro-batches, and what gives the factor on their summed losses.
+    ) -> tuple[Iterable[MicroBatch], Tensor | float]:
+        """The step's micro-batches, and the factor on their summed losses.
 
         The factor turns the mean over data ranks, which every strategy takes of the gradients, into the mean over
         the items of the whole step. How many samples a step has is arithmetic; items that only the batches know
-        (tokens) are counted on all ranks before the first backward pass, and after the first forward pass: under
-        sharding ranks are in step by then and do not wait for each other once more.
+        (tokens) are counted on all ranks before the first backward pass.
         """
         if self.task.count(first.data) is None:
-            factor = self.world.data_size / first.step_samples
-            return micro_batches, lambda: factor
+            return micro_batches, self.world.data_size / first.step_samples
         batches = list(micro_batches)
         mine = torch.stack([torch.as_tensor(self._items(micro)) for micro in batches]).sum()
-        return batches, cache(lambda: self.world.data_size / self.strategy.total(mine).clamp(min=1))
+        return batches, self.world.data_size / self.strategy.total(mine).clamp(min=1)
 
-    def _micro_step(
-        self, step: int, micro: MicroBatch, scale: Callable[[], Tensor | float], *, measure: bool
-    ) -> dict[str, Total]:
+    def _micro_step(self, step: int, micro: MicroBatch, scale: Tensor | float, *, measure: bool) -> dict[str, Total]:
         seed_all(mix(self.settings.seed, _FORWARD, step, micro.number, micro.shard), self.world.device)
         batch = to_device(micro.data, self.world.device)
         with self.strategy.micro_step(self.model, last=micro.last):
             with self.strategy.forward():
                 loss, outputs = self.task.loss(self.model, batch)
-            factor = scale()  # on every rank, also for a stand-in: it is a collective
-            self.strategy.backward(loss * factor if micro.samples else loss * 0.0)
+            self.strategy.backward(loss * scale if micro.samples else loss * 0.0)
         return self._totals(micro, batch, loss, outputs, measure=measure)
 
     def _totals(self, micro: MicroBatch, batch: Any, loss: Tensor, outputs: Any, *, measure: bool) -> dict[str, Total]:
