@@ -401,7 +401,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def total(self, count: Tensor) -> Tensor:
-        """`count` summed over data ranks, on the device, without waiting for it."""
+        """`count` (0-d) summed over data ranks, on the device; may be on its way until something is done with it."""
 
     @abstractmethod
     def broadcast(self, value: T) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -199,30 +200,37 @@ class Trainer:
             group["lr"] = rate * factor
 
         first = next(source)
-        micro_batches, scale = self._weigh(first, _until_last(first, source))
+        micro_batches = _until_last(first, source)
         totals: dict[str, Total] = {}
-        trains = step not in self.progress.left_out
-        if self._passes > 1:
-            micro_batches = list(micro_batches)
-        for micro in micro_batches:
-            if trains:
-                self._statistics.enter(micro.shard)
-                _add(totals, self._micro_step(step, micro, scale, measure=measure))
-
-        if trains:
-            self._statistics.leave()
-            update = self.strategy.step if self._passes == 1 else partial(self._explore, step, micro_batches, scale)
-            self._norms.add(step, update(self.model, self.optimizer))
+        if step in self.progress.left_out:
+            deque(micro_batches, maxlen=0)
+        else:
+            totals = self._update(step, first, micro_batches, measure=measure)
         self.progress.step = step
         self.progress.samples += first.step_samples
         self._window.add(first.step_samples)
+        return totals
+
+    def _update(self, step: int, first: MicroBatch, source: Iterator[MicroBatch], *, measure: bool) -> dict[str, Total]:
+        """Forward and backward of all micro-batches of a step, and the update of the weights."""
+        micro_batches, items = self._count(first, source)
+        if self._passes > 1:
+            micro_batches = list(micro_batches)
+        totals: dict[str, Total] = {}
+        for micro in micro_batches:
+            self._statistics.enter(micro.shard)
+            _add(totals, self._micro_step(step, micro, items, measure=measure))
+        self._statistics.leave()
+
+        update = self.strategy.step if self._passes == 1 else partial(self._explore, step, micro_batches, items)
+        self._norms.add(step, update(self.model, self.optimizer))
         return totals
 
     def _explore(
         self,
         step: int,
         micro_batches: Iterable[MicroBatch],
-        scale: Tensor | float,
+        items: Tensor | int,
         model: nn.Module,
         optimizer: Optimizer,
     ) -> Tensor:
@@ -235,7 +243,7 @@ class Trainer:
                 exploring.restore()
                 break
             for micro in micro_batches:
-                self._micro_step(step, micro, scale, measure=False)
+                self._micro_step(step, micro, items, measure=False)
             for buffer, value in buffers:
                 buffer.copy_(value)
         else:
@@ -245,27 +253,28 @@ class Trainer:
             self.strategy.weights(model, optimizer).changed()
         return norm
 
-    def _weigh(
+    def _count(
         self, first: MicroBatch, micro_batches: Iterator[MicroBatch]
-    ) -> tuple[Iterable[MicroBatch], Tensor | float]:
-        """The step's micro-batches, and the factor on their summed losses.
+    ) -> tuple[Iterable[MicroBatch], Tensor | int]:
+        """The step's micro-batches, and how many items they have on all ranks together.
 
-        The factor turns the mean over data ranks, which every strategy takes of the gradients, into the mean over
-        the items of the whole step. How many samples a step has is arithmetic; items that only the batches know
-        (tokens) are counted on all ranks before the first backward pass.
+        How many samples a step has is arithmetic; items that only the batches know (tokens) are counted on all ranks
+        while the first forward pass runs.
         """
         if self.task.count(first.data) is None:
-            return micro_batches, self.world.data_size / first.step_samples
+            return micro_batches, first.step_samples
         batches = list(micro_batches)
         mine = torch.stack([torch.as_tensor(self._items(micro)) for micro in batches]).sum()
-        return batches, self.world.data_size / self.strategy.total(mine).clamp(min=1)
+        return batches, self.strategy.total(mine)
 
-    def _micro_step(self, step: int, micro: MicroBatch, scale: Tensor | float, *, measure: bool) -> dict[str, Total]:
+    def _micro_step(self, step: int, micro: MicroBatch, items: Tensor | int, *, measure: bool) -> dict[str, Total]:
         seed_all(mix(self.settings.seed, _FORWARD, step, micro.number, micro.shard), self.world.device)
         batch = to_device(micro.data, self.world.device)
         with self.strategy.micro_step(self.model, last=micro.last):
             with self.strategy.forward():
                 loss, outputs = self.task.loss(self.model, batch)
+            # Every strategy takes the mean of the gradients over data ranks; this makes it that over the step's items.
+            scale = self.world.data_size / (items.clamp(min=1) if isinstance(items, Tensor) else items)
             self.strategy.backward(loss * scale if micro.samples else loss * 0.0)
         return self._totals(micro, batch, loss, outputs, measure=measure)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
 import psutil
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from accelerate import Accelerator
 from accelerate.commands.config import default_config_file, load_config_from_file
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, KwargsHandler, patch_environment
@@ -281,11 +282,12 @@ class AcceleratedStrategy(Strategy):
         return dict(zip(totals, (sum_ / count if count else math.nan for sum_, count in pairs), strict=True))
 
     def total(self, count: Tensor) -> Tensor:
-        """`count` summed over ranks."""
+        """`count` summed over ranks; the first operation on it waits for it, on gloo too."""
         count = count.to(self.world.device, non_blocking=True)
-        if self.world.size > 1:
-            dist.all_reduce(count)
-        return count
+        if self.world.size == 1:
+            return count
+        summed: Tensor = functional.all_reduce(count, "sum", cast(dist.ProcessGroup, dist.group.WORLD))
+        return summed
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value`."""
