@@ -159,6 +159,7 @@ def by_hand(row: Row, options: argparse.Namespace) -> None:
         deepspeed_by_hand(model, data, steps, report, options.micro_batch, row.stage)
     write_result([(now - then) / options.steps for now, then in zip(clocks(), began, strict=True)])
     dist.destroy_process_group()
+    os._exit(0)  # now and then the interpreter aborts in the threads that DeepSpeed leaves behind
 
 
 def fsdp_by_hand(model: nn.Module, data: Iterator[list[Tensor]], steps: range, report: Report) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from ddpforge.errors import PluginError, StrategyError
 from ddpforge.interfaces import Contract, Strategy, Weights, World
 
-__all__ = ["Size", "count_parameters", "prove"]
+__all__ = ["Size", "contract_of", "count_parameters", "prove"]
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,23 @@ def count_parameters(model: nn.Module) -> Size:
     return Size(sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains))
 
 
+def contract_of(strategy: Strategy) -> Contract:
+    """What the strategy promises; raises PluginError when it promises nothing."""
+    if not isinstance(contract := getattr(strategy, "contract", None), Contract):
+        raise PluginError(
+            f"{type(strategy).__name__} has no contract",
+            hints=["set `contract = Contract(…)` on the class or in __init__"],
+        )
+    return contract
+
+
 def prove(strategy: Strategy, world: World, weights: Weights, size: Size) -> None:
     """Raises StrategyError unless the weights are of the promised dtype and spread over the ranks as promised.
 
     Every rank counts the elements that its optimizer updates. Together they are the model once for every copy that
     the contract names: a strategy that was to shard and did not, or the other way round, is found here.
     """
-    name = type(strategy).__name__
-    if not isinstance(contract := getattr(strategy, "contract", None), Contract):
-        raise PluginError(f"{name} has no contract", hints=["set `contract = Contract(…)` on the class or in __init__"])
+    name, contract = type(strategy).__name__, contract_of(strategy)
     parts = weights.parts()
     for parameter, part in parts.items():
         dtype = str(part.tensor.dtype).removeprefix("torch.")

@@ -105,11 +105,14 @@ class Contract:
     """What a strategy promises: shown by `ddpforge show`, and proven at the start of a run.
 
     `shards` says of what each rank holds only a part, and `copies` how often the parts exist among all ranks; where
-    the optimizer's state is sharded, the weights that the optimizer updates are sharded like it.
+    the optimizer's state is sharded, the weights that the optimizer updates are sharded like it. Where ranks average
+    weights now and then, and not gradients at every step, each clips its own gradient, and the norm that
+    `Strategy.step` returns has no counterpart under other strategies.
     """
 
     shards: tuple[Sharded, ...] = ()
     copies: int = 1
+    averages: Literal["gradients", "weights"] = "gradients"
     master_dtype: str = "float32"  # of the weights that the optimizer updates, as torch spells it
     reduce_dtype: str = "float32"  # in which gradients are summed over ranks
     clips: str  # who clips the gradient norm, and when

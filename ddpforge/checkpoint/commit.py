@@ -77,15 +77,24 @@ class Draft:
         commit = Commit(manifest_sha256=hashlib.sha256(text).hexdigest())
         files.write_new(self.temporary / COMMIT, [commit.model_dump_json().encode()])
         files.sync_folder(self.temporary)
+        hint = json.dumps({"dir": self.final.name, "step": manifest.step})
+        files.remove(self._hint)  # of an attempt that was killed here
+        files.write_new(self._hint, [hint.encode()])  # a disk that is full must say so before there is a checkpoint
+
         files.rename(self.temporary, self.final)
         files.sync_folder(self.final.parent)
-        hint = json.dumps({"dir": self.final.name, "step": manifest.step})
-        files.replace(self.final.with_name(LATEST), hint.encode())
+        files.rename(self._hint, self.final.with_name(LATEST))
+        files.sync_folder(self.final.parent)
         return self.final
+
+    @property
+    def _hint(self) -> Path:
+        return self.final.with_name(f".{LATEST}.tmp")
 
     def discard(self) -> None:
         """Removes what was not published. What cannot be removed now is removed when the run starts again."""
         with suppress(OSError):
+            files.remove(self._hint)
             files.remove(self.temporary)
 
 

@@ -23,6 +23,7 @@ _WIDEST = 48  # columns before the comments; longer values push theirs to the ri
 @json_option
 def show(recipe: str, sets: Sequence[str], ranks: int, as_json: bool) -> None:
     """Print RECIPE resolved, with all defaults, and where each value came from. The output is a recipe too."""
+    from ddpforge.contract import contract_of
     from ddpforge.recipe import check_world, load_recipe
     from ddpforge.registry import Registry
 
@@ -30,15 +31,16 @@ def show(recipe: str, sets: Sequence[str], ranks: int, as_json: bool) -> None:
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     plan = check_world(loaded, ranks)
     strategy: Strategy = registry.build("strategy", loaded.recipe.strategy)
+    contract = contract_of(strategy)
     generated = strategy.generated(loaded.recipe.train, ranks)
 
     if as_json:
-        facts = {"batch": asdict(plan), "contract": asdict(strategy.contract), "generated": generated}
+        facts = {"batch": asdict(plan), "contract": asdict(contract), "generated": generated}
         click.echo(json.dumps(_as_dict(loaded) | facts, indent=2))
         return
     click.echo(_annotated(loaded))
     click.echo(f"\n# batch: {plan}")
-    for name, promise in _promises(strategy.contract, ranks):
+    for name, promise in _promises(contract, ranks):
         click.echo(f"# {loaded.recipe.strategy.use} {name}: {promise}")
     for name, config in generated.items():
         text = f"{name}: {json.dumps(config, indent=2)}"
@@ -49,6 +51,7 @@ def _promises(contract: "Contract", ranks: int) -> Iterator[tuple[str, str]]:
     """The contract in words."""
     spread = f"over {ranks // contract.copies} of {ranks} ranks" if contract.copies > 1 else "over all ranks"
     yield "shards", f"{', '.join(contract.shards)}, {spread}" if contract.shards else "nothing: every rank holds all"
+    yield "averages over ranks", contract.averages
     yield "master weights", contract.master_dtype
     yield "gradients are reduced in", contract.reduce_dtype
     yield "clips", contract.clips

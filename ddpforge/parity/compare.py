@@ -48,11 +48,15 @@ five times for the norm and twice for weights, more being too wide to find anyth
 
 @dataclass(frozen=True)
 class Record:
-    """What a run left behind: a row of metrics per step, the weights it would have begun with, and its last ones."""
+    """What a run left behind: a row of metrics per step, the weights it would have begun with, and its last ones.
+
+    `averages` is that of the strategy's contract.
+    """
 
     rows: Sequence[Mapping[str, Any]]
     initial: Mapping[str, Tensor]
     final: Mapping[str, Tensor]
+    averages: str = "gradients"
 
     @property
     def steps(self) -> int:
@@ -91,14 +95,15 @@ class Quantity:
 
 
 def compare(run: Record, reference: Record, tolerances: Tolerances) -> list[Quantity]:
-    """Every quantity of the two runs, in the order of cause and effect within a step."""
+    """Every quantity that the two runs have in common, in the order of cause and effect within a step."""
     shared = min(run.steps, reference.steps)
     found = [
         _initial(run, reference),
         _curve("lr", run, reference, shared, _EXACT, floor=0.0),
         _curve("train/loss", run, reference, shared, tolerances.loss),
-        _curve("train/grad_norm", run, reference, shared, tolerances.grad_norm),
     ]
+    if run.averages == reference.averages:
+        found.append(_curve("train/grad_norm", run, reference, shared, tolerances.grad_norm))
     if run.steps != reference.steps:
         point = Point(shared + 1, math.inf, run.steps, reference.steps)
         found.append(Quantity("steps", 0.0, (point,)))

@@ -13,6 +13,7 @@ from typing import Any
 
 from ddpforge import launch
 from ddpforge.checkpoint import retention
+from ddpforge.contract import contract_of
 from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PluginError, RecipeError, UsageError
 from ddpforge.parity.compare import TOLERANCES, Point, Quantity, Record, Tolerances, compare, first_drift
 from ddpforge.parity.specs import Spec, parse, split
@@ -168,6 +169,7 @@ class _Run:
     sets: list[str]
     loaded: LoadedRecipe
     out: Path
+    averages: str
 
     @property
     def name(self) -> str:
@@ -205,7 +207,7 @@ class _Run:
         final = {name: checkpoint.read("model", name) for name in checkpoint.names("model")}
         probed = [name for name in checkpoint.names("callbacks") if name.startswith(f"{_PROBE}/")]
         initial = {name.removeprefix(f"{_PROBE}/"): checkpoint.read("callbacks", name) for name in probed}
-        return Record(rows=read_metrics(self.folder.path), initial=initial, final=final)
+        return Record(read_metrics(self.folder.path), initial, final, self.averages)
 
 
 def _plan(
@@ -222,20 +224,20 @@ def _plan(
         name = f"{number}-{label}"[:100]
         try:
             spec = parse(text, registry, ranks=ranks)
-            loaded = _check(recipe, [*sets, *spec.sets], spec, registry)
+            loaded, averages = _check(recipe, [*sets, *spec.sets], spec, registry)
             overrides = [*sets, *spec.sets, *_overrides(loaded, name, steps)]
             loaded = load_recipe(recipe, sets=overrides, registry=registry)
         except RecipeError as error:
             problems |= dict.fromkeys(error.problems)
         else:
-            runs.append(_Run(spec, recipe, overrides, loaded, out))
+            runs.append(_Run(spec, recipe, overrides, loaded, out, averages))
     if problems:
         raise RecipeError(list(problems))
     return runs
 
 
-def _check(recipe: str, sets: Sequence[str], spec: Spec, registry: Registry) -> LoadedRecipe:
-    """The recipe under this strategy, if they fit together."""
+def _check(recipe: str, sets: Sequence[str], spec: Spec, registry: Registry) -> tuple[LoadedRecipe, str]:
+    """The recipe under this strategy, if they fit together, and what ranks average."""
     try:
         loaded = load_recipe(recipe, sets=sets, registry=registry)
     except RecipeError as error:
@@ -243,10 +245,11 @@ def _check(recipe: str, sets: Sequence[str], spec: Spec, registry: Registry) -> 
     check_optimizer(loaded, registry)
     check_world(loaded, spec.ranks)
     try:
-        registry.build("strategy", loaded.recipe.strategy)
+        strategy = registry.build("strategy", loaded.recipe.strategy)
+        averages = contract_of(strategy).averages
     except PluginError as error:
         raise RecipeError([spec.problem(error.message, error.hints)]) from error
-    return loaded
+    return loaded, averages
 
 
 def _overrides(loaded: LoadedRecipe, name: str, steps: int) -> list[str]:

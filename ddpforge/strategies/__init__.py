@@ -1,1 +1,1 @@
-"""Data-parallel and single-process strategies."""
+"""Strategies: one process, DDP, FSDP2 and DeepSpeed."""

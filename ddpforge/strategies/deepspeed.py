@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, cast
 
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import CanonicalState, Contract, Exploring, Part, SavedTensor, Sharded, World
 from ddpforge.strategies.accelerated import AcceleratedStrategy
+from ddpforge.strategies.deepspeed_extra import Offload, merge, refuse_owned
 from ddpforge.strategies.nvme import SMALLEST, Folder, is_swapped, mend_prefetch, require_io
 from ddpforge.strategies.precision import LossScaling
 from ddpforge.strategies.zero import Keys, ZeroWeights, import_deepspeed, keys_of, require_deepspeed, start
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
 
 __all__ = ["DeepSpeed"]
-
-Offload = Literal["none", "cpu", "nvme"]
 
 _SHARDS: dict[int, tuple[Sharded, ...]] = {
     1: ("optimizer state",),
@@ -38,85 +36,6 @@ _ACCUMULATES = {
     2: "DeepSpeed, in each rank's part of the gradients; one reduction per micro-batch",
     3: "DeepSpeed, in each rank's part of the gradients; one reduce-scatter per micro-batch",
 }
-
-# What `extra` may hold: how fast DeepSpeed works and what it tells, never what is computed. DeepSpeed itself takes any
-# key in silence, so one that is not known here is refused too.
-_PASSED_ON = {
-    "aio.block_size",
-    "aio.intra_op_parallelism",
-    "aio.overlap_events",
-    "aio.queue_depth",
-    "aio.single_submit",
-    "comms_logger",
-    "flops_profiler",
-    "log_level",
-    "memory_breakdown",
-    "timers",
-    "wall_clock_breakdown",
-    "zero_optimization.allgather_bucket_size",
-    "zero_optimization.allgather_partitions",
-    "zero_optimization.contiguous_gradients",
-    "zero_optimization.enable_sanity_checks",
-    "zero_optimization.log_trace_cache_warnings",
-    "zero_optimization.memory_efficient_linear",
-    "zero_optimization.offload_optimizer.pin_memory",
-    "zero_optimization.offload_param.buffer_count",
-    "zero_optimization.offload_param.pin_memory",
-    "zero_optimization.overlap_comm",
-    "zero_optimization.parameter_alignment",
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.reduce_scatter",
-    "zero_optimization.stage3_allgather_sequential",
-    "zero_optimization.stage3_max_live_parameters",
-    "zero_optimization.stage3_max_reuse_distance",
-    "zero_optimization.stage3_model_persistence_threshold",
-    "zero_optimization.stage3_param_persistence_threshold",
-    "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.stage3_use_all_reduce_for_fetch_params",
-    "zero_optimization.sub_group_size",
-    "zero_optimization.use_multi_rank_bucket_allreduce",
-}
-_OWNERS = {
-    "activation_checkpointing": "train.activation_checkpointing",
-    "amp": "train.precision",
-    "bf16": "train.precision",
-    "checkpoint": "[checkpoint]",
-    "comet": "[track]",
-    "compile": "train.compile",
-    "csv_monitor": "[track]",
-    "curriculum_learning": "[data.train]",
-    "data_efficiency": "[data.train]",
-    "data_types": "train.precision",
-    "dataloader_drop_last": "train.last_batch",
-    "fp16": "train.precision",
-    "gradient_accumulation_steps": "train.micro_batch",
-    "gradient_clipping": "train.clip_norm",
-    "managed_gradient_accumulation": "train.micro_batch",
-    "optimizer": "[optimizer]",
-    "scheduler": "[schedule]",
-    "steps_per_print": "track.every",
-    "tensorboard": "[track]",
-    "torch_autocast": "train.precision",
-    "train_batch_size": "train.global_batch",
-    "train_micro_batch_size_per_gpu": "train.micro_batch",
-    "wandb": "[track]",
-    "zero_optimization.cpu_offload": "strategy.offload_optimizer",
-    "zero_optimization.cpu_offload_param": "strategy.offload_parameters",
-    "zero_optimization.offload_optimizer": "strategy.offload_optimizer",
-    "zero_optimization.offload_param": "strategy.offload_parameters",
-    "zero_optimization.stage": "strategy.stage",
-} | dict.fromkeys(
-    (
-        "communication_data_type",
-        "gradient_allreduce_op",
-        "gradient_predivide_factor",
-        "prescale_gradients",
-        "sparse_gradients",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-    ),
-    "ddpforge, which averages all gradients in float32 and tries out every optimizer",
-)
 
 
 class DeepSpeed(AcceleratedStrategy):
@@ -168,7 +87,7 @@ class DeepSpeed(AcceleratedStrategy):
         self.offload_optimizer, self.offload_parameters = offloads
         self.nvme_path = nvme_path
         self.extra = deepcopy(extra)
-        _refuse_owned(self.extra, *offloads)
+        refuse_owned(self.extra, *offloads)
         self.contract = Contract(
             shards=_SHARDS[stage],
             clips="DeepSpeed, after the reduction, by the norm over all parts",
@@ -207,7 +126,7 @@ class DeepSpeed(AcceleratedStrategy):
             # it holds safe for lower precision in that precision.
             dtype = {"bf16": "bfloat16", "fp16": "float16"}[train.precision]
             config["torch_autocast"] = {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}
-        return _merged(config, self.extra)
+        return merge(config, self.extra)
 
     def _offload(self, device: Offload) -> dict[str, Any]:
         return {"device": device, "nvme_path": str(self.nvme_path)} if device == "nvme" else {"device": device}
@@ -493,44 +412,3 @@ class _EngineScaling(LossScaling):
         self.scaler.unscale_(self._updated)
         self.scaler.update()
         self.tell()
-
-
-def _merged(into: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(into)
-    for key, value in extra.items():
-        known = merged.get(key)
-        merged[key] = _merged(known, value) if isinstance(known, dict) and isinstance(value, Mapping) else value
-    return merged
-
-
-def _refuse_owned(extra: Mapping[str, Any], optimizer: Offload, parameters: Offload) -> None:
-    """Raises ValueError for what the recipe or ddpforge decides, and for what DeepSpeed would ignore."""
-    used = {
-        "zero_optimization.offload_optimizer.": optimizer != "none",
-        "zero_optimization.offload_param.": parameters != "none",
-        "zero_optimization.offload_param.buffer_count": parameters == "nvme",
-        "aio.": "nvme" in (optimizer, parameters),
-    }
-    for section, key in _keys(extra):
-        path = f"{section}{key}"
-        if path in _PASSED_ON:
-            if not all(needed for start, needed in used.items() if path.startswith(start)):
-                raise ValueError(f"extra: `{path}` has no effect, for nothing is offloaded there")
-            if section == "aio." and (not isinstance(extra["aio"][key], int) or extra["aio"][key] < 0):
-                raise ValueError(f"extra: `{path}` must be a whole number, or true or false")
-        elif owner := next((_OWNERS[name] for name in _OWNERS if f"{path}.".startswith(f"{name}.")), None):
-            raise ValueError(f"extra: `{path}` belongs to {owner}")
-        else:
-            near = ", ".join(get_close_matches(path, sorted(_PASSED_ON), n=3, cutoff=0))
-            raise ValueError(f"extra: `{path}` is not a key that ddpforge passes on to DeepSpeed; near it are {near}")
-
-
-def _keys(extra: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, str]]:
-    """(section, key), with the tables of `zero_optimization` and `aio` opened."""
-    for key, value in extra.items():
-        path = f"{section}{key}"
-        opened = path in ("aio", "zero_optimization") or path.startswith("zero_optimization.offload_")
-        if opened and isinstance(value, Mapping):
-            yield from _keys(value, f"{path}.")
-        else:
-            yield section, key

@@ -51,6 +51,7 @@ def test_batch_and_contract_are_spelled_out(recipe: str) -> None:
     lines = _show(recipe, "--ranks", "2").stdout.split("\n")
     assert "# batch: 64 per step = 8 per forward pass × 4 accumulation × 2 ranks" in lines
     assert any(line.startswith("# ddp shards: nothing") for line in lines)
+    assert "# ddp averages over ranks: gradients" in lines
     assert "# ddp master weights: float32" in lines
     assert "# ddp gradients are reduced in: float32" in lines
 

@@ -11,6 +11,7 @@ from typing import Any
 from ddpforge import launch
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.reader import Reader
+from ddpforge.contract import contract_of
 from ddpforge.interfaces import Contract, Strategy
 from ddpforge.parity.compare import TOLERANCES, Record, compare, first_drift
 from ddpforge.recipe import load_recipe
@@ -25,7 +26,9 @@ from ddpforge.trackers.jsonl import read_metrics
 _STEPS, _MIDDLE = 12, 6
 _PROBE = "ddpforge_parity"
 _LINES = 20
-_WHOLE: dict[str, Any] = {"global_batch": 16, "micro_batch": 4, "clip_norm": 0.3, "length": f"{_STEPS}st"}
+_PLAIN: dict[str, Any] = {"global_batch": 16, "length": f"{_STEPS}st"}
+_ACCUMULATES = _PLAIN | {"micro_batch": 4}
+_CLIPS = _ACCUMULATES | {"clip_norm": 0.3}
 _CURVES = ("lr", "train/loss", "train/grad_norm")
 
 
@@ -49,12 +52,8 @@ def trains_like_ddp(case: Case, worlds: Worlds) -> None:
     if drift is None:
         return
     simpler = [
-        ({"global_batch": 16, "length": f"{_STEPS}st"}, "even without accumulation and clipping", "step"),
-        (
-            {"global_batch": 16, "micro_batch": 4, "length": f"{_STEPS}st"},
-            "with accumulation, and not without",
-            "micro_step",
-        ),
+        (_PLAIN, "even without accumulation and clipping", "step"),
+        (_ACCUMULATES, "with accumulation, and not without", "micro_step"),
     ]
     faults = {
         "step": "gradients are not averaged over ranks, or the weights are not alike to begin with",
@@ -106,19 +105,22 @@ class _Run:
     strategy: dict[str, Any]
     ranks: int
     train: dict[str, Any]
+    averages: str
     start: Path | None = None
 
     @classmethod
     def of(cls, case: Case, worlds: Worlds) -> _Run:
-        """The strategy's own run, with everything switched on."""
+        """The strategy's own run, with everything switched on; ranks that average weights clip each its own way."""
         number = worlds.cases.index(case)
         ranks = case.settings.get("ranks", (2, 1))[0]
-        return cls(case, f"strategy-{number}", {"use": case.use, **case.options()}, ranks, _WHOLE)
+        averages = contract_of(case.build()).averages
+        train = _CLIPS if averages == "gradients" else _ACCUMULATES
+        return cls(case, f"strategy-{number}", {"use": case.use, **case.options()}, ranks, train, averages)
 
     def drift(self, worlds: Worlds) -> str | None:
         """Where it comes apart from DDP."""
         key = "-".join(map(str, self.train.values()))
-        ddp = replace(self, name=f"ddp-{key}", strategy={"use": "ddp"}, ranks=2, start=None)
+        ddp = replace(self, name=f"ddp-{key}", strategy={"use": "ddp"}, ranks=2, averages="gradients", start=None)
         found = first_drift(compare(self.record(worlds), ddp.record(worlds), TOLERANCES["fp32"]))
         return drift_text(*found) if found else None
 
@@ -187,7 +189,7 @@ class _Run:
         probed = [name for name in checkpoint.names("callbacks") if name.startswith(f"{_PROBE}/")]
         initial = {name.removeprefix(f"{_PROBE}/"): checkpoint.read("callbacks", name) for name in probed}
         rows = [{key: row.get(key) for key in _CURVES} for row in read_metrics(folder.path)]
-        return Record(rows=rows, initial=initial, final=final)
+        return Record(rows, initial, final, self.averages)
 
     def _title(self) -> str:
         verb = "resumed " if self.start else ""

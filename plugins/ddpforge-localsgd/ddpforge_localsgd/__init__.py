@@ -47,8 +47,9 @@ class LocalSGD(Strategy):
     """
 
     contract = Contract(
+        averages="weights",
         clips="every rank its own gradient, before its own update",
-        accumulates="autograd, in the parameters' .grad; weights are averaged, gradients are not",
+        accumulates="autograd, in the parameters' .grad",
     )
 
     def __init__(

@@ -134,13 +134,13 @@ def test_two_ranks_train_like_the_simulation_by_hand(bench: Bench) -> None:
     same(bench.weights(), dict(common.named_parameters()))
 
 
-def test_period_1_passes_parity_with_ddp_but_for_the_norm(bench: Bench) -> None:
-    """Ranks with different numbers of items. That of the norms is a mean over ranks, not the norm of the mean."""
+def test_period_1_passes_parity_with_ddp(bench: Bench) -> None:
+    """Ranks with different numbers of items. Its norm, a mean over ranks and not that of the mean, is not compared."""
     bench.write(optimizer=PLAIN, strategy='use = "localsgd"', data="samples = 30")  # and a ragged last step
     done = bench("parity", "run.toml", "--strategies", "ddp@2,localsgd:period=1@2", "--steps", "8", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
     run = json.loads(done.stdout)["runs"][1]
     largest = {name: quantity["largest"] for name, quantity in run["quantities"].items()}
-    assert largest.pop("train/grad_norm") > 1e-2
     assert set(largest) == {"initial weights", "lr", "train/loss", "weights"}
     assert max(largest.values()) < 1e-5
 
