@@ -1,4 +1,4 @@
-"""The training loop: one optimizer step, what ranks agree on, evaluation, and what happens between steps."""
+"""The training loop: what ranks agree on, evaluation, and what else happens between steps."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ddpforge.checkpoint.contents import Facts, Share
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
-from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
+from ddpforge.data import Batches, MicroBatch
 from ddpforge.durations import Horizon
-from ddpforge.errors import CheckpointError, Diverged, StrategyError, UsageError
-from ddpforge.interfaces import Callback, Exploring, Schedule, StepInfo, Strategy, Task, Total, Tracker, World
+from ddpforge.errors import CheckpointError, Diverged, UsageError
+from ddpforge.interfaces import Callback, Schedule, StepInfo, Strategy, Task, Total, Tracker, World
 from ddpforge.norms import Norms
 from ddpforge.pace import Alarm, Cadence, Window, in_steps
 from ddpforge.progress import Progress
 from ddpforge.recipe.schema import Recipe
 from ddpforge.signals import StopRequests
 from ddpforge.statistics import Statistics
+from ddpforge.steps import Steps
 
 __all__ = ["Trainer"]
 
@@ -36,7 +36,6 @@ log = logging.getLogger("ddpforge")
 _AGREE_SECONDS = 1.0  # how long a stop request on one rank may go unnoticed by the others
 _MOST_SKIPS = 100  # steps in a row without a finite gradient, after which skipping is no longer training
 _MOST_ROLLBACKS = 10
-_FORWARD, _EVALUATION = 0xF03A, 0xE7A1  # keep the random numbers of forward passes apart from those of the data
 
 
 class _GoBack(Exception):
@@ -79,14 +78,6 @@ class Trainer:
         self.callbacks, self.checkpoints, self.tracker = callbacks, checkpoints, tracker
         self.origin: Mapping[str, Any] = {}  # recipe, lineage, …: what a checkpoint says of its origin
 
-        self._passes: int = getattr(optimizer, "passes", 1)
-        if self._passes > 1 and type(strategy).explore is Strategy.explore:
-            raise StrategyError(
-                f"{type(optimizer).__name__} makes {self._passes} passes per step, and {type(strategy).__name__} is "
-                "for optimizers that make one",
-                hints=["use another optimizer or another strategy"],
-            )
-
         # how often what happens
         self.end = math.inf if horizon.total is None else horizon.total
         self.log_every = in_steps("track.every", recipe.track.every, horizon)
@@ -105,8 +96,9 @@ class Trainer:
         self.metrics: dict[str, float] = {}  # the newest value of every metric
         self._saved: int | None = None  # the newest step that is in a checkpoint, or on its way there
         self._evaluated: int | None = None
+        statistics = Statistics(model if recipe.train.elastic_shards else None)
+        self._steps = Steps(world, strategy, task, model, optimizer, statistics, seed=recipe.train.seed)
         self._norms = Norms()
-        self._statistics = Statistics(model if recipe.train.elastic_shards else None)
         self._rollbacks = 0
         self._agreed: set[str] = set()  # what all ranks know to be wanted: stop, end, …
         self._agree_every = 1
@@ -205,95 +197,12 @@ class Trainer:
         if step in self.progress.left_out:
             deque(micro_batches, maxlen=0)
         else:
-            totals = self._update(step, first, micro_batches, measure=measure)
+            totals, norm = self._steps.train(step, first, micro_batches, measure=measure)
+            self._norms.add(step, norm)
         self.progress.step = step
         self.progress.samples += first.step_samples
         self._window.add(first.step_samples)
         return totals
-
-    def _update(self, step: int, first: MicroBatch, source: Iterator[MicroBatch], *, measure: bool) -> dict[str, Total]:
-        """Forward and backward of all micro-batches of a step, and the update of the weights."""
-        micro_batches, items = self._count(first, source)
-        if self._passes > 1:
-            micro_batches = list(micro_batches)
-        totals: dict[str, Total] = {}
-        for micro in micro_batches:
-            self._statistics.enter(micro.shard)
-            _add(totals, self._micro_step(step, micro, items, measure=measure))
-        self._statistics.leave()
-
-        update = self.strategy.step if self._passes == 1 else partial(self._explore, step, micro_batches, items)
-        self._norms.add(step, update(self.model, self.optimizer))
-        return totals
-
-    def _explore(
-        self,
-        step: int,
-        micro_batches: Iterable[MicroBatch],
-        items: Tensor | int,
-        model: nn.Module,
-        optimizer: Optimizer,
-    ) -> Tensor:
-        """The passes after the first, for an optimizer that makes several, and its update; see `Exploring`."""
-        exploring = cast(Exploring, optimizer)
-        buffers = [(buffer, buffer.clone()) for buffer in self.strategy.unwrap(model).buffers()]
-        for _ in range(1, self._passes):
-            norm = self.strategy.explore(model, exploring)
-            if not math.isfinite(norm.item()):
-                exploring.restore()
-                break
-            for micro in micro_batches:
-                self._micro_step(step, micro, items, measure=False)
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        else:
-            exploring.restore()
-            norm = self.strategy.step(model, optimizer)
-        if not math.isfinite(norm.item()):  # there was no update, after which forward passes would use what is restored
-            self.strategy.weights(model, optimizer).changed()
-        return norm
-
-    def _count(
-        self, first: MicroBatch, micro_batches: Iterator[MicroBatch]
-    ) -> tuple[Iterable[MicroBatch], Tensor | int]:
-        """The step's micro-batches, and how many items they have on all ranks together.
-
-        How many samples a step has is arithmetic; items that only the batches know (tokens) are counted on all ranks
-        while the first forward pass runs.
-        """
-        if self.task.count(first.data) is None:
-            return micro_batches, first.step_samples
-        batches = list(micro_batches)
-        mine = torch.stack([torch.as_tensor(self._items(micro)) for micro in batches]).sum()
-        return batches, self.strategy.total(mine)
-
-    def _micro_step(self, step: int, micro: MicroBatch, items: Tensor | int, *, measure: bool) -> dict[str, Total]:
-        seed_all(mix(self.settings.seed, _FORWARD, step, micro.number, micro.shard), self.world.device)
-        batch = to_device(micro.data, self.world.device)
-        with self.strategy.micro_step(self.model, last=micro.last):
-            with self.strategy.forward():
-                loss, outputs = self.task.loss(self.model, batch)
-            # Every strategy takes the mean of the gradients over data ranks; this makes it that over the step's items.
-            scale = self.world.data_size / (items.clamp(min=1) if isinstance(items, Tensor) else items)
-            self.strategy.backward(loss * scale if micro.samples else loss * 0.0)
-        return self._totals(micro, batch, loss, outputs, measure=measure)
-
-    def _totals(self, micro: MicroBatch, batch: Any, loss: Tensor, outputs: Any, *, measure: bool) -> dict[str, Total]:
-        """What a micro-batch adds to sums and counts; a stand-in adds nothing, under the same names."""
-        totals = {"loss": Total(loss.detach().clone(), self._items(micro))}  # CUDA graphs reuse their outputs
-        if measure:
-            with torch.no_grad():
-                totals |= self.task.metrics(outputs, batch)
-        if micro.samples:
-            return totals
-        return {name: Total(torch.zeros_like(total.sum), 0) for name, total in totals.items()}
-
-    def _items(self, micro: MicroBatch) -> Tensor | int:
-        """How many items the micro-batch's loss sums over."""
-        if not micro.samples:
-            return 0
-        counted = self.task.count(micro.data)
-        return micro.samples if counted is None else counted
 
     # ------------------------------------------------------------------------------------------ agreement
     def _agree(self, totals: Mapping[str, Total], alarms: Iterable[Alarm]) -> dict[str, float]:
@@ -411,18 +320,11 @@ class Trainer:
         if self.evaluation is None:
             raise UsageError("the recipe has no [data.eval] to evaluate on")
         self.strategy.sync_buffers(self.model)
-        totals: dict[str, Total] = {}
         self.model.eval()
         with ExitStack() as stack, torch.no_grad():
             for callback in self.callbacks.values():
                 stack.enter_context(callback.evaluating())
-            for number, micro in enumerate(self.evaluation.evaluation()):
-                seed_all(mix(self.settings.seed, _EVALUATION, number, self.world.data_rank), self.world.device)
-                batch = to_device(micro.data, self.world.device)
-                with self.strategy.forward():
-                    loss, outputs = self.task.loss(self.model, batch)
-                _add(totals, self._totals(micro, batch, loss, outputs, measure=True))
-            means = self.strategy.reduce(totals)
+            means = self.strategy.reduce(self._steps.evaluate(self.evaluation.evaluation()))
         self.model.train()
         return {f"eval/{name}": value for name, value in self.task.finish(means).items()}
 
@@ -486,9 +388,3 @@ def _until_last(first: MicroBatch, source: Iterator[MicroBatch]) -> Iterator[Mic
         yield micro
         micro = next(source)
     yield micro
-
-
-def _add(totals: dict[str, Total], more: Mapping[str, Total]) -> None:
-    for name, total in more.items():
-        before = totals.get(name)
-        totals[name] = total if before is None else Total(before.sum + total.sum, before.count + total.count)

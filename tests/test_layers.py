@@ -27,7 +27,7 @@ LAYERS = [
     {"parity", "run"},
     {"assemble"},
     {"trainer"},
-    {"progress"},
+    {"progress", "steps"},
     {"blocks", "checkpoint", "contract", "data", "norms", "pace", "statistics"},
     # ------------------------------------------------------------------------ nothing below imports torch
     {"runfolder"},
