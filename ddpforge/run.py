@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -20,7 +21,7 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.peers import Peers
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.console import setup_logging
-from ddpforge.errors import Diverged, ExitCode, ForgeError
+from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed
 from ddpforge.interfaces import Strategy, Tracker, World
 from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
 from ddpforge.recipe.batch import check_world
@@ -72,14 +73,25 @@ def run(
     to go wrong; a RecipeError comes before anything is started.
     """
     loaded, registry, strategy, world = _join(source, sets)
-    recipe, papers = loaded.recipe, papers_of(loaded)
-    on_rank_0 = partial(on_main, is_main=world.is_main, broadcast=strategy.broadcast)
+    check_world(loaded, world.data_size)
+    papers = papers_of(loaded)
+    folder = RunFolder(Path(out or loaded.recipe.output_dir) / loaded.recipe.name)
+    with ExitStack() as claims:
+        finished = on_main(
+            lambda: _open(folder, papers, claims, fresh=fresh, allow_change=allow_change),
+            is_main=world.is_main,
+            broadcast=strategy.broadcast,
+        )
+        if finished:
+            return Outcome(folder.path, finished, world.is_main)
+        return _train(folder, loaded, papers, registry, strategy, world)
 
-    folder = RunFolder(Path(out or recipe.output_dir) / recipe.name)
-    finished = on_rank_0(lambda: _open(folder, papers, fresh=fresh, allow_change=allow_change))
-    if finished:
-        return Outcome(folder.path, finished, world.is_main)
 
+def _train(
+    folder: RunFolder, loaded: LoadedRecipe, papers: Papers, registry: Registry, strategy: Strategy, world: World
+) -> Outcome:
+    """One attempt."""
+    recipe = loaded.recipe
     setup_logging(world.rank, folder.path)
     log.debug("rank %d of %d on %s, device %s, pid %d", world.rank, world.size, gethostname(), world.device, getpid())
     tracker = _trackers(recipe, registry) if world.is_main else Tracker()
@@ -87,11 +99,17 @@ def run(
     try:
         checkpoints = _checkpoints(folder, recipe, strategy, world)
         checkpoint = checkpoints.open()
+        if checkpoint is None and world.is_main:
+            _mention_what_is_lost(folder)
         init_from = None if checkpoint else recipe.checkpoint.init_from
         trainer = assemble(recipe, registry, strategy, world, checkpoints, tracker, init_from=init_from)
         if checkpoint:
             trainer.restore(checkpoint)
-        trainer.origin = on_rank_0(lambda: _begin(folder, loaded, papers, trainer, tracker))
+        trainer.origin = on_main(
+            lambda: _begin(folder, loaded, papers, trainer, tracker),
+            is_main=world.is_main,
+            broadcast=strategy.broadcast,
+        )
         state = trainer.fit()
     except BaseException as error:
         _failed(folder, world, recipe, trainer, tracker, error)
@@ -121,8 +139,9 @@ def evaluate(folder: RunFolder, checkpoint: Path, *, sets: Sequence[str] = ()) -
     Averaged weights are used where the recipe's callbacks evaluate with them. Writes nothing.
     """
     loaded, registry, strategy, world = _join(folder.resolved, sets)
-    checkpoints = _checkpoints(folder, loaded.recipe, strategy, world)
-    trainer = assemble(loaded.recipe, registry, strategy, world, checkpoints, Tracker())
+    recipe = _dealt_to(loaded.recipe, world.data_size)
+    checkpoints = _checkpoints(folder, recipe, strategy, world)
+    trainer = assemble(recipe, registry, strategy, world, checkpoints, Tracker())
     trainer.restore(Reader(checkpoint))
     metrics = trainer.evaluate()
     strategy.close()
@@ -138,8 +157,15 @@ def _join(source: str | Path, sets: Sequence[str]) -> tuple[LoadedRecipe, Regist
     strategy: Strategy = registry.build("strategy", loaded.recipe.strategy)
     world = strategy.setup(loaded.recipe.train)
     setup_logging(world.rank)
-    check_world(loaded, world.data_size)
     return loaded, registry, strategy, world
+
+
+def _dealt_to(recipe: Recipe, ranks: int) -> Recipe:
+    """The recipe with a training batch that fits the ranks, for who does not train."""
+    train = recipe.train
+    micro = train.micro_batch or -(-train.global_batch // (train.elastic_shards or ranks))
+    changes = {"micro_batch": micro, "global_batch": micro * ranks, "elastic_shards": None, "last_batch": "keep"}
+    return recipe.model_copy(update={"train": train.model_copy(update=changes)})
 
 
 def _checkpoints(folder: RunFolder, recipe: Recipe, strategy: Strategy, world: World) -> Checkpoints:
@@ -156,12 +182,17 @@ def _trackers(recipe: Recipe, registry: Registry) -> Tracker:
 
 
 # ---------------------------------------------------------------------------------------------- the run's folder
-def _open(folder: RunFolder, papers: Papers, *, fresh: bool, allow_change: Sequence[str]) -> Status | None:
-    """Makes sure that the folder may be trained in; returns the status of a run that is finished already."""
+def _open(
+    folder: RunFolder, papers: Papers, claims: ExitStack, *, fresh: bool, allow_change: Sequence[str]
+) -> Status | None:
+    """Makes sure that the folder may be trained in, until `claims` ends; returns the status of a run that is finished
+    already."""
     if fresh and folder.exists():
-        log.info("the earlier run is kept as %s", folder.retire())
+        with folder.claim():
+            log.info("the earlier run is kept as %s", folder.retire())
     if not folder.exists():
         folder.create(**papers)
+        claims.enter_context(folder.claim())
         return None
 
     changes = recipe_changes(folder.tables(), tomllib.loads(papers["resolved"]))
@@ -175,9 +206,21 @@ def _open(folder: RunFolder, papers: Papers, *, fresh: bool, allow_change: Seque
 
     status = folder.status()
     if status is None or status["state"] != "done" or any(change.path == "train.length" for change in changes):
+        claims.enter_context(folder.claim())
         return None
     log.info("%s is finished; --fresh trains it anew, a longer train.length goes on with it", folder.path)
     return status
+
+
+def _mention_what_is_lost(folder: RunFolder) -> None:
+    """A run that begins anew, because it has no checkpoint, does not do so behind anybody's back."""
+    status = folder.status()
+    if status is not None and status["step"]:
+        log.warning(
+            "%s has no checkpoints: training begins anew, and an earlier attempt had come to step %d",
+            folder.path,
+            status["step"],
+        )
 
 
 def _begin(
@@ -223,16 +266,32 @@ def _ended(folder: RunFolder, world: World, recipe: Recipe, trainer: Trainer, tr
 def _failed(
     folder: RunFolder, world: World, recipe: Recipe, trainer: Trainer | None, tracker: Tracker, error: BaseException
 ) -> None:
-    """Writes down the failure, on whichever rank meets one first: its peers fail later, and only because of it."""
+    """Writes down the failure, on whichever rank meets one first: its peers fail later, and only because of it.
+
+    What goes wrong here goes to the log: `error` is what people must hear of.
+    """
     state: State = "diverged" if isinstance(error, Diverged) else "failed"
-    for callback in trainer.callbacks.values() if trainer else ():
-        callback.on_end(error)
-    tracker.finish(state=state, summary=trainer.metrics if trainer else {})
-    if _is_first(folder):
-        folder.write_status(_status(state, world, recipe, trainer, error))
+
+    def write() -> None:
+        if _is_first(folder, error):
+            folder.write_status(_status(state, world, recipe, trainer, error))
+
+    duties: list[Callable[[], None]] = [
+        *(partial(callback.on_end, error) for callback in (trainer.callbacks.values() if trainer else ())),
+        partial(tracker.finish, state=state, summary=trainer.metrics if trainer else {}),
+        write,
+    ]
+    for duty in duties:
+        try:
+            duty()
+        except Exception as another:
+            expected = isinstance(another, ForgeError | OSError)
+            log.warning("while the run was ending: %s", another, exc_info=None if expected else another)
 
 
-def _is_first(folder: RunFolder) -> bool:
+def _is_first(folder: RunFolder, error: BaseException) -> bool:
+    if isinstance(error, PeerFailed):
+        return False  # rank 0 writes what it was
     try:
         (folder.path / "logs" / f"failure-{folder.attempts()}").touch(exist_ok=False)
     except FileExistsError:

@@ -7,18 +7,22 @@ runs/<name>/
   logs/                    checkpoints/
 """
 
+import fcntl
 import json
+import logging
 import math
+import os
 import secrets
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from hashlib import sha256
 from itertools import count
 from pathlib import Path, PurePosixPath
+from socket import gethostname
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 from ddpforge.checkpoint import files
@@ -27,6 +31,8 @@ from ddpforge.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
     from ddpforge.recipe import LoadedRecipe
+
+log = logging.getLogger("ddpforge")
 
 State = Literal["running", "done", "failed", "stopped", "diverged"]
 
@@ -179,6 +185,36 @@ class RunFolder:
             files.sync_folder(target.parent)
         return target
 
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """Keeps other processes from training here at the same time: each would clear away what another is writing.
+
+        Raises EnvironmentProblem when another process has claimed the folder; one that dies lets go of it.
+        """
+        path = self.path / "logs" / "lock"
+        with _writing(self.path):
+            path.parent.mkdir(exist_ok=True)
+            file = path.open("ab+", buffering=0)
+        with file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not inherited by loader processes
+            except (BlockingIOError, PermissionError) as error:
+                file.seek(0)
+                who = file.read().decode(errors="replace").strip() or "another process"
+                raise EnvironmentProblem(
+                    f"{self.path} is being trained in already, by {who}",
+                    hints=[
+                        "wait until it has ended, or end it; if its launcher was killed, its ranks may still be there"
+                    ],
+                ) from error
+            except OSError as error:
+                log.warning("%s cannot be locked (%s): see that no other process trains there", self.path, error)
+            else:
+                with suppress(OSError):  # a full disk; this is only for people
+                    file.truncate(0)
+                    file.write(f"process {os.getpid()} on {gethostname()}\n".encode())
+            yield
+
     # -- contents
     def tables(self) -> dict[str, Any]:
         """The resolved recipe that the last attempt followed."""
@@ -195,7 +231,7 @@ class RunFolder:
     def status(self) -> Status | None:
         """How the run stands; None before it has trained at all."""
         path = self.path / "status.json"
-        return cast(Status, _read(path, json.loads)) if path.exists() else None
+        return cast(Status, _read(path, json.loads, Status.__annotations__)) if path.exists() else None
 
     def write_status(self, status: Status) -> None:
         """Replaces `status.json` in one instant."""
@@ -204,7 +240,7 @@ class RunFolder:
             self._write_json("status.json", {**status, "metrics": metrics})
 
     def _run(self) -> _Run:
-        return cast(_Run, _read(self.path / "run.json", json.loads))
+        return cast(_Run, _read(self.path / "run.json", json.loads, _Run.__annotations__))
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         files.replace(self.path / name, json.dumps(value, indent=1, allow_nan=False).encode())
@@ -232,11 +268,15 @@ def _is_odd(value: float | None) -> bool:
     return value is None or not math.isfinite(value)  # JSON has no NaN and no infinity
 
 
-def _read(path: Path, parse: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+def _read(path: Path, parse: Callable[[str], dict[str, Any]], keys: Iterable[str] = ()) -> dict[str, Any]:
     try:
-        return parse(path.read_text(encoding="utf-8"))
+        found = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict) or (lacks := sorted({*keys} - found.keys())):
+        what = f"it lacks {', '.join(lacks)}" if isinstance(found, dict) else "it is not a table"
+        raise EnvironmentProblem(f"{path} cannot be read: {what}")
+    return found
 
 
 @contextmanager

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import time
+import tomllib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -20,7 +22,18 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.data import Batches, MicroBatch
 from ddpforge.durations import Horizon
 from ddpforge.errors import CheckpointError, Diverged, UsageError
-from ddpforge.interfaces import Callback, Schedule, StepInfo, Strategy, Task, Total, Tracker, World
+from ddpforge.interfaces import (
+    Callback,
+    CanonicalState,
+    SavedTensor,
+    Schedule,
+    StepInfo,
+    Strategy,
+    Task,
+    Total,
+    Tracker,
+    World,
+)
 from ddpforge.norms import Norms
 from ddpforge.pace import Alarm, Cadence, Window, in_steps
 from ddpforge.progress import Progress
@@ -76,6 +89,7 @@ class Trainer:
         self.parameters = parameters  # elements of the whole model, wherever they are
         self.horizon, self.training, self.evaluation = horizon, training, evaluation
         self.callbacks, self.checkpoints, self.tracker = callbacks, checkpoints, tracker
+        self._optimizer_use = recipe.optimizer.use
         self.origin: Mapping[str, Any] = {}  # recipe, lineage, …: what a checkpoint says of its origin
 
         # how often what happens
@@ -112,7 +126,7 @@ class Trainer:
     def restore(self, checkpoint: Reader) -> None:
         """Goes on from `checkpoint`, whatever strategy and number of ranks wrote it."""
         facts = checkpoint.facts
-        self.strategy.load_state(self.model, self.optimizer, checkpoint.state())
+        self.strategy.load_state(self.model, self.optimizer, self._taken_over(checkpoint))
         self.strategy.load_loop_state(cast(Mapping[str, float], facts.loop))
         kept = checkpoint.callbacks()
         for name, callback in self.callbacks.items():
@@ -125,6 +139,16 @@ class Trainer:
         # Who stops a run does not wait for an evaluation that is due: the next attempt makes up for it.
         self._evaluated = facts.step if any(name.startswith("eval/") for name in facts.metrics) else None
 
+    def _taken_over(self, checkpoint: Reader) -> CanonicalState[SavedTensor]:
+        """The state in a checkpoint that is for this run: an optimizer of another kind has no use for the old one's."""
+        state = checkpoint.state()
+        earlier = _optimizer_in(checkpoint.facts.recipe)
+        if earlier is None or _same_component(earlier, self._optimizer_use):
+            return state
+        if self.world.is_main:
+            log.warning("the optimizer starts afresh: the checkpoint has the state of `%s`", earlier)
+        return replace(state, optimizer={})
+
     def fit(self) -> Literal["done", "stopped"]:
         """Trains to the end, or to a stop that all ranks agreed on; either way the last step is then saved.
 
@@ -135,6 +159,8 @@ class Trainer:
         with self._stop:
             if self._saved is None and self._saves_first:
                 self._save()
+            if self.progress.step > self.end and self.world.is_main:
+                log.warning("step %d is beyond train.length: there is nothing to train", self.progress.step)
             while True:
                 try:
                     self._train()
@@ -173,7 +199,7 @@ class Trainer:
             if self._must_evaluate(step, rung, ended=ended):
                 ended = self._evaluate_and_report(step) or ended
             if ended or self.save_cadence.due(step, rung) or self._is_best(step):
-                self._save()
+                self._save(last=ended)
 
     def _alarms(self) -> list[Alarm]:
         """What happens by the clock. Only rank 0's counts; the others learn of it when ranks agree."""
@@ -304,6 +330,8 @@ class Trainer:
         step = self.progress.step
         if self.evaluation is None or step == 0 or self._evaluated == step:
             return False
+        if step >= self.end:
+            return True
         return not self.eval_cadence.alarm and self.eval_cadence.due(step, ())
 
     def _evaluate_and_report(self, step: int) -> bool:
@@ -311,6 +339,11 @@ class Trainer:
         row = self.evaluate()
         self._evaluated = step
         self._log(step, row)
+        if self.saving.keep.best and self.saving.keep.by not in self.metrics and self.world.is_main:
+            known = ", ".join(sorted(self.metrics))
+            log.warning(
+                "checkpoint.keep.by: no metric is called %s, so none is best; there are %s", self.saving.keep.by, known
+            )
         wishes = [callback.on_eval(step, row) for callback in self.callbacks.values()]
         self._window.go_on()
         return any(wishes)
@@ -334,7 +367,7 @@ class Trainer:
         self._settle()  # what is being written is one to beat
         return self.checkpoints.is_best(self.metrics)
 
-    def _save(self) -> None:
+    def _save(self, *, last: bool = False) -> None:
         """Begins to save this step; see `_settle` for the end of it."""
         if self._saved == self.progress.step:
             return
@@ -354,7 +387,7 @@ class Trainer:
         self.checkpoints.save(facts, Share.of(self.strategy.state(self.model, self.optimizer), callbacks))
         self._saved = self.progress.step
         if not self.saving.background:
-            self._settle()
+            self._settle(last=last)
         self._window.go_on()
 
     def _settle(self, *, last: bool = False) -> None:
@@ -379,6 +412,20 @@ class Trainer:
         """What is known of the weights at `step`; an older evaluation says nothing about them."""
         stale = () if self._evaluated == step else ("eval/",)
         return {name: value for name, value in self.metrics.items() if not name.startswith(stale)}
+
+
+def _optimizer_in(recipe: str) -> str | None:
+    """The `optimizer.use` of a checkpoint's recipe; None where there is none, as after an import."""
+    try:
+        use = tomllib.loads(recipe)["optimizer"]["use"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return str(use)
+
+
+def _same_component(use: str, other: str) -> bool:
+    """Whether two `use` name the same: local code lies elsewhere in a resolved recipe."""
+    return use.rpartition("/")[2] == other.rpartition("/")[2]
 
 
 def _until_last(first: MicroBatch, source: Iterator[MicroBatch]) -> Iterator[MicroBatch]:

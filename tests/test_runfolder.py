@@ -195,8 +195,9 @@ def test_a_status_that_cannot_be_written_leaves_the_last_one(
     assert folder.status() == status_of()
 
 
-def test_a_status_that_somebody_broke_is_named(folder: RunFolder) -> None:
-    (folder.path / "status.json").write_text("{")
+@pytest.mark.parametrize("text", ["{", "3", '{"state": "done"}'])
+def test_a_status_that_somebody_broke_is_named(folder: RunFolder, text: str) -> None:
+    (folder.path / "status.json").write_text(text)
 
     with pytest.raises(EnvironmentProblem, match=r"status\.json cannot be read"):
         folder.status()

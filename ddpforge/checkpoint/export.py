@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -236,5 +236,6 @@ def _write(out: Path, chosen: Mapping[str, Source], aliases: Mapping[str, str]) 
     except OSError as error:
         raise CheckpointError(f"{out} could not be written: {error.strerror or error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            files.remove(temporary)
     return size, digest

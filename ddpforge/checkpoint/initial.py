@@ -42,7 +42,8 @@ def load_initial(
     folder in which transformers saved a model. Tensors that it lacks, and those that a glob in `skip` names, keep their
     values; what is missing and what is left over goes to the log. Floating-point tensors may have another dtype.
 
-    Raises UsageError when there is nothing like that or not one name fits, CheckpointError when a shape differs.
+    Raises UsageError when there is nothing like that, not one name fits, or a glob matches nothing; CheckpointError
+    when a shape differs.
     """
     path = on_main(lambda: _find(source), is_main=strategy.world.is_main, broadcast=strategy.broadcast)
     found = _open(path)
@@ -52,10 +53,18 @@ def load_initial(
         if alias in found:
             found.setdefault(name, found[alias])
 
+    for glob in skip:
+        if not any(fnmatchcase(name, glob) for name in wanted):
+            raise UsageError(
+                f"checkpoint.init_skip: {json.dumps(glob)} matches no tensor of the model",
+                hints=[f"the model has {_listed(wanted)}"],
+            )
     skipped = [name for name in wanted if any(fnmatchcase(name, glob) for glob in skip)]
     taken = {name: found[name] for name in wanted if name in found and name not in skipped}
     missing = [name for name in wanted if name not in found and name not in skipped]
     unexpected = [name for name in found if name not in wanted and name not in state.aliases]
+    if skipped and not missing and not taken:
+        raise UsageError("checkpoint.init_skip leaves nothing to take from checkpoint.init_from")
     if not taken:
         raise UsageError(
             f"checkpoint.init_from = {json.dumps(source)}: none of its tensors has a name that the model knows",

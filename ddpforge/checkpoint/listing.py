@@ -1,5 +1,6 @@
 """Which checkpoints there are, which one is meant, and what their manifests say of them. Needs no torch."""
 
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,11 @@ from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.choose import choose, keep_of
 from ddpforge.checkpoint.schema import COMMIT, FOLDER, MANIFEST, SECTIONS, Manifest, Number
 from ddpforge.checkpoint.stored import DTYPES
-from ddpforge.errors import UsageError
+from ddpforge.errors import CheckpointError, UsageError
 from ddpforge.recipe.schema import KeepSection
 from ddpforge.runfolder import RunFolder
+
+log = logging.getLogger("ddpforge")
 
 _MOST_METRICS = 3  # columns of a list
 
@@ -36,14 +39,21 @@ class Place:
         if not RunFolder(path).exists() and any(path.glob("step-*")):
             return cls(path, None)
         run = RunFolder.find(source)
+        retention.check_folder(run.checkpoints)
         return cls(run.checkpoints, run)
 
     def keep(self) -> KeepSection:
         """What the run's recipe says of keeping checkpoints."""
         return KeepSection() if self.run is None else keep_of(self.run)
 
-    def choose(self, *, step: int | None = None, best: bool = False, intact: bool = False) -> Path:
-        """The checkpoint of `step`, the best one, or the newest; with `intact`, the newest that is intact."""
+    def choose(
+        self, *, step: int | None = None, best: bool = False, intact: bool = False, strict: bool = False
+    ) -> Path:
+        """The checkpoint of `step`, the best one, or the newest; with `intact`, the newest that is intact.
+
+        A newer one that is visibly broken is passed over with a warning; where `strict`, it is a CheckpointError.
+        Raises UsageError when there is none.
+        """
         if self.run is not None and (best or intact):
             return choose(self.run, step=step, best=best)
         if best:
@@ -56,7 +66,19 @@ class Place:
             what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
             hints = [f"it has checkpoints of step {steps}", *(f"broken: {reason}" for _, reason in broken[:3])]
             raise UsageError(f"{self.folder} has {what}", hints=hints)
+        newer = [reason for path, reason in broken if step is None and _step(path) > chosen[0].manifest.step]
+        if newer and strict:
+            hint = f"choose one by its step: the newest that is not broken is of step {chosen[0].manifest.step}"
+            raise CheckpointError(newer[0], hints=[hint])
+        for reason in newer:
+            log.warning("passed over: %s", reason)
         return chosen[0].path
+
+
+def _step(path: Path) -> int:
+    """The step that a checkpoint's name says; -1 where it is no such name."""
+    match = FOLDER.fullmatch(path.name)
+    return int(match[1]) if match else -1
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -66,7 +88,9 @@ def is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).is_file() or (path / COMMIT).is_file() or FOLDER.fullmatch(path.resolve().name) is not None
 
 
-def find(source: str, *, step: int | None = None, best: bool = False, intact: bool = False) -> Path:
+def find(
+    source: str, *, step: int | None = None, best: bool = False, intact: bool = False, strict: bool = False
+) -> Path:
     """The checkpoint that is meant: `source` itself, or one of those of a run; see `Place.choose`."""
     if is_checkpoint(path := Path(source)):
         if best or step is not None:
@@ -75,14 +99,14 @@ def find(source: str, *, step: int | None = None, best: bool = False, intact: bo
                 hints=["leave them out, or name the run"],
             )
         return path
-    return Place.find(source).choose(step=step, best=best, intact=intact)
+    return Place.find(source).choose(step=step, best=best, intact=intact, strict=strict)
 
 
 def parse(text: str) -> Path:
     """The checkpoint that "RUN", "RUN:STEP", "RUN:best" or a checkpoint's folder means."""
     source, colon, which = text.rpartition(":")
     if Path(text).exists() or not colon:
-        return find(text)
+        return find(text, strict=True)
     if which == "best":
         return find(source, best=True)
     if not which.isdecimal():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,11 +68,28 @@ def committed(folder: Path, known: Known | None = None) -> tuple[list[Found], li
     return found, broken
 
 
+def check_folder(folder: Path) -> None:
+    """Raises CheckpointError when there is something at `folder` that is no folder, or cannot be looked into.
+
+    What cannot be seen is not absent: a link to a disk that is not mounted, say, is no reason to begin anew.
+    """
+    try:
+        os.listdir(folder)
+    except OSError as error:
+        if os.path.lexists(folder):
+            where = f"{folder} → {folder.readlink()}" if folder.is_symlink() else str(folder)
+            raise CheckpointError(
+                f"the folder of checkpoints cannot be read: {where}: {error.strerror or error}",
+                hints=["mend it, mount what it is on, or start anew with --fresh, which keeps it under another name"],
+            ) from error
+
+
 def newest(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest checkpoint that is intact to the last byte, and those passed over for it, with reasons.
 
     Those come newest first; broken ones that are older than the chosen one are left out.
     """
+    check_folder(folder)
     found, broken = committed(folder)
     chosen, oldest = None, 0
     for path, manifest in found:

@@ -138,6 +138,12 @@ def test_a_damaged_checkpoint_is_not_exported(checkpoint: Path, tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
+def test_a_file_in_the_place_of_a_files_folder_is_an_error_in_words(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(CheckpointError, match="out could not be written: Not a directory"):
+        export(checkpoint, tmp_path / "file" / "out")
+
+
 def test_a_full_disk_leaves_no_half_file(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(file: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

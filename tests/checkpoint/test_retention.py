@@ -32,6 +32,15 @@ def test_an_empty_or_missing_folder_has_no_newest(folder: Path) -> None:
     assert newest(folder / "missing") == (None, [])
 
 
+def test_a_folder_that_cannot_be_looked_into_is_not_an_empty_one(folder: Path) -> None:
+    (folder / "file").touch()
+    (folder / "link").symlink_to("not-mounted")
+    with pytest.raises(CheckpointError, match="file: Not a directory"):
+        newest(folder / "file")
+    with pytest.raises(CheckpointError, match="link → not-mounted: No such file or directory"):
+        newest(folder / "link")
+
+
 def test_newest_goes_by_step_whatever_the_files_times_and_names_say(folder: Path) -> None:
     ten, twenty, thirty = save(folder, [10, 20, 30])
     for age, path in enumerate((thirty, twenty, ten)):

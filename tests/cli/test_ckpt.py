@@ -238,13 +238,32 @@ def test_mistakes_end_with_2_and_a_way_out(arguments: list[str], complaint: str)
     assert complaint in call(*arguments, code=2).stderr
 
 
-def test_a_damaged_manifest_is_an_error_in_words(run: RunFolder) -> None:
+def test_a_damaged_manifest_is_an_error_in_words(run: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
     flip(path_of(run, 3) / "manifest.json")
 
     stderr = call("inspect", str(path_of(run, 3)), code=3).stderr
 
     assert "manifest.json is damaged: its sha256 is not the one that COMMIT names" in stderr
     assert said("inspect", "digits")["step"] == 2, "the newest that can be read"
+    assert "passed over: the checkpoint file" in caplog.text
+
+
+def test_a_broken_newest_checkpoint_is_never_silently_compared_as_another(run: RunFolder) -> None:
+    (path_of(run, 3) / "COMMIT").unlink()
+
+    stderr = call("diff", "digits:2", "digits", code=3).stderr
+
+    assert "COMMIT is damaged" in stderr
+    assert "the newest that is not broken is of step 2" in stderr
+    assert call("diff", "digits:2", "digits:2").stdout.endswith("equal\n")
+
+
+def test_checkpoints_that_cannot_be_looked_into_are_not_none(run: RunFolder) -> None:
+    shutil.rmtree(run.checkpoints)
+    run.checkpoints.symlink_to("not-mounted")
+
+    for command in ("ls", "inspect", "verify"):
+        assert "checkpoints → not-mounted: No such file" in call(command, "digits", code=3).stderr
 
 
 # ---------------------------------------------------------------------------------------------- verify

@@ -62,7 +62,7 @@ def found(ranks: Ranks) -> tuple[int, Any]:
     return said.pop("step"), pytest.approx(said, rel=1e-6)
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 4])
+@pytest.mark.parametrize("nproc", [1, 2, 3])  # three do not divide the training batch
 def test_any_number_of_ranks_finds_what_training_reported(ddpforge: Callable[..., Ranks], nproc: int) -> None:
     step, metrics = found(ddpforge("eval", "tiny", "--json", nproc=nproc))
     assert step == 6

@@ -134,7 +134,7 @@ def test_a_run_folder_holds_what_a_run_is(ddpforge: Callable[..., Ranks]) -> Non
         *("logs", "checkpoints"),
     }
     assert Path("runs/tiny/recipe.toml").read_text() == RECIPE
-    assert {path.name for path in Path("runs/tiny/logs").iterdir()} == {"rank-0.log", "rank-1.log"}
+    assert {path.name for path in Path("runs/tiny/logs").iterdir()} == {"rank-0.log", "rank-1.log", "lock"}
     assert status() == {
         **status(),
         **{"state": "done", "exit_code": 0, "step": 2, "samples": 16, "world_size": 2, "strategy": "ddp"},

@@ -121,6 +121,22 @@ def test_a_source_that_is_none_is_refused(bench: Bench, source: str, reason: str
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("skip", "reason"),
+    [
+        ("nothing.*", 'checkpoint.init_skip: "nothing.*" matches no tensor of the model'),
+        ("*", "checkpoint.init_skip leaves nothing to take from checkpoint.init_from"),
+    ],
+)
+def test_a_glob_that_matches_nothing_or_everything_is_refused(
+    bench: Bench, weights: dict[str, Tensor], skip: str, reason: str
+) -> None:
+    refused = begin(bench, "base", more=f'init_skip = ["{skip}"]', fails=True)
+    assert ExitCode.USAGE in refused.codes
+    assert reason in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
 def test_a_broken_file_is_named(bench: Bench) -> None:
     (bench.folder / "broken.safetensors").write_bytes(b"\xff" * 64)
     refused = begin(bench, "broken.safetensors", fails=True)

@@ -1,13 +1,18 @@
 """A run that was interrupted goes on as if nothing had happened."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copy, copytree
 
 import pytest
 from ranks import Ranks
-from sharding import Bench
+from sharding import DDP, FSDP, ZERO, Bench
+
+from ddpforge.checkpoint import Reader
+from ddpforge.errors import ExitCode
+from ddpforge.runfolder import RunFolder
 
 RECIPE = """
 recipe = 1
@@ -169,3 +174,74 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_for(ddpforge: Callable[..
     bench("parts", length="8st", more=stop)
     assert bench.column("parts", "eval/loss") == bench.column("whole", "eval/loss")
     assert len(bench.column("whole", "eval/loss")) == 2
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP, ZERO[1]], ids=["ddp", "fsdp", "zero1"])
+def test_another_optimizer_starts_afresh(ddpforge: Callable[..., Ranks], tmp_path: Path, strategy: str) -> None:
+    """Its predecessor's state would be none of its own: SGD's momentum means nothing to AdamW."""
+    bench = Bench(tmp_path, ddpforge)
+    sets = ["--set=optimizer.use=sgd", "--set=optimizer.lr=0.01", "--set=optimizer.momentum=0.9"]
+    bench("run", strategy, length="8st")
+    keys = {key for entry in Reader(bench.newest("run")).state().optimizer.values() for key in entry}
+
+    allowed = ["--allow-change=optimizer", "--set=train.length=10st"]
+    there = ddpforge("run", "run.toml", *sets, *allowed, nproc=2)
+    assert there.stderr.count("the optimizer starts afresh: the checkpoint has the state of `adamw`") == 1
+    kept = {key for entry in Reader(bench.newest("run")).state().optimizer.values() for key in entry}
+    assert kept == {"momentum_buffer"}
+
+    back = ddpforge("run", "run.toml", "--allow-change=optimizer", "--set=train.length=12st", nproc=2)
+    assert "the state of `sgd`" in back.stderr
+    assert {key for entry in Reader(bench.newest("run")).state().optimizer.values() for key in entry} == keys
+
+    on = ddpforge("run", "run.toml", "--set=train.length=13st", nproc=2)
+    assert "afresh" not in on.stderr
+
+
+def test_a_run_that_has_come_further_than_it_should_is_evaluated_and_says_so(
+    ddpforge: Callable[..., Ranks], tmp_path: Path
+) -> None:
+    bench = Bench(tmp_path, ddpforge)
+    stop = '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = 6\nrank = 0'
+    assert set(bench("run", length="30st", train='eval_every = "30st"', more=stop, fails=True).codes) == {75}
+    assert bench.column("run", "eval/loss") == []
+    said = bench("run", length="6st", train='eval_every = "30st"', more=stop)
+    assert "is beyond train.length: there is nothing to train" in said.stderr
+    assert len(bench.column("run", "eval/loss")) == 1
+
+
+def test_a_run_without_checkpoints_does_not_begin_anew_in_silence(
+    ddpforge: Callable[..., Ranks], tmp_path: Path
+) -> None:
+    bench = Bench(tmp_path, ddpforge)
+    bench("run", length="8st", nproc=1)
+    checkpoints = tmp_path / "runs/run/checkpoints"
+    checkpoints.rename(tmp_path / "aside")
+    said = bench("run", length="9st", nproc=1)
+    assert "runs/run has no checkpoints: training begins anew, and an earlier attempt had come to step 8" in said.stderr
+
+    checkpoints.rename(tmp_path / "again")
+    checkpoints.symlink_to("disk-that-is-not-mounted")
+    refused = bench("run", length="10st", fails=True)
+    assert refused.codes == [ExitCode.ENVIRONMENT] * 2
+    assert "runs/run/checkpoints → disk-that-is-not-mounted: No such file or directory" in refused.stderr
+    assert str(RunFolder(tmp_path / "runs/run").status()["error"]).startswith("rank 0: CheckpointError")  # type: ignore[index]
+
+
+def test_only_one_process_trains_in_a_folder(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
+    """A second one would clear away the checkpoint that the first is writing."""
+    bench = Bench(tmp_path, ddpforge)
+    bench("run", length="8st", nproc=1)
+    folder = RunFolder(tmp_path / "runs/run")
+    draft = folder.checkpoints / ".step-000000009-abcd.tmp"
+    draft.mkdir()
+    with folder.claim():
+        for more in ([], ["--fresh"]):
+            refused = ddpforge("run", "run.toml", "--set=train.length=10st", *more, nproc=2, fails=True)
+            assert refused.codes == [ExitCode.ENVIRONMENT] * 2
+            assert f"runs/run is being trained in already, by process {os.getpid()} on" in refused.stderr
+            assert "Traceback" not in refused.stderr
+        assert draft.is_dir()
+    bench("run", length="10st")
+    assert Reader(bench.newest("run")).facts.step == 10
+    assert not draft.exists()

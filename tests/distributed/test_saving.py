@@ -63,8 +63,9 @@ def test_a_run_stops_when_a_checkpoint_cannot_be_written(bench: Bench) -> None:
     assert steps(bench, "aside") == [2]
 
 
-def test_the_last_checkpoint_must_be_written(bench: Bench) -> None:
-    failed = saves(bench, 'on_failure = "continue"', begin=7, fails=True)
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_the_last_checkpoint_must_be_written(bench: Bench, background: str) -> None:
+    failed = saves(bench, f'background = {background}\non_failure = "continue"', begin=7, fails=True)
     assert set(failed.codes) == {ExitCode.ENVIRONMENT}
     assert json.loads((bench.folder / "runs/run/status.json").read_text())["state"] == "failed"
     assert steps(bench, "aside") == [2, 4, 6]
@@ -84,3 +85,32 @@ def test_milestones_outlive_newer_checkpoints(bench: Bench) -> None:
     keep = '[checkpoint]\nevery = "1st"\nkeep = { last = 1, every = "3st" }'
     bench("run", FSDP, length="8st", more=keep)
     assert steps(bench) == [3, 6, 8]
+
+
+GONE = """
+import shutil
+from ddpforge.interfaces import Callback
+
+class Gone(Callback):
+    def on_step(self, info):
+        if info.step == 3:
+            shutil.rmtree("runs/run", ignore_errors=True)
+"""
+
+
+def test_a_failure_is_told_where_even_the_status_cannot_be_written(bench: Bench) -> None:
+    """What is wrong with status.json must not hide why the run failed."""
+    (bench.folder / "gone.py").write_text(GONE)
+    more = '[checkpoint]\nevery = "100st"\n[callbacks.gone]\nuse = "./gone.py:Gone"'
+    failed = bench("run", length="8st", more=more, nproc=1, fails=True)
+    assert failed.codes == [ExitCode.ENVIRONMENT]
+    assert "error: cannot write runs/run/metrics.jsonl" in failed.stderr
+    assert "warning: while the run was ending: runs/run/run.json cannot be read" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_a_metric_that_is_to_decide_what_is_best_and_does_not_exist_is_named(bench: Bench) -> None:
+    keep = '[checkpoint]\nkeep = { best = 1, by = "eval/acuracy" }'
+    said = bench("run", length="8st", more=keep)
+    assert "checkpoint.keep.by: no metric is called eval/acuracy, so none is best; there are" in said.stderr
+    assert said.stderr.count("eval/acuracy") == len(bench.column("run", "eval/loss"))
