@@ -141,7 +141,7 @@ def new(kind: str, name: str, folder: Path) -> None:
     for file in plugin.files:
         click.echo(plugin.folder / file)
     click.echo(
-        f"\nnext: pip install -e {plugin.folder}, then `pytest {plugin.folder}` and"
+        f"\nnext: `pip install -e '{plugin.folder}[test]'`, then `pytest {plugin.folder}` and"
         f" `ddpforge plugins test {plugin.distribution}`",
         err=True,
     )
@@ -202,9 +202,11 @@ def _kind_of(registry: Registry, name: str) -> str:
         raise UsageError(f"of what kind is `{name}`?", hints=[f"add --kind with one of: {', '.join(KINDS)}"])
 
     near = get_close_matches(name, {entry.name for entry in entries}, cutoff=0.5)
+    its = [entry.name for entry in entries if entry.distribution == name]
     raise UsageError(
         f"there is no component named `{name}`",
         hints=[
+            *([f"`{name}` is a distribution with {', '.join(f'`{other}`' for other in its)}"] if its else []),
             *(f"did you mean `{other}`?" for other in near),
             "`ddpforge plugins list` shows what is installed",
         ],

@@ -22,24 +22,28 @@ import inspect
 import json
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
+from torch import nn, zeros
+from torch.optim import Optimizer
 
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Callback, Horizon, Metric, Strategy, Task, Tracker
 from ddpforge.recipe.schema import Component
 from ddpforge.registry import KINDS, Entry, Registry
 from ddpforge.testing import companions
+from ddpforge.testing.checks import checks_of
 from ddpforge.testing.report import Breach, source_of
 
-__all__ = ["SETTINGS", "Case", "find_cases"]
+__all__ = ["SETTINGS", "Case", "find_cases", "unlike"]
 
 SETTINGS = "ddpforge_testing.toml"
 _SECTIONS = ("model", "data", "task", "optimizer", "schedule", "strategy", "train")
@@ -51,6 +55,14 @@ _DECLARED: Mapping[str, tuple[str, ...]] = {
     "strategy": ("ranks",),
     "tracker": ("raises",),
 }
+_Ranks = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+_TYPES: Mapping[str, Any] = {
+    "skip": str | dict[str, str],
+    "unused": list[str],
+    "ranks": _Ranks,
+    "horizon": dict[str, int],
+} | dict.fromkeys(("meta", "duplicates", "elementwise", "raises"), bool)
+"""Of the values in an author's table; all others are tables."""
 _HIGHEST = 6  # folders above a module in which its settings may be
 _BASES: Mapping[str, type] = {
     "task": Task,
@@ -58,6 +70,8 @@ _BASES: Mapping[str, type] = {
     "tracker": Tracker,
     "callback": Callback,
     "strategy": Strategy,
+    "model": nn.Module,
+    "optimizer": Optimizer,
 }
 
 
@@ -122,8 +136,6 @@ class Case:
     def given(self) -> dict[str, Any]:
         """What ddpforge hands over to components of this kind, to try it with."""
         if self.kind == "optimizer":
-            from torch import nn, zeros
-
             return {"params": [{"params": [nn.Parameter(zeros(2, 2))]}]}
         if self.kind == "schedule":
             return {"horizon": Horizon(**({"total": 100, "steps_per_epoch": 10} | self.settings.get("horizon", {})))}
@@ -221,16 +233,10 @@ def find_cases(target: str, *, kind: str | None = None, names: tuple[str, ...] =
     if path.endswith(".py"):
         cases = list(_of_file(Path(path), attribute, kind, registry))
     else:
+        _check_groups(target)
         entries = [entry for entry in registry.entries() if _normal(entry.distribution) == _normal(target)]
         if not entries:
-            near = get_close_matches(target, {entry.distribution for entry in registry.entries()}, n=1)
-            raise UsageError(
-                f"no installed distribution `{target}` provides components",
-                hints=[
-                    *(f"did you mean `{name}`?" for name in near),
-                    "install it first, e.g. `pip install -e .`; a file is given by its path, `./parts.py`",
-                ],
-            )
+            raise _nothing_of(target, registry)
         cases = [case for entry in entries for case in _of_entry(entry, registry)]
 
     chosen = [case for case in cases if kind in (None, case.kind) and (not names or case.name in names)]
@@ -238,6 +244,58 @@ def find_cases(target: str, *, kind: str | None = None, names: tuple[str, ...] =
         known = ", ".join(sorted({f"{case.kind} {case.name}" for case in cases})) or "none"
         raise UsageError(f"`{target}` has no such component", hints=[f"it has: {known}"])
     return chosen
+
+
+def _groups(distribution: str) -> set[str] | None:
+    """The groups of its entry points; None where it is not installed."""
+    try:
+        return {point.group for point in metadata.distribution(distribution).entry_points}
+    except (metadata.PackageNotFoundError, ValueError):
+        return None
+
+
+def _check_groups(distribution: str) -> None:
+    """Raises UsageError for entry points that look like ddpforge's and that nobody reads."""
+    known = [f"ddpforge.{kind}" for kind in KINDS]
+    for group in sorted(_groups(distribution) or ()):
+        if group.startswith("ddpforge") and group not in known:
+            near = get_close_matches(group, known, n=1)
+            raise UsageError(
+                f"`{distribution}` has entry points in the group `{group}`, which is that of no kind of component",
+                hints=[
+                    *(f"did you mean `{name}`?" for name in near),
+                    f"the groups are {', '.join(known)}",
+                    "entry points are read when a package is installed: install it again after a change",
+                ],
+            )
+
+
+def _nothing_of(distribution: str, registry: Registry) -> UsageError:
+    if (groups := _groups(distribution)) is None:
+        if Path(distribution).is_dir():
+            return UsageError(
+                f"{distribution} is a folder, not a distribution or a file",
+                hints=["install it, and give its name, that in its pyproject.toml", "or give a file: `./parts.py`"],
+            )
+        owners = sorted({entry.distribution for entry in registry.entries() if entry.name == distribution})
+        near = get_close_matches(distribution, {entry.distribution for entry in registry.entries()}, n=1)
+        return UsageError(
+            f"no distribution `{distribution}` is installed",
+            hints=[
+                *(f"for the component: ddpforge plugins test {owner} --name {distribution}" for owner in owners),
+                *(f"did you mean `{name}`?" for name in near if not owners),
+                "install it first, e.g. `pip install -e .`; a file is given by its path, `./parts.py`",
+            ],
+        )
+    if any(group.startswith("ddpforge.") for group in groups):
+        return UsageError(f"`{distribution}` is hidden by DDPFORGE_DISABLE_PLUGINS", hints=["unset it, to test"])
+    return UsageError(
+        f"`{distribution}` is installed, and has no entry points for ddpforge",
+        hints=[
+            'declare components in its pyproject.toml: [project.entry-points."ddpforge.KIND"], NAME = "module:Name"',
+            "entry points are read when a package is installed: install it again after a change",
+        ],
+    )
 
 
 def _normal(name: str) -> str:
@@ -291,18 +349,25 @@ def _of_file(path: Path, attribute: str, kind: str | None, registry: Registry) -
 
 def _kind_of(registry: Registry, use: str, base: Path) -> str | None:
     """The kind of a class or function, by what it derives from, offers, asks for or returns."""
-    from torch import nn
-    from torch.optim import Optimizer
-
     component: Any = registry.load("model", use, base)
     if isinstance(component, type):
-        bases = {**_BASES, "model": nn.Module, "optimizer": Optimizer}
-        derived = next((kind for kind, one in bases.items() if issubclass(component, one)), None)
+        derived = next((kind for kind, one in _BASES.items() if issubclass(component, one)), None)
         offers = hasattr(component, "__getitem__") or hasattr(component, "__iter__")
         return derived or ("data" if offers and not issubclass(component, dict | list | tuple) else None)
     parameters = inspect.signature(component).parameters
     by_parameter = {"horizon": "schedule", "params": "optimizer"}
     return next((kind for name, kind in by_parameter.items() if name in parameters), None)
+
+
+def unlike(kind: str, built: Any) -> str | None:
+    """What a component of a kind is, where `built` is something else."""
+    if kind == "schedule":
+        return None if callable(built) else "a function of the step"
+    if kind == "data":
+        samples = hasattr(built, "__iter__") or (hasattr(built, "__len__") and hasattr(built, "__getitem__"))
+        return None if samples else "data with __len__ and __getitem__, or with __iter__"
+    home = {"model": "torch.nn", "optimizer": "torch.optim"}.get(kind, "ddpforge.interfaces")
+    return None if isinstance(built, _BASES[kind]) else f"a {home}.{_BASES[kind].__name__}"
 
 
 def _with_settings(case: Case, file: Path | None, name: str) -> Iterator[Case]:
@@ -327,6 +392,7 @@ def _settings(file: Path) -> tuple[dict[str, Any], Path | None]:
                 for key in path:
                     table = table.get(key, {})
                 if table or not path:
+                    _check_kinds(table, folder / name)
                     return table, folder / name
     return {}, None
 
@@ -346,12 +412,40 @@ def _filled(value: Any, here: str) -> Any:
     return [_filled(inner, here) for inner in value] if isinstance(value, list) else value
 
 
+def _check_kinds(settings: Mapping[str, Any], said: Path) -> None:
+    for kind, tables in settings.items():
+        if kind not in KINDS or not isinstance(tables, dict):
+            raise UsageError(
+                f"{said}: `{kind}` must be a kind of component, with tables [KIND.NAME] in it",
+                hints=_near(kind, KINDS, "kinds"),
+            )
+
+
 def _check(kind: str, name: str, table: Any, said: Path | None) -> None:
-    known = ("options", "skip", *_SECTIONS, *_DECLARED.get(kind, ()))
+    """Raises UsageError for what an author's table cannot say."""
     if not isinstance(table, dict):
         raise UsageError(f"{said}: [{kind}.{name}] must be a table")
-    for key in table:
+    known = ("options", "skip", *_SECTIONS, *_DECLARED.get(kind, ()))
+    for key, value in table.items():
         if key not in known:
-            near = get_close_matches(key, known, n=1)
-            hints = [*(f"did you mean `{one}`?" for one in near), f"known keys: {', '.join(known)}"]
-            raise UsageError(f"{said}: [{kind}.{name}] has no key `{key}`", hints=hints)
+            raise UsageError(f"{said}: [{kind}.{name}] has no key `{key}`", hints=_near(key, known, "keys"))
+        try:
+            TypeAdapter(_TYPES.get(key, dict[str, Any])).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise UsageError(f"{said}: `{key}` of [{kind}.{name}]: {error.errors()[0]['msg']}") from error
+        if key in _SECTIONS and key != "train" and not isinstance(value.get("use"), str):
+            raise UsageError(
+                f"{said}: `{key}` of [{kind}.{name}] names no component", hints=[f'{key} = {{ use = "…", … }}']
+            )
+    skipped = table.get("skip", {})
+    checks = [one.name for one in checks_of(kind)]
+    if isinstance(skipped, dict) and (odd := [one for one in skipped if one not in checks]):
+        raise UsageError(
+            f"{said}: [{kind}.{name}] leaves out `{odd[0]}`, and a {kind} has no such check",
+            hints=_near(odd[0], checks, "checks"),
+        )
+
+
+def _near(word: str, known: Sequence[str], what: str) -> list[str]:
+    near = get_close_matches(word, known, n=1)
+    return [*(f"did you mean `{one}`?" for one in near), f"known {what}: {', '.join(known)}"]

@@ -12,7 +12,7 @@ from ddpforge.data import MicroBatch, Share, open_data
 from ddpforge.interfaces import Task
 from ddpforge.testing import companions
 from ddpforge.testing.cases import Case
-from ddpforge.testing.report import Breach, blame
+from ddpforge.testing.report import Breach, blame, source_of
 
 __all__ = ["SAMPLES", "Trial", "first_batch", "fresh", "settle", "trial_of"]
 
@@ -74,6 +74,8 @@ def trial_of(case: Case) -> Trial:
         case.sections.update(choice | named)
         try:
             return _try(case)
+        except _WrongLoss:
+            raise  # whatever it is tried with
         except Exception as error:
             uses = ", ".join(f"{kind} {case.sections[kind]['use'].rpartition(':')[2]}" for kind in sorted(needed))
             found = blame(error, "", case.component)
@@ -98,9 +100,24 @@ def _try(case: Case) -> Trial:
     task = case.build() if case.kind == "task" else case.companion("task")
     batch = first_batch(data).data
     task.check(model, data)
-    loss, outputs = task.loss(model, batch)
-    if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"loss returned a {type(loss).__name__}")
+    _, outputs = _pair(task, task.loss(model, batch))
     if case.kind == "metric":
         case.build()(outputs.detach(), batch[1])
     return Trial(model, data, task, batch)
+
+
+class _WrongLoss(Breach):
+    """A task's `loss` returns something else than a loss and outputs."""
+
+
+def _pair(task: Task, returned: Any) -> tuple[torch.Tensor, Any]:
+    """What `loss` returned, if it is what it must be."""
+    items = tuple(returned) if isinstance(returned, tuple | list) else ()
+    if len(items) == 2 and isinstance(items[0], torch.Tensor):
+        return items
+    found = f"({', '.join(f'a {type(item).__name__}' for item in items)})" if items else f"a {type(returned).__name__}"
+    raise _WrongLoss(
+        "`loss` to return a pair: the loss summed over the batch, a tensor, and what `metrics` reads",
+        found,
+        where=source_of(type(task).loss),
+    )

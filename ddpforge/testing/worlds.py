@@ -17,6 +17,7 @@ from ddpforge import launch
 from ddpforge.errors import ExitCode, PluginError
 from ddpforge.parity.compare import TOLERANCES, Point, Quantity, Record, compare, first_drift
 from ddpforge.testing.cases import Case
+from ddpforge.testing.checks import checks_of
 from ddpforge.testing.report import Breach, Interrupted
 from ddpforge.testing.trial import settle
 
@@ -77,7 +78,8 @@ class Worlds:
         orders = []
         for number, case in enumerate(self.cases):
             job = _JOBS.get(case.kind, {}).get(nproc)
-            if job:
+            asked = [one for one in checks_of(case.kind) if one.starts_ranks and not case.skipped(one.name)]
+            if job and asked:
                 folder = self.folder / f"{nproc}-{number}"
                 folder.mkdir()
                 order = _Order(case, job, nproc, folder, {})

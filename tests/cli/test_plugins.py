@@ -206,6 +206,12 @@ def test_show_of_an_unknown_name_suggests(site: Path) -> None:
         assert caught.value.exit_code == 2
 
 
+def test_show_of_a_distribution_names_its_components(site: Path) -> None:
+    with pytest.raises(UsageError, match="there is no component named `other-nets`") as caught:
+        call("show", "other-nets")
+    assert caught.value.hints[0] == "`other-nets` is a distribution with `twice`"
+
+
 def test_show_asks_for_the_kind_where_the_name_does_not_say(site: Path) -> None:
     with pytest.raises(UsageError) as caught:
         call("show", "open")

@@ -44,6 +44,13 @@ class Loose(Callback):
         pass
 
 
+class TakesUse(Callback):
+    """Has an option that no recipe can set."""
+
+    def __init__(self, *, use: Annotated[str, Field(description="What to use.")] = "a") -> None:
+        pass
+
+
 # ---------------------------------------------------------------------------------------------- models
 class _Net(nn.Module):
     def __init__(self) -> None:
@@ -197,6 +204,13 @@ class NoisyAverage(Task):
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         outputs = model(batch[0] + 0.1 * torch.randn_like(batch[0]))
         return F.cross_entropy(outputs, batch[1]), outputs
+
+
+class ForgetsOutputs(Task):
+    """Returns the loss alone."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
 
 
 class CountsOnes(Task):
@@ -390,3 +404,9 @@ class PromisesTooMuch(DDP):
     """Says that it shards, and does not."""
 
     contract = replace(DDP.contract, shards=("optimizer state",))
+
+
+class TrainsApart(ForgetsToAverage):
+    """Says that ranks average weights, and never does it."""
+
+    contract = replace(DDP.contract, averages="weights")

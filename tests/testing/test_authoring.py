@@ -35,7 +35,7 @@ def test_it_says_what_it_wrote_and_what_is_next() -> None:
         "my-task/tests/test_my_task.py",
     ]
     assert all(Path(line).is_file() for line in result.stdout.splitlines())
-    assert "next: pip install -e my-task" in result.stderr
+    assert "next: `pip install -e 'my-task[test]'`" in result.stderr
 
 
 @pytest.mark.parametrize(

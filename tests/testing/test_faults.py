@@ -24,6 +24,8 @@ def line_of(text: str) -> int:
     [
         ("Undocumented", "docstring", "found     none of its own"),
         ("Undocumented", "options-documented", "none of `often`\n"),
+        ("TakesUse", "options-reachable", "an option `use`, which no recipe can set"),
+        ("ForgetsOutputs", "takes-a-batch", "`loss` to return a pair"),
         ("Loose", "options-strict", "`thing` took"),
         ("UnusedLayer", "unused-parameters", "`extra.weight`, `extra.bias` got no gradient"),
         ("RandomNames", "stable-names", "only in one: layer"),
@@ -78,6 +80,24 @@ def test_the_place_of_a_fault_is_its_line(name: str, check: str, line: str) -> N
     assert failures(name)[check].where == f"{FILE}:{line_of(line)}"
 
 
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("model", "expected  a torch.nn.Module, as its kind is `model`\nfound     a StateByRank\n"),
+        ("optimizer", "expected  a torch.optim.Optimizer, "),
+        ("strategy", "expected  a ddpforge.interfaces.Strategy, "),
+        ("schedule", "expected  a function of the step, "),
+        ("data", "expected  data with __len__ and __getitem__, or with __iter__, "),
+    ],
+)
+def test_a_component_of_another_kind_fails_once(kind: str, says: str) -> None:
+    with Kit(find_cases(f"{FILE}:StateByRank", kind=kind), quick=True) as kit:
+        (failed,) = [result for result in kit.run() if result.status == "failed"]
+    assert failed.check == "builds"
+    assert failed.text().startswith(says)
+    assert failed.where.startswith(f"{FILE}:")
+
+
 def test_one_fault_is_one_failure() -> None:
     """A component is not blamed for what it does well."""
     for name, expected in (
@@ -87,6 +107,8 @@ def test_one_fault_is_one_failure() -> None:
         ("Raises", {"never-raises", "survives-a-broken-target"}),
         ("UnusedLayer", {"unused-parameters"}),
         ("FitsNothing", {"takes-a-batch"}),
+        ("ForgetsOutputs", {"takes-a-batch"}),
+        ("TakesUse", {"options-reachable"}),
     ):
         assert failures(name).keys() == expected, name
 
@@ -109,6 +131,7 @@ RANKS = {
     "LeavesWeights": ("agrees-on-all-ranks", "`evaluating` left other weights behind"),
     "UnusedLayer": ("same-on-two-ranks", "got no gradient on rank"),
     "ForgetsToAverage": ("trains-like-ddp", "even without accumulation and clipping: gradients are not averaged"),
+    "TrainsApart": ("trains-like-ddp", "even without accumulation and clipping: weights are not averaged over ranks"),
     "LosesMicroBatches": ("trains-like-ddp", "the gradients of micro-batches do not add up"),
     "ClipsEachParameter": ("trains-like-ddp", "gradients are clipped by another norm"),
     "SavesRounded": ("trains-like-ddp", "weights differs at step 12"),

@@ -64,7 +64,7 @@ def test_a_file_is_tested_without_packaging(folder: Path) -> None:
         f"        look at   {folder}/parts.py:12\n"
     ) in result.stdout
     assert "helper" not in result.stdout
-    assert result.stdout.endswith("13 passed, 1 failed, 0 skipped\n")
+    assert result.stdout.endswith("15 passed, 1 failed, 0 skipped\n")
     assert invoke("./parts.py:half").exit_code == 0
     assert invoke("./parts.py", "--name", "half", "--kind", "schedule").exit_code == 0
 
@@ -81,8 +81,10 @@ def test_json(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["no-such-distribution"], "no installed distribution `no-such-distribution` provides components"),
+        (["no-such-distribution"], "no distribution `no-such-distribution` is installed"),
         (["ddpforg"], "did you mean `ddpforge`?"),
+        (["mlp"], "for the component: ddpforge plugins test ddpforge --name mlp"),
+        (["."], ". is a folder, not a distribution or a file"),
         (["ddpforge", "--name", "mlpp"], "has no such component"),
         (["./missing.py"], "there is no file missing.py"),
         (["./helpers.py"], "nothing in helpers.py says of which kind it is"),
@@ -99,6 +101,31 @@ def test_nothing_to_test_is_an_error_of_usage(arguments: list[str], says: str) -
 def test_quick_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpforge.launch.launch", None)
     assert invoke("ddpforge", "--quick", "--kind", "callback").exit_code == 0
+
+
+def test_ranks_are_not_started_for_checks_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    write(
+        "parts.py",
+        """
+        from ddpforge.interfaces import Callback
+
+        class Tried(Callback):
+            '''Does nothing.'''
+
+        class LeftOut(Callback):
+            '''Does nothing either.'''
+        """,
+    )
+    write(
+        "ddpforge_testing.toml",
+        "[callback.LeftOut.skip]\nagrees-on-all-ranks = 'not today'\nstate-round-trip = 'nor this'\n",
+    )
+    said: list[str] = []
+    monkeypatch.setattr("ddpforge.launch.launch", lambda *_, **__: 1)
+    with Kit(find_cases("parts.py"), say=said.append) as kit:
+        skipped = [result.check for result in kit.run() if result.text().startswith("left out")]
+    assert skipped == ["agrees-on-all-ranks", "state-round-trip"]
+    assert said == ["starting 2 ranks for callback Tried"]
 
 
 @pytest.mark.parametrize("code", [75, 130, 143])
@@ -168,13 +195,27 @@ def test_settings_may_be_in_pyproject() -> None:
     assert "left out: out of order" in result.stdout
 
 
-def test_a_slip_in_the_settings_is_told() -> None:
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ("[schedule.half]\nhorizn = { total = 5 }", ["[schedule.half] has no key `horizn`", "did you mean `horizon`?"]),
+        ("[schedul.half]", ["`schedul` must be a kind of component", "did you mean `schedule`?"]),
+        ("schedule = 3", ["`schedule` must be a kind of component, with tables"]),
+        ("[schedule]\nhalf = 3", ["[schedule.half] must be a table"]),
+        ("[schedule.half]\nskip = true", ["`skip` of [schedule.half]: Input should be a valid"]),
+        ("[schedule.half.skip]\npur = 'why'", ["leaves out `pur`, and a schedule has no such", "did you mean `pure`?"]),
+        ("[schedule.half]\nhorizon = 5", ["`horizon` of [schedule.half]: Input should be a valid dictionary"]),
+        ("[schedule.half]\nmodel = { inputs = 5 }", ["`model` of [schedule.half] names no component", "model = { use"]),
+        ("[schedule.half", ["ddpforge_testing.toml cannot be read"]),
+    ],
+)
+def test_a_slip_in_the_settings_is_told(settings: str, says: list[str]) -> None:
     write("parts.py", PARTS)
-    write("ddpforge_testing.toml", "[schedule.half]\nhorizn = { total = 5 }\n")
+    write("ddpforge_testing.toml", settings)
     result = invoke("parts.py")
     assert result.exit_code == 2
-    assert "[schedule.half] has no key `horizn`" in result.stderr
-    assert "did you mean `horizon`?" in result.stderr
+    for text in says:
+        assert text in result.stderr
 
 
 def test_here_is_the_folder_of_the_settings() -> None:
@@ -214,6 +255,38 @@ def site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     install(site, "halves-dist", entries, modules={"halves.py": PARTS})
     monkeypatch.syspath_prepend(site)
     return site
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        (
+            {"ddpforge.tasks": {"half": "halves:half"}},
+            ["entry points in the group `ddpforge.tasks`, which is that of no kind", "did you mean `ddpforge.task`?"],
+        ),
+        (
+            {"ddpforge.schedule": {"half": "halves:half"}, "ddpforge": {"half": "halves:half"}},
+            ["in the group `ddpforge`, which", "the groups are ddpforge.model, ddpforge.data"],
+        ),
+        ({"console_scripts": {"half": "halves:half"}}, ["is installed, and has no entry points for ddpforge"]),
+    ],
+)
+def test_entry_points_that_nobody_reads_are_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, entries: dict[str, dict[str, str]], says: list[str]
+) -> None:
+    install(folder / "site", "odd-dist", entries, modules={"halves.py": PARTS})
+    monkeypatch.syspath_prepend(folder / "site")
+    result = invoke("odd-dist")
+    assert result.exit_code == 2
+    for text in (*says, "install it again after a change"):
+        assert text in result.stderr
+
+
+def test_a_hidden_distribution_is_said_to_be_hidden(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPFORGE_DISABLE_PLUGINS", "halves_dist")
+    result = invoke("halves-dist")
+    assert result.exit_code == 2
+    assert "`halves-dist` is hidden by DDPFORGE_DISABLE_PLUGINS" in result.stderr
 
 
 def test_a_component_that_cannot_be_imported_fails_once(site: Path) -> None:

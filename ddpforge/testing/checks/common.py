@@ -10,8 +10,9 @@ from pydantic import ValidationError
 
 from ddpforge.errors import PluginError
 from ddpforge.options import options_table
+from ddpforge.recipe.layers import FRAMEWORK_KEYS, SLOTS
 from ddpforge.registry import RefusedOptions
-from ddpforge.testing.cases import SETTINGS, Case
+from ddpforge.testing.cases import SETTINGS, Case, unlike
 from ddpforge.testing.checks import check
 from ddpforge.testing.report import Breach, blame
 from ddpforge.testing.trial import settle
@@ -51,11 +52,24 @@ def documented(case: Case, worlds: Worlds) -> None:
         )
 
 
+@check("options-reachable")
+def reachable(case: Case, worlds: Worlds) -> None:
+    """A recipe can set every option: none has the name of a key that ddpforge reads itself."""
+    own = ("use", *(key for path, keys in FRAMEWORK_KEYS.items() if SLOTS[path] == case.kind for key in keys))
+    rows = options_table(case.registry.options_model(case.kind, case.use, case.base))
+    if taken := [row.name for row in rows if row.name in own]:
+        raise Breach(
+            f"options of other names than {_names(list(own))}, which ddpforge itself reads in [{case.kind}]",
+            f"an option {_names(taken)}, which no recipe can set",
+            hints=[f"call `{taken[0]}` something else"],
+        )
+
+
 @check("builds")
 def builds(case: Case, worlds: Worlds) -> None:
-    """It can be built with the options that its author gives for testing."""
+    """It can be built with the options that its author gives for testing, and is of its kind."""
     try:
-        case.build(**case.given())
+        built = case.build(**case.given())
     except Breach:
         raise
     except RefusedOptions as error:
@@ -63,6 +77,8 @@ def builds(case: Case, worlds: Worlds) -> None:
         raise Breach("options that the component takes", error.message, hints=[hint, *error.hints]) from error
     except Exception as error:
         raise blame(error, "the component to be built", case.component) from error
+    if expected := unlike(case.kind, built):
+        raise Breach(f"{expected}, as its kind is `{case.kind}`", f"a {type(built).__name__}")
 
 
 @check("takes-a-batch", "model", "task", "metric")

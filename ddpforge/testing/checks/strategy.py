@@ -17,7 +17,7 @@ from ddpforge.parity.compare import TOLERANCES, Record, compare, first_drift
 from ddpforge.recipe import load_recipe
 from ddpforge.runfolder import RunFolder, papers_of
 from ddpforge.testing import companions
-from ddpforge.testing.cases import Case
+from ddpforge.testing.cases import SETTINGS, Case
 from ddpforge.testing.checks import check
 from ddpforge.testing.report import Breach, NotApplicable, source_of
 from ddpforge.testing.worlds import Worlds, drift_text, stopped, write_recipe
@@ -29,7 +29,7 @@ _LINES = 20
 _PLAIN: dict[str, Any] = {"global_batch": 16, "length": f"{_STEPS}st"}
 _ACCUMULATES = _PLAIN | {"micro_batch": 4}
 _CLIPS = _ACCUMULATES | {"clip_norm": 0.3}
-_CURVES = ("lr", "train/loss", "train/grad_norm")
+_CURVES, _NORM = ("lr", "train/loss"), "train/grad_norm"
 
 
 @check("contract", "strategy")
@@ -56,13 +56,19 @@ def trains_like_ddp(case: Case, worlds: Worlds) -> None:
         (_ACCUMULATES, "with accumulation, and not without", "micro_step"),
     ]
     faults = {
-        "step": "gradients are not averaged over ranks, or the weights are not alike to begin with",
+        "step": f"{run.averages} are not averaged over ranks, or the weights are not alike to begin with",
         "micro_step": "the gradients of micro-batches do not add up, or are averaged over ranks too early or too often",
     }
+    hints = [f"options that average after every step belong below [strategy.{case.name}] in {case.said or SETTINGS}"]
     for train, when, method in simpler:
-        variant = replace(run, name=f"{run.name}-{method}", train=train)
+        variant = run if train == run.train else replace(run, name=f"{run.name}-{method}", train=train)
         if found := variant.drift(worlds):
-            raise Breach("the training of DDP", f"{found}, {when}: {faults[method]}", where=_method(case, method))
+            raise Breach(
+                "the training of DDP",
+                f"{found}, {when}: {faults[method]}",
+                where=_method(case, method),
+                hints=hints if (run.averages, method) == ("weights", "step") else (),
+            )
     raise Breach(
         "the training of DDP",
         f"{drift}, with train.clip_norm and not without: gradients are clipped by another norm than that of all",
@@ -188,7 +194,9 @@ class _Run:
         final = {name: checkpoint.read("model", name) for name in checkpoint.names("model")}
         probed = [name for name in checkpoint.names("callbacks") if name.startswith(f"{_PROBE}/")]
         initial = {name.removeprefix(f"{_PROBE}/"): checkpoint.read("callbacks", name) for name in probed}
-        rows = [{key: row.get(key) for key in _CURVES} for row in read_metrics(folder.path)]
+        # Where ranks train apart, the norm of their gradients depends on how many they are.
+        curves = (*_CURVES, _NORM) if self.averages == "gradients" else _CURVES
+        rows = [{key: row.get(key) for key in curves} for row in read_metrics(folder.path)]
         return Record(rows, initial, final, self.averages)
 
     def _title(self) -> str:

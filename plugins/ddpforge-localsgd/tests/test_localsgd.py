@@ -1,9 +1,7 @@
 """Local SGD beside a simulation by hand and beside DDP; checkpoints; gradients that are not finite."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from shutil import copy, rmtree
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from forked import ddpforge
 from localsgd_parts import Net, Points
 from safetensors.torch import load_file
 from torch import Tensor
@@ -58,15 +57,7 @@ class Bench:
         copy(Path(__file__).parent / "localsgd_parts.py", folder)
 
     def __call__(self, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-        return subprocess.run(
-            [sys.executable, *launcher, "-m", "ddpforge", *arguments],
-            cwd=self.folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            timeout=80,
-        )
+        return ddpforge(*arguments, cwd=self.folder, ranks=ranks)
 
     def write(self, **text: str) -> None:
         blank = dict.fromkeys(("data", "train", "more"), "")
@@ -135,7 +126,10 @@ def test_two_ranks_train_like_the_simulation_by_hand(bench: Bench) -> None:
 
 
 def test_period_1_passes_parity_with_ddp(bench: Bench) -> None:
-    """Ranks with different numbers of items. Its norm, a mean over ranks and not that of the mean, is not compared."""
+    """Ranks with different numbers of items, under a real launcher.
+
+    Its norm, a mean over ranks and not that of the mean, is not compared.
+    """
     bench.write(optimizer=PLAIN, strategy='use = "localsgd"', data="samples = 30")  # and a ragged last step
     done = bench("parity", "run.toml", "--strategies", "ddp@2,localsgd:period=1@2", "--steps", "8", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -146,9 +140,15 @@ def test_period_1_passes_parity_with_ddp(bench: Bench) -> None:
 
 
 def test_one_process_is_that_optimizer_alone(bench: Bench) -> None:
-    bench.write(optimizer=ADAMW, strategy='use = "localsgd"')
-    done = bench("parity", "run.toml", "--strategies", "single@1,localsgd:period=3@1", "--steps", "6", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
+    found = []
+    for strategy in ('use = "single"', 'use = "localsgd"\nperiod = 3'):
+        bench.train(optimizer=ADAMW, strategy=strategy, ranks=1, length="6st")
+        found.append(([row["train/loss"] for row in bench.rows()], bench.weights()))
+        rmtree(bench.folder / "runs")
+    (losses, weights), (expected, alone) = found[::-1]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert len(losses) == 6
+    same(weights, alone)
 
 
 def test_the_bundled_recipe_learns(bench: Bench) -> None:

@@ -82,6 +82,6 @@ def test_sharded_policies_play_the_same_episodes(train: Train) -> None:
 
 @pytest.mark.slow
 def test_cartpole_is_learnt(train: Train) -> None:
-    rows = train("cartpole", ranks=2)
+    rows = train("cartpole", ranks=2, launcher=True)
     assert curve(rows, "train/return")[0] < 60
     assert curve(rows, "eval/return")[-1] >= 400

@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import copy
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from forked import ddpforge
 from safetensors.torch import load_file
 from sam_parts import Net, Points
 from torch import Tensor, nn
@@ -65,14 +64,7 @@ class Bench:
         copy(Path(__file__).parent / "sam_parts.py", folder)
 
     def __call__(self, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-        return subprocess.run(
-            [sys.executable, *launcher, "-m", "ddpforge", *arguments],
-            cwd=self.folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-        )
+        return ddpforge(*arguments, cwd=self.folder, ranks=ranks)
 
     def write(self, *, base: str = SGD, strategy: str = "ddp", length: str = "6st", train: str = "") -> None:
         text = RECIPE.format(base=base, strategy=STRATEGIES[strategy], length=length, train=train)
@@ -176,7 +168,7 @@ def test_bf16_is_near(bench: Bench) -> None:
 
 
 def test_the_bundled_recipe_passes_parity(bench: Bench) -> None:
-    """The CNN's BatchNorm sees each batch twice and counts it once, whatever the strategy."""
+    """The CNN's BatchNorm sees each batch twice and counts it once, whatever the strategy; with a real launcher."""
     copy(ROOT / "recipes" / "digits-sam.toml", bench.folder)
     done = bench("parity", "digits-sam.toml", "--strategies", "ddp@2,fsdp@2", "--steps", "3")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.decoders import WordPiece
@@ -15,6 +16,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+forked.SERVER.set_forkserver_preload([*forked.IMPORTED, "transformers.models.llama.modeling_llama"])
 WORDS = ["the", "a", "cat", "dog", "bird", "sees", "hears", "likes", "fears", "big", "small", "old", "and", ",", "."]
 
 
@@ -61,17 +63,15 @@ def samples(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ddpforge(tmp_path: Path) -> Callable[..., str]:
-    """`ddpforge("run", "x.toml", ranks=2)` in the test's folder; what it printed."""
+    """`ddpforge("run", "x.toml", ranks=2)` in the test's folder; what it printed. `launcher`: as people start it."""
 
-    def run(*arguments: str, ranks: int = 1, code: int = 0) -> str:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-        done = subprocess.run(
-            [sys.executable, *launcher, "-m", "ddpforge", *arguments],
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-        )
+    def run(*arguments: str, ranks: int = 1, code: int = 0, launcher: bool = False) -> str:
+        if launcher:
+            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+            command = [sys.executable, *torchrun, "-m", "ddpforge", *arguments]
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        else:
+            done = forked.ddpforge(*arguments, cwd=tmp_path, ranks=ranks)
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 

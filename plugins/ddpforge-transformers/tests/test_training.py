@@ -59,7 +59,8 @@ def test_ddp_and_fsdp_train_the_same_curve_and_transformers_loads_it(
     (tmp_path / "tiny.toml").write_text(RECIPE.format(tokenizer=tokenizer))
     curves = {}
     for strategy in ("ddp", "fsdp"):
-        ddpforge("run", "tiny.toml", f"--set=strategy.use={strategy}", f"--set=name={strategy}", ranks=2)
+        sets = (f"--set=strategy.use={strategy}", f"--set=name={strategy}")
+        ddpforge("run", "tiny.toml", *sets, ranks=2, launcher=strategy == "ddp")
         curves[strategy] = [row["train/loss"] for row in rows(tmp_path / "runs" / strategy) if "train/loss" in row]
     assert len(curves["ddp"]) == 12
     assert curves["ddp"][-1] < 0.7 * curves["ddp"][0]

@@ -1,0 +1,72 @@
+"""Ranks that begin in a moment: a process that has imported everything once forks them, as no launcher does.
+
+Each is `python -m ddpforge …` with the environment that torchrun gives a rank. Tests of other plugins of this
+repository have the same file; every suite also uses a real launcher at least once.
+"""
+
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from subprocess import CompletedProcess
+from tempfile import TemporaryDirectory
+
+# DeepSpeed must not touch a GPU in a process that forks; torch._dynamo is what every first optimizer imports.
+os.environ.update({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"})
+SERVER = multiprocessing.get_context("forkserver")
+IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "deepspeed.runtime.zero.muon.muon_optimizer", "ddpforge.run"]
+SERVER.set_forkserver_preload(IMPORTED)  # what cannot be imported is left out
+
+
+def ddpforge(*arguments: str, cwd: Path, ranks: int = 1, timeout: float = 80) -> CompletedProcess[str]:
+    """`ddpforge ARGUMENTS` in each of `ranks` processes; where one fails, the others are given 20 seconds."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+    with TemporaryDirectory() as folder:
+        outputs = [Path(folder, str(rank)) for rank in range(ranks)]
+        started = []
+        for rank, output in enumerate(outputs):
+            alone = {key: str(value) for key, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            environment = dict(os.environ) | (alone if ranks > 1 else {})
+            started.append(SERVER.Process(target=_rank, args=(arguments, cwd, environment, output)))
+            started[-1].start()
+
+        limit = time.monotonic() + timeout
+        while any(process.is_alive() for process in started):
+            if any(process.exitcode for process in started):
+                limit = min(limit, time.monotonic() + 20)
+            if time.monotonic() > limit:
+                for process in started:
+                    process.kill()
+            time.sleep(0.01)
+        code = max(abs(process.exitcode or 0) for process in started)
+        out, err = ("".join(path.with_suffix(kind).read_text() for path in outputs) for kind in (".out", ".err"))
+    return CompletedProcess(arguments, code, out, err)
+
+
+def _rank(arguments: tuple[str, ...], cwd: Path, environment: Mapping[str, str], output: Path) -> None:
+    """What the forked process does; never returns."""
+    for stream, kind in ((1, ".out"), (2, ".err")):
+        with output.with_suffix(kind).open("w") as file:
+            os.dup2(file.fileno(), stream)
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.argv = ["ddpforge", *arguments]
+    code = 0
+    try:
+        runpy.run_module("ddpforge", run_name="__main__")
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
