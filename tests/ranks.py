@@ -68,19 +68,50 @@ class Zygote:
 
 
 # ---------------------------------------------------------------------------------------------- in the zygote
+# What nearly every rank would import for itself, which is a third of what a short run costs.
+_IMPORTED = [
+    *("click", "pydantic._internal._serializers", "rich._emoji_codes", "rich.progress", "tomlkit"),
+    "torch._dynamo",  # by the first optimizer of every process: 2 seconds
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    *(f"ddpforge.cli.{command}" for command in ("run", "evaluate", "export")),
+    *("ddpforge.options", "ddpforge.run", "ddpforge.strategies.ddp", "ddpforge.strategies.fsdp"),
+    *("ddpforge.trackers.console", "ddpforge.trackers.jsonl"),
+]
+_IMPORTED_BY_DEEPSPEED = [
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # and with it torch._inductor: 1.4 seconds
+    *("deepspeed.comm.mori", "deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops"),
+    *("deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.utils.pin_memory"),
+    *("ddpforge.strategies.deepspeed", "ddpforge.strategies.nvme"),
+    *("torch._subclasses.schema_check_mode", "torch.utils.cpp_extension"),
+]
+
+
 def _serve() -> None:
-    import torch._dynamo  # noqa: F401  (what the first optimizer of every process imports: 2 seconds)
+    import gc
+    import logging
+    from contextlib import suppress
+    from importlib import import_module
+    from importlib.metadata import entry_points
 
-    import ddpforge.run
-    import ddpforge.strategies.ddp
-    import ddpforge.strategies.fsdp  # noqa: F401
-
+    modules = _IMPORTED
     if not Path("/dev/nvidia0").exists():  # with a GPU, DeepSpeed might touch it, which a process that forks must not
         os.environ["DS_ACCELERATOR"] = "cpu"
-        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  (which imports torch._inductor: 1.4 s)
+        modules = modules + _IMPORTED_BY_DEEPSPEED
+    logging.disable(logging.WARNING)  # torch's, about a machine with CUDA and without a GPU
+    for module in modules:
+        with suppress(ImportError):  # other versions of DeepSpeed and torch have other modules
+            import_module(module)
+    logging.disable(logging.NOTSET)
+    for kind in ("model", "data", "task", "metric", "optimizer", "schedule", "callback"):
+        for component in entry_points(group=f"ddpforge.{kind}"):
+            if component.value.startswith("ddpforge."):
+                component.load()
 
+    gc.collect()
+    gc.freeze()  # a rank that collects garbage need not look through all that, which copies the pages that it is on
     for line in sys.stdin:
         print(json.dumps(_start(**json.loads(line))), flush=True)
+    os._exit(0)  # nor need anybody look through it at the end
 
 
 def _start(arguments: list[str], nproc: int, cwd: str, env: dict[str, str], timeout: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -38,7 +39,7 @@ optimizer = { use = "sgd", lr = 1.0 }
 train = { length = "1ep", global_batch = 2 }
 """
 FOREVER = "--set=train.length=100000ep"
-STEP = "step 1/"  # what rank 0 says on stderr once it trains
+STEP = re.compile(r"step (\d+)/")  # what rank 0 says on stderr now and then
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -71,16 +72,22 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Start:
 
 @pytest.fixture
 def popen(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Starts a command as a shell would, in a process group of its own, and waits until it trains."""
+    """Starts a command as a shell would, in a process group of its own, and waits until it has trained 3 steps."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(command: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            command.split(), cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+            command.split(),
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         started.append(process)
         assert process.stderr
-        assert any(STEP in line for line in process.stderr)
+        assert any(int(found[1]) >= 3 for line in process.stderr if (found := STEP.search(line)))
         return process
 
     yield begin
@@ -109,21 +116,30 @@ def curve(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> list[floa
 
 
 SEVERAL = {1: "", 2: "--multi_gpu --num_processes 2 --main_process_port 0"}
+ACCELERATE = "accelerate launch {several} -m ddpforge run tiny.toml"
+TORCHRUN = "torchrun --nproc-per-node {nproc} -m ddpforge run tiny.toml"
+LAUNCH = "ddpforge launch tiny.toml --nproc {nproc}"
+
+slow, full = (pytest.mark.slow,), (pytest.mark.full,)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize(
-    "form",
+    ("form", "nproc"),
     [
-        "accelerate launch {several} -m ddpforge run tiny.toml",
-        "torchrun --nproc-per-node {nproc} -m ddpforge run tiny.toml",
-        "ddpforge launch tiny.toml --nproc {nproc}",
+        pytest.param(ACCELERATE, 1, marks=slow),
+        pytest.param(ACCELERATE, 2, marks=full),
+        pytest.param(TORCHRUN, 1, marks=full),
+        pytest.param(TORCHRUN, 2, marks=slow),
+        pytest.param(LAUNCH, 1, marks=full),
+        pytest.param(LAUNCH, 2, marks=full),
     ],
 )
 def test_every_launcher_trains_the_same_curve(
     tmp_path: Path, start: Start, curve: list[float], form: str, nproc: int
 ) -> None:
+    """Those for `make test-all` are covered otherwise: two processes of `accelerate launch` and `ddpforge launch` by
+    the tests below, one of torchrun by all that `tests/ranks.py` starts, which is the environment that it gives.
+    """
     ended = start(f"{form.format(nproc=nproc, several=SEVERAL[nproc])} --json")
 
     assert ended.returncode == 0, ended.stderr
@@ -133,31 +149,37 @@ def test_every_launcher_trains_the_same_curve(
     assert json.loads(ended.stdout) == found  # one object, from one rank
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "strategy"),
     [
-        ("accelerate launch {several} -m ddpforge run tiny.toml", "fsdp"),
-        ("torchrun --nproc-per-node 2 -m ddpforge run tiny.toml", "deepspeed"),
-        ("ddpforge launch tiny.toml --nproc 2", "fsdp"),
-        ("ddpforge launch tiny.toml --nproc 2", "deepspeed"),
-        ("accelerate launch --use_deepspeed --zero_stage 2 {processes} -m ddpforge run tiny.toml", "deepspeed"),
+        pytest.param(ACCELERATE, "fsdp", marks=slow),
+        pytest.param(TORCHRUN, "deepspeed", marks=slow),
+        pytest.param(LAUNCH, "fsdp", marks=full),
+        pytest.param(LAUNCH, "deepspeed", marks=full),
+        pytest.param(
+            "accelerate launch --use_deepspeed --zero_stage 2 {processes} -m ddpforge run tiny.toml",
+            "deepspeed",
+            marks=slow,
+        ),
     ],
 )
 def test_every_launcher_starts_every_strategy(
     tmp_path: Path, start: Start, curve: list[float], form: str, strategy: str
 ) -> None:
-    """Trap 05: what was asked for is what runs; without GPUs accelerate itself would train DDP, or nothing at all."""
+    """Trap 05: what was asked for is what runs; without GPUs accelerate itself would train DDP, or nothing at all.
+
+    The tests of how `ddpforge launch` ends use the strategies too, so that here it is for `make test-all`.
+    """
     processes = SEVERAL[2].removeprefix("--multi_gpu ")
-    ended = start(f'{form.format(several=SEVERAL[2], processes=processes)} --set strategy.use="{strategy}"')
+    command = form.format(several=SEVERAL[2], processes=processes, nproc=2)
+    ended = start(f'{command} --set strategy.use="{strategy}"')
     assert ended.returncode == 0, ended.stderr
     found = status(tmp_path / "runs/tiny")
     assert (found["state"], found["strategy"], found["world_size"]) == ("done", strategy, 2)
     assert losses(tmp_path / "runs/tiny") == pytest.approx(curve, rel=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=full), pytest.param(2, marks=slow)])
 def test_the_repository_itself_can_be_launched(tmp_path: Path, start: Start, nproc: int) -> None:
     """`accelerate launch ddpforge` takes the word for a script and finds the package's folder."""
     sets = "--set train.length=3st --set schedule.warmup=1st --set track.every=1st"
@@ -170,30 +192,29 @@ def test_the_repository_itself_can_be_launched(tmp_path: Path, start: Start, npr
     assert losses(tmp_path / "digits")[-1] < losses(tmp_path / "digits")[0]
 
 
-@pytest.mark.slow
-def test_no_launcher_is_needed_for_one_process(tmp_path: Path, start: Start, curve: list[float]) -> None:
-    ended = start("ddpforge run tiny.toml")
-
-    assert ended.returncode == 0, ended.stderr
-    assert status(tmp_path / "runs/tiny")["world_size"] == 1
-    assert losses(tmp_path / "runs/tiny") == pytest.approx(curve, rel=1e-5)
+# ---------------------------------------------------------------------------------------------- too few processes
+TWO = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 2\nuse_cpu: true\n"
+DEFAULT = "huggingface/accelerate/default_config.yaml"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
-    ["--cpu --num_processes 2", "--num-processes=2", "--config_file two.yaml", "with its default configuration"],
+    [
+        pytest.param("--cpu --num_processes 2", marks=slow),
+        pytest.param("--num-processes=2", marks=full),
+        pytest.param("--config_file two.yaml", marks=full),
+        pytest.param("with its default configuration", marks=full),
+    ],
 )
 def test_accelerate_that_starts_one_process_instead_of_two_is_refused(
     tmp_path: Path, environment: dict[str, str], start: Start, flags: str
 ) -> None:
     """Trap 05b: without GPUs it does so and says nothing."""
-    configuration = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 2\nuse_cpu: true\n"
-    (tmp_path / "two.yaml").write_text(configuration)
+    (tmp_path / "two.yaml").write_text(TWO)
     if not flags.startswith("--"):
         flags = ""
-        (tmp_path / "huggingface/accelerate").mkdir(parents=True)
-        (tmp_path / "huggingface/accelerate/default_config.yaml").write_text(configuration)
+        (tmp_path / DEFAULT).parent.mkdir(parents=True)
+        (tmp_path / DEFAULT).write_text(TWO)
 
     ended = start(f"accelerate launch {flags} -m ddpforge run tiny.toml")
     assert ended.returncode != 0
@@ -204,52 +225,121 @@ def test_accelerate_that_starts_one_process_instead_of_two_is_refused(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "configured", "world_size", "expected"),
+    [
+        ("python accelerate launch --cpu --num_processes 2 -m ddpforge run", False, None, 2),
+        ("python accelerate launch --num-processes=3 -m ddpforge run", True, None, 3),
+        ("python accelerate launch --num_processes 1 -m ddpforge run", True, None, 1),
+        ("python accelerate launch --config_file two.yaml -m ddpforge run", False, None, 2),
+        ("python accelerate launch --config-file=two.yaml --cpu -m ddpforge run", False, None, 2),
+        ("python accelerate launch -m ddpforge run", True, None, 2),
+        ("python accelerate launch --cpu -m ddpforge run", True, None, 1),  # which makes it ignore its configuration
+        ("python accelerate launch -m ddpforge run", False, None, 1),
+        ("python accelerate launch --num_processes 2 -m ddpforge run", True, "2", 1),  # it is not alone
+        ("bash -c experiment --num_processes 2", True, None, 1),
+        ("", True, None, 1),  # the parent is gone
+    ],
+)
+def test_what_accelerate_was_asked_for_is_read_from_its_command_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    configured: bool,
+    world_size: str | None,
+    expected: int,
+) -> None:
+    """The same as `accelerate launch` sees it, without starting it; see the test above."""
+    from ddpforge.strategies import accelerated
+
+    class Process:
+        def parent(self) -> "Process | None":
+            return self if words else None
+
+        def cmdline(self) -> list[str]:
+            return words.split()
+
+    monkeypatch.chdir(tmp_path)
+    for file in ("two.yaml", DEFAULT):
+        if configured or file != DEFAULT:
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / file).write_text(TWO)
+    monkeypatch.setattr(accelerated.psutil, "Process", Process)
+    monkeypatch.setattr(accelerated, "default_config_file", str(tmp_path / DEFAULT))
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(tmp_path / DEFAULT))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world_size:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    assert accelerated.processes_asked_for() == expected
+
+
+def test_without_accelerate_nobody_asked_for_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddpforge.strategies import accelerated
+
+    monkeypatch.setattr(accelerated.psutil, "Process", None)  # not even looked at
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert accelerated.processes_asked_for() == 1
+
+
+# ---------------------------------------------------------------------------------------------- how they end
 @pytest.mark.slow
 def test_launch_ends_with_the_exit_code_of_the_run_and_the_last_word_is_ours(tmp_path: Path, start: Start) -> None:
     copy(REPOSITORY / "tests/parts.py", tmp_path)
     (tmp_path / "tiny.toml").write_text(NOT_A_NUMBER)
-    ended = start("ddpforge launch tiny.toml --nproc 2 -- --role=scientist")
+    ended = start('ddpforge launch tiny.toml --nproc 2 --set strategy.use="deepspeed" -- --role=scientist')
 
     assert ended.returncode == ExitCode.DIVERGED
-    assert status(tmp_path / "runs/tiny")["exit_code"] == ExitCode.DIVERGED
+    found = status(tmp_path / "runs/tiny")
+    assert (found["exit_code"], found["strategy"], found["world_size"]) == (ExitCode.DIVERGED, "deepspeed", 2)
     assert "is not finite" in ended.stderr
     assert "Traceback" not in ended.stderr
     environment = json.loads((tmp_path / "runs/tiny/env.json").read_text())["environment"]
     assert environment["ROLE_NAME"] == "scientist"  # what follows `--` is torchrun's
 
 
+def stopped(folder: Path, process: subprocess.Popen[str], curve: list[float]) -> dict[str, Any]:
+    """The status of a run that was asked to stop, after having trained the curve that it should."""
+    told, said = process.communicate(timeout=60)
+    assert process.returncode == ExitCode.STOPPED, said
+    assert "Traceback" not in said
+    found = status(folder)
+    assert (found["state"], found["exit_code"]) == ("stopped", 75)
+    assert json.loads(told) == found  # one object, from one rank
+    assert losses(folder)[:3] == pytest.approx(curve, rel=1e-5)
+    assert f"step-{found['step']:09}" in max((folder / "checkpoints").glob("step-*")).name
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT])
-def test_launch_passes_a_request_to_stop_on_to_the_ranks(
-    tmp_path: Path, popen: Callable[[str], subprocess.Popen[str]], asked: signal.Signals
+@pytest.mark.parametrize(("asked", "strategy"), [(signal.SIGTERM, "ddp"), (signal.SIGINT, "fsdp")])
+def test_launch_trains_until_a_request_to_stop_is_passed_on_to_the_ranks(
+    tmp_path: Path,
+    popen: Callable[[str], subprocess.Popen[str]],
+    curve: list[float],
+    asked: signal.Signals,
+    strategy: str,
 ) -> None:
     """SIGTERM reaches the process that a scheduler started, Ctrl-C the whole process group of a terminal."""
-    process = popen(f"ddpforge launch tiny.toml --nproc 2 {FOREVER}")
+    process = popen(f'ddpforge launch tiny.toml --nproc 2 --set=strategy.use="{strategy}" --json {FOREVER}')
     if asked == signal.SIGINT:
         os.killpg(process.pid, asked)
     else:
         process.send_signal(asked)
-    _, said = process.communicate(timeout=60)
 
-    assert process.returncode == ExitCode.STOPPED, said
-    assert "Traceback" not in said
-    found = status(tmp_path / "runs/tiny")
-    assert (found["state"], found["exit_code"], found["world_size"]) == ("stopped", 75, 2)
-    (checkpoint,) = (tmp_path / "runs/tiny/checkpoints").glob("step-*")
-    assert f"step-{found['step']:09}" in checkpoint.name
+    found = stopped(tmp_path / "runs/tiny", process, curve)
+    assert (found["strategy"], found["world_size"]) == (strategy, 2)
 
 
 @pytest.mark.slow
-def test_loader_processes_leave_stopping_to_their_rank(
-    tmp_path: Path, popen: Callable[[str], subprocess.Popen[str]]
+def test_no_launcher_is_needed_for_one_process_and_its_loaders_leave_stopping_to_it(
+    tmp_path: Path, popen: Callable[[str], subprocess.Popen[str]], curve: list[float]
 ) -> None:
     """torchrun and Slurm signal every process of a rank, also those that fetch its data."""
-    process = popen(f"ddpforge run tiny.toml --set=data.workers=1 {FOREVER}")
+    process = popen(f"ddpforge run tiny.toml --set=data.workers=1 --json {FOREVER}")
     os.killpg(process.pid, signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-
-    assert process.returncode == ExitCode.STOPPED, said
-    assert status(tmp_path / "runs/tiny")["state"] == "stopped"
+    assert stopped(tmp_path / "runs/tiny", process, curve)["world_size"] == 1
 
 
 # ---------------------------------------------------------------------------------------------- launch() alone

@@ -96,16 +96,16 @@ def test_clipping_is_of_the_true_gradient_at_every_precision(run: Run, precision
 
 @each_strategy
 def test_master_weights_are_fp32_under_bf16(run: Run, strategy: str) -> None:
-    """Trap 26: a hundred steps of 0.001 from 1.0; in bf16 none of them would change the weight."""
+    """Trap 26: thirty steps of 0.001 from 1.0; in bf16 none of them would change the weight."""
     run(
         nproc=2,
         strategy=strategy,
         values=[1.0] * 2,
-        length="100st",
+        length="30st",
         model="start = 1.0",
         train='precision = "bf16"\nclip_norm = 1e-3',
     )
-    assert run.weights()["a"] == pytest.approx(0.9, abs=1e-4)
+    assert run.weights()["a"] == pytest.approx(0.97, abs=1e-4)
 
 
 @each_strategy
