@@ -16,6 +16,7 @@ from ddpforge.data import Batches, Share, mix, open_data
 from ddpforge.durations import Horizon
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Callback, Strategy, Task, Tracker, World
+from ddpforge.kinds import build
 from ddpforge.optim.groups import parameter_groups
 from ddpforge.pace import in_steps
 from ddpforge.recipe import Recipe
@@ -45,16 +46,16 @@ def assemble(
     Raises RecipeError or UsageError for a recipe whose parts do not fit together, PluginError for a broken part.
     """
     parts = (recipe.data.train, recipe.data.eval)
-    sets = [registry.build("data", part, seed=recipe.train.seed) for part in parts if part]
+    sets = [build(registry, "data", part, seed=recipe.train.seed) for part in parts if part]
     training, evaluation = _batches(recipe, world, sets)
     horizon = _horizon(recipe, training)
-    task: Task = registry.build("task", recipe.task)
+    task: Task = build(registry, "task", recipe.task)
 
     # The same initial weights on every rank. The order matters: a strategy shards or replaces the model before an
     # optimizer is built from its parameters, for an optimizer of the old ones would train nothing.
     torch.manual_seed(mix(recipe.train.seed, WEIGHTS))
     with strategy.building():
-        bare = registry.build("model", recipe.model)
+        bare = build(registry, "model", recipe.model)
     size = count_parameters(bare)
     with _recipes_fault():
         for data in sets:
@@ -63,7 +64,7 @@ def assemble(
         rework_blocks(blocks, recipe.train)
         model = strategy.wrap(bare, blocks)
         groups = parameter_groups(model, recipe.optimizer.no_decay)
-    optimizer = registry.build("optimizer", recipe.optimizer, params=groups)
+    optimizer = build(registry, "optimizer", recipe.optimizer, params=groups)
     model, optimizer = strategy.prepare(model, optimizer)
     weights = strategy.weights(model, optimizer)
     prove(strategy, world, weights, size)
@@ -72,7 +73,7 @@ def assemble(
         weights.changed()
 
     callbacks: dict[str, Callback] = {
-        name: registry.build("callback", component) for name, component in recipe.callbacks.items()
+        name: build(registry, "callback", component) for name, component in recipe.callbacks.items()
     }
     for callback in callbacks.values():
         callback.on_start(strategy.unwrap(model), world, weights)
@@ -85,7 +86,7 @@ def assemble(
         model=model,
         parameters=size.all,
         optimizer=optimizer,
-        schedule=registry.build("schedule", recipe.schedule, horizon=horizon),
+        schedule=build(registry, "schedule", recipe.schedule, horizon=horizon),
         horizon=horizon,
         training=training,
         evaluation=evaluation,

@@ -24,7 +24,7 @@ from ddpforge.signals import leave_stopping_to_the_rank
 
 __all__ = ["Batches", "MicroBatch", "Share", "mix", "open_data", "permute", "seed_all", "to_device"]
 
-_BLOCK = 1 << 16  # samples whose order is computed in one vectorised go
+_BLOCK = 1 << 12  # samples whose order is computed in one vectorised go
 _ROUNDS = 6
 _MASK = (1 << 64) - 1
 

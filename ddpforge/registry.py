@@ -361,7 +361,7 @@ def _local_file(location: str, base: Path, broken: Callable[..., BrokenComponent
     try:
         folder = base.resolve()
         file = (folder / location).resolve()
-        exists = file.is_file()
+        there, is_file = file.exists(), file.is_file()
     except (OSError, RuntimeError, ValueError) as cause:  # a name too long, a loop of links, a null character
         raise broken(f"cannot be loaded: {cause}", cause=cause) from cause
 
@@ -370,8 +370,8 @@ def _local_file(location: str, base: Path, broken: Callable[..., BrokenComponent
             f"leaves the recipe's folder {folder}",
             hints=["move the file next to the recipe, or install it as a package: `package.module:Name`"],
         )
-    if not exists or file.suffix != ".py":
-        raise broken(f"cannot be loaded: {file} is not a Python file")
+    if not is_file or file.suffix != ".py":
+        raise broken(f"cannot be loaded: {file} is not {'a Python file' if there else 'there'}")
     return file
 
 

@@ -23,6 +23,7 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.console import setup_logging
 from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed
 from ddpforge.interfaces import Strategy, Tracker, World
+from ddpforge.kinds import build
 from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
 from ddpforge.recipe.batch import check_world
 from ddpforge.recipe.trial import check_optimizer
@@ -154,7 +155,7 @@ def _join(source: str | Path, sets: Sequence[str]) -> tuple[LoadedRecipe, Regist
     loaded = load_recipe(source, sets=sets, registry=registry)
     check_optimizer(loaded, registry)
 
-    strategy: Strategy = registry.build("strategy", loaded.recipe.strategy)
+    strategy: Strategy = build(registry, "strategy", loaded.recipe.strategy)
     world = strategy.setup(loaded.recipe.train)
     setup_logging(world.rank)
     return loaded, registry, strategy, world

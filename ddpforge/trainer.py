@@ -7,7 +7,7 @@ import math
 import time
 import tomllib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal, cast
@@ -24,8 +24,6 @@ from ddpforge.durations import Horizon
 from ddpforge.errors import CheckpointError, Diverged, UsageError
 from ddpforge.interfaces import (
     Callback,
-    CanonicalState,
-    SavedTensor,
     Schedule,
     StepInfo,
     Strategy,
@@ -89,7 +87,8 @@ class Trainer:
         self.parameters = parameters  # elements of the whole model, wherever they are
         self.horizon, self.training, self.evaluation = horizon, training, evaluation
         self.callbacks, self.checkpoints, self.tracker = callbacks, checkpoints, tracker
-        self._optimizer_use = recipe.optimizer.use
+        self._uses: dict[tuple[str, ...], str] = {("optimizer",): recipe.optimizer.use}  # by the recipe's table
+        self._uses |= {("callbacks", name): component.use for name, component in recipe.callbacks.items()}
         self.origin: Mapping[str, Any] = {}  # recipe, lineage, …: what a checkpoint says of its origin
 
         # how often what happens
@@ -126,11 +125,14 @@ class Trainer:
     def restore(self, checkpoint: Reader) -> None:
         """Goes on from `checkpoint`, whatever strategy and number of ranks wrote it."""
         facts = checkpoint.facts
-        self.strategy.load_state(self.model, self.optimizer, self._taken_over(checkpoint))
+        state = checkpoint.state()
+        if self._is_another(facts, "optimizer"):
+            state = replace(state, optimizer={})
+        self.strategy.load_state(self.model, self.optimizer, state)
         self.strategy.load_loop_state(cast(Mapping[str, float], facts.loop))
         kept = checkpoint.callbacks()
         for name, callback in self.callbacks.items():
-            if name in kept:
+            if name in kept and not self._is_another(facts, "callbacks", name):
                 callback.load_state(kept[name])
         checkpoint.finish()
         self.progress = Progress.of(facts)
@@ -139,15 +141,14 @@ class Trainer:
         # Who stops a run does not wait for an evaluation that is due: the next attempt makes up for it.
         self._evaluated = facts.step if any(name.startswith("eval/") for name in facts.metrics) else None
 
-    def _taken_over(self, checkpoint: Reader) -> CanonicalState[SavedTensor]:
-        """The state in a checkpoint that is for this run: an optimizer of another kind has no use for the old one's."""
-        state = checkpoint.state()
-        earlier = _optimizer_in(checkpoint.facts.recipe)
-        if earlier is None or _same_component(earlier, self._optimizer_use):
-            return state
+    def _is_another(self, facts: Facts, *table: str) -> bool:
+        """Whether a table of the recipe named another component when the checkpoint was saved, whose state it has."""
+        earlier, now = _use_in(facts.recipe, table), self._uses[table]
+        if earlier is None or earlier.rpartition("/")[2] == now.rpartition("/")[2]:  # local code may have moved
+            return False
         if self.world.is_main:
-            log.warning("the optimizer starts afresh: the checkpoint has the state of `%s`", earlier)
-        return replace(state, optimizer={})
+            log.warning("%s `%s` starts afresh: the checkpoint has the state of `%s`", ".".join(table), now, earlier)
+        return True
 
     def fit(self) -> Literal["done", "stopped"]:
         """Trains to the end, or to a stop that all ranks agreed on; either way the last step is then saved.
@@ -414,18 +415,15 @@ class Trainer:
         return {name: value for name, value in self.metrics.items() if not name.startswith(stale)}
 
 
-def _optimizer_in(recipe: str) -> str | None:
-    """The `optimizer.use` of a checkpoint's recipe; None where there is none, as after an import."""
+def _use_in(recipe: str, table: Sequence[str]) -> str | None:
+    """What a table of a checkpoint's recipe uses; None where it does not say, as after an import."""
     try:
-        use = tomllib.loads(recipe)["optimizer"]["use"]
+        found: Any = tomllib.loads(recipe)
+        for name in (*table, "use"):
+            found = found[name]
     except (ValueError, KeyError, TypeError):
         return None
-    return str(use)
-
-
-def _same_component(use: str, other: str) -> bool:
-    """Whether two `use` name the same: local code lies elsewhere in a resolved recipe."""
-    return use.rpartition("/")[2] == other.rpartition("/")[2]
+    return str(found)
 
 
 def _until_last(first: MicroBatch, source: Iterator[MicroBatch]) -> Iterator[MicroBatch]:

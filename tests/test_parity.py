@@ -187,11 +187,11 @@ def test_a_run_that_ends_early_drifts_there_and_its_weights_are_not_compared() -
     assert (found(short)["steps"].largest.value, found(short)["steps"].largest.reference) == (3, 5)
 
 
-def test_gradient_norms_of_ranks_that_average_weights_are_compared_among_themselves_only() -> None:
+def test_gradient_norms_of_ranks_that_average_weights_are_not_compared() -> None:
     run = replace(run_with({2: {"train/grad_norm": 9.0}}), averages="weights")
-    assert "train/grad_norm" not in found(run)
-    assert verdict(run) is None
-    assert verdict(run, replace(REFERENCE, averages="weights")) == ("train/grad_norm", 2)
+    for reference in (REFERENCE, replace(REFERENCE, averages="weights")):  # they depend on the number of ranks
+        assert "train/grad_norm" not in found(run, reference)
+        assert verdict(run, reference) is None
 
 
 def test_weights_are_compared_as_a_whole_with_the_way_that_they_went() -> None:

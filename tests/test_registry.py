@@ -386,7 +386,7 @@ def test_links_within_the_recipes_folder_are_fine(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("use", "said"),
     [
-        ("./absent.py:Net", "absent.py is not a Python file"),
+        ("./absent.py:Net", "absent.py is not there"),
         ("./code:Net", "code is not a Python file"),
         ("./net.txt:Net", "net.txt is not a Python file"),
         ("./net.py", "names a module, not what to use of it"),

@@ -114,7 +114,7 @@ def _text(report: "Report") -> str:
         f"rounding explains {allowed.loss:.0e} of the loss, {allowed.grad_norm:.0e} of the gradient norm, and"
         f" {allowed.weights:.0e} of the way that the weights went.",
     ]
-    if any("train/grad_norm" not in {quantity.name for quantity in verdict.quantities} for verdict in others):
+    if any(verdict.averages == "weights" for verdict in report.verdicts):
         lines += ["Where ranks average weights, and not gradients, there is no gradient norm to compare."]
     if any(verdict.drift and verdict.spec.ranks != reference.spec.ranks for verdict in others):
         lines += ["Dropout and BatchNorm differ between numbers of ranks: compare equal numbers, or switch them off."]

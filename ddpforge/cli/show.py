@@ -24,13 +24,14 @@ _WIDEST = 48  # columns before the comments; longer values push theirs to the ri
 def show(recipe: str, sets: Sequence[str], ranks: int, as_json: bool) -> None:
     """Print RECIPE resolved, with all defaults, and where each value came from. The output is a recipe too."""
     from ddpforge.contract import contract_of
+    from ddpforge.kinds import build
     from ddpforge.recipe import check_world, load_recipe
     from ddpforge.registry import Registry
 
     registry = Registry.installed()
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     plan = check_world(loaded, ranks)
-    strategy: Strategy = registry.build("strategy", loaded.recipe.strategy)
+    strategy: Strategy = build(registry, "strategy", loaded.recipe.strategy)
     contract = contract_of(strategy)
     generated = strategy.generated(loaded.recipe.train, ranks)
 

@@ -102,7 +102,7 @@ def compare(run: Record, reference: Record, tolerances: Tolerances) -> list[Quan
         _curve("lr", run, reference, shared, _EXACT, floor=0.0),
         _curve("train/loss", run, reference, shared, tolerances.loss),
     ]
-    if run.averages == reference.averages:
+    if run.averages == reference.averages == "gradients":
         found.append(_curve("train/grad_norm", run, reference, shared, tolerances.grad_norm))
     if run.steps != reference.steps:
         point = Point(shared + 1, math.inf, run.steps, reference.steps)

@@ -15,6 +15,7 @@ from ddpforge import launch
 from ddpforge.checkpoint import retention
 from ddpforge.contract import contract_of
 from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PluginError, RecipeError, UsageError
+from ddpforge.kinds import build
 from ddpforge.parity.compare import TOLERANCES, Point, Quantity, Record, Tolerances, compare, first_drift
 from ddpforge.parity.specs import Spec, parse, split
 from ddpforge.recipe import LoadedRecipe, Problem, check_world, load_recipe
@@ -51,6 +52,7 @@ class Verdict:
     name: str
     steps: int
     quantities: list[Quantity]
+    averages: str = "gradients"
 
     @property
     def drift(self) -> tuple[Quantity, Point] | None:
@@ -134,10 +136,12 @@ def parity(
         say(f"{run.spec.text}: training {steps} steps on {run.spec.ranks} rank{'s' * (run.spec.ranks > 1)}")
         run.train(start=None if run is runs[0] else runs[0].start())
     reference = runs[0].record()
-    verdicts = [Verdict(runs[0].spec, runs[0].name, reference.steps, [])]
+    verdicts = [Verdict(runs[0].spec, runs[0].name, reference.steps, [], reference.averages)]
     for run in runs[1:]:
         record = run.record()
-        verdicts.append(Verdict(run.spec, run.name, record.steps, compare(record, reference, tolerances)))
+        verdicts.append(
+            Verdict(run.spec, run.name, record.steps, compare(record, reference, tolerances), record.averages)
+        )
     return Report(recipe, precision, tolerances, verdicts)
 
 
@@ -245,7 +249,7 @@ def _check(recipe: str, sets: Sequence[str], spec: Spec, registry: Registry) -> 
     check_optimizer(loaded, registry)
     check_world(loaded, spec.ranks)
     try:
-        strategy = registry.build("strategy", loaded.recipe.strategy)
+        strategy = build(registry, "strategy", loaded.recipe.strategy)
         averages = contract_of(strategy).averages
     except PluginError as error:
         raise RecipeError([spec.problem(error.message, error.hints)]) from error

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, cast
 
 import torch
+from packaging.version import Version
 from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,6 +37,9 @@ _ACCUMULATES = {
     2: "DeepSpeed, in each rank's part of the gradients; one reduction per micro-batch",
     3: "DeepSpeed, in each rank's part of the gradients; one reduce-scatter per micro-batch",
 }
+
+
+_COMPILES = Version("2.12")  # torch 2.11: the compiled backward pass does not reach what stage 3 gathered
 
 
 class DeepSpeed(AcceleratedStrategy):
@@ -141,6 +145,11 @@ class DeepSpeed(AcceleratedStrategy):
                 f'train.compile = "{train.compile}" replays CUDA graphs, which need weights that stay where they are, '
                 "and ZeRO stage 3 gathers them anew for every pass",
                 hints=['set train.compile = "default", or strategy.stage = 2'],
+            )
+        if self.stage == 3 and train.compile != "off" and Version(torch.__version__) < _COMPILES:
+            raise StrategyError(
+                f"under ZeRO stage 3, torch {torch.__version__} compiles models whose gradients are zero in part",
+                hints=[f'update to torch {_COMPILES} or newer, set train.compile = "off", or strategy.stage = 2'],
             )
         self.deepspeed = import_deepspeed(world.device)
         if self.nvme_path is not None:

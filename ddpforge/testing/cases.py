@@ -33,17 +33,17 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import nn, zeros
-from torch.optim import Optimizer
 
 from ddpforge.errors import PluginError, UsageError
-from ddpforge.interfaces import Callback, Horizon, Metric, Strategy, Task, Tracker
+from ddpforge.interfaces import Horizon
+from ddpforge.kinds import BASES
 from ddpforge.recipe.schema import Component
 from ddpforge.registry import KINDS, Entry, Registry
 from ddpforge.testing import companions
 from ddpforge.testing.checks import checks_of
 from ddpforge.testing.report import Breach, source_of
 
-__all__ = ["SETTINGS", "Case", "find_cases", "unlike"]
+__all__ = ["SETTINGS", "Case", "find_cases"]
 
 SETTINGS = "ddpforge_testing.toml"
 _SECTIONS = ("model", "data", "task", "optimizer", "schedule", "strategy", "train")
@@ -64,15 +64,6 @@ _TYPES: Mapping[str, Any] = {
 } | dict.fromkeys(("meta", "duplicates", "elementwise", "raises"), bool)
 """Of the values in an author's table; all others are tables."""
 _HIGHEST = 6  # folders above a module in which its settings may be
-_BASES: Mapping[str, type] = {
-    "task": Task,
-    "metric": Metric,
-    "tracker": Tracker,
-    "callback": Callback,
-    "strategy": Strategy,
-    "model": nn.Module,
-    "optimizer": Optimizer,
-}
 
 
 @dataclass
@@ -351,23 +342,12 @@ def _kind_of(registry: Registry, use: str, base: Path) -> str | None:
     """The kind of a class or function, by what it derives from, offers, asks for or returns."""
     component: Any = registry.load("model", use, base)
     if isinstance(component, type):
-        derived = next((kind for kind, one in _BASES.items() if issubclass(component, one)), None)
+        derived = next((kind for kind, one in BASES.items() if issubclass(component, one)), None)
         offers = hasattr(component, "__getitem__") or hasattr(component, "__iter__")
         return derived or ("data" if offers and not issubclass(component, dict | list | tuple) else None)
     parameters = inspect.signature(component).parameters
     by_parameter = {"horizon": "schedule", "params": "optimizer"}
     return next((kind for name, kind in by_parameter.items() if name in parameters), None)
-
-
-def unlike(kind: str, built: Any) -> str | None:
-    """What a component of a kind is, where `built` is something else."""
-    if kind == "schedule":
-        return None if callable(built) else "a function of the step"
-    if kind == "data":
-        samples = hasattr(built, "__iter__") or (hasattr(built, "__len__") and hasattr(built, "__getitem__"))
-        return None if samples else "data with __len__ and __getitem__, or with __iter__"
-    home = {"model": "torch.nn", "optimizer": "torch.optim"}.get(kind, "ddpforge.interfaces")
-    return None if isinstance(built, _BASES[kind]) else f"a {home}.{_BASES[kind].__name__}"
 
 
 def _with_settings(case: Case, file: Path | None, name: str) -> Iterator[Case]:

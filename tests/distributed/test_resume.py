@@ -176,6 +176,17 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_for(ddpforge: Callable[..
     assert len(bench.column("whole", "eval/loss")) == 2
 
 
+def test_another_callback_of_the_same_name_starts_afresh(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
+    bench = Bench(tmp_path, ddpforge)
+    bench("run", length="6st", more='[callbacks.watch]\nuse = "ema"\ndecay = 0.5')
+    stopping = '[callbacks.watch]\nuse = "early_stopping"\nmetric = "eval/loss"\npatience = 9'
+    there = bench("run", length="8st", more=stopping)
+    assert (
+        there.stderr.count("callbacks.watch `early_stopping` starts afresh: the checkpoint has the state of `ema`") == 1
+    )
+    assert len(bench.column("run", "train/loss")) == 8
+
+
 @pytest.mark.parametrize("strategy", [DDP, FSDP, ZERO[1]], ids=["ddp", "fsdp", "zero1"])
 def test_another_optimizer_starts_afresh(ddpforge: Callable[..., Ranks], tmp_path: Path, strategy: str) -> None:
     """Its predecessor's state would be none of its own: SGD's momentum means nothing to AdamW."""
@@ -186,7 +197,7 @@ def test_another_optimizer_starts_afresh(ddpforge: Callable[..., Ranks], tmp_pat
 
     allowed = ["--allow-change=optimizer", "--set=train.length=10st"]
     there = ddpforge("run", "run.toml", *sets, *allowed, nproc=2)
-    assert there.stderr.count("the optimizer starts afresh: the checkpoint has the state of `adamw`") == 1
+    assert there.stderr.count("optimizer `sgd` starts afresh: the checkpoint has the state of `adamw`") == 1
     kept = {key for entry in Reader(bench.newest("run")).state().optimizer.values() for key in entry}
     assert kept == {"momentum_buffer"}
 

@@ -87,7 +87,7 @@ def test_code_that_is_not_beside_its_recipe_is_not_looked_for_elsewhere(load: Lo
     Path("deep/base.toml").write_text('[model]\nuse = "./my.py:Net"\n', encoding="utf-8")
     child = 'extends = "deep/base.toml"\n' + valid.replace('use = "cnn"\nclasses = 10\n', "")
     (message,) = _messages(load, child)
-    assert "deep/my.py is not a Python file" in message
+    assert "deep/my.py is not there" in message
 
 
 # ---------------------------------------------------------------------------------------------- extends

@@ -231,6 +231,30 @@ def test_cuda_graphs_need_weights_that_stay_where_they_are(
             strategy.setup(train(compile="reduce-overhead"))
 
 
+@pytest.mark.parametrize(
+    ("version", "stage", "mode", "fits"),
+    [
+        ("2.11.0+cu130", 3, "default", False),
+        ("2.11.0+cu130", 3, "off", True),
+        ("2.11.0+cu130", 2, "default", True),
+        ("2.12.1", 3, "default", True),
+    ],
+)
+def test_a_compiler_that_loses_gradients_is_refused(
+    monkeypatch: pytest.MonkeyPatch, version: str, stage: Any, mode: Any, fits: bool
+) -> None:
+    cpu = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), data_rank=0, data_size=1)
+    monkeypatch.setattr(AcceleratedStrategy, "setup", lambda self, train: cpu)
+    monkeypatch.setattr("ddpforge.strategies.deepspeed.import_deepspeed", lambda device: None)
+    monkeypatch.setattr(torch, "__version__", version)
+    strategy = DeepSpeed(stage=stage)
+    if fits:
+        assert strategy.setup(train(compile=mode)) is cpu
+    else:
+        with pytest.raises(StrategyError, match="gradients are zero in part"):
+            strategy.setup(train(compile=mode))
+
+
 # ---------------------------------------------------------------------------------------------- optimizers
 def optimizer(name: str, **options: Any) -> torch.optim.Optimizer:
     weights, biases = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))

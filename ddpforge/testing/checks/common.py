@@ -9,10 +9,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from ddpforge.errors import PluginError
+from ddpforge.kinds import unlike
 from ddpforge.options import options_table
 from ddpforge.recipe.layers import FRAMEWORK_KEYS, SLOTS
 from ddpforge.registry import RefusedOptions
-from ddpforge.testing.cases import SETTINGS, Case, unlike
+from ddpforge.testing.cases import SETTINGS, Case
 from ddpforge.testing.checks import check
 from ddpforge.testing.report import Breach, blame
 from ddpforge.testing.trial import settle

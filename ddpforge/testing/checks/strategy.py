@@ -29,7 +29,7 @@ _LINES = 20
 _PLAIN: dict[str, Any] = {"global_batch": 16, "length": f"{_STEPS}st"}
 _ACCUMULATES = _PLAIN | {"micro_batch": 4}
 _CLIPS = _ACCUMULATES | {"clip_norm": 0.3}
-_CURVES, _NORM = ("lr", "train/loss"), "train/grad_norm"
+_CURVES = ("lr", "train/loss", "train/grad_norm")
 
 
 @check("contract", "strategy")
@@ -194,9 +194,7 @@ class _Run:
         final = {name: checkpoint.read("model", name) for name in checkpoint.names("model")}
         probed = [name for name in checkpoint.names("callbacks") if name.startswith(f"{_PROBE}/")]
         initial = {name.removeprefix(f"{_PROBE}/"): checkpoint.read("callbacks", name) for name in probed}
-        # Where ranks train apart, the norm of their gradients depends on how many they are.
-        curves = (*_CURVES, _NORM) if self.averages == "gradients" else _CURVES
-        rows = [{key: row.get(key) for key in curves} for row in read_metrics(folder.path)]
+        rows = [{key: row.get(key) for key in _CURVES} for row in read_metrics(folder.path)]
         return Record(rows, initial, final, self.averages)
 
     def _title(self) -> str:
