@@ -46,6 +46,6 @@ def build(registry: Registry, kind: str, component: Component, **given: Any) -> 
     if expected := unlike(kind, built):
         raise PluginError(
             f"{kind} `{component.use}` is a {type(built).__name__}, and must be {expected}",
-            hints=["what a component of each kind must be is told in docs/how-to/write-a-plugin.md"],
+            hints=["`ddpforge.interfaces` says what a component of each kind must be"],
         )
     return built

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import inspect
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -335,6 +333,8 @@ def _importing(location: str, file: Path | None, broken: Callable[..., BrokenCom
 
 def _innermost(cause: BaseException, package: str) -> str | None:
     """The plugin's own line that `cause` came through last, as "file:line"."""
+    import traceback  # here and below: lists of plugins are to be quick
+
     if isinstance(cause, SyntaxError) and cause.filename:
         return f"{cause.filename}:{cause.lineno}"
     lines = [
@@ -376,6 +376,8 @@ def _local_file(location: str, base: Path, broken: Callable[..., BrokenComponent
 
 
 def _local_name(file: Path) -> str:
+    import hashlib
+
     stem = re.sub(r"\W", "_", file.stem)
     return f"ddpforge_local_{stem}_{hashlib.sha256(os.fsencode(file)).hexdigest()[:12]}"
 

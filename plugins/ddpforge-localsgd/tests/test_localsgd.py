@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from forked import ddpforge
+from ddpforge.testing.ranks import run_ddpforge
 from localsgd_parts import Net, Points
 from safetensors.torch import load_file
 from torch import Tensor
@@ -57,7 +57,7 @@ class Bench:
         copy(Path(__file__).parent / "localsgd_parts.py", folder)
 
     def __call__(self, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-        return ddpforge(*arguments, cwd=self.folder, ranks=ranks)
+        return run_ddpforge(*arguments, cwd=self.folder, ranks=ranks)
 
     def write(self, **text: str) -> None:
         blank = dict.fromkeys(("data", "train", "more"), "")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import ddpforge
+from ddpforge.testing.ranks import run_ddpforge
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "cartpole.toml"
 
@@ -27,7 +27,7 @@ def train(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
             command = [sys.executable, *torchrun, "-m", "ddpforge", *arguments]
             done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         else:
-            done = ddpforge(*arguments, cwd=tmp_path, ranks=ranks)
+            done = run_ddpforge(*arguments, cwd=tmp_path, ranks=ranks)
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
 

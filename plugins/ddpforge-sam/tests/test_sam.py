@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from forked import ddpforge
+from ddpforge.testing.ranks import run_ddpforge
 from safetensors.torch import load_file
 from sam_parts import Net, Points
 from torch import Tensor, nn
@@ -64,7 +64,7 @@ class Bench:
         copy(Path(__file__).parent / "sam_parts.py", folder)
 
     def __call__(self, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-        return ddpforge(*arguments, cwd=self.folder, ranks=ranks)
+        return run_ddpforge(*arguments, cwd=self.folder, ranks=ranks)
 
     def write(self, *, base: str = SGD, strategy: str = "ddp", length: str = "6st", train: str = "") -> None:
         text = RECIPE.format(base=base, strategy=STRATEGIES[strategy], length=length, train=train)

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import forked
 import pytest
+from ddpforge.testing.ranks import preload, run_ddpforge
 from tokenizers import Tokenizer
 from tokenizers.decoders import WordPiece
 from tokenizers.models import WordLevel
@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-forked.SERVER.set_forkserver_preload([*forked.IMPORTED, "transformers.models.llama.modeling_llama"])
+preload("transformers.models.llama.modeling_llama")
 WORDS = ["the", "a", "cat", "dog", "bird", "sees", "hears", "likes", "fears", "big", "small", "old", "and", ",", "."]
 
 
@@ -71,7 +71,7 @@ def ddpforge(tmp_path: Path) -> Callable[..., str]:
             command = [sys.executable, *torchrun, "-m", "ddpforge", *arguments]
             done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         else:
-            done = forked.ddpforge(*arguments, cwd=tmp_path, ranks=ranks)
+            done = run_ddpforge(*arguments, cwd=tmp_path, ranks=ranks)
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 

@@ -1,7 +1,7 @@
-"""Ranks that begin in a moment: a process that has imported everything once forks them, as no launcher does.
+"""Ranks for a plugin's tests that begin in a moment: a process that has imported everything once forks them.
 
-Each is `python -m ddpforge …` with the environment that torchrun gives a rank. Tests of other plugins of this
-repository have the same file; every suite also uses a real launcher at least once.
+Each is `python -m ddpforge …` with the environment that torchrun gives a rank, on the CPU. Start one run with a real
+launcher as well: this is none.
 """
 
 import multiprocessing
@@ -11,19 +11,35 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from multiprocessing import forkserver
 from pathlib import Path
 from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
+from unittest import mock
 
-# DeepSpeed must not touch a GPU in a process that forks; torch._dynamo is what every first optimizer imports.
-os.environ.update({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"})
-SERVER = multiprocessing.get_context("forkserver")
-IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "deepspeed.runtime.zero.muon.muon_optimizer", "ddpforge.run"]
-SERVER.set_forkserver_preload(IMPORTED)  # what cannot be imported is left out
+__all__ = ["preload", "run_ddpforge"]
+
+_SERVER = multiprocessing.get_context("forkserver")
+# DeepSpeed must not touch a GPU in a process that forks.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+# torch._dynamo is what every first optimizer imports. What cannot be imported is left out.
+_IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "deepspeed.runtime.zero.muon.muon_optimizer", "ddpforge.run"]
+_IMPORTED += [__name__]
+_PATIENCE = 20.0  # seconds that ranks have to end by themselves when one has failed
 
 
-def ddpforge(*arguments: str, cwd: Path, ranks: int = 1, timeout: float = 80) -> CompletedProcess[str]:
-    """`ddpforge ARGUMENTS` in each of `ranks` processes; where one fails, the others are given 20 seconds."""
+def preload(*modules: str) -> None:
+    """Has `modules` imported before ranks are forked, rather than by each; call it before the first run."""
+    _SERVER.set_forkserver_preload([*_IMPORTED, *modules])
+
+
+def run_ddpforge(*arguments: str, cwd: Path, ranks: int = 1, timeout: float = 80.0) -> CompletedProcess[str]:
+    """`ddpforge ARGUMENTS` in each of `ranks` processes, with what all of them said; killed after `timeout` seconds.
+
+    The exit code is the largest of the ranks'; that of one ended by a signal counts as the signal's number.
+    """
+    with mock.patch.dict(os.environ, _ENVIRONMENT):
+        forkserver.ensure_running()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -33,15 +49,15 @@ def ddpforge(*arguments: str, cwd: Path, ranks: int = 1, timeout: float = 80) ->
         outputs = [Path(folder, str(rank)) for rank in range(ranks)]
         started = []
         for rank, output in enumerate(outputs):
-            alone = {key: str(value) for key, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()}
-            environment = dict(os.environ) | (alone if ranks > 1 else {})
-            started.append(SERVER.Process(target=_rank, args=(arguments, cwd, environment, output)))
+            place = {key: str(value) for key, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            environment = {**os.environ, **_ENVIRONMENT, **(place if ranks > 1 else {})}
+            started.append(_SERVER.Process(target=_rank, args=(arguments, cwd, environment, output)))
             started[-1].start()
 
         limit = time.monotonic() + timeout
         while any(process.is_alive() for process in started):
             if any(process.exitcode for process in started):
-                limit = min(limit, time.monotonic() + 20)
+                limit = min(limit, time.monotonic() + _PATIENCE)
             if time.monotonic() > limit:
                 for process in started:
                     process.kill()
@@ -70,3 +86,6 @@ def _rank(arguments: tuple[str, ...], cwd: Path, environment: Mapping[str, str],
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+preload()
