@@ -1,37 +1,20 @@
-"""Which components there are to test, and what an author says is needed to try them: `ddpforge_testing.toml`.
-
-That file (or the table `[tool.ddpforge.testing]` of a pyproject.toml) is looked for beside the component's module and
-in the folders above it. It has a table for a component, `[KIND.NAME]`, or several, `[[KIND.NAME]]`, each of which is
-tested:
-
-    [task.denoising]
-    options = { noise = 0.1 }                                # of the component itself
-    model = { use = "mlp", inputs = 64, outputs = 10 }       # what goes with it, as in a recipe: model, data, task,
-    data = { use = "digits", split = "test" }                # optimizer, schedule, strategy, train
-    skip = { stable-names = "names depend on the weather" }  # checks to leave out, and why; a text leaves out all
-
-In texts, `{here}` stands for the folder of the file, so that options can name files in the package.
-
-Further keys declare what is unusual about a component: `unused` and `meta` of a model, `duplicates` of data,
-`elementwise` of an optimizer, `horizon` of a schedule, `ranks` of a strategy, `raises` of a tracker.
-"""
+"""Which components there are to test, with what it takes to try each; see `settings` for what authors say of that."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import sys
-import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ValidationError
 from torch import nn, zeros
 
 from ddpforge.errors import PluginError, UsageError
@@ -40,30 +23,10 @@ from ddpforge.kinds import BASES
 from ddpforge.recipe.schema import Component
 from ddpforge.registry import KINDS, Entry, Registry
 from ddpforge.testing import companions
-from ddpforge.testing.checks import checks_of
 from ddpforge.testing.report import Breach, source_of
+from ddpforge.testing.settings import SECTIONS, SETTINGS, find_settings, tables_of
 
-__all__ = ["SETTINGS", "Case", "find_cases"]
-
-SETTINGS = "ddpforge_testing.toml"
-_SECTIONS = ("model", "data", "task", "optimizer", "schedule", "strategy", "train")
-_DECLARED: Mapping[str, tuple[str, ...]] = {
-    "model": ("unused", "meta"),
-    "data": ("duplicates",),
-    "optimizer": ("elementwise",),
-    "schedule": ("horizon",),
-    "strategy": ("ranks",),
-    "tracker": ("raises",),
-}
-_Ranks = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
-_TYPES: Mapping[str, Any] = {
-    "skip": str | dict[str, str],
-    "unused": list[str],
-    "ranks": _Ranks,
-    "horizon": dict[str, int],
-} | dict.fromkeys(("meta", "duplicates", "elementwise", "raises"), bool)
-"""Of the values in an author's table; all others are tables."""
-_HIGHEST = 6  # folders above a module in which its settings may be
+__all__ = ["Case", "find_cases"]
 
 
 @dataclass
@@ -155,7 +118,7 @@ class Case:
     @cached_property
     def sections(self) -> dict[str, Any]:
         """The recipe's sections that the author named, and defaults for the others."""
-        return companions.DEFAULTS | {key: self.settings[key] for key in _SECTIONS if key in self.settings}
+        return companions.DEFAULTS | {key: self.settings[key] for key in SECTIONS if key in self.settings}
 
     def lacking(self, error: Exception, kind: str | None = None) -> Breach:
         """What to write, and where, when the component could not be built for want of options."""
@@ -323,7 +286,7 @@ def _of_file(path: Path, attribute: str, kind: str | None, registry: Registry) -
             name for name, value in vars(module).items()
             if callable(value) and not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
         ]  # fmt: skip
-    settings, _ = _settings(path.resolve())
+    settings, _ = find_settings(path.resolve())
     found = False
     for name in names:
         declared = next((one for one in KINDS if name in settings.get(one, {})), None)
@@ -352,80 +315,5 @@ def _kind_of(registry: Registry, use: str, base: Path) -> str | None:
 
 def _with_settings(case: Case, file: Path | None, name: str) -> Iterator[Case]:
     """The case once for every table that its author wrote, or once."""
-    settings, said = _settings(file) if file else ({}, None)
-    tables = settings.get(case.kind, {}).get(name, {})
-    several = isinstance(tables, list)
-    for number, table in enumerate(tables if several else [tables], start=1):
-        _check(case.kind, name, table, said)
-        here = str(said.parent) if said else ""
-        yield Case(case.kind, case.use, case.registry, case.base, _filled(table, here), said, number if several else 0)
-
-
-def _settings(file: Path) -> tuple[dict[str, Any], Path | None]:
-    """What the nearest file says, and which it is."""
-    for folder in list(file.parents)[:_HIGHEST]:
-        if folder.name in ("site-packages", "dist-packages"):
-            break
-        for name, path in ((SETTINGS, ()), ("pyproject.toml", ("tool", "ddpforge", "testing"))):
-            if (folder / name).is_file():
-                table = _read(folder / name)
-                for key in path:
-                    table = table.get(key, {})
-                if table or not path:
-                    _check_kinds(table, folder / name)
-                    return table, folder / name
-    return {}, None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-
-
-def _filled(value: Any, here: str) -> Any:
-    if isinstance(value, str):
-        return value.replace("{here}", here)
-    if isinstance(value, dict):
-        return {key: _filled(inner, here) for key, inner in value.items()}
-    return [_filled(inner, here) for inner in value] if isinstance(value, list) else value
-
-
-def _check_kinds(settings: Mapping[str, Any], said: Path) -> None:
-    for kind, tables in settings.items():
-        if kind not in KINDS or not isinstance(tables, dict):
-            raise UsageError(
-                f"{said}: `{kind}` must be a kind of component, with tables [KIND.NAME] in it",
-                hints=_near(kind, KINDS, "kinds"),
-            )
-
-
-def _check(kind: str, name: str, table: Any, said: Path | None) -> None:
-    """Raises UsageError for what an author's table cannot say."""
-    if not isinstance(table, dict):
-        raise UsageError(f"{said}: [{kind}.{name}] must be a table")
-    known = ("options", "skip", *_SECTIONS, *_DECLARED.get(kind, ()))
-    for key, value in table.items():
-        if key not in known:
-            raise UsageError(f"{said}: [{kind}.{name}] has no key `{key}`", hints=_near(key, known, "keys"))
-        try:
-            TypeAdapter(_TYPES.get(key, dict[str, Any])).validate_python(value, strict=True)
-        except ValidationError as error:
-            raise UsageError(f"{said}: `{key}` of [{kind}.{name}]: {error.errors()[0]['msg']}") from error
-        if key in _SECTIONS and key != "train" and not isinstance(value.get("use"), str):
-            raise UsageError(
-                f"{said}: `{key}` of [{kind}.{name}] names no component", hints=[f'{key} = {{ use = "…", … }}']
-            )
-    skipped = table.get("skip", {})
-    checks = [one.name for one in checks_of(kind)]
-    if isinstance(skipped, dict) and (odd := [one for one in skipped if one not in checks]):
-        raise UsageError(
-            f"{said}: [{kind}.{name}] leaves out `{odd[0]}`, and a {kind} has no such check",
-            hints=_near(odd[0], checks, "checks"),
-        )
-
-
-def _near(word: str, known: Sequence[str], what: str) -> list[str]:
-    near = get_close_matches(word, known, n=1)
-    return [*(f"did you mean `{one}`?" for one in near), f"known {what}: {', '.join(known)}"]
+    for table, said, number in tables_of(case.kind, name, file):
+        yield Case(case.kind, case.use, case.registry, case.base, table, said, number)

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from fake_distributions import forgetting_modules_below
 
 from ddpforge.cli import main
-from ddpforge.testing.cases import _DECLARED, _SECTIONS
 from ddpforge.testing.checks import checks_of
+from ddpforge.testing.settings import _DECLARED, SECTIONS
 
 DOCS = Path(__file__).parents[2] / "docs"
 TUTORIAL = (DOCS / "tutorial-plugin.md").read_text()
@@ -75,5 +75,5 @@ def test_the_how_to_names_every_check_and_every_key() -> None:
     for kind in ("model", "data", "task", "metric", "optimizer", "schedule", "strategy", "tracker", "callback"):
         for check in checks_of(kind):
             assert f"`{check.name}`" in table, check.name
-    for key in (*_SECTIONS, "options", "skip", *(key for keys in _DECLARED.values() for key in keys)):
+    for key in (*SECTIONS, "options", "skip", *(key for keys in _DECLARED.values() for key in keys)):
         assert re.search(rf"\b{key}\b", page), key

@@ -13,9 +13,10 @@ from ddpforge.kinds import unlike
 from ddpforge.options import options_table
 from ddpforge.recipe.layers import FRAMEWORK_KEYS, SLOTS
 from ddpforge.registry import RefusedOptions
-from ddpforge.testing.cases import SETTINGS, Case
+from ddpforge.testing.cases import Case
 from ddpforge.testing.checks import check
 from ddpforge.testing.report import Breach, blame
+from ddpforge.testing.settings import SETTINGS
 from ddpforge.testing.trial import settle
 from ddpforge.testing.worlds import Worlds
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpforge.testing.cases import SETTINGS, Case
+from ddpforge.testing.cases import Case
 from ddpforge.testing.checks import check
 from ddpforge.testing.report import Breach, NotApplicable, blame, source_of
+from ddpforge.testing.settings import SETTINGS
 from ddpforge.testing.worlds import Worlds
 
 _SHAPES = ((6, 4), (4,), (3, 2))

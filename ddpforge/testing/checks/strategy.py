@@ -17,9 +17,10 @@ from ddpforge.parity.compare import TOLERANCES, Record, compare, first_drift
 from ddpforge.recipe import load_recipe
 from ddpforge.runfolder import RunFolder, papers_of
 from ddpforge.testing import companions
-from ddpforge.testing.cases import SETTINGS, Case
+from ddpforge.testing.cases import Case
 from ddpforge.testing.checks import check
 from ddpforge.testing.report import Breach, NotApplicable, source_of
+from ddpforge.testing.settings import SETTINGS
 from ddpforge.testing.worlds import Worlds, drift_text, stopped, write_recipe
 from ddpforge.trackers.jsonl import read_metrics
 
