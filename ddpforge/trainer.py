@@ -22,16 +22,7 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.data import Batches, MicroBatch
 from ddpforge.durations import Horizon
 from ddpforge.errors import CheckpointError, Diverged, UsageError
-from ddpforge.interfaces import (
-    Callback,
-    Schedule,
-    StepInfo,
-    Strategy,
-    Task,
-    Total,
-    Tracker,
-    World,
-)
+from ddpforge.interfaces import Callback, Schedule, StepInfo, Strategy, Task, Total, Tracker, World
 from ddpforge.norms import Norms
 from ddpforge.pace import Alarm, Cadence, Window, in_steps
 from ddpforge.progress import Progress

@@ -1,6 +1,8 @@
 """The run's folder: what is in it, what survives a crash, and which changed recipes may go on in it."""
 
+import errno
 import json
+import logging
 import math
 import os
 import subprocess
@@ -347,3 +349,19 @@ def test_a_fixed_change_may_be_allowed_by_key_or_by_table(allowed: str) -> None:
     refuse_fixed(changes, [allowed])
     with pytest.raises(UsageError):
         refuse_fixed(changes, ["model.dep"])
+
+
+def test_where_files_cannot_be_locked_a_warning_says_so(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    monkeypatch.setattr(logging.getLogger("ddpforge"), "propagate", True)
+    with folder.claim():
+        pass
+    assert (
+        f"digits cannot be locked ([Errno {errno.ENOLCK}] No locks available): see that no other process trains"
+        in caplog.text
+    )

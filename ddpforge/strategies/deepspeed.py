@@ -37,8 +37,6 @@ _ACCUMULATES = {
     2: "DeepSpeed, in each rank's part of the gradients; one reduction per micro-batch",
     3: "DeepSpeed, in each rank's part of the gradients; one reduce-scatter per micro-batch",
 }
-
-
 _COMPILES = Version("2.12")  # torch 2.11: the compiled backward pass does not reach what stage 3 gathered
 
 

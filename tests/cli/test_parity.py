@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from shutil import copy
 from typing import Any
@@ -90,6 +91,12 @@ def test_runs_that_are_the_same_end_with_zero(comparison: Comparison) -> None:
         "rounding explains 1e-05 of the loss, 1e-04 of the gradient norm, and 1e-03 of the way that the weights went.\n"
     )
     assert result.stderr == "ddp: training\n"
+
+
+def test_a_table_without_gradient_norms_says_why(comparison: Comparison) -> None:
+    comparison.answer = replace(report(), verdicts=[replace(each, averages="weights") for each in report().verdicts])
+    result = invoke("tiny.toml", "--strategies", "single@1,ddp")
+    assert "Where ranks average weights, and not gradients, there is no gradient norm to compare." in result.stdout
 
 
 @pytest.mark.parametrize(
