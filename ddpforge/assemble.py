@@ -15,6 +15,7 @@ from ddpforge.contract import count_parameters, prove
 from ddpforge.data import Batches, Share, mix, open_data
 from ddpforge.durations import Horizon
 from ddpforge.errors import UsageError
+from ddpforge.fitness import check_model
 from ddpforge.interfaces import Callback, Strategy, Task, Tracker, World
 from ddpforge.kinds import build
 from ddpforge.optim.groups import parameter_groups
@@ -56,6 +57,7 @@ def assemble(
     torch.manual_seed(mix(recipe.train.seed, WEIGHTS))
     with strategy.building():
         bare = build(registry, "model", recipe.model)
+    check_model(bare)
     size = count_parameters(bare)
     with _recipes_fault():
         for data in sets:

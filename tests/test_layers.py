@@ -28,6 +28,7 @@ LAYERS = [
     {"assemble"},
     {"trainer"},
     {"progress", "steps"},
+    {"fitness"},
     {"blocks", "checkpoint", "contract", "data", "kinds", "norms", "pace", "statistics"},
     # ------------------------------------------------------------------------ nothing below imports torch
     {"runfolder"},
