@@ -15,7 +15,7 @@ from ddpforge.contract import count_parameters, prove
 from ddpforge.data import Batches, Share, mix, open_data
 from ddpforge.durations import Horizon
 from ddpforge.errors import UsageError
-from ddpforge.fitness import check_model
+from ddpforge.fitness import check_model, watch_batchnorm
 from ddpforge.interfaces import Callback, Strategy, Task, Tracker, World
 from ddpforge.kinds import build
 from ddpforge.optim.groups import parameter_groups
@@ -65,6 +65,7 @@ def assemble(
         blocks = find_blocks(bare, recipe.train.blocks)
         rework_blocks(blocks, recipe.train)
         model = strategy.wrap(bare, blocks)
+        watch_batchnorm(model, *training.fewest(horizon.total))
         groups = parameter_groups(model, recipe.optimizer.no_decay)
     optimizer = build(registry, "optimizer", recipe.optimizer, params=groups)
     model, optimizer = strategy.prepare(model, optimizer)

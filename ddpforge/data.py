@@ -120,6 +120,10 @@ class Share(NamedTuple):
             found += [range(a, b) for a, b in pairwise(cuts)]
         return found
 
+    def fewest(self, samples: int) -> int:
+        """The size of the smallest micro-batch that any rank gets of a step of `samples`."""
+        return min(len(part) for rank in range(self.ranks) for part in self._replace(rank=rank).deal(samples))
+
     def whose(self, number: int, micro_batches: int) -> tuple[int, int]:
         """Of micro-batch `number` among this rank's `micro_batches`: its shard, and its number in there."""
         shard, within = divmod(number, micro_batches // len(self.shards))
@@ -298,6 +302,17 @@ class Batches:
     _workers: int
     _prefetch: int
     _pin: bool
+
+    def fewest(self, steps: int | None) -> tuple[int, int]:
+        """The sizes of the smallest micro-batch, on any rank, of a full step and of the last step of an epoch.
+
+        Both are the same in a run of `steps` that does not come to the end of an epoch, or where that is not known.
+        """
+        order, full = self._order, self._order.share.fewest(self._order.global_batch)
+        rest = order.samples % order.global_batch
+        if not rest or order.drop_last or (steps is not None and steps < order.steps_per_epoch):
+            return full, full
+        return full, order.share.fewest(rest)
 
     def training(self, start: int) -> Iterator[MicroBatch]:
         """From step `start` on, without end, epoch after epoch."""
