@@ -28,7 +28,7 @@ LAYERS = [
     {"assemble"},
     {"trainer"},
     {"progress", "steps"},
-    {"blocks", "checkpoint", "contract", "data", "kinds", "norms", "pace", "statistics"},
+    {"blocks", "checkpoint", "contract", "data", "kinds", "means", "norms", "pace", "statistics"},
     # ------------------------------------------------------------------------ nothing below imports torch
     {"runfolder"},
     {"agree", "checkpoint.files", "console", "environment", "launch", "signals"},
