@@ -153,7 +153,7 @@ class Steps:
             with torch.no_grad():
                 totals |= self._task.metrics(outputs, batch)
         if micro.samples:
-            return {name: _exact(total) for name, total in totals.items()}
+            return {name: _exact(name, total) for name, total in totals.items()}
         return {name: Total(torch.zeros((), dtype=torch.float64), 0) for name in totals}
 
     def _items(self, micro: MicroBatch) -> Tensor | int:
@@ -164,8 +164,13 @@ class Steps:
         return micro.samples if counted is None else counted
 
 
-def _exact(total: Total) -> Total:
+def _exact(name: str, total: Total) -> Total:
     """A copy in float64, for adding up: 256 + 1 is 256 in bfloat16. CUDA graphs reuse their outputs, copies stay."""
+    if not isinstance(total, Total) or not isinstance(total.sum, Tensor):
+        raise PluginError(
+            f"metric `{name}` is a {type(total).__name__}, and must be a Total of a tensor and a count",
+            hints=["return Total(values.sum(), len(values)): means are taken once, over all batches and ranks"],
+        )
     count = total.count.detach().double() if isinstance(total.count, Tensor) else total.count
     return Total(total.sum.detach().to(torch.float64, copy=True), count)
 
