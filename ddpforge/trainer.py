@@ -259,7 +259,8 @@ class Trainer:
         """
         if not self._read:
             return {}
-        return {f"?read{power}": Total(torch.tensor(float(self._read**power)), 1) for power in (1, 2)}
+        powers = torch.tensor([self._read, self._read**2], dtype=torch.float64)
+        return {f"?read{power}": Total(value, 1) for power, value in enumerate(powers, start=1)}
 
     def _refuse_another_stream(self, means: dict[str, float]) -> None:
         mean, square = means.pop("?read1", 0.0), means.pop("?read2", 0.0)

@@ -171,7 +171,7 @@ def test_evaluation_adds_up_in_float64_too_and_leaves_stand_ins_out() -> None:
 
 @pytest.mark.parametrize("wrong", [0.5, torch.tensor(0.5), Total(0.5, 1)])  # type: ignore[arg-type]
 def test_a_metric_that_is_no_total_is_named(wrong: Any) -> None:
-    with pytest.raises(PluginError, match="metric `it` is a .*, and must be a Total"):
+    with pytest.raises(PluginError, match=r"metric `it` is a .*, and must be a Total"):
         run(Line(), Plainly(lambda _: wrong), [micro([1.0])])
 
 

@@ -112,7 +112,7 @@ def open_data(
     pin: bool,
 ) -> Batches:
     """Deals `data` (see `interfaces.Data`) out to this rank; raises PluginError for what is not a dataset."""
-    if is_stream(data) and (loader := loader_in(data)):
+    if is_stream(data) and (loader := loader_in(data)) is not None:
         inside = "" if loader is data else f", which {type(data).__name__} reads,"
         raise PluginError(
             f"a {type(loader).__name__}{inside} is a loader, not a dataset: it would decide by itself which samples "

@@ -223,6 +223,8 @@ def test_a_nan_step_is_skipped_on_all_ranks_and_counted(run: Run, nproc: int, st
     run(nproc=nproc, strategy=strategy, values=NAN, length="1ep", train='on_nonfinite = "skip"')
     assert run.weights()["a"] == -5.0
     assert run.rows()[-1]["train/skipped_steps"] == 1
+    steps = [row["step"] for row in run.rows()]
+    assert steps == sorted(set(steps))  # one row each, also for the one that was skipped
 
 
 @each_strategy
@@ -275,6 +277,62 @@ def test_eleven_samples_are_evaluated_once_each(run: Run, nproc: int, strategy: 
     run(nproc=nproc, strategy=strategy, values=[-1.0] * 6, batch=6, train="eval_batch = 2", more=more)
     assert run.weights()["a"] == 1.0
     assert run.rows()[-1]["eval/mean"] == 5.0
+
+
+# ---------------------------------------------------------------------------------------------- what ranks share
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_metrics_are_put_together_by_name(tmp_path: Path, run: Run, nproc: int) -> None:
+    """Ids 0 to 3, in their order: with two ranks one has the names in the other order than the other, or lacks one."""
+    text = RECIPE.replace("SumOfLosses", "ByParity")
+    more = '[data.eval]\nuse = "./parts.py:Values"\nvalues = [0.0, 2.0, 1.0, 3.0]'
+    options = {"model": "", "strategy": DDP, "train": "eval_batch = 2", "batch": 6, "length": "1st", "more": more}
+    (tmp_path / "run.toml").write_text(text.format(values=[0.0, 2.0, 4.0, 1.0, 3.0, 5.0], **options))
+    run.ddpforge("run", "run.toml", nproc=nproc)
+    training, evaluation = run.rows()
+    assert (training["train/even"], training["train/odd"]) == (2.0, 3.0)
+    assert (evaluation["eval/even"], evaluation["eval/odd"]) == (1.0, 2.0)
+
+
+@each_strategy
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_samples_may_weigh_less_than_one(tmp_path: Path, run: Run, nproc: int, strategy: str) -> None:
+    """Weights 0.1, 0.3 and 0.5: the gradient is (0.1·1 + 0.3·3 + 0.5·5) / 0.9; the last rank has a stand-in."""
+    text = RECIPE.replace("SumOfLosses", "WeighedSamples")
+    options = {"model": "start = 1.0", "strategy": strategy, "train": "micro_batch = 1", "batch": 4, "more": ""}
+    (tmp_path / "run.toml").write_text(text.format(values=[1.0, 3.0, 5.0], length="1ep", **options))
+    run.ddpforge("run", "run.toml", nproc=nproc)
+    (row,) = run.rows()
+    assert row["train/loss"] == pytest.approx(3.5 / 0.9)
+    assert run.weights()["a"] == pytest.approx(1.0 - 3.5 / 0.9)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_shuffles_with_the_global_generator_is_read_once(tmp_path: Path, run: Run, workers: int) -> None:
+    text = RECIPE.replace('Values"\nvalues = {values}', 'NumbersByRank"\nshuffled = true').replace("Scalars", "Seen")
+    options = {"model": "", "strategy": DDP, "train": "", "batch": 2, "length": "10st"}
+    more = f'[checkpoint]\nevery = "10st"\n[data]\nworkers = {workers}'
+    (tmp_path / "run.toml").write_text(text.format(more=more, **options))
+    run.ddpforge("run", "run.toml", nproc=2)
+    seen = [(tmp_path / f"seen-{rank}.txt").read_text().split() for rank in (0, 1)]
+    epochs = [[float(x) for hand in seen for x in hand[first : first + 5]] for first in (0, 5)]
+    assert [sorted(epoch) for epoch in epochs] == [[float(n) for n in range(10)]] * 2
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("where", ["train", "eval"])
+def test_ranks_that_read_different_streams_are_told_so(tmp_path: Path, run: Run, where: str) -> None:
+    text = RECIPE.replace('Values"\nvalues = {values}', 'NumbersByRank"\napart = {apart}')
+    more = '[checkpoint]\nevery = "10st"\n[data.eval]\nuse = "./parts.py:NumbersByRank"\napart = {apart}'
+    text = text.format(
+        **{"model": "", "strategy": DDP, "train": 'eval_every = "2st"', "batch": 2, "length": "5st"},
+        apart="true" if where == "train" else "false",
+        more=more.format(apart="true" if where == "eval" else "false"),
+    )
+    (tmp_path / "run.toml").write_text(text)
+    failed = run.ddpforge("run", "run.toml", nproc=2, fails=True)
+    assert set(failed.codes) == {3}
+    step = 1 if where == "train" else 2
+    assert f"ranks read different samples from the iterable dataset, by step {step}" in failed.stderr
 
 
 # ---------------------------------------------------------------------------------------------- failures, the world
