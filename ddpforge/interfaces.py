@@ -78,7 +78,10 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """A quantity on its way to a mean: add up `sum` and `count` over batches and ranks, divide once at the end."""
+    """A quantity on its way to a mean: add up `sum` and `count` over batches and ranks, divide once at the end.
+
+    Both are added up in float64, whatever their dtype. Ranks may name different quantities.
+    """
 
     sum: Tensor
     count: Tensor | int
@@ -187,12 +190,14 @@ class Data(Protocol):
     - `collate(samples)` makes a batch out of what was fetched; return it unchanged when it already is one;
     - `random = False` says that fetching draws no random numbers, which saves seeding per sample. Otherwise
       python's, numpy's and torch's generators are seeded from (recipe seed, epoch, sample) before each sample, or
-      from (recipe seed, epoch, first sample) before each `__getitems__`.
+      from (recipe seed, epoch, first sample) before each `__getitems__`;
+    - `set_epoch(epoch: int)` is called before the first sample of each epoch is fetched.
 
-    An iterable dataset has `__iter__` and no `__getitem__`. It must yield the same samples in the same order on
-    every rank and in every worker; ddpforge deals them out so that each is used once. Its `set_epoch(epoch: int)`,
-    if it has one, is called before each pass. Do the expensive part of loading in `collate`, which sees only the
-    samples that this rank keeps.
+    An iterable dataset is a `torch.utils.data.IterableDataset`, or has `__iter__` and no `__getitem__`. It must yield
+    the same samples in the same order on every rank and in every worker; ddpforge deals them out so that each is used
+    once, and compares what ranks have read. Its `set_epoch(epoch: int)`, if it has one, is called before each pass,
+    and python's, numpy's and torch's generators are seeded from (recipe seed, epoch), the same everywhere; `random =
+    False` saves that. Do the expensive part of loading in `collate`, which sees only the samples that this rank keeps.
     """
 
     def __len__(self) -> int: ...
@@ -222,10 +227,10 @@ class Task(ABC):
         """
 
     def count(self, batch: Any) -> Tensor | None:
-        """How many items the loss of `batch` sums over (0-d integer tensor on the batch's own device).
+        """How many items the loss of `batch` sums over (0-d tensor on the batch's own device), or their weights' sum.
 
-        None means one per sample, which needs no communication. Tasks that weigh tokens or pixels override it.
-        The batch is still on the CPU when this is called.
+        None means one per sample, which needs no communication. Tasks that weigh tokens, pixels or samples override
+        it; weights are real numbers, 0 or more. The batch is still on the CPU when this is called.
         """
         return None
 

@@ -392,6 +392,23 @@ def test_every_epoch_augments_batches_anew() -> None:
     assert draws[0] != draws[1]
 
 
+class TellsEpochs(Numbers):
+    """Every sample is the epoch it was fetched in."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_is_told_the_epoch_of_what_is_fetched(workers: int) -> None:
+    batches = deal(TellsEpochs(4), batch=2, micro=2, workers=workers)
+    assert steps(batches, 6) == [[0, 0], [0, 0], [1, 1], [1, 1], [2, 2], [2, 2]]
+    assert steps(batches, 2, start=3) == [[1, 1], [2, 2]]
+
+
 # ---------------------------------------------------------------------------------------------- refusals, transfer
 class Holds(NumberStream):
     """A stream that reads another object."""

@@ -26,8 +26,13 @@ class _Fetcher(Dataset[MicroBatch]):
         self.random: bool = getattr(data, "random", True)
         self.batched = hasattr(data, "__getitems__")
         self.collate = getattr(data, "collate", default_collate)
+        self._set_epoch = getattr(data, "set_epoch", None)
+        self._epoch: int | None = None
 
     def __getitem__(self, request: Request) -> MicroBatch:
+        if self._set_epoch and request.epoch != self._epoch:
+            self._set_epoch(request.epoch)
+            self._epoch = request.epoch
         fetched = self._batch(request) if self.batched else [self._sample(request.epoch, i) for i in request.ids]
         _, _, samples, step_samples, last, shard, number = request
         return MicroBatch(self.collate(fetched), samples, step_samples, last, shard, number)
