@@ -187,14 +187,14 @@ class Trainer:
             totals = self._step(step, source, measure=logs)
 
             if agrees or _looks_are_free(self.world.device):
-                self._look_at_norms(totals)
+                self._look_at_norms(totals, logs=logs)
             means = self._agree(totals if logs else {}, alarms) if agrees else {}
             rung = self._agreed if agrees else set()
 
             ended = self._report(step, means) or step == self.end or not rung.isdisjoint(("stop", "end"))
             evaluates, saves = self._must_evaluate(step, rung, ended=ended), self.save_cadence.due(step, rung)
             if evaluates or saves or ended:
-                self._look_at_norms(totals)  # what a bad step left behind is not evaluated, nor saved to go back to
+                self._look_at_norms(totals, logs=False)  # what a bad step left behind is not evaluated, nor saved to go back to
             if evaluates:
                 ended = self._evaluate_and_report(step) or ended
             if ended or saves or self._is_best(step):
@@ -276,8 +276,8 @@ class Trainer:
                 ],
             )
 
-    def _look_at_norms(self, totals: Mapping[str, Total]) -> None:
-        """Does what the recipe says where a gradient was not finite.
+    def _look_at_norms(self, totals: Mapping[str, Total], *, logs: bool) -> None:
+        """Does what the recipe says where a gradient was not finite; `logs` says that the step is to have a row.
 
         The norm is that of the reduced gradient, hence the same on every rank, and the strategy has kept such a
         gradient away from the weights already: all ranks come to the same decision without talking.
@@ -288,7 +288,7 @@ class Trainer:
             return
 
         goes_on = self.settings.on_nonfinite == "skip" and self._norms.nonfinite_in_a_row < _MOST_SKIPS
-        if not (goes_on and totals and bad[-1] == self.progress.step):  # else the row of this step says it
+        if not (goes_on and logs and bad[-1] == self.progress.step):  # else the row of this step says it
             self._log_bad(bad[-1], totals)
         if self.settings.on_nonfinite == "rollback":
             raise _GoBack(bad)
