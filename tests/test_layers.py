@@ -29,6 +29,7 @@ LAYERS = [
     {"trainer"},
     {"progress", "steps"},
     {"blocks", "checkpoint", "contract", "data", "kinds", "norms", "pace", "statistics"},
+    {"recompute"},
     # ------------------------------------------------------------------------ nothing below imports torch
     {"runfolder"},
     {"agree", "checkpoint.files", "console", "environment", "launch", "signals"},
