@@ -29,6 +29,7 @@ LAYERS = [
     {"trainer"},
     {"progress", "steps"},
     {"blocks", "checkpoint", "contract", "data", "kinds", "means", "norms", "pace", "statistics"},
+    {"recompute"},
     # ------------------------------------------------------------------------ nothing below imports torch
     {"runfolder"},
     {"agree", "checkpoint.files", "console", "environment", "launch", "signals"},
