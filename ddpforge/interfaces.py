@@ -168,7 +168,8 @@ class CanonicalState(Generic[X]):
 
     Names are those of the bare model (no wrapper prefixes). A tied parameter appears once, under the first of its
     names; `aliases` maps the other names to it. `optimizer` maps parameter name → key → tensor or plain number (a 0-d
-    tensor counts as one); a parameter that never got a gradient is simply absent.
+    tensor counts as one); a parameter that never got a gradient is simply absent. `shared` is what belongs to no one
+    parameter: an optimizer's own counters, what a strategy must remember. Who does not know a key leaves it alone.
 
     What is on its way to a checkpoint is tensors that every rank holds alike, and parts; what comes from one is
     `SavedTensor`s.
@@ -177,6 +178,7 @@ class CanonicalState(Generic[X]):
     model: Mapping[str, X]
     optimizer: Mapping[str, Mapping[str, X | Tensor | int | float | bool | None]]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, X | Tensor | int | float | bool | None] = field(default_factory=dict)
 
 
 # ---------------------------------------------------------------------------------------------- components

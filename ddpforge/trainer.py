@@ -122,7 +122,7 @@ class Trainer:
         facts = checkpoint.facts
         state = checkpoint.state()
         if self._is_another(facts, "optimizer"):
-            state = replace(state, optimizer={})
+            state = replace(state, optimizer={}, shared={})
         self.strategy.load_state(self.model, self.optimizer, state)
         self.strategy.load_loop_state(cast(Mapping[str, float], facts.loop))
         kept = checkpoint.callbacks()

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import CanonicalState, Exploring, Part, SavedTensor, Strategy, World
 from ddpforge.strategies import replicated
+from ddpforge.strategies.own_state import OwnState
 from ddpforge.strategies.precision import precision_for
 
 if TYPE_CHECKING:
@@ -176,6 +178,7 @@ class AcceleratedStrategy(Strategy):
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         self._bare = model
+        self._own = OwnState(optimizer)
 
         prepared = self.distributed(model)
         self.check(prepared)
@@ -312,13 +315,14 @@ class AcceleratedStrategy(Strategy):
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
         """Every rank holds everything."""
-        return replicated.capture(self._bare, optimizer)
+        return replace(replicated.capture(self._bare, optimizer), shared=self._own.capture())
 
     def load_state(
         self, model: nn.Module, optimizer: Optimizer, state: CanonicalState[SavedTensor], *, partial: bool = False
     ) -> None:
         """Every rank takes everything."""
         replicated.restore(self._bare, optimizer, state, partial=partial)
+        self._own.restore(state.shared)
 
     def loop_state(self) -> Mapping[str, int | float]:
         """The loss scale of fp16."""

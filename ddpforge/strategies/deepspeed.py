@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, cast
 
@@ -19,6 +20,7 @@ from ddpforge.interfaces import CanonicalState, Contract, Exploring, Part, Saved
 from ddpforge.strategies.accelerated import AcceleratedStrategy
 from ddpforge.strategies.deepspeed_extra import Offload, merge, refuse_owned
 from ddpforge.strategies.nvme import SMALLEST, Folder, is_swapped, mend_prefetch, require_io
+from ddpforge.strategies.own_state import OwnState
 from ddpforge.strategies.precision import LossScaling
 from ddpforge.strategies.zero import Keys, ZeroWeights, import_deepspeed, keys_of, require_deepspeed, start
 
@@ -187,6 +189,7 @@ class DeepSpeed(AcceleratedStrategy):
                 "only be updated",
                 hints=['set strategy.offload_optimizer = "cpu"'],
             )
+        self._own = OwnState(optimizer)
         device = torch.device("cpu") if self.offload_optimizer != "none" else self.world.device
         keys = keys_of(optimizer, device)
 
@@ -369,13 +372,14 @@ class DeepSpeed(AcceleratedStrategy):
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
         """Each rank's parts."""
-        return self._weights.capture(optimizer)
+        return replace(self._weights.capture(optimizer), shared=self._own.capture())
 
     def load_state(
         self, model: nn.Module, optimizer: Optimizer, state: CanonicalState[SavedTensor], *, partial: bool = False
     ) -> None:
         """Every rank reads its parts."""
         self._weights.restore(optimizer, state, partial=partial)
+        self._own.restore(state.shared)
 
     def load_loop_state(self, state: Mapping[str, int | float]) -> None:
         """The loss scale of fp16."""

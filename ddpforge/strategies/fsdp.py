@@ -257,6 +257,7 @@ class FSDP(AcceleratedStrategy):
             model=_parts(state.model),
             optimizer={name: _parts(entry) for name, entry in state.optimizer.items()},
             aliases=state.aliases,
+            shared=self._own.capture(),
         )
 
     def load_state(
@@ -266,6 +267,7 @@ class FSDP(AcceleratedStrategy):
         _reshard(self._bare)
         _refuse_own_shapes(state)
         replicated.restore(self._bare, optimizer, state, partial=partial, part_of=_part, like=_shard)
+        self._own.restore(state.shared)
 
 
 class _Shards(Weights):
