@@ -37,11 +37,13 @@ def assemble(
     checkpoints: Checkpoints,
     tracker: Tracker,
     *,
+    started: list[Callback],
     init_from: str | None = None,
 ) -> Trainer:
     """A trainer for `recipe` in `world`, which `strategy` has set up; nothing is trained or restored yet.
 
-    `init_from` is where initial weights come from, see `checkpoint.initial`.
+    `init_from` is where initial weights come from, see `checkpoint.initial`. Callbacks that have started are added to
+    `started`, also when a later one fails: they are to hear how it ended.
 
     Raises RecipeError or UsageError for a recipe whose parts do not fit together, PluginError for a broken part.
     """
@@ -77,6 +79,7 @@ def assemble(
     }
     for callback in callbacks.values():
         callback.on_start(strategy.unwrap(model), world, weights)
+        started.append(callback)
 
     return Trainer(
         recipe=recipe,

@@ -109,7 +109,7 @@ class Trainer:
         self._rollbacks = 0
         self._agreed: set[str] = set()  # what all ranks know to be wanted: stop, end, …
         self._agree_every = 1
-        self._stop = StopRequests()
+        self.stop = StopRequests()
         self._window = Window()
         self._read = 0  # of a stream: what the newest micro-batch says has been read
 
@@ -152,11 +152,9 @@ class Trainer:
         cannot be written and the recipe says stop or it is the last one, and whatever a component raises.
         """
         self._began = time.monotonic() - self.progress.seconds
-        with self._stop:
+        with self.stop:
             if self._saved is None and self._saves_first:
                 self._save()
-            if self.progress.step > self.end and self.world.is_main:
-                log.warning("step %d is beyond train.length: there is nothing to train", self.progress.step)
             while True:
                 try:
                     self._train()
@@ -233,7 +231,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------ agreement
     def _agree(self, totals: Mapping[str, Total], alarms: Iterable[Alarm]) -> dict[str, float]:
         """One reduction over ranks: the means of `totals`, and whether anybody wants to stop or an alarm rang."""
-        wishes = {"stop": self._stop.requested} | {alarm.name: alarm.rings() for alarm in alarms}
+        wishes = {"stop": self.stop.requested} | {alarm.name: alarm.rings() for alarm in alarms}
         known = ["stop", "end", *(cadence.key for cadence in self.cadences)]
         votes = {f"?{name}": Total(torch.tensor(float(wishes.get(name, False))), 1) for name in known}
         pace = {"?seconds": Total(torch.tensor(self._window.seconds / self._window.steps), 1)}

@@ -1,6 +1,7 @@
 """The run's folder: what is in it, what survives a crash, and which changed recipes may go on in it."""
 
 import errno
+import itertools
 import json
 import logging
 import math
@@ -113,6 +114,58 @@ def test_a_process_killed_while_creating_leaves_nothing_in_the_way(
 
     folder.create(text=TEXT, resolved=RESOLVED, local_files={})
     assert [path.name for path in folder.path.parent.iterdir()] == ["digits"]
+
+
+def test_of_two_first_starts_at_one_moment_one_lays_the_folder_down_and_the_other_sees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second begins at each of the moments at which the first changes the disk."""
+    assert not any(_meets(tmp_path, moment, monkeypatch) for moment in range(25, 30)), "there are fewer moments"
+    assert all(_meets(tmp_path, moment, monkeypatch) for moment in range(15))
+
+
+def _meets(tmp_path: Path, moment: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the other start came in between; what is left then is one run, whole."""
+    folder, other = (RunFolder(tmp_path / str(moment) / "digits") for _ in range(2))
+    laid_down: list[bool] = []
+    moments = itertools.count()
+
+    def interrupted(real: Any) -> Any:
+        def operation(*arguments: Any) -> Any:
+            if next(moments) == moment:
+                with monkeypatch.context() as patch:
+                    patch.setattr("os.getpid", lambda: 1)  # another process, which is alive
+                    laid_down.append(other.create(text="other", resolved=RESOLVED, local_files={}))
+            return real(*arguments)
+
+        return operation
+
+    with monkeypatch.context() as patch:
+        for name in ("make_folder", "create", "write", "sync", "rename", "remove", "sync_folder"):
+            patch.setattr(files, name, interrupted(getattr(files, name)))
+        mine = folder.create(text=TEXT, resolved=RESOLVED, local_files={})
+
+    assert [mine, *laid_down].count(True) == 1
+    assert folder.recipe.read_text() == (TEXT if mine else "other")
+    assert (folder.attempts(), folder.tables()) == (0, {"recipe": 1, "name": "digits"})
+    assert [path.name for path in folder.path.parent.iterdir()] == ["digits"]
+    return bool(laid_down)
+
+
+def test_a_folder_is_claimed_before_anybody_can_see_it(tmp_path: Path) -> None:
+    """From another process: locks of one process do not keep itself out."""
+    folder = RunFolder(tmp_path / "runs" / "digits")
+    script = """
+import sys
+from pathlib import Path
+from ddpforge.runfolder import RunFolder
+with RunFolder(Path(sys.argv[1])).claim():
+    pass
+"""
+    with folder.claim_new(text=TEXT, resolved=RESOLVED, local_files={}) as mine:
+        assert mine
+        tried = subprocess.run([sys.executable, "-c", script, folder.path], capture_output=True, text=True, check=False)
+    assert "is being trained in already, by process" in tried.stderr
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

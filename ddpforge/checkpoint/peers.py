@@ -66,6 +66,10 @@ class Peers:
 
         return cls(rank=world.rank, size=world.size, broadcast=broadcast, gather=gather)
 
+    def everyone(self, value: T) -> list[T]:
+        """The `value`s of all ranks, on every rank."""
+        return cast(list[T], self.broadcast(self.gather(value)))
+
     def together(self, action: Callable[[], T], then: Callable[[], R]) -> tuple[T, R]:
         """Runs `action` on every rank, `then` on rank 0; returns what the first gave here, and the second there.
 
