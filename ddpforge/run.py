@@ -21,12 +21,12 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.peers import Peers
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.console import setup_logging
+from ddpforge.environment import world_size
 from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed
 from ddpforge.interfaces import Strategy, Tracker, World
-from ddpforge.kinds import build
+from ddpforge.parts import Parts
 from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
 from ddpforge.recipe.batch import check_world
-from ddpforge.recipe.trial import check_optimizer
 from ddpforge.registry import Registry
 from ddpforge.runfolder import Papers, RunFolder, State, Status, papers_of, recipe_changes, refuse_fixed
 from ddpforge.trackers.several import Several
@@ -73,10 +73,14 @@ def run(
     earlier run of this name aside instead of continuing it. Raises ForgeError for everything that can be expected
     to go wrong; a RecipeError comes before anything is started.
     """
-    loaded, registry, strategy, world = _join(source, sets)
-    check_world(loaded, world.data_size)
-    papers = papers_of(loaded)
+    parts = _load(source, sets)
+    loaded, strategy = parts.loaded, parts.strategy
     folder = RunFolder(Path(out or loaded.recipe.output_dir) / loaded.recipe.name)
+    is_new = fresh or not folder.exists()
+    world = _join(parts, folder=None if fresh else folder)
+    if is_new:
+        _build(parts)
+    papers = papers_of(loaded)
     with ExitStack() as claims:
         finished = on_main(
             lambda: _open(folder, papers, claims, fresh=fresh, allow_change=allow_change),
@@ -85,25 +89,25 @@ def run(
         )
         if finished:
             return Outcome(folder.path, finished, world.is_main)
-        return _train(folder, loaded, papers, registry, strategy, world)
+        return _train(folder, parts, papers, world, is_built=is_new)
 
 
-def _train(
-    folder: RunFolder, loaded: LoadedRecipe, papers: Papers, registry: Registry, strategy: Strategy, world: World
-) -> Outcome:
+def _train(folder: RunFolder, parts: Parts, papers: Papers, world: World, *, is_built: bool) -> Outcome:
     """One attempt."""
-    recipe = loaded.recipe
+    loaded, recipe, strategy = parts.loaded, parts.recipe, parts.strategy
     setup_logging(world.rank, folder.path)
     log.debug("rank %d of %d on %s, device %s, pid %d", world.rank, world.size, gethostname(), world.device, getpid())
-    tracker = _trackers(recipe, registry) if world.is_main else Tracker()
+    tracker = _trackers(parts) if world.is_main else Tracker()
     trainer = None
     try:
+        if not is_built:
+            _build(parts)
         checkpoints = _checkpoints(folder, recipe, strategy, world)
         checkpoint = checkpoints.open()
         if checkpoint is None and world.is_main:
             _mention_what_is_lost(folder)
         init_from = None if checkpoint else recipe.checkpoint.init_from
-        trainer = assemble(recipe, registry, strategy, world, checkpoints, tracker, init_from=init_from)
+        trainer = assemble(parts, world, checkpoints, tracker, init_from=init_from)
         if checkpoint:
             trainer.restore(checkpoint)
         trainer.origin = on_main(
@@ -139,26 +143,42 @@ def evaluate(folder: RunFolder, checkpoint: Path, *, sets: Sequence[str] = ()) -
 
     Averaged weights are used where the recipe's callbacks evaluate with them. Writes nothing.
     """
-    loaded, registry, strategy, world = _join(folder.resolved, sets)
-    recipe = _dealt_to(loaded.recipe, world.data_size)
-    checkpoints = _checkpoints(folder, recipe, strategy, world)
-    trainer = assemble(recipe, registry, strategy, world, checkpoints, Tracker())
+    parts = _load(folder.resolved, sets)
+    world = _join(parts, trains=False)
+    parts.recipe = recipe = _dealt_to(parts.recipe, world.data_size)
+    parts.build()
+    parts.report()
+    checkpoints = _checkpoints(folder, recipe, parts.strategy, world)
+    trainer = assemble(parts, world, checkpoints, Tracker())
     trainer.restore(Reader(checkpoint))
     metrics = trainer.evaluate()
-    strategy.close()
+    parts.strategy.close()
     return Evaluation(trainer.progress.step, metrics, world.is_main)
 
 
-def _join(source: str | Path, sets: Sequence[str]) -> tuple[LoadedRecipe, Registry, Strategy, World]:
-    """Loads the recipe, and joins the world that its strategy finds."""
+def _load(source: str | Path, sets: Sequence[str]) -> Parts:
     registry = Registry.installed()
-    loaded = load_recipe(source, sets=sets, registry=registry)
-    check_optimizer(loaded, registry)
+    return Parts(load_recipe(source, sets=sets, registry=registry), registry)
 
-    strategy: Strategy = build(registry, "strategy", loaded.recipe.strategy)
-    world = strategy.setup(loaded.recipe.train)
+
+def _join(parts: Parts, *, trains: bool = True, folder: RunFolder | None = None) -> World:
+    """Joins the world that the strategy finds, unless it is known already that the recipe cannot work in it."""
+    parts.foresee(ranks=world_size(), trains=trains, folder=folder)
+    if parts.found:
+        parts.build(meta=True)  # nobody has joined: all that is wrong is told at once
+        parts.try_out(strict=False)
+    parts.report()
+    world = parts.strategy.setup(parts.recipe.train)
     setup_logging(world.rank)
-    return loaded, registry, strategy, world
+    if trains:
+        check_world(parts.loaded, world.data_size)
+    return world
+
+
+def _build(parts: Parts) -> None:
+    parts.build()
+    parts.try_out(strict=False)
+    parts.report()
 
 
 def _dealt_to(recipe: Recipe, ranks: int) -> Recipe:
@@ -175,11 +195,10 @@ def _checkpoints(folder: RunFolder, recipe: Recipe, strategy: Strategy, world: W
     return Checkpoints(folder.checkpoints, recipe.checkpoint, peers=peers, broadcast=strategy.broadcast)
 
 
-def _trackers(recipe: Recipe, registry: Registry) -> Tracker:
+def _trackers(parts: Parts) -> Tracker:
     """The run's own record, the console, and what the recipe asks for."""
-    ours = {name: registry.load("tracker", name)() for name in ("jsonl", "console")}
-    asked = {name: registry.build("tracker", component) for name, component in recipe.track.trackers.items()}
-    return Several(ours | asked)
+    ours = {name: parts.registry.load("tracker", name)() for name in ("jsonl", "console")}
+    return Several(ours | parts.trackers)
 
 
 # ---------------------------------------------------------------------------------------------- the run's folder

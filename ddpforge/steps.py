@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ddpforge.data import MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import StrategyError
+from ddpforge.firstlook import FirstLook
 from ddpforge.interfaces import Exploring, Strategy, Task, Total, World
 from ddpforge.statistics import Statistics
 
@@ -40,6 +41,7 @@ class Steps:
         self._world, self._strategy, self._task = world, strategy, task
         self._model, self._optimizer, self._statistics = model, optimizer, statistics
         self._seed = seed
+        self._look = FirstLook(task)
         self._passes: int = getattr(optimizer, "passes", 1)
         if self._passes > 1 and type(strategy).explore is Strategy.explore:
             raise StrategyError(
@@ -71,8 +73,8 @@ class Steps:
             seed_all(mix(self._seed, _EVALUATION, number, self._world.data_rank), self._world.device)
             batch = to_device(micro.data, self._world.device)
             with self._strategy.forward():
-                loss, outputs = self._task.loss(self._model, batch)
-            _add(totals, self._totals(micro, batch, loss, outputs, measure=True))
+                loss, outputs = self._look.loss(self._model, batch, "evaluation")
+            _add(totals, self._totals(micro, batch, loss, outputs, measure="evaluation"))
         return totals
 
     # -- one step
@@ -95,11 +97,11 @@ class Steps:
         batch = to_device(micro.data, self._world.device)
         with self._strategy.micro_step(self._model, last=micro.last):
             with self._strategy.forward():
-                loss, outputs = self._task.loss(self._model, batch)
+                loss, outputs = self._look.loss(self._model, batch, "training")
             # Every strategy takes the mean of the gradients over data ranks; this makes it that over the step's items.
             scale = self._world.data_size / (items.clamp(min=1) if isinstance(items, Tensor) else items)
             self._strategy.backward(loss * scale if micro.samples else loss * 0.0)
-        return self._totals(micro, batch, loss, outputs, measure=measure)
+        return self._totals(micro, batch, loss, outputs, measure="training" if measure else None)
 
     def _explore(self, step: int, micro_batches: Iterable[MicroBatch], items: Tensor | int) -> Tensor:
         """The passes after the first, for an optimizer that makes several, and its update; see `Exploring`."""
@@ -122,12 +124,12 @@ class Steps:
         return norm
 
     # -- what comes of a micro-batch
-    def _totals(self, micro: MicroBatch, batch: Any, loss: Tensor, outputs: Any, *, measure: bool) -> dict[str, Total]:
+    def _totals(self, micro: MicroBatch, batch: Any, loss: Tensor, outputs: Any, *, measure: str | None) -> dict[str, Total]:
         """What a micro-batch adds to sums and counts; a stand-in adds nothing, under the same names."""
         totals = {"loss": Total(loss.detach().clone(), self._items(micro))}  # CUDA graphs reuse their outputs
         if measure:
             with torch.no_grad():
-                totals |= self._task.metrics(outputs, batch)
+                totals |= self._look.metrics(outputs, batch, measure)
         if micro.samples:
             return totals
         return {name: Total(torch.zeros_like(total.sum), 0) for name, total in totals.items()}

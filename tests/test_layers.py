@@ -26,9 +26,10 @@ LAYERS = [
     {"testing"},
     {"parity", "run"},
     {"assemble"},
+    {"parts"},
     {"trainer"},
     {"progress", "steps"},
-    {"blocks", "checkpoint", "contract", "data", "kinds", "norms", "pace", "statistics"},
+    {"blocks", "checkpoint", "contract", "data", "firstlook", "kinds", "norms", "pace", "statistics"},
     # ------------------------------------------------------------------------ nothing below imports torch
     {"runfolder"},
     {"agree", "checkpoint.files", "console", "environment", "launch", "signals"},

@@ -57,7 +57,8 @@ class LoadedRecipe:
 
     def problem(self, key: KeyPath, message: str, *hints: str) -> Problem:
         """A problem with the value of `key`, at its place: for checks that only a run can make."""
-        origin = self.origins.get(key, Origin())
+        written = (self.origins[key[:end]] for end in range(len(key), 0, -1) if key[:end] in self.origins)
+        origin = next((origin for origin in written if origin.source), Origin())
         return Problem(message, dotted(key), origin.place(), hints)
 
 
