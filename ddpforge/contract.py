@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddpforge.errors import PluginError, StrategyError
@@ -55,7 +56,10 @@ def prove(strategy: Strategy, world: World, weights: Weights, size: Size) -> Non
             )
 
     copies = contract.copies if "optimizer state" in contract.shards else world.size
-    held = int(strategy.total(torch.tensor(sum(part.region.numel for part in parts.values()))))
+    mine = torch.tensor(sum(part.region.numel for part in parts.values()), device=world.device)
+    if world.size > 1:
+        dist.all_reduce(mine)  # over all ranks, also those that see the same data
+    held = int(mine)
     if held != copies * size.trainable:
         raise StrategyError(
             f"{name} promises {copies} {'copy' if copies == 1 else 'copies'} of the {size.trainable:,} trainable "

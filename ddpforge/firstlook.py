@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from inspect import getsourcefile
-from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ddpforge.errors import ForgeError, UsageError
+from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.interfaces import Task, Total
 from ddpforge.tasks.forms import described
 
-__all__ = ["FirstLook", "checked_loss", "checked_totals", "explain", "name_of"]
+__all__ = ["FirstLook", "checked_loss", "checked_total", "checked_totals", "explain", "name_of"]
 
 
 class FirstLook:
@@ -35,7 +34,7 @@ class FirstLook:
         try:
             returned = self._task.loss(model, batch)
         except Exception as error:
-            explain(error, self._task, batch, use)
+            explain(error, self._task, described(batch), use)
             raise
         self._seen.add(("loss", use))
         return checked_loss(self._task, returned, gradients=use == "training")
@@ -49,10 +48,10 @@ class FirstLook:
         return totals
 
 
-def explain(error: Exception, task: Task, batch: Any, use: str) -> None:
+def explain(error: Exception, task: Task, batch: str, use: str) -> None:
     """Adds to an error in a task's loss, or in the model's forward pass, what they were given."""
     if not isinstance(error, ForgeError):
-        error.add_note(f"in the first forward pass of {use} ({name_of(task)}.loss); the batch: {described(batch)}")
+        error.add_note(f"in the first forward pass of {use} ({name_of(task)}.loss), of a batch of {batch}")
 
 
 def checked_loss(task: Task, returned: Any, *, gradients: bool = True) -> tuple[Tensor, Any]:
@@ -79,22 +78,32 @@ def checked_loss(task: Task, returned: Any, *, gradients: bool = True) -> tuple[
     return loss, outputs
 
 
-def checked_totals(task: Task, totals: Any) -> None:
-    """Raises UsageError unless a task's `metrics` returned totals by name."""
-    where = f"{name_of(task)}.metrics"
+def checked_totals(task: Task, totals: Any) -> Mapping[str, Total]:
+    """What a task's `metrics` returned, if it is totals by name; raises PluginError otherwise."""
     if not isinstance(totals, Mapping):
-        raise UsageError(f"{where} returns {described(totals)}, not a dict of Total(sum, count) by name")
+        raise PluginError(f"{name_of(task)}.metrics returns {described(totals)}, not a dict of totals by name")
     for name, total in totals.items():
-        if not isinstance(name, str):
-            raise UsageError(f"{where} names a metric {name!r}; names are text")
-        if not isinstance(total, Total):
-            raise UsageError(
-                f"{where}: `{name}` is {described(total)}, not a Total",
-                hints=[f"return {{{name!r}: Total(sum, count)}}: the sum over the batch, and how many items it covers"],
-            )
-        for part, value in (("sum", total.sum), ("count", total.count)):
-            if not isinstance(value, Tensor | Number) or (isinstance(value, Tensor) and value.ndim):
-                raise UsageError(f"{where}: the {part} of `{name}` is {described(value)}, not one number")
+        checked_total(name, total)
+    return totals
+
+
+def checked_total(name: object, total: object) -> None:
+    """Raises PluginError unless a metric is a total of 0-d tensors, or of such a tensor and a number."""
+    what = type(total).__name__
+    if isinstance(total, Total):
+        parts = (("sum", total.sum, Tensor), ("count", total.count, Tensor | int | float))
+        wrong = [
+            f"Total with {described(value)} for its {part}"
+            for part, value, wanted in parts
+            if not isinstance(value, wanted) or (isinstance(value, Tensor) and value.ndim)
+        ]
+        if not wrong:
+            return
+        what = wrong[0]
+    raise PluginError(
+        f"metric `{name}` is a {what}, and must be a Total of a tensor and a count",
+        hints=["return Total(values.sum(), len(values)): means are taken once, over all batches and ranks"],
+    )
 
 
 # ---------------------------------------------------------------------------------------------- in words

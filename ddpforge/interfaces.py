@@ -425,12 +425,11 @@ class Strategy(ABC):
 
     # -- agreement
     @abstractmethod
-    def reduce(self, totals: Mapping[str, Total]) -> dict[str, float]:
-        """Means over all data ranks, in one fused all-reduce; NaN where nothing was counted."""
+    def total(self, values: Tensor) -> Tensor:
+        """`values` (float64, of any shape) summed over data ranks, on the device; may be on its way until it is used.
 
-    @abstractmethod
-    def total(self, count: Tensor) -> Tensor:
-        """`count` (0-d) summed over data ranks, on the device; may be on its way until something is done with it."""
+        A data rank's values count once, however many ranks see its data.
+        """
 
     @abstractmethod
     def broadcast(self, value: T) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ddpforge.blocks import check_blocks, find_blocks
 from ddpforge.checkpoint.initial import find_initial
 from ddpforge.contract import Size, contract_of, count_parameters
 from ddpforge.data import Share, mix, open_data
+from ddpforge.data.streams import is_stream
 from ddpforge.durations import Duration, Horizon
 from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PluginError, RecipeError, UsageError
 from ddpforge.interfaces import Callback, Schedule, Strategy, Task, Tracker
@@ -25,7 +26,8 @@ from ddpforge.recipe.batch import BatchPlan, check_world
 from ddpforge.recipe.origins import KeyPath, Place
 from ddpforge.recipe.report import Problem
 from ddpforge.recipe.trial import check_optimizer
-from ddpforge.registry import Registry
+from ddpforge.registry import Registry, where_raised
+from ddpforge.rehearsal import SMALL, Rehearsal, first_batch, own_random_numbers, rehearse
 from ddpforge.runfolder import RunFolder
 
 __all__ = ["WEIGHTS", "Parts"]
@@ -101,7 +103,7 @@ class Parts:
     def build(self, *, meta: bool = False) -> None:
         """Builds the data, the model and the schedule, and asks whether they fit together.
 
-        With `meta` the model has no memory, where it can be built so: nothing but its shapes is known then.
+        With `meta` a large model has no memory, where it can be built so: nothing but its shapes is known then.
         """
         recipe, registry = self.recipe, self.registry
         self._built_sets = {}
@@ -126,11 +128,12 @@ class Parts:
         return model
 
     def _on_meta(self) -> nn.Module:
-        try:
-            with torch.device("meta"):
-                model: nn.Module = build(self.registry, "model", self.recipe.model)
-        except (NotImplementedError, RuntimeError):  # its constructor looks at values
-            model = build(self.registry, "model", self.recipe.model)
+        """The model on the meta device; a small one, and one whose constructor looks at values, with its weights."""
+        with suppress(NotImplementedError, RuntimeError), torch.device("meta"):
+            model: nn.Module = build(self.registry, "model", self.recipe.model)
+            if count_parameters(model).all > SMALL:
+                return model
+        model = build(self.registry, "model", self.recipe.model)
         return model
 
     def _fit(self) -> None:
@@ -162,7 +165,10 @@ class Parts:
 
     def _cadences(self) -> Iterator[tuple[tuple[str, ...], Duration]]:
         recipe = self.recipe
-        found = {("track", "every"): recipe.track.every, ("checkpoint", "every"): recipe.checkpoint.every}
+        found: dict[tuple[str, ...], Duration] = {
+            ("track", "every"): recipe.track.every,
+            ("checkpoint", "every"): recipe.checkpoint.every,
+        }
         if recipe.checkpoint.keep.every:
             found["checkpoint", "keep", "every"] = recipe.checkpoint.keep.every
         if recipe.data.eval:
@@ -173,6 +179,47 @@ class Parts:
         fetching = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False, "shuffle": False}
         drop_last = self.recipe.train.last_batch == "drop"
         return fetching | {"global_batch": batch, "share": Share(0, 1, batch), "drop_last": drop_last}
+
+    # ---------------------------------------------------------------------------------------- a few samples
+    def try_out(self, *, strict: bool = False) -> dict[str, Rehearsal]:
+        """Fetches a few samples of each dataset and evaluates them; returns what came of it, by the dataset's key.
+
+        Unless `strict`, only breaches of contract are noted (a model may need a GPU, and a task what callbacks do), and
+        nothing is done that could matter for the run: no stream is read, and no data that loader processes are to read.
+        """
+        found: dict[str, Rehearsal] = {}
+        if not hasattr(self, "task") or not hasattr(self, "size"):
+            return found
+        on_meta = any(parameter.is_meta for parameter in self.model.parameters())
+        if not strict and (on_meta or self.size.all > SMALL):
+            return found
+        for key, data in self._built_sets.items():
+            if strict or not (self.recipe.data.workers or is_stream(data)):
+                with self.noting("task"), self._telling(f"data.{key}", strict), own_random_numbers():
+                    found[key] = self._rehearse(key, data)
+        return found
+
+    def _rehearse(self, key: str, data: Any) -> Rehearsal:
+        train = self.recipe.train
+        use = "training" if key == "train" else "evaluation"
+        micro = self.plan.micro_batch if hasattr(self, "plan") else train.global_batch
+        most = (train.eval_batch if key == "eval" else None) or micro
+        batch = first_batch(data, most=most, seed=train.seed)
+        return rehearse(self.model, self.task, batch, use=use, precision=train.precision)
+
+    @contextmanager
+    def _telling(self, key: str, strict: bool) -> Iterator[None]:
+        """Turns an error of a component into one that says what was being tried, or leaves it to the run."""
+        try:
+            yield
+        except ForgeError:
+            raise
+        except Exception as error:
+            if strict:
+                raise UsageError(
+                    f"a batch of [{key}] cannot be evaluated: {type(error).__name__}: {error}",
+                    hints=[*getattr(error, "__notes__", ()), *where_raised(error)],
+                ) from error
 
     # ---------------------------------------------------------------------------------------- what was found
     @contextmanager
@@ -190,17 +237,17 @@ class Parts:
 
     def note(self, path: KeyPath, error: ForgeError) -> None:
         """Notes an error in what stands at `path` of the recipe."""
-        self._problems.append(self.loaded.problem(self._blamed(path, error.message), error.message, *error.hints))
+        key = self._blamed(path, error.message)
+        self._problems.append(self.loaded.problem(key, error.message, *error.hints, trace=error.trace))
         self._errors.append(error)
 
     def _blamed(self, path: KeyPath, message: str) -> KeyPath:
-        """The key at or below `path` that the message begins with, or names in backticks."""
-        named = re.findall(r"`([\w.]+)`|^([\w.]+):|\b([a-z_]+(?:\.[a-z_]+)+)\b", message)
-        for name in ("".join(found) for found in named):
-            for key in (tuple(name.split(".")), (*path, *name.split("."))):
-                if key in self.loaded.origins and key[:1] == path[:1]:
-                    return key
-        return path
+        """The key that the message names, in full or as one below `path`; `path` itself where it names none."""
+        words = re.findall(r"[A-Za-z_]\w*(?:\.\w+)*", message)
+        keys = [tuple(word.split(".")) for word in words if "." in word]
+        keys += [(*path, word) for word in words if word != "use"]
+        origins = self.loaded.origins
+        return next((key for key in keys if key in origins and (len(key) > len(path) or key == path)), path)
 
     @property
     def found(self) -> bool:

@@ -74,18 +74,17 @@ def run(
     to go wrong; a RecipeError comes before anything is started.
     """
     parts = _load(source, sets)
-    loaded, strategy = parts.loaded, parts.strategy
-    folder = RunFolder(Path(out or loaded.recipe.output_dir) / loaded.recipe.name)
+    folder = RunFolder.of(parts.recipe, out)
     is_new = fresh or not folder.exists()
     world = _join(parts, folder=None if fresh else folder)
     if is_new:
         _build(parts)
-    papers = papers_of(loaded)
+    papers = papers_of(parts.loaded)
     with ExitStack() as claims:
         finished = on_main(
             lambda: _open(folder, papers, claims, fresh=fresh, allow_change=allow_change),
             is_main=world.is_main,
-            broadcast=strategy.broadcast,
+            broadcast=parts.strategy.broadcast,
         )
         if finished:
             return Outcome(folder.path, finished, world.is_main)

@@ -27,9 +27,10 @@ LAYERS = [
     {"parity", "run"},
     {"assemble"},
     {"parts"},
+    {"rehearsal"},
     {"trainer"},
     {"progress", "steps"},
-    {"blocks", "checkpoint", "contract", "data", "firstlook", "kinds", "norms", "pace", "statistics"},
+    {"blocks", "checkpoint", "contract", "data", "firstlook", "kinds", "means", "norms", "pace", "statistics"},
     # ------------------------------------------------------------------------ nothing below imports torch
     {"runfolder"},
     {"agree", "checkpoint.files", "console", "environment", "launch", "signals"},

@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Exploring, Part, Refusal, SavedTensor, Strategy, Total, World
+from ddpforge.interfaces import CanonicalState, Exploring, Part, Refusal, SavedTensor, Strategy, World
 from ddpforge.strategies import replicated
 from ddpforge.strategies.precision import precision_for
 
@@ -279,25 +279,17 @@ class AcceleratedStrategy(Strategy):
         )
 
     # -- agreement
-    def reduce(self, totals: Mapping[str, Total]) -> dict[str, float]:
-        """Sums and counts travel together, as float64."""
-        device = self.world.device
-        values = [value for total in totals.values() for value in (total.sum, total.count)]
-        flat = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).detach() for value in values])
-        if self.world.size > 1:
-            dist.all_reduce(flat)
+    def total(self, values: Tensor) -> Tensor:
+        """`values` summed over data ranks; the first operation on them waits for it, on gloo too.
 
-        numbers: list[float] = flat.tolist()
-        pairs = zip(numbers[::2], numbers[1::2], strict=True)
-        return dict(zip(totals, (sum_ / count if count else math.nan for sum_, count in pairs), strict=True))
-
-    def total(self, count: Tensor) -> Tensor:
-        """`count` summed over ranks; the first operation on it waits for it, on gloo too."""
-        count = count.to(self.world.device, non_blocking=True)
+        Ranks that see the same data give the same values, so that of each data rank's only one counts.
+        """
+        values = values.to(self.world.device, non_blocking=True)
         if self.world.size == 1:
-            return count
-        summed: Tensor = functional.all_reduce(count, "sum", cast(dist.ProcessGroup, dist.group.WORLD))
-        return summed
+            return values
+        summed: Tensor = functional.all_reduce(values, "sum", cast(dist.ProcessGroup, dist.group.WORLD))
+        alike = self.world.size // self.world.data_size
+        return summed / alike if alike > 1 else summed
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value`."""

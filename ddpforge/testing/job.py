@@ -28,13 +28,13 @@ from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.peers import Peers
 from ddpforge.checkpoint.reader import Reader
+from ddpforge.data.nests import close, digest, size, take
 from ddpforge.interfaces import Callback, Part, StepInfo, Strategy, Tracker, Weights, World
 from ddpforge.launch import record_verdict
 from ddpforge.parts import Parts
 from ddpforge.recipe import LoadedRecipe, load_recipe
 from ddpforge.registry import Registry
 from ddpforge.testing.checks.data import batches
-from ddpforge.testing.nests import close, digest, size, take
 from ddpforge.testing.report import place_of
 from ddpforge.trainer import Trainer
 

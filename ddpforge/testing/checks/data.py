@@ -11,9 +11,9 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from ddpforge.data import Share, open_data, seed_all
+from ddpforge.data.nests import digest, leaves, size, take
 from ddpforge.testing.cases import Case
 from ddpforge.testing.checks import check
-from ddpforge.testing.nests import digest, leaves, size, take
 from ddpforge.testing.report import Breach, blame, source_of
 from ddpforge.testing.worlds import Worlds
 

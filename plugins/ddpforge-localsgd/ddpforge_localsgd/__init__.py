@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import torch
 import torch.distributed as dist
 from ddpforge.errors import CheckpointError, StrategyError
-from ddpforge.interfaces import CanonicalState, Contract, Part, Refusal, SavedTensor, Strategy, Total, Weights, World
+from ddpforge.interfaces import CanonicalState, Contract, Part, Refusal, SavedTensor, Strategy, Weights, World
 from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -199,21 +199,11 @@ class LocalSGD(Strategy):
         self._since = 0
 
     # -- agreement
-    def reduce(self, totals: Mapping[str, Total]) -> dict[str, float]:
-        """Sums and counts travel together, as float64."""
-        device = self.world.device
-        values = [value for total in totals.values() for value in (total.sum, total.count)]
-        flat = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).detach() for value in values])
-        self._sum([flat])
-        numbers: list[float] = flat.tolist()
-        pairs = zip(numbers[::2], numbers[1::2], strict=True)
-        return dict(zip(totals, (total / count if count else math.nan for total, count in pairs), strict=True))
-
-    def total(self, count: Tensor) -> Tensor:
-        """`count` summed over ranks."""
-        count = count.to(self.world.device, non_blocking=True)
-        self._sum([count])
-        return count
+    def total(self, values: Tensor) -> Tensor:
+        """`values` summed over ranks."""
+        values = values.to(self.world.device, non_blocking=True, copy=True)
+        self._sum([values])
+        return values
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value`."""
