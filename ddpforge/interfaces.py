@@ -7,11 +7,11 @@ step; the contracts of the other kinds are below. This module does not import to
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from ddpforge.durations import Duration, Horizon
 from ddpforge.regions import Box, Part, Range, Region
@@ -35,6 +35,7 @@ __all__ = [
     "Metric",
     "Part",
     "Range",
+    "Refusal",
     "Region",
     "SavedTensor",
     "Schedule",
@@ -179,6 +180,14 @@ class CanonicalState(Generic[X]):
     optimizer: Mapping[str, Mapping[str, X | Tensor | int | float | bool | None]]
     aliases: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, X | Tensor | int | float | bool | None] = field(default_factory=dict)
+
+
+class Refusal(NamedTuple):
+    """Why a strategy cannot do what a recipe asks for, known before anything is started."""
+
+    key: str  # of the recipe, e.g. "strategy.replicas"
+    message: str
+    hints: tuple[str, ...] = ()
 
 
 # ---------------------------------------------------------------------------------------------- components
@@ -350,6 +359,23 @@ class Strategy(ABC):
     def generated(self, train: TrainSection, ranks: int) -> Mapping[str, Any]:
         """What another library is told, as generated from the recipe for `ranks` ranks; for `ddpforge show`."""
         return {}
+
+    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterable[Refusal]:
+        """What the strategy cannot do on `ranks` ranks that compute on `device` ("cpu" or "cuda").
+
+        Called before ranks join, by `ddpforge check` and `show` too; it reads the recipe and starts nothing.
+        """
+        return ()
+
+    def device_type(self, train: TrainSection) -> str:
+        """What ranks on this machine compute on: "cuda" or "cpu"."""
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def data_ranks(self, ranks: int) -> int:
+        """How many of `ranks` ranks see different data: all, unless the strategy splits one model over several."""
+        return ranks
 
     # -- before the loop
     @abstractmethod

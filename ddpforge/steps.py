@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ddpforge.data import MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import PluginError, StrategyError
+from ddpforge.firstlook import FirstLook, checked_total
 from ddpforge.interfaces import Exploring, Strategy, Task, Total, World
 from ddpforge.statistics import Buffers, Statistics, unchanged
 
@@ -44,6 +45,7 @@ class Steps:
         self._model, self._optimizer, self._statistics = model, optimizer, statistics
         self._bare = strategy.unwrap(model)
         self._seed, self._skips = seed, skips
+        self._look = FirstLook(task)
         self._passes: int = getattr(optimizer, "passes", 1)
         if self._passes > 1 and type(strategy).explore is Strategy.explore:
             raise StrategyError(
@@ -84,8 +86,8 @@ class Steps:
             seed_all(mix(self._seed, _EVALUATION, number, self._world.data_rank), self._world.device)
             batch = to_device(micro.data, self._world.device)
             with self._strategy.forward():
-                loss, outputs = self._task.loss(self._model, batch)
-            _add(totals, self._totals(micro, batch, loss, outputs, measure=True))
+                loss, outputs = self._look.loss(self._model, batch, "evaluation")
+            _add(totals, self._totals(micro, batch, loss, outputs, measure="evaluation"))
         return totals
 
     # -- one step
@@ -116,9 +118,9 @@ class Steps:
                 stack.enter_context(unchanged(self._bare))  # a stand-in is no data: statistics must not count it
             stack.enter_context(self._strategy.micro_step(self._model, last=micro.last))
             with self._strategy.forward():
-                loss, outputs = self._task.loss(self._model, batch)
+                loss, outputs = self._look.loss(self._model, batch, "training")
             self._strategy.backward(loss * (self._scale(items) if micro.samples else 0.0))
-        return self._totals(micro, batch, loss, outputs, measure=measure)
+        return self._totals(micro, batch, loss, outputs, measure="training" if measure else None)
 
     def _scale(self, items: Tensor | int) -> Tensor | float:
         """What makes the mean of gradients over data ranks, which every strategy takes, that over the step's items."""
@@ -146,12 +148,14 @@ class Steps:
         return norm
 
     # -- what comes of a micro-batch
-    def _totals(self, micro: MicroBatch, batch: Any, loss: Tensor, outputs: Any, *, measure: bool) -> dict[str, Total]:
+    def _totals(
+        self, micro: MicroBatch, batch: Any, loss: Tensor, outputs: Any, *, measure: str | None
+    ) -> dict[str, Total]:
         """What a micro-batch adds to sums and counts; a stand-in adds nothing, under the same names."""
         totals = {"loss": Total(loss.detach(), self._items(micro))}
         if measure:
             with torch.no_grad():
-                totals |= self._task.metrics(outputs, batch)
+                totals |= self._look.metrics(outputs, batch, measure)
         if micro.samples:
             return {name: _exact(name, total) for name, total in totals.items()}
         return {name: Total(torch.zeros((), dtype=torch.float64), 0) for name in totals}
@@ -166,11 +170,7 @@ class Steps:
 
 def _exact(name: str, total: Total) -> Total:
     """A copy in float64, for adding up: 256 + 1 is 256 in bfloat16. CUDA graphs reuse their outputs, copies stay."""
-    if not isinstance(total, Total) or not isinstance(total.sum, Tensor):
-        raise PluginError(
-            f"metric `{name}` is a {type(total).__name__}, and must be a Total of a tensor and a count",
-            hints=["return Total(values.sum(), len(values)): means are taken once, over all batches and ranks"],
-        )
+    checked_total(name, total)
     count = total.count.detach().double() if isinstance(total.count, Tensor) else total.count
     return Total(total.sum.detach().to(torch.float64, copy=True), count)
 

@@ -26,9 +26,11 @@ LAYERS = [
     {"testing"},
     {"parity", "runner"},
     {"assemble"},
+    {"parts"},
+    {"rehearsal"},
     {"trainer"},
     {"progress", "steps"},
-    {"blocks", "checkpoint", "contract", "data", "kinds", "means", "norms", "pace", "statistics"},
+    {"blocks", "checkpoint", "contract", "data", "firstlook", "kinds", "means", "norms", "pace", "statistics"},
     {"recompute"},
     # ------------------------------------------------------------------------ nothing below imports torch
     {"runfolder", "watch"},

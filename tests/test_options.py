@@ -484,7 +484,7 @@ def test_a_nested_component_that_cannot_be_loaded_carries_its_error() -> None:
 
 
 def test_a_nested_component_that_refuses_its_options_is_named() -> None:
-    with pytest.raises(PluginError, match="metric `topk` refused its options: unlucky"):
+    with pytest.raises(PluginError, match="metric `topk` cannot be built: unlucky"):
         built(metrics=[{"use": "topk", "k": 13}])
 
 

@@ -456,8 +456,8 @@ def test_options_that_the_component_refuses_itself() -> None:
     with pytest.raises(PluginError) as caught:
         Registry().build("optimizer", component, params=nn.Linear(2, 2).parameters())
 
-    assert caught.value.message == ("optimizer `torch.optim:RMSprop` refused its options: Invalid learning rate: -1.0")
-    assert caught.value.hints == ("`ddpforge plugins show torch.optim:RMSprop --kind optimizer` documents them",)
+    assert caught.value.message == ("optimizer `torch.optim:RMSprop` cannot be built: Invalid learning rate: -1.0")
+    assert caught.value.hints == ("`ddpforge plugins show torch.optim:RMSprop --kind optimizer` lists its options",)
 
 
 @pytest.mark.parametrize("error", ["RuntimeError", "KeyError", "FileNotFoundError"])

@@ -44,6 +44,13 @@ class RandomState:
         seed_all(seed)
         self.keep()
 
+    @classmethod
+    def now(cls) -> RandomState:
+        """Where the generators stand."""
+        state = cls.__new__(cls)
+        state.keep()
+        return state
+
     def keep(self) -> None:
         """Takes down where the generators stand."""
         self._python = random.getstate()

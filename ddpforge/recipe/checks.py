@@ -18,6 +18,13 @@ def cross_check(recipe: Recipe, explainer: Explainer) -> None:
     _check_best(recipe, explainer)
     _check_initial(recipe, explainer)
     _check_schedule(recipe, explainer)
+    _check_compile(recipe, explainer)
+
+
+def _check_compile(recipe: Recipe, explainer: Explainer) -> None:
+    if recipe.train.compile_blocks and recipe.train.compile == "off":
+        message = '`train.compile_blocks` has no effect while `train.compile` is "off"'
+        explainer.add(("train", "compile_blocks"), message, 'set a mode, e.g. compile = "default"', on_key=True)
 
 
 def _check_batch(recipe: Recipe, explainer: Explainer) -> None:

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Exploring, Part, SavedTensor, Strategy, World
+from ddpforge.interfaces import CanonicalState, Exploring, Part, Refusal, SavedTensor, Strategy, World
 from ddpforge.strategies import replicated
 from ddpforge.strategies.own_state import OwnState
 from ddpforge.strategies.precision import precision_for
@@ -82,10 +82,25 @@ class AcceleratedStrategy(Strategy):
         """Raises StrategyError when the prepared `model` is not what the recipe asked for."""
 
     # -- before the loop
+    def device_type(self, train: TrainSection) -> str:
+        """A GPU where there is one, unless `accelerate launch --cpu` says otherwise."""
+        on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+        return "cpu" if on_cpu else super().device_type(train)
+
+    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
+        """SyncBatchNorm on a CPU."""
+        if train.sync_batchnorm and device != "cuda":
+            hint = "torch.nn.SyncBatchNorm has no CPU implementation; leave train.sync_batchnorm out"
+            yield Refusal(
+                "train.sync_batchnorm", f"train.sync_batchnorm needs CUDA, and this run is on {device}", (hint,)
+            )
+
     def setup(self, train: TrainSection) -> World:
         """Joins the gloo (CPU) or NCCL (CUDA) process group that the launcher announced, and checks its size."""
         self._refuse_contradictions(train)
-        on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" or not torch.cuda.is_available()
+        on_cpu = self.device_type(train) == "cpu"
+        for refusal in self.refusals(train, int(os.environ.get("WORLD_SIZE", "1")), "cpu" if on_cpu else "cuda"):
+            raise StrategyError(refusal.message, hints=refusal.hints)
         timeout = timedelta(seconds=train.timeout.seconds)
         handlers = [InitProcessGroupKwargs(timeout=timeout), *self.handlers()]
         with patch_environment(ACCELERATE_USE_DEEPSPEED="false", ACCELERATE_USE_FSDP="false"):
@@ -164,11 +179,6 @@ class AcceleratedStrategy(Strategy):
         """The model, with SyncBatchNorm for BatchNorm where the recipe asks for it."""
         if not self.train.sync_batchnorm:
             return model
-        if self.world.device.type != "cuda":
-            raise StrategyError(
-                f"train.sync_batchnorm needs CUDA, and this run is on {self.world.device.type}",
-                hints=["torch.nn.SyncBatchNorm has no CPU implementation; leave train.sync_batchnorm out"],
-            )
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return converted
 
