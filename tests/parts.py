@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ddpforge.interfaces import Callback, StepInfo, Task, Total
+from ddpforge.strategies.ddp import DDP
 
 
 class RaggedTokens:
@@ -278,3 +281,35 @@ class Seen(Scalars):
             with open(f"seen-{os.environ.get('RANK', '0')}.txt", "a") as file:
                 print(*x.tolist(), file=file)
         return super().forward(x)
+
+
+class Remembers(Seen):
+    """Keeps its newest training sample in a buffer, which it adds to what it is asked for when it is evaluated."""
+
+    newest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("newest", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.newest.copy_(x[-1:].detach())
+            return super().forward(x)
+        return 0.0 * self.a + self.newest + x
+
+
+class CountsReductions(DDP):
+    """Writes down how often gradients were reduced over ranks."""
+
+    def distributed(self, model: nn.Module) -> nn.Module:
+        prepared = super().distributed(model)
+        self.reductions = 0
+
+        def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            self.reductions += 1
+            Path(f"reductions-{os.environ['RANK']}.txt").write_text(str(self.reductions))
+            return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+        prepared.register_comm_hook(None, hook)  # type: ignore[operator]
+        return prepared

@@ -86,6 +86,12 @@ def test_nobody_clips_unasked(run: Run, strategy: str) -> None:
 
 
 @each_strategy
+def test_a_small_gradient_is_not_scaled_up_by_clipping(run: Run, strategy: str) -> None:
+    run(nproc=2, strategy=strategy, values=[0.25] * 2, train="clip_norm = 0.5")
+    assert run.weights()["a"] == -0.25
+
+
+@each_strategy
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_clipping_is_of_the_true_gradient_at_every_precision(run: Run, precision: str, strategy: str) -> None:
     """Traps 07 and 35b: fp16's scaled gradient is unscaled before it is measured and clipped."""
@@ -258,6 +264,30 @@ def test_batchnorm_statistics_are_the_mean_over_ranks_when_somebody_looks(
     means = {float((tmp_path / f"mean-{rank}.txt").read_text()) for rank in (0, 1)}
     checkpoint = max((tmp_path / "runs/run/checkpoints").glob("step-*"))
     assert means == {weights_in(checkpoint)["norm.running_mean"].item()} == {6.0}
+
+
+@each_strategy
+def test_other_buffers_are_those_of_rank_0_when_somebody_looks(tmp_path: Path, run: Run, strategy: str) -> None:
+    """A buffer that holds each rank's newest sample, 1 and 3: evaluation adds it to samples of 0 on both ranks."""
+    recipe = RECIPE.replace("parts.py:Scalars", "parts.py:Remembers")
+    more = '[data.eval]\nuse = "./parts.py:Values"\nvalues = [0.0, 0.0]'
+    options = {"model": "", "strategy": strategy, "train": "eval_batch = 1", "length": "1st", "batch": 2, "more": more}
+    (tmp_path / "run.toml").write_text(recipe.format(values=[1.0, 3.0], **options))
+    run.ddpforge("run", "run.toml", nproc=2)
+    checkpoint = max((tmp_path / "runs/run/checkpoints").glob("step-*"))
+    assert run.rows()[-1]["eval/mean"] == weights_in(checkpoint)["newest"].item() == seen_first(run)
+
+
+def seen_first(run: Run) -> float:
+    """The sample that rank 0 was given."""
+    return float((run.folder / "seen-0.txt").read_text().split()[0])
+
+
+def test_gradients_are_summed_over_ranks_once_a_step(tmp_path: Path, run: Run) -> None:
+    """DDP's contract: the other three micro-batches are held back."""
+    strategy = 'use = "./parts.py:CountsReductions"'
+    run(nproc=2, strategy=strategy, values=[1.0] * 8, batch=8, length="2st", train="micro_batch = 1")
+    assert [(tmp_path / f"reductions-{rank}.txt").read_text() for rank in (0, 1)] == ["2", "2"]
 
 
 def test_sync_batchnorm_is_refused_on_a_cpu(run: Run) -> None:
