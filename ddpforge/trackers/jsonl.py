@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ddpforge.errors import EnvironmentProblem
 from ddpforge.interfaces import Tracker
@@ -30,6 +30,8 @@ class JSONLTracker(Tracker):
     that each step stays in one version. A file that somebody removes meanwhile is written again, with a warning.
     Unlike other trackers this one raises EnvironmentProblem when it cannot write.
     """
+
+    _kept: BinaryIO
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
         """Takes over the file of earlier attempts; without `resumed_at` all of their rows are superseded.

@@ -30,6 +30,7 @@ FAULTS = '''
 
 import os
 import signal
+import threading
 import time
 from ddpforge.errors import EnvironmentProblem
 from ddpforge.interfaces import Callback
@@ -68,6 +69,18 @@ class Fault(Callback):
 
     def hangs(self):
         time.sleep(1000)
+
+    def cannot_write(self):
+        from ddpforge.checkpoint import files
+
+        real = files.write
+
+        def write(file, data):
+            if "checkpoint" in threading.current_thread().name:
+                time.sleep(1000)
+            real(file, data)
+
+        files.write = write
 
     def aborts(self):
         os.abort()
@@ -140,6 +153,16 @@ def test_a_rank_that_cannot_speak_is_named_by_the_others(
     if kind == "stopped":
         assert ended.codes[rank] == -signal.SIGKILL
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.slow)])
+def test_a_rank_that_hangs_in_a_save_is_waited_for_as_long_as_any_other(faulty: Faulty, background: str) -> None:
+    sets = ("--set=checkpoint.every=4st", f"--set=checkpoint.background={background}")
+    ended, status = faulty("cannot_write", *sets)
+    assert ended.codes == [ExitCode.ENVIRONMENT] * 2
+    assert "CheckpointError: rank 1: nothing could be written for 3 s" in status["error"]
+    assert "error: rank 1: nothing could be written for 3 s" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.slow
