@@ -180,11 +180,20 @@ class Failures:
         does not answer. None where every rank has told of a symptom.
         """
         deadline = time.monotonic() + patience
-        while (found := self.cause()) is None and time.monotonic() < deadline:
+        while (found := self.cause()) is None and not self._mute() and time.monotonic() < deadline:
             if len(self.told()) >= len(self.peers):
                 return None
             sleep(0.05)
         return found or self._silent()
+
+    def _mute(self) -> bool:
+        """Whether a rank has not told of anything, and never will."""
+        silent = {peer.rank for peer in self.peers} - self.told().keys()
+        return not silent.isdisjoint({*self.local.gone(), *self.local.frozen()})
+
+    def mine(self) -> Report:
+        """What the others say of this rank when it waits for something else than they do."""
+        return Report(self._token, self.me.rank, "did not answer", ExitCode.FAILED, symptom=False)
 
     def _silent(self) -> Report | None:
         told = self.told()

@@ -7,6 +7,7 @@ runs/<name>/
   logs/                    checkpoints/
 """
 
+import errno
 import fcntl
 import glob
 import json
@@ -283,10 +284,33 @@ class RunFolder:
         return cast(Status, _read(path, json.loads, Status.__annotations__)) if path.exists() else None
 
     def write_status(self, status: Status) -> None:
-        """Replaces `status.json` in one instant."""
+        """Replaces `status.json` in one instant.
+
+        On a full disk it is written over the old one, if need be without metrics: that it failed must be there.
+        """
         metrics = {name: None if _is_odd(value) else value for name, value in status["metrics"].items()}
+        status = {**status, "metrics": metrics}
         with _writing(self.path):
-            self._write_json("status.json", {**status, "metrics": metrics})
+            try:
+                self._write_json("status.json", status)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._overwrite_status(status):
+                    raise
+
+    def _overwrite_status(self, status: Status) -> bool:
+        """Writes into the blocks that the file has already; False where there is none, or it does not fit."""
+        path = self.path / "status.json"
+        shorter: Status = {**status, "metrics": {}, "error": status["error"] and status["error"][:500]}
+        if not path.exists():
+            return False
+        found = path.stat()
+        for each in (status, shorter):
+            data = _json(each).ljust(found.st_size)
+            if len(data) <= max(found.st_size, found.st_blocks * 512):
+                with path.open("r+b") as file:
+                    file.write(data)
+                return True
+        return False
 
     def amend_failure(self, error: str, code: int) -> None:
         """Replaces what `status.json` says of a failure, unless a run is going on here."""
@@ -304,7 +328,7 @@ class RunFolder:
         return cast(_Run, _read(self.path / "run.json", json.loads, _Run.__annotations__))
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        files.replace(self.path / name, json.dumps(value, indent=1, allow_nan=False).encode())
+        files.replace(self.path / name, _json(value))
 
     def _write_recipe(self, text: str, resolved: str, local_files: Mapping[str, bytes]) -> None:
         for name, contents in local_files.items():
@@ -323,6 +347,10 @@ def _inside(name: str) -> PurePosixPath:
             hints=["move it there, or install it as a package and name it `package.module:attribute`"],
         )
     return path
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=1, allow_nan=False).encode()
 
 
 def _is_odd(value: float | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import math
 import secrets
@@ -306,10 +307,12 @@ class Attempt:
         return error
 
     def _give_up(self, cause: Report) -> None:
-        """Ends this process, from another thread: the one that trains waits for a rank that is gone."""
-        log.error("rank %d failed: %s; this rank still waits for it, and is ended", cause.rank, cause.error)
+        """Ends this process, from another thread: the one that trains waits where nobody can interrupt it."""
+        log.error("rank %d failed: %s; this rank waits for something else, and is ended", cause.rank, cause.error)
         self._write_failure("failed", cause)
-        record_verdict(cause.exit_code)
+        with suppress(OSError), (self.folder.logs / f"rank-{self.world.rank}.log").open("a") as file:
+            faulthandler.dump_traceback(file)
+        record_verdict(cause.exit_code, spoke=False)
         logging.shutdown()
         _exit(cause.exit_code)
 

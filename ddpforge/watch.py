@@ -47,7 +47,6 @@ class Watch:
     def _run(self) -> None:
         while not self._stopped.wait(self._look):
             if self._failures.someone_failed():
-                noticed = self._stopped.wait(self._grace)
-                if not noticed and (cause := self._failures.explain(patience=0.0)):
-                    self._give_up(cause)
+                if not self._stopped.wait(self._grace):
+                    self._give_up(self._failures.explain(patience=0.0) or self._failures.mine())
                 return

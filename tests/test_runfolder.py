@@ -240,14 +240,47 @@ def test_a_status_that_cannot_be_written_leaves_the_last_one(
     folder: RunFolder, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.EIO, "Input/output error")
 
     folder.write_status(status_of())
     monkeypatch.setattr(files, operation, refuse)
 
-    with pytest.raises(EnvironmentProblem, match="No space left on device"):
+    with pytest.raises(EnvironmentProblem, match="Input/output error"):
         folder.write_status(status_of(state="done"))
     assert folder.status() == status_of()
+
+
+def test_on_a_full_disk_the_status_is_written_where_the_old_one_is(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not stay at "running" because of the very thing that the run failed of."""
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder.write_status(status_of(metrics={f"train/{name}": 1.0 for name in range(20)}))
+    monkeypatch.setattr(files, "write", full)
+    folder.write_status(status_of(state="failed", exit_code=3, error="rank 0: the disk is full"))
+    assert folder.status() == status_of(state="failed", exit_code=3, error="rank 0: the disk is full")
+
+    many = {f"train/{name}": 1.0 for name in range(1000)}
+    folder.write_status(status_of(state="failed", exit_code=1, error="x" * 9000, metrics=many))
+    found = folder.status()
+    assert found is not None
+    assert (found["state"], found["exit_code"], found["metrics"]) == ("failed", 1, {})
+    assert str(found["error"]).startswith("xxx")
+
+
+def test_what_metrics_are_written_so_far_is_on_the_disk_when_synced(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    folder.sync_metrics()  # without a file there is nothing to lose
+    assert synced == []
+    folder.metrics.write_text("{}\n")
+    folder.sync_metrics()
+    assert synced == [folder.metrics.stat().st_ino, folder.path.stat().st_ino]
 
 
 @pytest.mark.parametrize("text", ["{", "3", '{"state": "done"}'])

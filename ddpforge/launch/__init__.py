@@ -61,7 +61,7 @@ class Ended:
 
     code: int
     death: Death | None = None
-    ranks: frozenset[int] = frozenset()  # those that ended by themselves
+    ranks: frozenset[int] = frozenset()  # those that said how they ended
 
 
 def launch(command: Sequence[str], *, nproc: int, output: IO[bytes] | None = None) -> int:
@@ -111,7 +111,7 @@ def start(command: Sequence[str], *, nproc: int, output: IO[bytes] | None = None
     return Ended(
         next((code for code in codes if code), 128 + signalled if signalled > 0 else code),
         next((Death(word["rank"], word["signal"]) for word in reversed(words) if "signal" in word), None),
-        frozenset(word["rank"] for word in words if "code" in word),
+        frozenset(word["rank"] for word in words if word.get("spoke")),
     )
 
 
@@ -136,9 +136,9 @@ def _kill(pid: int) -> None:
             process.kill()
 
 
-def record_verdict(code: int) -> None:
-    """Called by a rank that ends: tells `start`, if that has started it, how."""
-    _record({"rank": int(os.environ.get("RANK", "0")), "code": int(code)})
+def record_verdict(code: int, *, spoke: bool = True) -> None:
+    """Called by a rank that ends: tells `start`, if that has started it, how, and whether it could say why."""
+    _record({"rank": int(os.environ.get("RANK", "0")), "code": int(code), "spoke": spoke})
 
 
 def record_death(rank: int, signal: int) -> None:
