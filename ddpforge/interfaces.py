@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+from ddpforge.direction import lower_is_better
 from ddpforge.durations import Duration, Horizon
 from ddpforge.regions import Box, Part, Range, Region
 
@@ -46,6 +47,7 @@ __all__ = [
     "Tracker",
     "Weights",
     "World",
+    "lower_is_better",
 ]
 
 T = TypeVar("T")

@@ -125,7 +125,16 @@ class RunFolder:
 
     @classmethod
     def of(cls, recipe: "Recipe", out: str | Path | None = None) -> "RunFolder":
-        """The folder that a recipe's run has; `out` stands in for its `output_dir`."""
+        """The folder that a recipe's run has; `out` stands in for its `output_dir`.
+
+        Raises UsageError where `out` is no folder's name.
+        """
+        from ddpforge.recipe.schema import refuse_remote
+
+        try:
+            refuse_remote(str(out or recipe.output_dir))
+        except ValueError as error:
+            raise UsageError(f"--out {str(out)!r} {error}") from error
         return cls(Path(out or recipe.output_dir) / recipe.name)
 
     @classmethod

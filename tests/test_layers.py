@@ -40,7 +40,7 @@ LAYERS = [
     {"registry"},
     {"options"},
     {"interfaces"},
-    {"durations", "regions"},
+    {"direction", "durations", "regions"},
     {"errors"},
     {""},  # ddpforge itself: the version, and names that are imported when they are used
 ]

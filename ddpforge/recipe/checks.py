@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddpforge.direction import lower_is_better
 from ddpforge.durations import Duration
 from ddpforge.errors import RecipeError
 from ddpforge.recipe.batch import plan_batch
@@ -71,6 +72,9 @@ def _check_best(recipe: Recipe, explainer: Explainer) -> None:
     elif prefix == "eval" and recipe.data.eval is None:
         message = f'`checkpoint.keep.by` is "{keep.by}", and there is no section [data.eval] to compute it from'
         explainer.add((*at, "by"), message)
+    elif keep.mode is None and lower_is_better(metric) is None:
+        message = f'cannot tell whether less or more of "{keep.by}" is better'
+        explainer.add((*at, "by"), message, 'add mode = "min" or mode = "max" to `checkpoint.keep`')
 
 
 def _check_schedule(recipe: Recipe, explainer: Explainer) -> None:

@@ -30,7 +30,7 @@ class Regression(Task):
             Field(description="Squared error, absolute error, or squared up to `delta` and linear beyond."),
         ] = "mse",
         delta: Annotated[
-            float | None, Field(gt=0, le=1e6, description='Where "huber" turns linear; absent: 1.')
+            float | None, Field(ge=1e-9, le=1e6, description='Where "huber" turns linear; absent: 1.')
         ] = None,
         metrics: Annotated[Sequence[Metric], Field(description="What to report beside the loss.")] = (),
     ) -> None:
