@@ -340,6 +340,12 @@ class DeepSpeed(AcceleratedStrategy):
             )
         self._reached.clear()
 
+    def forward(self) -> AbstractContextManager[Any]:
+        """Autocast, which under stage 3 keeps no copies of gathered weights; the engine's own goes by this one."""
+        if self.stage < 3:
+            return super().forward()
+        return self.precision.sharded_forward(compiled=self.train.compile != "off")
+
     def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
         """Tells the engine whether the step ends with this micro-batch."""
         self.engine.set_gradient_accumulation_boundary(last)

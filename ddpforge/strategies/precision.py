@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+
+from ddpforge.strategies.casts import remade
 
 __all__ = ["Precision", "precision_for"]
 
@@ -25,6 +27,21 @@ class Precision:
     def forward(self) -> AbstractContextManager[Any]:
         """Wraps a forward pass and its loss; weights stay fp32 and are cast on use."""
         return nullcontext() if self.dtype is None else torch.autocast(self.device.type, dtype=self.dtype)
+
+    @contextmanager
+    def sharded_forward(self, *, compiled: bool) -> Iterator[None]:
+        """The same where weights are gathered for a pass: no copies of them in lower precision outlive their use.
+
+        What is `compiled` decides for itself what it keeps.
+        """
+        if self.dtype is None:
+            yield
+            return
+        with ExitStack() as stack:
+            stack.enter_context(torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=False))
+            if not compiled:
+                stack.enter_context(remade())
+            yield
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of `loss`."""
