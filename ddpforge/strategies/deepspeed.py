@@ -22,6 +22,7 @@ from ddpforge.strategies.deepspeed_extra import Offload, merge, refuse_owned
 from ddpforge.strategies.nvme import SMALLEST, Folder, is_swapped, mend_prefetch, require_io
 from ddpforge.strategies.own_state import OwnState
 from ddpforge.strategies.precision import LossScaling
+from ddpforge.strategies.watch import refuse_loss
 from ddpforge.strategies.zero import Keys, ZeroWeights, import_deepspeed, keys_of, require_deepspeed, start
 
 if TYPE_CHECKING:
@@ -353,6 +354,7 @@ class DeepSpeed(AcceleratedStrategy):
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of `loss`."""
+        refuse_loss(loss)
         # `_look` runs when the last gradient is there, before DeepSpeed reduces what is left in its bucket.
         execution: Any = torch.autograd.Variable._execution_engine
         loss.register_hook(lambda gradient: execution.queue_callback(self._look))  # type: ignore[no-untyped-call]
@@ -360,6 +362,7 @@ class DeepSpeed(AcceleratedStrategy):
 
     def step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
         """DeepSpeed measures, clips, updates and clears; it leaves out a step whose norm is not finite."""
+        self._updated = True
         self.engine.step()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
         if isinstance(self.precision, _EngineScaling):

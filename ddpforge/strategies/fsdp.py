@@ -23,6 +23,7 @@ from ddpforge.interfaces import CanonicalState, Contract, Part, Range, Refusal, 
 from ddpforge.strategies import replicated
 from ddpforge.strategies.accelerated import AcceleratedStrategy
 from ddpforge.strategies.meta import materialise
+from ddpforge.strategies.share import share
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -178,7 +179,7 @@ class FSDP(AcceleratedStrategy):
         for tensor in (*module.parameters(), *module.buffers()):
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(self.world.device)
-                dist.broadcast(tensor.data, src=0)
+                share(tensor.data)
 
     def _offload(self) -> OffloadPolicy:
         return CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()

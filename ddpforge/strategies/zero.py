@@ -25,6 +25,7 @@ from ddpforge.errors import CheckpointError, StrategyError
 from ddpforge.interfaces import CanonicalState, Part, Range, SavedTensor, Weights, World
 from ddpforge.strategies import replicated
 from ddpforge.strategies.nvme import SwapFiles
+from ddpforge.strategies.share import share
 from ddpforge.strategies.trial import tried
 
 __all__ = ["TESTED", "Keys", "ZeroWeights", "import_deepspeed", "keys_of", "require_deepspeed", "start"]
@@ -121,7 +122,7 @@ def _share(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Moves tensors to the device and gives every rank rank 0's values."""
     for tensor in tensors:
         tensor.data = tensor.data.to(device).contiguous()
-        dist.broadcast(tensor.data.view(-1).view(torch.uint8), src=0)
+        share(tensor.data)
 
 
 # ---------------------------------------------------------------------------------------------- the optimizer
