@@ -211,9 +211,6 @@ def _writable(annotation: Any, nested: Callable[[str], Any]) -> Any:
         return _Duration
     if origin is Literal:
         return Annotated[annotation, BeforeValidator(partial(_literally, arguments))]
-    if isinstance(annotation, type) and issubclass(annotation, Enum):
-        values = tuple(member.value for member in annotation)
-        return Annotated[annotation, BeforeValidator(partial(_literally, values))]
 
     # TOML can write a value exactly when pydantic can write a JSON Schema for its type. `type[X]` is the
     # exception: its schema is empty.
@@ -223,6 +220,9 @@ def _writable(annotation: Any, nested: Callable[[str], Any]) -> Any:
         raise _NotInTOML from None
     if origin is type:
         raise _NotInTOML
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        values = tuple(member.value for member in annotation)
+        return Annotated[annotation, BeforeValidator(partial(_literally, values))]
     return annotation
 
 
