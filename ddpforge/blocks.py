@@ -12,7 +12,7 @@ from torch import nn
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.recompute import recomputed
 
-__all__ = ["find_blocks", "rework_blocks"]
+__all__ = ["check_blocks", "find_blocks", "rework_blocks"]
 
 
 def find_blocks(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
@@ -30,18 +30,19 @@ def find_blocks(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
     return [block for path in lists for block in model.get_submodule(path).children()]
 
 
-def rework_blocks(blocks: Sequence[nn.Module], train: TrainSection) -> None:
-    """Makes the blocks recompute their activations and compiles them, where the recipe says so.
-
-    Their `forward` is replaced in place, so names and hooks stay what they are. Raises ValueError when there are no
-    blocks to do it to.
-    """
+def check_blocks(blocks: Sequence[nn.Module], train: TrainSection) -> None:
+    """Raises ValueError when there are no blocks, and the recipe says what to do to them."""
     for key in ("activation_checkpointing", "compile_blocks"):
         if getattr(train, key) and not blocks:
             raise ValueError(f"train.{key} needs repeated blocks and the model has none; name classes in train.blocks")
-    if train.compile_blocks and train.compile == "off":
-        raise ValueError('train.compile_blocks has no effect while train.compile is "off"; set a mode')
 
+
+def rework_blocks(blocks: Sequence[nn.Module], train: TrainSection) -> None:
+    """Makes the blocks recompute their activations and compiles them, where the recipe says so.
+
+    Their `forward` is replaced in place, so names and hooks stay what they are. Raises what `check_blocks` raises.
+    """
+    check_blocks(blocks, train)
     for block in blocks:
         if train.activation_checkpointing:
             _recompute(block, train)

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import FrameType, MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ddpforge.errors import ExitCode, PluginError
@@ -32,10 +32,12 @@ __all__ = [
     "PLUGIN_API",
     "AmbiguousComponent",
     "BrokenComponent",
+    "BuildFailed",
     "Entry",
     "RefusedOptions",
     "Registry",
     "UnknownComponent",
+    "where_raised",
 ]
 
 KINDS = ("model", "data", "task", "metric", "optimizer", "schedule", "strategy", "tracker", "callback")
@@ -137,6 +139,16 @@ class RefusedOptions(PluginError):
     exit_code = ExitCode.USAGE
 
 
+class BuildFailed(PluginError):
+    """The code of a component failed while it was built, and did not say so on purpose; `trace` shows where."""
+
+    def __init__(self, kind: str, use: str, error: Exception) -> None:
+        super().__init__(
+            f"{kind} `{use}` raised {type(error).__name__} while it was built: {error}", hints=where_raised(error)
+        )
+        self.trace = _trace(error)
+
+
 # --------------------------------------------------------------------------------------------------- registry
 class Registry:
     """The components that can be named in a recipe.
@@ -236,7 +248,8 @@ class Registry:
     def build(self, kind: str, component: Component | Nested, **given: Any) -> Any:
         """Calls the component with its validated options, and with those of `given` that its signature names.
 
-        Raises PluginError when the component refuses its options; any other exception of its own passes.
+        Raises RefusedOptions when the component refuses its options, with a TypeError or ValueError that it raises
+        itself, and BuildFailed for such an error from elsewhere; any other exception of its own passes.
         """
         function = self.load(kind, component.use, component.base)
         if taken := sorted(component.options.keys() & GIVEN[kind]):
@@ -250,9 +263,14 @@ class Registry:
         try:
             return function(**options, **{name: value for name, value in given.items() if name in accepted})
         except (TypeError, ValueError) as error:
+            if not _on_purpose(error, function):
+                raise BuildFailed(kind, component.use, error) from error
             raise RefusedOptions(
-                f"{kind} `{component.use}` refused its options: {error}",
-                hints=[f"`ddpforge plugins show {component.use} --kind {kind}` documents them"],
+                f"{kind} `{component.use}` cannot be built: {error}",
+                hints=[
+                    *where_raised(error),
+                    f"`ddpforge plugins show {component.use} --kind {kind}` lists its options",
+                ],
             ) from error
 
     def _build_nested(self, value: object, given: Mapping[str, Any]) -> object:
@@ -269,6 +287,55 @@ class Registry:
                 return {key: self._build_nested(item, given) for key, item in value.items()}
             case _:
                 return value
+
+
+# ------------------------------------------------------------------------------------- errors of constructors
+def _on_purpose(error: Exception, component: Callable[..., Any]) -> bool:
+    """Whether a component says with this error what it does not take: it is raised in its own package, by `raise`.
+
+    An error that a call into other code brings up, or an operation on values, is a mistake that only its traceback
+    explains. What does not even fit the signature never came to the component's code.
+    """
+    import dis
+
+    frames = _frames(error)
+    if not frames:
+        return True
+    frame, _, instruction = frames[-1]
+    package = getattr(component, "__module__", "").partition(".")[0]
+    if frame.f_globals.get("__name__", "").partition(".")[0] != package:
+        return False
+    return dis.opname[frame.f_code.co_code[instruction]] == "RAISE_VARARGS"
+
+
+def _frames(error: BaseException) -> list[tuple[FrameType, int, int]]:
+    """The frames below `Registry.build` that an error came through, with the line and the instruction in each."""
+    found, trace = [], error.__traceback__
+    while trace:
+        found.append((trace.tb_frame, trace.tb_lineno, trace.tb_lasti))
+        trace = trace.tb_next
+    begins = max((n for n, (frame, *_) in enumerate(found, 1) if frame.f_code is Registry.build.__code__), default=0)
+    return found[begins:]
+
+
+def where_raised(error: BaseException) -> list[str]:
+    """A hint with the innermost line of code that neither ddpforge nor an installed library has; or none."""
+    lines = [
+        f"raised at {os.path.relpath(frame.f_code.co_filename)}:{line}, in {frame.f_code.co_qualname}"
+        for frame, line, _ in _frames(error)
+        if frame.f_globals.get("__name__", "").startswith("ddpforge_local_")
+    ]
+    return lines[-1:]
+
+
+def _trace(error: Exception) -> str:
+    import traceback
+
+    skipped = len(list(traceback.walk_tb(error.__traceback__))) - len(_frames(error))
+    trace = error.__traceback__
+    for _ in range(skipped):
+        trace = trace.tb_next if trace else None
+    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 # ---------------------------------------------------------------------------------------- the installed index

@@ -70,11 +70,6 @@ def test_blocks_are_needed_where_something_is_to_be_done_to_them(key: str) -> No
         rework_blocks([], settings(**{key: True}))
 
 
-def test_compiling_blocks_needs_a_mode() -> None:
-    with pytest.raises(ValueError, match=r'while train\.compile is "off"'):
-        rework_blocks([nn.Linear(1, 1)], settings(compile_blocks=True))
-
-
 def test_recomputed_blocks_draw_the_same_dropout_and_give_the_same_gradients() -> None:
     kept, recomputed = small(), small()
     recomputed.load_state_dict(kept.state_dict())

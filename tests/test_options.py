@@ -8,7 +8,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -484,7 +484,7 @@ def test_a_nested_component_that_cannot_be_loaded_carries_its_error() -> None:
 
 
 def test_a_nested_component_that_refuses_its_options_is_named() -> None:
-    with pytest.raises(PluginError, match="metric `topk` refused its options: unlucky"):
+    with pytest.raises(PluginError, match="metric `topk` cannot be built: unlucky"):
         built(metrics=[{"use": "topk", "k": 13}])
 
 
@@ -606,3 +606,33 @@ def test_examples_are_values_that_would_be_accepted(annotation: object, example:
     assert row.example == example
     value = {"[1, 1]": [1, 1], '[1, "..."]': [1, "..."]}.get(example) or json.loads(example)
     assert model_of(part).model_validate_json(json.dumps({"it": value}))
+
+
+class Level(IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+def exact(
+    stage: Literal[1, 2] = 1,
+    level: Level = Level.LOW,
+    mixed: Literal[1, "auto"] | None = None,
+    several: list[Literal[1, 2]] = [1],  # noqa: B006
+    count: int = 1,
+    rate: float = 1.0,
+    flag: bool = True,
+) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[(key, value) for key in ("stage", "level", "mixed", "count") for value in (True, 1.0)],
+        *[("several", [True]), ("several", [1.0]), ("rate", True), ("flag", 1), ("flag", 1.0)],
+    ],
+)
+def test_a_value_of_another_type_is_not_the_one_that_it_equals(key: str, value: object) -> None:
+    model = options_model(exact, frozenset(), Registry(), Path())
+    assert dict(model.model_validate_json('{"stage": 2, "level": 2, "mixed": "auto"}'))["stage"] == 2
+    with pytest.raises(ValidationError):
+        model.model_validate_json(json.dumps({key: value}))

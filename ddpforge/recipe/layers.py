@@ -75,6 +75,16 @@ class Layers:
         self._merge(self.tables, other.tables, (), other.origins, change_use)
         self.variables |= other.variables
 
+    def unset(self, path: KeyPath) -> bool:
+        """Takes a key, or a table, out again; False where there is none."""
+        table: Value = self.tables
+        for key in path[:-1]:
+            table = table.get(key) if isinstance(table, dict) else None
+        if not isinstance(table, dict) or path[-1] not in table:
+            return False
+        self._forget(table, str(path[-1]), path)
+        return True
+
     def _merge(self, mine: Table, theirs: Table, at: KeyPath, origins: dict[KeyPath, Origin], change_use: bool) -> None:
         for key, value in theirs.items():
             path = (*at, key)

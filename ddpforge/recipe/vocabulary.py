@@ -30,7 +30,7 @@ _SECTIONS: dict[KeyPath, type[BaseModel]] = {
     ("track",): TrackSection,
 }
 _UNITS = {"ep": "epochs", "st": "steps", "s": "seconds", "m": "minutes", "h": "hours"}
-_READ_EARLIER = ["extends", "vars"]  # keys of the top table that are gone before validation
+_READ_EARLIER = ["extends", "unset", "vars"]  # keys of the top table that are gone before validation
 
 
 class Vocabulary:

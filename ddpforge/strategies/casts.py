@@ -44,7 +44,7 @@ def _pack(tensor: Tensor) -> Tensor | _Cast:
     weight = getattr(made_by.next_functions[0][0], "variable", None)  # what accumulates a gradient has one
     if not isinstance(weight, nn.Parameter) or tensor.untyped_storage().nbytes() != weight.numel() * tensor.itemsize:
         return tensor
-    return _Cast(weight, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+    return _Cast(weight, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def _unpack(saved: Tensor | _Cast) -> Tensor:

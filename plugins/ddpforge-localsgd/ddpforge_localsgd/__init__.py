@@ -7,7 +7,6 @@ Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019), https://a
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import torch
 import torch.distributed as dist
 from ddpforge.errors import CheckpointError, StrategyError
-from ddpforge.interfaces import CanonicalState, Contract, Part, SavedTensor, Strategy, Total, Weights, World
+from ddpforge.interfaces import CanonicalState, Contract, Part, Refusal, SavedTensor, Strategy, Weights, World
 from ddpforge.strategies.precision import precision_for
 from pydantic import Field
 from torch import Tensor, nn
@@ -70,18 +69,25 @@ class LocalSGD(Strategy):
         self.period, self.outer_lr, self.outer_momentum, self.nesterov = period, outer_lr, outer_momentum, nesterov
 
     # -- before the loop
-    def setup(self, train: TrainSection) -> World:
-        """Joins the gloo (CPU) or NCCL (CUDA) group that the launcher's variables describe."""
+    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
+        """Settings with which ranks would have to talk at every step."""
         if train.precision == "fp16":
-            raise StrategyError(
+            yield Refusal(
+                "train.precision",
                 "fp16 needs one loss scale for all ranks, and under localsgd they have no gradients in common",
-                hints=['set train.precision = "bf16"'],
+                ('set train.precision = "bf16"',),
             )
         if train.sync_batchnorm:
-            raise StrategyError(
+            yield Refusal(
+                "train.sync_batchnorm",
                 "train.sync_batchnorm makes ranks wait for each other in every layer, which localsgd is there to avoid",
-                hints=["leave train.sync_batchnorm out"],
+                ("leave train.sync_batchnorm out",),
             )
+
+    def setup(self, train: TrainSection) -> World:
+        """Joins the gloo (CPU) or NCCL (CUDA) group that the launcher's variables describe."""
+        for refusal in self.refusals(train, int(os.environ.get("WORLD_SIZE", "1")), self.device_type(train)):
+            raise StrategyError(refusal.message, hints=refusal.hints)
         rank, size, local = (int(os.environ.get(name, fallback)) for name, fallback in _LAUNCHED)
         device = torch.device("cpu")
         if torch.cuda.is_available():
@@ -185,21 +191,11 @@ class LocalSGD(Strategy):
         self._since = 0
 
     # -- agreement
-    def reduce(self, totals: Mapping[str, Total]) -> dict[str, float]:
-        """Sums and counts travel together, as float64."""
-        device = self.world.device
-        values = [value for total in totals.values() for value in (total.sum, total.count)]
-        flat = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).detach() for value in values])
-        self._sum([flat])
-        numbers: list[float] = flat.tolist()
-        pairs = zip(numbers[::2], numbers[1::2], strict=True)
-        return dict(zip(totals, (total / count if count else math.nan for total, count in pairs), strict=True))
-
-    def total(self, count: Tensor) -> Tensor:
-        """`count` summed over ranks."""
-        count = count.to(self.world.device, non_blocking=True)
-        self._sum([count])
-        return count
+    def total(self, values: Tensor) -> Tensor:
+        """`values` summed over ranks."""
+        values = values.to(self.world.device, non_blocking=True, copy=True)
+        self._sum([values])
+        return values
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value`."""
