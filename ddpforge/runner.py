@@ -17,8 +17,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-import torch.distributed as dist
-
+from ddpforge import leaving
 from ddpforge.agree import on_main
 from ddpforge.assemble import assemble
 from ddpforge.checkpoint.manager import Checkpoints
@@ -30,7 +29,7 @@ from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed, UsageErr
 from ddpforge.failures import Failures, Peer, Report, phrase
 from ddpforge.interfaces import Callback, Strategy, Tracker, World
 from ddpforge.kinds import build
-from ddpforge.launch import record_verdict, remember_group
+from ddpforge.launch import record_verdict
 from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
 from ddpforge.recipe.batch import check_world
 from ddpforge.recipe.trial import check_optimizer
@@ -416,8 +415,7 @@ def _join(source: str | Path, sets: Sequence[str]) -> tuple[LoadedRecipe, Regist
 
     strategy: Strategy = build(registry, "strategy", loaded.recipe.strategy)
     world = strategy.setup(loaded.recipe.train)
-    if world.size > 1 or (dist.is_available() and dist.is_initialized()):
-        remember_group()
+    leaving.at_once()
     setup_logging(world.rank)
     return loaded, registry, strategy, world
 
