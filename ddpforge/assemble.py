@@ -12,7 +12,7 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.contract import prove
 from ddpforge.data import Batches, Share, open_data
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import Tracker, World
+from ddpforge.interfaces import Callback, Tracker, World
 from ddpforge.kinds import build
 from ddpforge.optim.groups import parameter_groups
 from ddpforge.parts import Parts
@@ -29,11 +29,13 @@ def assemble(
     checkpoints: Checkpoints,
     tracker: Tracker,
     *,
+    started: list[Callback],
     init_from: str | None = None,
 ) -> Trainer:
     """A trainer out of `parts`, which are built, in `world`, which their strategy has set up; nothing is restored yet.
 
-    `init_from` is where initial weights come from, see `checkpoint.initial`.
+    `init_from` is where initial weights come from, see `checkpoint.initial`. Callbacks that have started are added to
+    `started`, also when a later one fails: they are to hear how it ended.
 
     Raises UsageError for parts that do not fit together, PluginError for a broken one.
     """
@@ -57,6 +59,7 @@ def assemble(
 
     for callback in parts.callbacks.values():
         callback.on_start(strategy.unwrap(model), world, weights)
+        started.append(callback)
 
     return Trainer(
         recipe=recipe,

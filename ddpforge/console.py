@@ -14,7 +14,7 @@ def setup_logging(rank: int, folder: Path | None = None, level: int = logging.IN
 
     Rank 0 writes records of at least `level` to stderr. Other ranks write only warnings and errors, marked
     `[rank 3]`, or `[rank 3 node07]` when the job spans several nodes. Everything is appended to `logs/rank-N.log`
-    in `folder`.
+    in `folder`; what is logged with `extra={"in_file_only": True}`, nowhere else.
     """
     logger.setLevel(logging.DEBUG)
     logger.propagate = False  # a library's basicConfig() would print every rank's messages once more
@@ -24,6 +24,7 @@ def setup_logging(rank: int, folder: Path | None = None, level: int = logging.IN
 
     stderr = _Stderr(level if rank == 0 else max(level, logging.WARNING))
     stderr.setFormatter(_Formatter(_prefix(rank)))
+    stderr.addFilter(lambda record: not getattr(record, "in_file_only", False))
     logger.addHandler(stderr)
 
     if folder is not None:

@@ -39,7 +39,8 @@ def contract_of(strategy: Strategy) -> Contract:
 
 
 def prove(strategy: Strategy, world: World, weights: Weights, size: Size) -> None:
-    """Raises StrategyError unless the weights are of the promised dtype and spread over the ranks as promised.
+    """Raises StrategyError unless the weights are of the promised dtype, spread over the ranks as promised, and sums
+    are over data ranks.
 
     Every rank counts the elements that its optimizer updates. Together they are the model once for every copy that
     the contract names: a strategy that was to shard and did not, or the other way round, is found here.
@@ -54,6 +55,14 @@ def prove(strategy: Strategy, world: World, weights: Weights, size: Size) -> Non
                 "updates smaller than a rounding step would vanish",
                 hints=['build the model in float32; train.precision = "bf16" computes in bfloat16 all the same'],
             )
+
+    counted = strategy.total(torch.ones((), dtype=torch.float64)).item()
+    if counted != world.data_size:
+        raise StrategyError(
+            f"{name}.total adds up {counted:g} ones over {world.data_size} data ranks: gradients, which are divided by "
+            "such a sum, would be of another size",
+            hints=["this is a bug in the strategy: it must sum over ranks that see different data, each counted once"],
+        )
 
     copies = contract.copies if "optimizer state" in contract.shards else world.size
     mine = torch.tensor(sum(part.region.numel for part in parts.values()), device=world.device)

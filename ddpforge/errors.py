@@ -87,8 +87,8 @@ class Diverged(ForgeError):
 
 
 class PeerFailed(ForgeError):
-    """Rank 0 failed and has said why; this rank ends with the same exit code and says nothing."""
+    """Another rank failed and has said why; this rank ends with the same exit code and says nothing."""
 
-    def __init__(self, exit_code: ExitCode) -> None:
-        super().__init__("rank 0 failed")
+    def __init__(self, exit_code: ExitCode, message: str = "rank 0 failed", *, hints: Sequence[str] = ()) -> None:
+        super().__init__(message, hints=hints)
         self.exit_code = exit_code

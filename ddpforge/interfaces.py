@@ -81,7 +81,10 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """A quantity on its way to a mean: add up `sum` and `count` over batches and ranks, divide once at the end."""
+    """A quantity on its way to a mean: add up `sum` and `count` over batches and ranks, divide once at the end.
+
+    Both are added up in float64, whatever their dtype. Ranks may name different quantities.
+    """
 
     sum: Tensor
     count: Tensor | int
@@ -168,7 +171,8 @@ class CanonicalState(Generic[X]):
 
     Names are those of the bare model (no wrapper prefixes). A tied parameter appears once, under the first of its
     names; `aliases` maps the other names to it. `optimizer` maps parameter name → key → tensor or plain number (a 0-d
-    tensor counts as one); a parameter that never got a gradient is simply absent.
+    tensor counts as one); a parameter that never got a gradient is simply absent. `shared` is what belongs to no one
+    parameter: an optimizer's own counters, what a strategy must remember. Who does not know a key leaves it alone.
 
     What is on its way to a checkpoint is tensors that every rank holds alike, and parts; what comes from one is
     `SavedTensor`s.
@@ -177,6 +181,7 @@ class CanonicalState(Generic[X]):
     model: Mapping[str, X]
     optimizer: Mapping[str, Mapping[str, X | Tensor | int | float | bool | None]]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, X | Tensor | int | float | bool | None] = field(default_factory=dict)
 
 
 class Refusal(NamedTuple):
@@ -198,12 +203,14 @@ class Data(Protocol):
     - `collate(samples)` makes a batch out of what was fetched; return it unchanged when it already is one;
     - `random = False` says that fetching draws no random numbers, which saves seeding per sample. Otherwise
       python's, numpy's and torch's generators are seeded from (recipe seed, epoch, sample) before each sample, or
-      from (recipe seed, epoch, first sample) before each `__getitems__`.
+      from (recipe seed, epoch, first sample) before each `__getitems__`;
+    - `set_epoch(epoch: int)` is called before the first sample of each epoch is fetched.
 
-    An iterable dataset has `__iter__` and no `__getitem__`. It must yield the same samples in the same order on
-    every rank and in every worker; ddpforge deals them out so that each is used once. Its `set_epoch(epoch: int)`,
-    if it has one, is called before each pass. Do the expensive part of loading in `collate`, which sees only the
-    samples that this rank keeps.
+    An iterable dataset is a `torch.utils.data.IterableDataset`, or has `__iter__` and no `__getitem__`. It must yield
+    the same samples in the same order on every rank and in every worker; ddpforge deals them out so that each is used
+    once, and compares what ranks have read. Its `set_epoch(epoch: int)`, if it has one, is called before each pass,
+    and python's, numpy's and torch's generators are seeded from (recipe seed, epoch), the same everywhere; `random =
+    False` saves that. Do the expensive part of loading in `collate`, which sees only the samples that this rank keeps.
     """
 
     def __len__(self) -> int: ...
@@ -233,10 +240,10 @@ class Task(ABC):
         """
 
     def count(self, batch: Any) -> Tensor | None:
-        """How many items the loss of `batch` sums over (0-d integer tensor on the batch's own device).
+        """How many items the loss of `batch` sums over (0-d tensor on the batch's own device), or their weights' sum.
 
-        None means one per sample, which needs no communication. Tasks that weigh tokens or pixels override it.
-        The batch is still on the CPU when this is called.
+        None means one per sample, which needs no communication. Tasks that weigh tokens, pixels or samples override
+        it; weights are real numbers, 0 or more. The batch is still on the CPU when this is called.
         """
         return None
 

@@ -17,6 +17,7 @@ from ddpforge.data import Share, mix, open_data
 from ddpforge.data.streams import is_stream
 from ddpforge.durations import Duration, Horizon
 from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PluginError, RecipeError, UsageError
+from ddpforge.fitness import check_model
 from ddpforge.interfaces import Callback, Schedule, Strategy, Task, Tracker
 from ddpforge.kinds import build
 from ddpforge.optim.groups import parameter_groups
@@ -119,6 +120,7 @@ class Parts:
         torch.manual_seed(mix(recipe.train.seed, WEIGHTS))
         with self.noting("model"):
             self.model = self._on_meta() if meta else self._model()
+            check_model(self.model)
             self.size = count_parameters(self.model)
             self._fit()
 

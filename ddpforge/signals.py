@@ -18,22 +18,28 @@ log = logging.getLogger("ddpforge")
 class StopRequests:
     """While entered, SIGTERM, SIGINT and SIGUSR1 raise a flag; a second SIGINT interrupts at once.
 
-    A flag on one rank is enough: the trainer agrees on it with the others before anybody stops.
+    May be entered again while it is. A flag on one rank is enough: the trainer agrees on it with the others before
+    anybody stops.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self._entered = 0
         self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> StopRequests:
-        if threading.current_thread() is threading.main_thread():
+        self._entered += 1
+        if self._entered == 1 and threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._entered -= 1
+        if self._entered == 0:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            self._before.clear()
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and self.requested:

@@ -109,7 +109,7 @@ class Trainer:
         self._rollbacks = 0
         self._agreed: set[str] = set()  # what all ranks know to be wanted: stop, end, …
         self._agree_every = 1
-        self._stop = StopRequests()
+        self.stop = StopRequests()
         self._window = Window()
         self._read = 0  # of a stream: what the newest micro-batch says has been read
 
@@ -122,7 +122,7 @@ class Trainer:
         facts = checkpoint.facts
         state = checkpoint.state()
         if self._is_another(facts, "optimizer"):
-            state = replace(state, optimizer={})
+            state = replace(state, optimizer={}, shared={})
         self.strategy.load_state(self.model, self.optimizer, state)
         self.strategy.load_loop_state(cast(Mapping[str, float], facts.loop))
         kept = checkpoint.callbacks()
@@ -152,11 +152,9 @@ class Trainer:
         cannot be written and the recipe says stop or it is the last one, and whatever a component raises.
         """
         self._began = time.monotonic() - self.progress.seconds
-        with self._stop:
+        with self.stop:
             if self._saved is None and self._saves_first:
                 self._save()
-            if self.progress.step > self.end and self.world.is_main:
-                log.warning("step %d is beyond train.length: there is nothing to train", self.progress.step)
             while True:
                 try:
                     self._train()
@@ -187,14 +185,16 @@ class Trainer:
             totals = self._step(step, source, measure=logs)
 
             if agrees or _looks_are_free(self.world.device):
-                self._look_at_norms(totals)
+                self._look_at_norms(totals, logs=logs)
             means = self._agree(totals if logs else {}, alarms) if agrees else {}
             rung = self._agreed if agrees else set()
 
             ended = self._report(step, means) or step == self.end or not rung.isdisjoint(("stop", "end"))
             evaluates, saves = self._must_evaluate(step, rung, ended=ended), self.save_cadence.due(step, rung)
             if evaluates or saves or ended:
-                self._look_at_norms(totals)  # what a bad step left behind is not evaluated, nor saved to go back to
+                self._look_at_norms(
+                    totals, logs=False
+                )  # what a bad step left behind is not evaluated, nor saved to go back to
             if evaluates:
                 ended = self._evaluate_and_report(step) or ended
             if ended or saves or self._is_best(step):
@@ -233,7 +233,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------ agreement
     def _agree(self, totals: Mapping[str, Total], alarms: Iterable[Alarm]) -> dict[str, float]:
         """One reduction over ranks: the means of `totals`, and whether anybody wants to stop or an alarm rang."""
-        wishes = {"stop": self._stop.requested} | {alarm.name: alarm.rings() for alarm in alarms}
+        wishes = {"stop": self.stop.requested} | {alarm.name: alarm.rings() for alarm in alarms}
         known = ["stop", "end", *(cadence.key for cadence in self.cadences)]
         votes = {f"?{name}": Total(torch.tensor(float(wishes.get(name, False))), 1) for name in known}
         pace = {"?seconds": Total(torch.tensor(self._window.seconds / self._window.steps), 1)}
@@ -259,7 +259,8 @@ class Trainer:
         """
         if not self._read:
             return {}
-        return {f"?read{power}": Total(torch.tensor(float(self._read**power)), 1) for power in (1, 2)}
+        powers = torch.tensor([self._read, self._read**2], dtype=torch.float64)
+        return {f"?read{power}": Total(value, 1) for power, value in enumerate(powers, start=1)}
 
     def _refuse_another_stream(self, means: dict[str, float]) -> None:
         mean, square = means.pop("?read1", 0.0), means.pop("?read2", 0.0)
@@ -275,8 +276,8 @@ class Trainer:
                 ],
             )
 
-    def _look_at_norms(self, totals: Mapping[str, Total]) -> None:
-        """Does what the recipe says where a gradient was not finite.
+    def _look_at_norms(self, totals: Mapping[str, Total], *, logs: bool) -> None:
+        """Does what the recipe says where a gradient was not finite; `logs` says that the step is to have a row.
 
         The norm is that of the reduced gradient, hence the same on every rank, and the strategy has kept such a
         gradient away from the weights already: all ranks come to the same decision without talking.
@@ -287,7 +288,7 @@ class Trainer:
             return
 
         goes_on = self.settings.on_nonfinite == "skip" and self._norms.nonfinite_in_a_row < _MOST_SKIPS
-        if not (goes_on and totals and bad[-1] == self.progress.step):  # else the row of this step says it
+        if not (goes_on and logs and bad[-1] == self.progress.step):  # else the row of this step says it
             self._log_bad(bad[-1], totals)
         if self.settings.on_nonfinite == "rollback":
             raise _GoBack(bad)

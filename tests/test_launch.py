@@ -347,9 +347,11 @@ def pretend(script: str) -> list[str]:
     """A launcher that only does what `script` says; `verdict(*codes)` writes what its ranks would."""
     prelude = """
 import os, signal, sys
+from ddpforge.launch import record_death, record_verdict
 def verdict(*codes):
-    with open(os.environ["DDPFORGE_VERDICT"], "a") as file:
-        file.writelines(f"{code}\\n" for code in codes)
+    for rank, code in enumerate(codes):
+        os.environ["RANK"] = str(rank)
+        record_verdict(code)
 """
     return [sys.executable, "-c", prelude + script]
 

@@ -8,49 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from doubles import Line, Plain
 from torch import Tensor, nn
 
 from ddpforge.data import MicroBatch
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import Strategy, Task, Total, World
+from ddpforge.interfaces import Task, Total
 from ddpforge.statistics import Statistics
 from ddpforge.steps import Steps
 
-
-class Plain(Strategy):
-    """One rank of `ranks`, alone: what the others count is `elsewhere`."""
-
-    def __init__(self, ranks: int = 1, rank: int = 0, elsewhere: float = 0.0) -> None:
-        device = torch.device("cpu")
-        self.world = World(rank=rank, size=ranks, local_rank=rank, device=device, data_rank=rank, data_size=ranks)
-        self.elsewhere = elsewhere
-        self.asked: list[Tensor] = []
-
-    def setup(self, train: Any) -> World:
-        return self.world
-
-    def prepare(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-        return model, optimizer
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def step(self, model: nn.Module, optimizer: Any) -> Tensor:
-        return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-
-    def total(self, values: Tensor) -> Tensor:
-        self.asked.append(values)
-        return values + self.elsewhere
-
-    def broadcast(self, value: Any) -> Any:
-        return value
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
-
-    def state(self, model: nn.Module, optimizer: Any) -> Any: ...
-
-    def load_state(self, model: nn.Module, optimizer: Any, state: Any, *, partial: bool = False) -> None: ...
+IDLE: Any = SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
+"""An optimizer that does nothing."""
 
 
 class Weighed(Task):
@@ -79,17 +47,6 @@ class Plainly(Weighed):
         return {"it": self.metric(outputs)}
 
 
-class Line(nn.Module):
-    """w·x for scalars x."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones((), dtype=dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w * x
-
-
 class Normed(nn.Module):
     """BatchNorm, whose running mean is the last batch's; a weight, so that there is something to train."""
 
@@ -113,8 +70,7 @@ def run(
     model: nn.Module, task: Task, batches: Sequence[MicroBatch], strategy: Plain | None = None, skips: bool = False
 ) -> tuple[dict[str, Total], Tensor]:
     strategy = strategy or Plain()
-    optimizer: Any = SimpleNamespace()
-    steps = Steps(strategy.world, strategy, task, model, optimizer, Statistics(None), seed=0, skips=skips)
+    steps = Steps(strategy.world, strategy, task, model, IDLE, Statistics(None), seed=0, skips=skips)
     return steps.train(1, batches[0], batches, measure=True)
 
 
@@ -163,7 +119,7 @@ def test_totals_are_added_up_in_float64() -> None:
 
 def test_evaluation_adds_up_in_float64_too_and_leaves_stand_ins_out() -> None:
     strategy, model = Plain(), Line()
-    steps = Steps(strategy.world, strategy, Plainly(), model, SimpleNamespace(), Statistics(None), seed=0, skips=False)  # type: ignore[arg-type]
+    steps = Steps(strategy.world, strategy, Plainly(), model, IDLE, Statistics(None), seed=0, skips=False)
     totals = steps.evaluate([micro([1.0, 2.0]), micro([100.0], samples=0)])
     assert (totals["it"].sum.item(), totals["it"].count) == (3.0, 2)
     assert totals["it"].sum.dtype == torch.float64
@@ -215,7 +171,7 @@ def test_every_micro_batch_of_every_shard_and_step_draws_its_own_numbers() -> No
 
     model = Draws()
     strategy = Plain()
-    steps = Steps(strategy.world, strategy, Plainly(), model, SimpleNamespace(), Statistics(None), seed=0, skips=False)  # type: ignore[arg-type]
+    steps = Steps(strategy.world, strategy, Plainly(), model, IDLE, Statistics(None), seed=0, skips=False)
     places = [(step, shard, number) for step in (1, 2) for shard in (0, 1) for number in (0, 1)]
     for _ in range(2):
         for step, shard, number in places:

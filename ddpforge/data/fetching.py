@@ -26,8 +26,13 @@ class _Fetcher(Dataset[MicroBatch]):
         self.random: bool = getattr(data, "random", True)
         self.batched = hasattr(data, "__getitems__")
         self.collate = getattr(data, "collate", default_collate)
+        self._set_epoch = getattr(data, "set_epoch", None)
+        self._epoch: int | None = None
 
     def __getitem__(self, request: Request) -> MicroBatch:
+        if self._set_epoch and request.epoch != self._epoch:
+            self._set_epoch(request.epoch)
+            self._epoch = request.epoch
         fetched = self._batch(request) if self.batched else [self._sample(request.epoch, i) for i in request.ids]
         _, _, samples, step_samples, last, shard, number = request
         return MicroBatch(self.collate(fetched), samples, step_samples, last, shard, number)
@@ -112,7 +117,7 @@ def open_data(
     pin: bool,
 ) -> Batches:
     """Deals `data` (see `interfaces.Data`) out to this rank; raises PluginError for what is not a dataset."""
-    if is_stream(data) and (loader := loader_in(data)):
+    if is_stream(data) and (loader := loader_in(data)) is not None:
         inside = "" if loader is data else f", which {type(data).__name__} reads,"
         raise PluginError(
             f"a {type(loader).__name__}{inside} is a loader, not a dataset: it would decide by itself which samples "

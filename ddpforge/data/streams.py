@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
@@ -17,7 +17,7 @@ from ddpforge.errors import PluginError
 __all__ = ["Stream", "is_stream", "loader_in"]
 
 _PASS = 0x9A55  # keeps the random numbers of a stream apart from those of its batches
-_DEPTH = 4
+_DEPTH = 8
 
 
 def is_stream(data: Any) -> bool:
@@ -26,14 +26,17 @@ def is_stream(data: Any) -> bool:
 
 
 def loader_in(data: Any, depth: int = _DEPTH) -> Any:
-    """The torch DataLoader that `data` is or holds, at most `depth` attributes away; None if there is none."""
+    """The torch DataLoader that `data` is or reads, through at most `depth` other objects; None if there is none."""
     if isinstance(data, DataLoader):
         return data
     if depth == 0 or isinstance(data, type):
         return None
-    held = data if isinstance(data, list | tuple) else getattr(data, "__dict__", {})
-    parts = held.values() if isinstance(held, Mapping) else held
-    return next((loader for part in parts if (loader := loader_in(part, depth - 1))), None)
+    if isinstance(data, list | tuple):
+        parts: Iterable[Any] = data[:_DEPTH]  # a list of samples may be long
+    else:
+        parts = (data if isinstance(data, dict) else getattr(data, "__dict__", {})).values()
+    found = (loader_in(part, depth - 1) for part in list(parts))
+    return next((loader for loader in found if loader is not None), None)
 
 
 class Stream(IterableDataset[MicroBatch]):

@@ -7,7 +7,8 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
@@ -21,12 +22,16 @@ from accelerate.commands.config import default_config_file, load_config_from_fil
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, KwargsHandler, patch_environment
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import CanonicalState, Exploring, Part, Refusal, SavedTensor, Strategy, World
 from ddpforge.strategies import replicated
+from ddpforge.strategies.own_state import OwnState
 from ddpforge.strategies.precision import precision_for
+from ddpforge.strategies.share import share
+from ddpforge.strategies.watch import refuse_loss, watched
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -70,6 +75,7 @@ class AcceleratedStrategy(Strategy):
 
     def __init__(self) -> None:
         self.accelerator: Accelerator
+        self._updated = False  # whether the weights have been, since this process began
 
     # -- for subclasses
     def handlers(self) -> list[KwargsHandler]:
@@ -186,6 +192,7 @@ class AcceleratedStrategy(Strategy):
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         self._bare = model
+        self._own = OwnState(optimizer)
 
         prepared = self.distributed(model)
         self.check(prepared)
@@ -196,23 +203,52 @@ class AcceleratedStrategy(Strategy):
 
     def distributed(self, model: nn.Module) -> nn.Module:
         """The model, wrapped so that its gradients are averaged over ranks."""
+        if self.world.size > 1:
+            self._share_constants(model)
         with warnings.catch_warnings():
             # torch 2.15 renamed the option by which DDP leaves buffers alone; older ones know only this name.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
             prepared: nn.Module = self.accelerator.prepare_model(model)
         return prepared
 
+    def _share_constants(self, model: nn.Module) -> None:
+        """Makes buffers and frozen parameters equal; DDP would do it, but for some dtypes it cannot."""
+        frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        constants = frozen | dict(model.named_buffers())
+        for tensor in constants.values():
+            share(tensor)
+        ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        ignore(model, list(constants))
+
     # -- one step
     def forward(self) -> AbstractContextManager[Any]:
-        """Autocast for bf16 and fp16; nothing for fp32."""
-        return self.precision.forward()
+        """Autocast for bf16 and fp16; nothing for fp32. Until the first update, training passes are watched."""
+        if self._updated or not self._bare.training:
+            return self.precision.forward()
+        return self._watched()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        shards = self.contract.shards
+        with (
+            self.precision.forward(),
+            watched(
+                self._bare,
+                shards_weights="weights" in shards,
+                shards_gradients=bool(shards),
+                eager=self.train.compile == "off",
+            ),
+        ):
+            yield
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of `loss`, scaled up for fp16."""
+        refuse_loss(loss)
         self.precision.backward(loss)
 
     def step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
         """Unscales, measures the norm, clips, updates, clears: in this order at every precision."""
+        self._updated = True
         self.precision.unscale(optimizer)
         norm = self.norm(self._gradients())
         if self.train.clip_norm is not None:
@@ -313,7 +349,7 @@ class AcceleratedStrategy(Strategy):
                 dist.all_reduce(buffer)
                 buffer /= self.world.size
             else:
-                dist.broadcast(buffer, src=0)
+                share(buffer)
 
     # -- to disk and back
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -322,13 +358,14 @@ class AcceleratedStrategy(Strategy):
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
         """Every rank holds everything."""
-        return replicated.capture(self._bare, optimizer)
+        return replace(replicated.capture(self._bare, optimizer), shared=self._own.capture())
 
     def load_state(
         self, model: nn.Module, optimizer: Optimizer, state: CanonicalState[SavedTensor], *, partial: bool = False
     ) -> None:
         """Every rank takes everything."""
         replicated.restore(self._bare, optimizer, state, partial=partial)
+        self._own.restore(state.shared)
 
     def loop_state(self) -> Mapping[str, int | float]:
         """The loss scale of fp16."""

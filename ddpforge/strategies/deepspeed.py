@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, cast
 
@@ -19,7 +20,9 @@ from ddpforge.interfaces import CanonicalState, Contract, Exploring, Part, Refus
 from ddpforge.strategies.accelerated import AcceleratedStrategy
 from ddpforge.strategies.deepspeed_extra import Offload, merge, refuse_owned
 from ddpforge.strategies.nvme import SMALLEST, Folder, is_swapped, mend_prefetch, require_io
+from ddpforge.strategies.own_state import OwnState
 from ddpforge.strategies.precision import LossScaling
+from ddpforge.strategies.watch import refuse_loss
 from ddpforge.strategies.zero import Keys, ZeroWeights, import_deepspeed, keys_of, require_deepspeed, start
 
 if TYPE_CHECKING:
@@ -197,6 +200,7 @@ class DeepSpeed(AcceleratedStrategy):
                 "only be updated",
                 hints=['set strategy.offload_optimizer = "cpu"'],
             )
+        self._own = OwnState(optimizer)
         device = torch.device("cpu") if self.offload_optimizer != "none" else self.world.device
         keys = keys_of(optimizer, device)
 
@@ -337,6 +341,12 @@ class DeepSpeed(AcceleratedStrategy):
             )
         self._reached.clear()
 
+    def forward(self) -> AbstractContextManager[Any]:
+        """Autocast, which under stage 3 keeps no copies of gathered weights; the engine's own goes by this one."""
+        if self.stage < 3:
+            return super().forward()
+        return self.precision.sharded_forward(compiled=self.train.compile != "off")
+
     def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
         """Tells the engine whether the step ends with this micro-batch."""
         self.engine.set_gradient_accumulation_boundary(last)
@@ -344,6 +354,7 @@ class DeepSpeed(AcceleratedStrategy):
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of `loss`."""
+        refuse_loss(loss)
         # `_look` runs when the last gradient is there, before DeepSpeed reduces what is left in its bucket.
         execution: Any = torch.autograd.Variable._execution_engine
         loss.register_hook(lambda gradient: execution.queue_callback(self._look))  # type: ignore[no-untyped-call]
@@ -351,6 +362,7 @@ class DeepSpeed(AcceleratedStrategy):
 
     def step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
         """DeepSpeed measures, clips, updates and clears; it leaves out a step whose norm is not finite."""
+        self._updated = True
         self.engine.step()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
         if isinstance(self.precision, _EngineScaling):
@@ -379,13 +391,14 @@ class DeepSpeed(AcceleratedStrategy):
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
         """Each rank's parts."""
-        return self._weights.capture(optimizer)
+        return replace(self._weights.capture(optimizer), shared=self._own.capture())
 
     def load_state(
         self, model: nn.Module, optimizer: Optimizer, state: CanonicalState[SavedTensor], *, partial: bool = False
     ) -> None:
         """Every rank reads its parts."""
         self._weights.restore(optimizer, state, partial=partial)
+        self._own.restore(state.shared)
 
     def load_loop_state(self, state: Mapping[str, int | float]) -> None:
         """The loss scale of fp16."""

@@ -23,6 +23,7 @@ from ddpforge.interfaces import CanonicalState, Contract, Part, Range, Refusal, 
 from ddpforge.strategies import replicated
 from ddpforge.strategies.accelerated import AcceleratedStrategy
 from ddpforge.strategies.meta import materialise
+from ddpforge.strategies.share import share
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -178,7 +179,7 @@ class FSDP(AcceleratedStrategy):
         for tensor in (*module.parameters(), *module.buffers()):
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(self.world.device)
-                dist.broadcast(tensor.data, src=0)
+                share(tensor.data)
 
     def _offload(self) -> OffloadPolicy:
         return CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
@@ -220,6 +221,10 @@ class FSDP(AcceleratedStrategy):
                 parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     # -- one step
+    def forward(self) -> AbstractContextManager[Any]:
+        """Autocast that keeps no copies of gathered weights."""
+        return self.precision.sharded_forward(compiled=self.train.compile != "off")
+
     def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
         """Holds back what need not happen before the last micro-batch: the all-reduce over replicas, or everything."""
         if self.accumulate == "whole":
@@ -265,6 +270,7 @@ class FSDP(AcceleratedStrategy):
             model=_parts(state.model),
             optimizer={name: _parts(entry) for name, entry in state.optimizer.items()},
             aliases=state.aliases,
+            shared=self._own.capture(),
         )
 
     def load_state(
@@ -274,6 +280,7 @@ class FSDP(AcceleratedStrategy):
         _reshard(self._bare)
         _refuse_own_shapes(state)
         replicated.restore(self._bare, optimizer, state, partial=partial, part_of=_part, like=_shard)
+        self._own.restore(state.shared)
 
 
 class _Shards(Weights):

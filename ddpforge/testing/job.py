@@ -69,7 +69,7 @@ class Site:
             self.folder / folder, recipe.checkpoint, peers=self.peers, broadcast=self.strategy.broadcast
         )
         (self.folder / folder).mkdir(exist_ok=True)
-        trainer = assemble(parts, self.world, checkpoints, tracker)
+        trainer = assemble(parts, self.world, checkpoints, tracker, started=[])
         trainer.origin = {"strategy": recipe.strategy.use, "world_size": self.world.size}
         return trainer
 

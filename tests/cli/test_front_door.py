@@ -38,6 +38,19 @@ def test_what_a_plugin_author_imports_costs_nothing(module: str) -> None:
     assert heavy_imports(f"import {module}") == set()
 
 
+def test_the_functions_of_the_package_are_there_every_time() -> None:
+    """Importing what they are made of does not put a module in their place."""
+    code = """
+import ddpforge
+before = ddpforge.run
+import ddpforge.cli.run, ddpforge.runner
+assert ddpforge.run is before, ddpforge.run
+assert callable(ddpforge.run) and callable(ddpforge.load_recipe)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.parametrize(
     ("module", "allowed"),
     [

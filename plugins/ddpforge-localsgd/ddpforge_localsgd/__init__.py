@@ -7,10 +7,9 @@ Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019), https://a
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from ddpforge.errors import CheckpointError, StrategyError
 from ddpforge.interfaces import CanonicalState, Contract, Part, Refusal, SavedTensor, Strategy, Weights, World
+from ddpforge.strategies.precision import precision_for
 from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -104,6 +104,7 @@ class LocalSGD(Strategy):
                     f"{dist.get_world_size()}"
                 )
         self.train = train
+        self._precision = precision_for(train.precision, device)
         self.world = World(rank=rank, size=size, local_rank=local, device=device, data_rank=rank, data_size=size)
         return self.world
 
@@ -128,8 +129,7 @@ class LocalSGD(Strategy):
     # -- one step
     def forward(self) -> AbstractContextManager[Any]:
         """Autocast for bf16."""
-        bf16 = self.train.precision == "bf16"
-        return torch.autocast(self.world.device.type, dtype=torch.bfloat16) if bf16 else nullcontext()
+        return self._precision.forward()
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of `loss`; nothing is exchanged.
@@ -154,21 +154,13 @@ class LocalSGD(Strategy):
         square = own.detach().float().square()
         self._sum([square])
         norm = (square / self.world.size).sqrt()
-        self._update(optimizer, norm)
+        self._precision.update(optimizer, norm)
         for weight in weights:
             weight.grad = None
         self._since, self._apart = self._since + 1, True
         if self._since == self.period:
             self._come_together()
         return norm
-
-    def _update(self, optimizer: Optimizer, norm: Tensor) -> None:
-        """A fused optimizer on CUDA decides on the device; others need the answer on the host."""
-        if self.world.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
-            optimizer.step()
-        elif math.isfinite(norm.item()):
-            optimizer.step()
 
     def _refuse_unused(self) -> None:
         """All ranks must have the same state of the optimizer to average."""
