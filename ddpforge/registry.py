@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ddpforge.confidential import SECRET, redact, reveal
 from ddpforge.errors import ExitCode, PluginError
 
 if TYPE_CHECKING:
@@ -185,7 +186,8 @@ class BuildFailed(PluginError):
 
     def __init__(self, kind: str, use: str, error: Exception) -> None:
         super().__init__(
-            f"{kind} `{use}` raised {type(error).__name__} while it was built: {error}", hints=where_raised(error)
+            f"{kind} `{use}` raised {type(error).__name__} while it was built: {redact(str(error))}",
+            hints=where_raised(error),
         )
         self.trace = _trace(error)
 
@@ -307,7 +309,7 @@ class Registry:
             if not _on_purpose(error, function):
                 raise BuildFailed(kind, component.use, error) from error
             raise RefusedOptions(
-                f"{kind} `{component.use}` cannot be built: {error}",
+                f"{kind} `{component.use}` cannot be built: {redact(str(error))}",
                 hints=[
                     *where_raised(error),
                     f"`ddpforge plugins show {component.use} --kind {kind}` lists its options",
@@ -318,6 +320,10 @@ class Registry:
         from ddpforge.options import Nested
 
         match value:
+            case str() if type(value) is str:
+                return reveal(value)
+            case Path():
+                return Path(reveal(str(value))) if SECRET.search(str(value)) else value
             case Nested():
                 return self.build(value.kind, value, **{name: given[name] for name in given.keys() & GIVEN[value.kind]})
             case list():
@@ -376,7 +382,7 @@ def _trace(error: Exception) -> str:
     trace = error.__traceback__
     for _ in range(skipped):
         trace = trace.tb_next if trace else None
-    return "".join(traceback.format_exception(type(error), error, trace))
+    return redact("".join(traceback.format_exception(type(error), error, trace)))
 
 
 # ---------------------------------------------------------------------------------------- the installed index

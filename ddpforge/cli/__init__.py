@@ -61,13 +61,15 @@ def _load(name: str) -> click.Command:
 
 def complain(error: ForgeError) -> None:
     """Writes an error the way users see it, to stderr; what every rank finds out alike, only rank 0 says."""
+    from ddpforge.confidential import redact
     from ddpforge.recipe.report import render
 
+    said = redact(render(error))
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0:
-        click.echo(render(error), err=True)
+        click.echo(said, err=True)
     elif error.exit_code != ExitCode.USAGE and not isinstance(error, PeerFailed):
-        click.echo(f"[rank {rank}] {render(error)}", err=True)
+        click.echo(f"[rank {rank}] {said}", err=True)
 
 
 @click.group(

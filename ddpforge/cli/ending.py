@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from ddpforge.cli import complain
+from ddpforge.confidential import redact
 from ddpforge.errors import ExitCode, ForgeError
 from ddpforge.launch import is_rank, record_verdict
 
@@ -31,7 +32,7 @@ def ending(*, status: bool = False) -> Iterator[None]:
         if isinstance(error, ForgeError):
             complain(error)
         elif isinstance(error, Exception):
-            click.echo(f"[rank {os.environ.get('RANK', '0')}] {traceback.format_exc()}", err=True)
+            click.echo(f"[rank {os.environ.get('RANK', '0')}] {redact(traceback.format_exc())}", err=True)
         if status and os.environ.get("RANK", "0") == "0":
             click.echo(json.dumps(failure(error)))
         leave(_exit_code(error))
@@ -67,7 +68,7 @@ def failure(error: BaseException) -> dict[str, Any]:
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "strategy": None,
         "metrics": {},
-        "error": f"{type(error).__name__}: {error}".removesuffix(": "),
+        "error": redact(f"{type(error).__name__}: {error}".removesuffix(": ")),
     }
 
 
