@@ -114,7 +114,11 @@ def _fields(
     extra: Literal["forbid", "allow"] = "forbid"
 
     for name, parameter in inspect.signature(component).parameters.items():
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            continue  # may stay empty
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is not parameter.empty:
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY:
             raise PluginError(f"takes `{parameter}` by position only")
         if parameter.kind is parameter.VAR_KEYWORD:
             extra = "allow"

@@ -24,6 +24,7 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.peers import Peers
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.retention import check_folder
+from ddpforge.confidential import redacted
 from ddpforge.console import setup_logging
 from ddpforge.environment import world_size
 from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed, UsageError
@@ -225,7 +226,7 @@ class Attempt:
         self.tracker.start(
             name=self.recipe.name,
             folder=self.folder.path,
-            config=self.loaded.tables | {"run": facts},
+            config=redacted(self.loaded.tables) | {"run": facts},
             resumed_at=step if attempt > 1 else None,
         )
         self.folder.write_status(self._status("running", begun=True))

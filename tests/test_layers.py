@@ -42,7 +42,7 @@ LAYERS = [
     {"options"},
     {"interfaces"},
     {"direction", "durations", "regions"},
-    {"errors"},
+    {"confidential", "errors"},
     {""},  # ddpforge itself: the version, and names that are imported when they are used
 ]
 
