@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddpforge.recipe import Recipe as Recipe
     from ddpforge.recipe import load_recipe as load_recipe
-    from ddpforge.run import run as run
+    from ddpforge.runner import run as run
 
 __version__ = "0.3.0"
 __all__ = ["Recipe", "__version__", "load_recipe", "run"]
 
-_LAZY = {"Recipe": "ddpforge.recipe", "load_recipe": "ddpforge.recipe", "run": "ddpforge.run"}
+_LAZY = {"Recipe": "ddpforge.recipe", "load_recipe": "ddpforge.recipe", "run": "ddpforge.runner"}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,8 @@ import socket
 import sys
 from pathlib import Path
 
+from ddpforge.confidential import redact
+
 logger = logging.getLogger("ddpforge")
 
 
@@ -14,7 +16,7 @@ def setup_logging(rank: int, folder: Path | None = None, level: int = logging.IN
 
     Rank 0 writes records of at least `level` to stderr. Other ranks write only warnings and errors, marked
     `[rank 3]`, or `[rank 3 node07]` when the job spans several nodes. Everything is appended to `logs/rank-N.log`
-    in `folder`.
+    in `folder`; what is logged with `extra={"in_file_only": True}`, nowhere else.
     """
     logger.setLevel(logging.DEBUG)
     logger.propagate = False  # a library's basicConfig() would print every rank's messages once more
@@ -24,13 +26,14 @@ def setup_logging(rank: int, folder: Path | None = None, level: int = logging.IN
 
     stderr = _Stderr(level if rank == 0 else max(level, logging.WARNING))
     stderr.setFormatter(_Formatter(_prefix(rank)))
+    stderr.addFilter(lambda record: not getattr(record, "in_file_only", False))
     logger.addHandler(stderr)
 
     if folder is not None:
         path = folder / "logs" / f"rank-{rank}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         file = logging.FileHandler(path, encoding="utf-8")
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        file.setFormatter(_Redacting("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(file)
 
 
@@ -44,7 +47,14 @@ class _Stderr(logging.Handler):
             self.handleError(record)
 
 
-class _Formatter(logging.Formatter):
+class _Redacting(logging.Formatter):
+    """Without secrets, wherever they come from: tracebacks too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
+class _Formatter(_Redacting):
     """The message alone; from warnings on, the level in front of it."""
 
     def __init__(self, prefix: str) -> None:

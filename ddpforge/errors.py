@@ -34,9 +34,13 @@ class ExitCode(IntEnum):
 
 
 class ForgeError(Exception):
-    """An expected failure: shown as a message with hints, never as a traceback."""
+    """An expected failure: shown as a message with hints, never as a traceback.
+
+    `trace` is the traceback of somebody else's code behind it, as text, where only that tells what is wrong.
+    """
 
     exit_code = ExitCode.FAILED
+    trace = ""
 
     def __init__(self, message: str, *, hints: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -83,8 +87,8 @@ class Diverged(ForgeError):
 
 
 class PeerFailed(ForgeError):
-    """Rank 0 failed and has said why; this rank ends with the same exit code and says nothing."""
+    """Another rank failed and has said why; this rank ends with the same exit code and says nothing."""
 
-    def __init__(self, exit_code: ExitCode) -> None:
-        super().__init__("rank 0 failed")
+    def __init__(self, exit_code: ExitCode, message: str = "rank 0 failed", *, hints: Sequence[str] = ()) -> None:
+        super().__init__(message, hints=hints)
         self.exit_code = exit_code

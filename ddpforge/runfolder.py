@@ -7,7 +7,9 @@ runs/<name>/
   logs/                    checkpoints/
 """
 
+import errno
 import fcntl
+import glob
 import json
 import logging
 import math
@@ -15,7 +17,7 @@ import os
 import secrets
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from difflib import get_close_matches
@@ -30,7 +32,7 @@ from ddpforge.environment import describe_environment
 from ddpforge.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
-    from ddpforge.recipe import LoadedRecipe
+    from ddpforge.recipe import LoadedRecipe, Recipe
 
 log = logging.getLogger("ddpforge")
 
@@ -112,9 +114,28 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def logs(self) -> Path:
+        """What each rank said, and of which failure."""
+        return self.path / "logs"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
         return self.path / "checkpoints"
+
+    @classmethod
+    def of(cls, recipe: "Recipe", out: str | Path | None = None) -> "RunFolder":
+        """The folder that a recipe's run has; `out` stands in for its `output_dir`.
+
+        Raises UsageError where `out` is no folder's name.
+        """
+        from ddpforge.recipe.schema import refuse_remote
+
+        try:
+            refuse_remote(str(out or recipe.output_dir))
+        except ValueError as error:
+            raise UsageError(f"--out {str(out)!r} {error}") from error
+        return cls(Path(out or recipe.output_dir) / recipe.name)
 
     @classmethod
     def find(cls, run: str, runs: Path = Path("runs")) -> "RunFolder":
@@ -135,29 +156,67 @@ class RunFolder:
         """True when this is the folder of a run, whatever became of it."""
         return (self.path / "run.json").is_file()
 
-    def create(self, *, text: str, resolved: str, local_files: Mapping[str, bytes]) -> None:
-        """Lays the folder down, whole or not at all.
+    def create(self, *, text: str, resolved: str, local_files: Mapping[str, bytes]) -> bool:
+        """Lays the folder down, whole or not at all; see `claim_new`."""
+        with self.claim_new(text=text, resolved=resolved, local_files=local_files) as mine:
+            return mine
 
-        `text` is the recipe as given, `resolved` the same with all defaults; `local_files` maps the paths of
-        plugin files, as `resolved` writes them, to what is in them. Raises
-        UsageError when something else is at this place, EnvironmentProblem when the disk refuses.
+    @contextmanager
+    def claim_new(self, *, text: str, resolved: str, local_files: Mapping[str, bytes]) -> Iterator[bool]:
+        """Lays the folder down, whole or not at all, and keeps it claimed, see `claim`.
+
+        Yields False where another process has laid it down in the meantime: then nothing is claimed. `text` is the
+        recipe as given, `resolved` the same with all defaults; `local_files` maps the paths of plugin files, as
+        `resolved` writes them, to what is in them. Raises UsageError when something else is at this place,
+        EnvironmentProblem when the disk refuses.
         """
-        if self.path.exists():
-            raise UsageError(
-                f"{self.path} exists and is not the folder of a run",
-                hints=["give the recipe another `name`, or choose another place with --out"],
-            )
-        draft = RunFolder(self.path.with_name(f".{self.path.name}.tmp"))
-        run = _Run(id=secrets.token_hex(4), created=datetime.now(UTC).isoformat(), attempts=0, lineage=[])
+        with ExitStack() as claims:
+            draft = self._draft()
+            with _writing(self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._clear_drafts()
+                files.make_folder(draft.path)
+                files.make_folder(draft.checkpoints)
+                draft._write_recipe(text, resolved, local_files)
+                run = _Run(id=secrets.token_hex(4), created=datetime.now(UTC).isoformat(), attempts=0, lineage=[])
+                draft._write_json("run.json", run)
+            claims.enter_context(draft.claim())  # before anybody can see it; the lock is renamed along
+            mine = self._take(draft)
+            if not mine:
+                claims.close()
+            yield mine
+
+    def _draft(self) -> "RunFolder":
+        """Where this process, and no other, lays the folder down; `_clear_drafts` reads the name."""
+        return RunFolder(self.path.with_name(f".{self.path.name}.{gethostname()}-{os.getpid()}.tmp"))
+
+    def _clear_drafts(self) -> None:
+        """Removes those of processes that were killed while they laid the folder down."""
+        prefix = f".{self.path.name}.{gethostname()}-"
+        for path in self.path.parent.glob(f"{glob.escape(prefix)}*.tmp"):
+            number = path.name.removeprefix(prefix).removesuffix(".tmp")
+            if number.isdecimal() and (int(number) == os.getpid() or not Path("/proc", number).exists()):
+                files.remove(path)
+
+    def _take(self, draft: "RunFolder") -> bool:
+        """Gives the draft its name; False, and the draft is gone, where a run has it already."""
         with _writing(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            files.remove(draft.path)  # of a process that was killed here
-            files.make_folder(draft.path)
-            files.make_folder(draft.checkpoints)
-            draft._write_recipe(text, resolved, local_files)
-            draft._write_json("run.json", run)
-            files.rename(draft.path, self.path)
+            try:
+                if self.path.exists():
+                    raise FileExistsError
+                files.rename(draft.path, self.path)  # fails where there is a folder with something in it
+            except OSError:
+                files.remove(draft.path)
+                if self.exists():
+                    return False
+                if self.path.exists():
+                    raise UsageError(
+                        f"{self.path} exists and is not the folder of a run",
+                        hints=["give the recipe another `name`, or choose another place with --out"],
+                    ) from None
+                raise
             files.sync_folder(self.path.parent)
+        return True
 
     def begin_attempt(self, *, step: int, text: str, resolved: str, local_files: Mapping[str, bytes]) -> int:
         """Notes that training goes on from `step` with this recipe; returns the attempt's number, from 1."""
@@ -191,7 +250,7 @@ class RunFolder:
 
         Raises EnvironmentProblem when another process has claimed the folder; one that dies lets go of it.
         """
-        path = self.path / "logs" / "lock"
+        path = self.logs / "lock"
         with _writing(self.path):
             path.parent.mkdir(exist_ok=True)
             file = path.open("ab+", buffering=0)
@@ -234,16 +293,51 @@ class RunFolder:
         return cast(Status, _read(path, json.loads, Status.__annotations__)) if path.exists() else None
 
     def write_status(self, status: Status) -> None:
-        """Replaces `status.json` in one instant."""
+        """Replaces `status.json` in one instant.
+
+        On a full disk it is written over the old one, if need be without metrics: that it failed must be there.
+        """
         metrics = {name: None if _is_odd(value) else value for name, value in status["metrics"].items()}
+        status = {**status, "metrics": metrics}
         with _writing(self.path):
-            self._write_json("status.json", {**status, "metrics": metrics})
+            try:
+                self._write_json("status.json", status)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._overwrite_status(status):
+                    raise
+
+    def _overwrite_status(self, status: Status) -> bool:
+        """Writes into the blocks that the file has already; False where there is none, or it does not fit."""
+        path = self.path / "status.json"
+        shorter: Status = {**status, "metrics": {}, "error": status["error"] and status["error"][:500]}
+        if not path.exists():
+            return False
+        found = path.stat()
+        for each in (status, shorter):
+            data = _json(each).ljust(found.st_size)
+            if len(data) <= max(found.st_size, found.st_blocks * 512):
+                with path.open("r+b") as file:
+                    file.write(data)
+                return True
+        return False
+
+    def amend_failure(self, error: str, code: int) -> None:
+        """Replaces what `status.json` says of a failure, unless a run is going on here."""
+        with suppress(EnvironmentProblem), self.claim():
+            if status := self.status():
+                self.write_status({**status, "state": "failed", "exit_code": code, "error": error})
+
+    def sync_metrics(self) -> None:
+        """Waits until the rows of metrics written so far would survive a power cut."""
+        with suppress(FileNotFoundError), self.metrics.open("rb") as file:
+            os.fsync(file.fileno())
+            files.sync_folder(self.path)
 
     def _run(self) -> _Run:
         return cast(_Run, _read(self.path / "run.json", json.loads, _Run.__annotations__))
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        files.replace(self.path / name, json.dumps(value, indent=1, allow_nan=False).encode())
+        files.replace(self.path / name, _json(value))
 
     def _write_recipe(self, text: str, resolved: str, local_files: Mapping[str, bytes]) -> None:
         for name, contents in local_files.items():
@@ -262,6 +356,10 @@ def _inside(name: str) -> PurePosixPath:
             hints=["move it there, or install it as a package and name it `package.module:attribute`"],
         )
     return path
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=1, allow_nan=False).encode()
 
 
 def _is_odd(value: float | None) -> bool:
@@ -296,6 +394,9 @@ _FREE = (
     *("name", "output_dir", "track", "checkpoint", "strategy", "data.workers", "data.prefetch"),
     *("train.timeout", "train.compile", "train.eval_every", "train.eval_batch"),
 )
+# What a finished run may be asked for again with: these have no part in its result, nor in how it came about.
+_OUTSIDE = ("name", "output_dir", "track", "checkpoint", "data.workers", "data.prefetch", "train.timeout")
+_INSIDE = ("checkpoint.init_from", "checkpoint.init_skip")
 
 
 @dataclass(frozen=True)
@@ -338,6 +439,24 @@ def refuse_fixed(changes: Sequence[Change], allowed: Sequence[str]) -> None:
             hints=[
                 "start anew with --fresh; the earlier run is kept under another name",
                 "or go on all the same: " + " ".join(f"--allow-change {change.path}" for change in refused),
+            ],
+        )
+
+
+def refuse_finished(folder: Path, changes: Sequence[Change], edited: Sequence[str]) -> None:
+    """Raises UsageError when a run that is finished is not the one that is asked for now.
+
+    `edited` are the names of local files whose code has changed.
+    """
+    named = [str(x) for x in changes if not _under(x.path, _OUTSIDE) or _under(x.path, _INSIDE)]
+    named += [f"the code in {name}" for name in edited]
+    if named:
+        raise UsageError(
+            f"{folder} is finished, with another recipe:\n" + "\n".join(f"  {each}" for each in named),
+            hints=[
+                "give the new one another name: --set name=NAME",
+                "or train it in place of the old one with --fresh; the earlier run is kept under another name",
+                "or go on from the end of the old one, with a longer train.length",
             ],
         )
 

@@ -110,6 +110,37 @@ class Uneven(nn.Module):
         return self.a(x) if self.first else self.b(x)
 
 
+class _Normed(nn.Module):
+    """Forward changes what it keeps: running statistics, a power iteration, a buffer that is a new tensor each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.second = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.norm(self.first(x)).relu())
+        if self.training:
+            self.largest = torch.maximum(0.9 * self.largest, x.detach().abs().max())
+        return x / (1 + self.largest)
+
+
+class NormedBlocks(nn.Module):
+    """Two blocks that change their buffers; the second is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Normed(), _Normed()])
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (0, 1, 1):
+            x = x + self.blocks[number](x=x)
+        return self.head(x)
+
+
 class OwnSeed(nn.Module):
     """Every rank draws other weights."""
 

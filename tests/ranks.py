@@ -74,7 +74,7 @@ _IMPORTED = [
     "torch._dynamo",  # by the first optimizer of every process: 2 seconds
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     *(f"ddpforge.cli.{command}" for command in ("run", "evaluate", "export")),
-    *("ddpforge.options", "ddpforge.run", "ddpforge.strategies.ddp", "ddpforge.strategies.fsdp"),
+    *("ddpforge.options", "ddpforge.runner", "ddpforge.strategies.ddp", "ddpforge.strategies.fsdp"),
     *("ddpforge.trackers.console", "ddpforge.trackers.jsonl"),
 ]
 _IMPORTED_BY_DEEPSPEED = [

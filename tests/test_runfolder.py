@@ -1,6 +1,7 @@
 """The run's folder: what is in it, what survives a crash, and which changed recipes may go on in it."""
 
 import errno
+import itertools
 import json
 import logging
 import math
@@ -115,6 +116,58 @@ def test_a_process_killed_while_creating_leaves_nothing_in_the_way(
     assert [path.name for path in folder.path.parent.iterdir()] == ["digits"]
 
 
+def test_of_two_first_starts_at_one_moment_one_lays_the_folder_down_and_the_other_sees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second begins at each of the moments at which the first changes the disk."""
+    assert not any(_meets(tmp_path, moment, monkeypatch) for moment in range(25, 30)), "there are fewer moments"
+    assert all(_meets(tmp_path, moment, monkeypatch) for moment in range(15))
+
+
+def _meets(tmp_path: Path, moment: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the other start came in between; what is left then is one run, whole."""
+    folder, other = (RunFolder(tmp_path / str(moment) / "digits") for _ in range(2))
+    laid_down: list[bool] = []
+    moments = itertools.count()
+
+    def interrupted(real: Any) -> Any:
+        def operation(*arguments: Any) -> Any:
+            if next(moments) == moment:
+                with monkeypatch.context() as patch:
+                    patch.setattr("os.getpid", lambda: 1)  # another process, which is alive
+                    laid_down.append(other.create(text="other", resolved=RESOLVED, local_files={}))
+            return real(*arguments)
+
+        return operation
+
+    with monkeypatch.context() as patch:
+        for name in ("make_folder", "create", "write", "sync", "rename", "remove", "sync_folder"):
+            patch.setattr(files, name, interrupted(getattr(files, name)))
+        mine = folder.create(text=TEXT, resolved=RESOLVED, local_files={})
+
+    assert [mine, *laid_down].count(True) == 1
+    assert folder.recipe.read_text() == (TEXT if mine else "other")
+    assert (folder.attempts(), folder.tables()) == (0, {"recipe": 1, "name": "digits"})
+    assert [path.name for path in folder.path.parent.iterdir()] == ["digits"]
+    return bool(laid_down)
+
+
+def test_a_folder_is_claimed_before_anybody_can_see_it(tmp_path: Path) -> None:
+    """From another process: locks of one process do not keep itself out."""
+    folder = RunFolder(tmp_path / "runs" / "digits")
+    script = """
+import sys
+from pathlib import Path
+from ddpforge.runfolder import RunFolder
+with RunFolder(Path(sys.argv[1])).claim():
+    pass
+"""
+    with folder.claim_new(text=TEXT, resolved=RESOLVED, local_files={}) as mine:
+        assert mine
+        tried = subprocess.run([sys.executable, "-c", script, folder.path], capture_output=True, text=True, check=False)
+    assert "is being trained in already, by process" in tried.stderr
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
 
@@ -187,14 +240,47 @@ def test_a_status_that_cannot_be_written_leaves_the_last_one(
     folder: RunFolder, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.EIO, "Input/output error")
 
     folder.write_status(status_of())
     monkeypatch.setattr(files, operation, refuse)
 
-    with pytest.raises(EnvironmentProblem, match="No space left on device"):
+    with pytest.raises(EnvironmentProblem, match="Input/output error"):
         folder.write_status(status_of(state="done"))
     assert folder.status() == status_of()
+
+
+def test_on_a_full_disk_the_status_is_written_where_the_old_one_is(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not stay at "running" because of the very thing that the run failed of."""
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder.write_status(status_of(metrics={f"train/{name}": 1.0 for name in range(20)}))
+    monkeypatch.setattr(files, "write", full)
+    folder.write_status(status_of(state="failed", exit_code=3, error="rank 0: the disk is full"))
+    assert folder.status() == status_of(state="failed", exit_code=3, error="rank 0: the disk is full")
+
+    many = {f"train/{name}": 1.0 for name in range(1000)}
+    folder.write_status(status_of(state="failed", exit_code=1, error="x" * 9000, metrics=many))
+    found = folder.status()
+    assert found is not None
+    assert (found["state"], found["exit_code"], found["metrics"]) == ("failed", 1, {})
+    assert str(found["error"]).startswith("xxx")
+
+
+def test_what_metrics_are_written_so_far_is_on_the_disk_when_synced(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    folder.sync_metrics()  # without a file there is nothing to lose
+    assert synced == []
+    folder.metrics.write_text("{}\n")
+    folder.sync_metrics()
+    assert synced == [folder.metrics.stat().st_ino, folder.path.stat().st_ino]
 
 
 @pytest.mark.parametrize("text", ["{", "3", '{"state": "done"}'])
@@ -298,6 +384,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("train.seed", 1, "fixed"),
         ("train.global_batch", 64, "fixed"),
         ("train.last_batch", "drop", "fixed"),
+        ("train.elastic_shards", 4, "fixed"),
         ("optimizer.lr", 1e-4, "tunable"),
         ("optimizer.no_decay", [], "tunable"),
         ("schedule.use", "cosine", "tunable"),

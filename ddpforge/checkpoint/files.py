@@ -14,6 +14,19 @@ from typing import BinaryIO
 import xxhash
 
 _STRIDE = 1 << 20  # bytes: what was just hashed is still in the processor's cache when it is written
+_MOST_UNSYNCED = 1 << 30  # bytes: a sync of more may take longer than anybody can tell from a disk that hangs
+
+_operations = 0
+
+
+def progress() -> int:
+    """Grows whenever something was written by this process: what tells a slow disk from one that hangs."""
+    return _operations
+
+
+def _proceed() -> None:
+    global _operations
+    _operations += 1
 
 
 # ---------------------------------------------------------------------------------------------- operations
@@ -30,12 +43,14 @@ def create(path: Path) -> BinaryIO:
 def write(file: BinaryIO, data: bytes | memoryview) -> None:
     """Appends all of `data`."""
     file.write(data)
+    _proceed()
 
 
 def sync(file: BinaryIO) -> None:
     """Waits until the file's contents would survive a power cut."""
     file.flush()
     os.fsync(file.fileno())
+    _proceed()
 
 
 def sync_folder(path: Path) -> None:
@@ -63,13 +78,17 @@ def remove(path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- sequences
 def write_new(path: Path, blocks: Iterable[bytes | memoryview]) -> tuple[int, list[str]]:
     """Writes a new file and waits for the disk; returns its size in bytes and the hash of each block, see `xxh3`."""
-    size, hashes = 0, []
+    size, unsynced, hashes = 0, 0, []
     with create(path) as file:
         for block in blocks:
             digest, view = xxhash.xxh3_128(), memoryview(block)
             for start in range(0, len(view), _STRIDE):
                 digest.update(view[start : start + _STRIDE])
                 write(file, view[start : start + _STRIDE])
+                unsynced += _STRIDE
+                if unsynced >= _MOST_UNSYNCED:
+                    sync(file)
+                    unsynced = 0
             hashes.append(digest.hexdigest())
             size += len(view)
         sync(file)

@@ -29,17 +29,26 @@ class Checkpoints:
     trains; `broadcast` gives rank 0's value to every rank in that one: a strategy's own. But for `pending` and `ready`,
     everything is called on every rank.
 
+    `before_commit` is called on rank 0 before a checkpoint counts: what it builds on must be on the disk first.
+
     `keep_every` is the recipe's `checkpoint.keep.every` in steps, once that is known.
     """
 
     def __init__(
-        self, folder: Path, settings: CheckpointSection, *, peers: Peers, broadcast: Callable[[Any], Any]
+        self,
+        folder: Path,
+        settings: CheckpointSection,
+        *,
+        peers: Peers,
+        broadcast: Callable[[Any], Any],
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder = folder
         self.keep_every: int | None = None
         self._settings = settings
         self._peers = peers
         self._broadcast = broadcast
+        self._before_commit = before_commit
         self._staging = Staging()
         self._known = retention.Known()
         self._saving: Future[Path] | None = None
@@ -61,6 +70,7 @@ class Checkpoints:
             self._peers,
             full=self._settings.layout == "full",
             copy=self._staging.copy if background else None,
+            before_commit=self._before_commit,
         )
         saving: Future[Path] = Future()
         self._saving = saving

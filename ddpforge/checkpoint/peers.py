@@ -1,14 +1,18 @@
 """The ranks that write one checkpoint: each does its part, and all of them learn whether all of them could."""
 
 import logging
-from collections.abc import Callable, Mapping
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from ddpforge.checkpoint import files
 from ddpforge.errors import CheckpointError, ForgeError, StrategyError
 from ddpforge.interfaces import World
 
@@ -16,7 +20,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
+X = TypeVar("X")
 _Report = tuple[str, tuple[str, ...]]  # message and hints
+_Reports = dict[int, _Report]
 
 
 class OutOfTouch(Exception):
@@ -29,13 +35,17 @@ class Peers:
 
     `broadcast` gives rank 0's value to every rank. `gather` gives rank 0 a list of every rank's values, and the others
     None. Both are called on every rank, in the same order, with small picklable values; when a rank is gone, they must
-    raise, if need be after a time limit.
+    raise, if need be after a time limit. Ranks that write tell each other so every `look` seconds; one that has written
+    nothing for `patience` seconds is given up.
     """
 
     rank: int
     size: int
     broadcast: Callable[[Any], Any]
     gather: Callable[[Any], list[Any] | None]
+
+    patience: float = math.inf
+    look: float = 1.0
 
     @classmethod
     def alone(cls) -> "Peers":
@@ -46,8 +56,9 @@ class Peers:
     def of(cls, world: World, timeout: timedelta) -> "Peers":
         """All ranks of a world, over a gloo group of their own, so that a thread can use it while training goes on.
 
-        Called on every rank. `timeout` is how long one rank waits for another: longer than it takes the slowest to
-        write. Raises StrategyError where torch.distributed does not connect these ranks.
+        Called on every rank. `timeout` is how long one rank waits for a word of another, however long that one takes to
+        write, and for how long a disk may take nothing. Raises StrategyError where torch.distributed does not connect
+        these ranks.
         """
         if world.size == 1:
             return cls.alone()
@@ -64,29 +75,40 @@ class Peers:
             dist.gather_object(value, values, dst=0, group=group)
             return values
 
-        return cls(rank=world.rank, size=world.size, broadcast=broadcast, gather=gather)
+        patience = timeout.total_seconds()
+        return cls(rank=world.rank, size=world.size, broadcast=broadcast, gather=gather, patience=patience)
+
+    def everyone(self, value: T) -> list[T]:
+        """The `value`s of all ranks, on every rank."""
+        return cast(list[T], self.broadcast(self.gather(value)))
 
     def together(self, action: Callable[[], T], then: Callable[[], R]) -> tuple[T, R]:
         """Runs `action` on every rank, `then` on rank 0; returns what the first gave here, and the second there.
 
-        When either fails on any rank, every rank raises CheckpointError with the rank and the reason; a defect's
-        traceback is in the log of that rank. Raises OutOfTouch when the ranks could not tell each other.
+        When either fails on any rank, or writes nothing for `patience` seconds, every rank raises CheckpointError with
+        the rank and the reason; a defect's traceback is in the log of that rank. Raises OutOfTouch when the ranks could
+        not tell each other.
         """
-        mine, failure = _attempt(action)
-        theirs, reports = None, self._reports(failure)
-        if self.rank == 0 and not reports:
-            theirs, failure = _attempt(then)
-            reports = {} if failure is None else {0: _report(failure)}
-        theirs, reports = self._touch(self.broadcast, (theirs, reports), failure)
+        mine = self._begin(action)
+        last: _Work[R] | None = None
+        while True:
+            mine.wait(self.look)
+            words = self._touch(self.gather, mine.word(), mine.failure)
+            if words is not None and all(word.done and word.report is None for word in words):
+                last = last or self._begin(then)
+                last.wait(self.look)
+                words = [last.word(), *words[1:]]
+            verdict = self._touch(self.broadcast, _verdict(words or (), last, self.patience), mine.failure)
+            if verdict is not None:
+                break
 
+        theirs, reports = verdict
         if reports:
-            raise _combined(reports) from failure
-        return cast(T, mine), cast(R, theirs)
+            raise _combined(reports) from mine.failure or (None if last is None else last.failure)
+        return cast(T, mine.result), cast(R, theirs)
 
-    def _reports(self, failure: Exception | None) -> dict[int, _Report]:
-        """On rank 0: what went wrong, by rank."""
-        reports = self._touch(self.gather, None if failure is None else _report(failure), failure)
-        return {rank: report for rank, report in enumerate(reports or ()) if report is not None}
+    def _begin(self, action: Callable[[], X]) -> "_Work[X]":
+        return _Work(action, name=f"checkpoint work of rank-{self.rank}", apart=self.size > 1)
 
     def _touch(self, collective: Callable[[Any], Any], value: object, failure: Exception | None) -> Any:
         try:
@@ -95,6 +117,70 @@ class Peers:
             if failure is not None:
                 raise _combined({self.rank: _report(failure)}) from failure
             raise OutOfTouch(str(error)) from error
+
+
+@dataclass(frozen=True)
+class _Word:
+    """How far a rank is: done, with a report of what went wrong; or for how many seconds it has written nothing."""
+
+    done: bool
+    report: _Report | None
+    idle: float
+
+
+class _Work(Generic[X]):
+    """Something that a rank does, in a thread of its own where `apart`: the disk may never answer."""
+
+    def __init__(self, action: Callable[[], X], *, name: str, apart: bool) -> None:
+        self.result: X | None = None
+        self.failure: Exception | None = None
+        self._action = action
+        self._fatal: BaseException | None = None
+        self._done = threading.Event()
+        self._progress, self._since = files.progress(), time.monotonic()
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        if apart:
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+        else:
+            self._run()
+
+    def wait(self, seconds: float) -> None:
+        """Waits until it is done, but no longer than this."""
+        self._done.wait(seconds)
+        if self._fatal is not None:
+            raise self._fatal
+
+    def word(self) -> _Word:
+        """What is to be told of it."""
+        if self._done.is_set():
+            return _Word(True, None if self.failure is None else _report(self.failure), 0.0)
+        if (progress := files.progress()) != self._progress:
+            self._progress, self._since = progress, time.monotonic()
+        return _Word(False, None, time.monotonic() - self._since)
+
+    def _run(self) -> None:
+        try:
+            if self._gpu is not None:
+                torch.cuda.set_device(self._gpu)  # a thread begins with the first
+            self.result, self.failure = _attempt(self._action)
+        except BaseException as error:
+            self._fatal = error
+        self._done.set()
+
+
+def _verdict(words: Sequence[_Word], last: "_Work[R] | None", patience: float) -> tuple[R | None, _Reports] | None:
+    """On rank 0: what came of it, once that is known; the ranks' words come by rank."""
+    reports = {rank: word.report for rank, word in enumerate(words) if word.report is not None}
+    late = {rank: word for rank, word in enumerate(words) if not word.done}
+    stuck: _Reports = {rank: _stuck(word) for rank, word in late.items() if word.idle > patience}
+    if (late and not stuck) or not words:
+        return None
+    return last.result if last else None, {**reports, **stuck}
+
+
+def _stuck(word: _Word) -> _Report:
+    hints = ("is the disk alive? train.timeout says how long one may write nothing",)
+    return f"nothing could be written for {word.idle:.0f} s", hints
 
 
 def _check_connected(world: World) -> None:

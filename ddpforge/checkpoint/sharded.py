@@ -63,8 +63,10 @@ class Save:
         *,
         full: bool = False,
         copy: Callable[[Held], Held] | None = None,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self._folder, self._step, self._peers, self._full = folder, facts.step, peers, full
+        self._before_commit = before_commit
         self._draft: Draft | None = None
         self._manifest: Manifest | None = None
         self._problem: Exception | None = None
@@ -136,6 +138,7 @@ class Save:
             if self._full:
                 with self._visible():
                     manifest = _with_model(draft, manifest)
+            self._before_commit()
             return self._draft.publish(manifest).name
 
     def _out_of_touch(self, error: Exception) -> CheckpointError:

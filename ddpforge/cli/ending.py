@@ -1,46 +1,94 @@
 """How a process that may be one rank of many ends: in words, with an exit code, and without hanging."""
 
+import json
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NoReturn
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, NoReturn
 
 import click
 
+from ddpforge import leaving
 from ddpforge.cli import complain
+from ddpforge.confidential import redact
 from ddpforge.errors import ExitCode, ForgeError
 from ddpforge.launch import record_verdict
 
 
 @contextmanager
-def ending() -> Iterator[None]:
-    """Runs a command to its end and leaves with the exit code that `errors.ExitCode` gives it."""
+def ending(*, status: bool = False) -> Iterator[None]:
+    """Runs a command to its end and leaves with the exit code that `errors.ExitCode` gives it.
+
+    With `status`, a failure is also told as one JSON object on stdout, in the form of a run's `status.json`.
+    """
     try:
         yield
-    except ForgeError as error:
-        complain(error)
-        leave(error.exit_code)
-    except KeyboardInterrupt:
-        leave(ExitCode.INTERRUPTED)
-    except Exception:
-        click.echo(f"[rank {os.environ.get('RANK', '0')}] {traceback.format_exc()}", err=True)
-        leave(ExitCode.FAILED)
+    except (Exception, KeyboardInterrupt) as error:
+        _speak_to_the_end()
+        if isinstance(error, ForgeError):
+            complain(error)
+        elif isinstance(error, Exception):
+            click.echo(f"[rank {os.environ.get('RANK', '0')}] {redact(traceback.format_exc())}", err=True)
+        if status and os.environ.get("RANK", "0") == "0":
+            click.echo(json.dumps(failure(error)))
+        leave(_exit_code(error))
     leave(ExitCode.DONE)
 
 
-def leave(code: ExitCode) -> NoReturn:
-    """Ends the process; a rank of a launched world without the interpreter's clean-up.
+@contextmanager
+def results_alone(wanted: bool) -> Iterator[None]:
+    """Where `wanted`, what components print inside goes to stderr: stdout is for one result."""
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)  # also for other processes and for what is not Python
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
-    Everything is on disk by now. gloo's threads now and then abort a process that takes the long way out, and a
-    failed rank must not wait for peers; either would turn a finished run into a failed one.
-    """
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """How the run stands that `error` ended, as its `status.json` says it."""
+    if outcome := getattr(error, "outcome", None):
+        return dict(outcome.status)
+    return {
+        "state": "failed",
+        "exit_code": _exit_code(error),
+        "step": 0,
+        "samples": 0,
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "strategy": None,
+        "metrics": {},
+        "error": redact(f"{type(error).__name__}: {error}".removesuffix(": ")),
+    }
+
+
+def _exit_code(error: BaseException) -> ExitCode:
+    if isinstance(error, ForgeError):
+        return error.exit_code
+    return ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.FAILED
+
+
+def _speak_to_the_end() -> None:
+    """A launcher that has seen another rank fail ends this one: it is about to end anyway, when it has said why."""
+    if "RANK" in os.environ and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def leave(code: ExitCode) -> NoReturn:
+    """Ends the process at once, for everything is on disk by now."""
     record_verdict(code)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    if "RANK" in os.environ:
-        os._exit(code)
-    sys.exit(code)
+    leaving.leave(code)

@@ -4,7 +4,7 @@ import json
 
 import click
 
-from ddpforge.cli.ending import ending
+from ddpforge.cli.ending import ending, results_alone
 from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_option
 
 
@@ -20,11 +20,12 @@ def evaluate(run: str, step: int | None, best: bool, sets: tuple[str, ...], as_j
     """
     with ending():
         from ddpforge.checkpoint.choose import choose
-        from ddpforge.run import evaluate as evaluate_run
         from ddpforge.runfolder import RunFolder
+        from ddpforge.runner import evaluate as evaluate_run
 
         folder = RunFolder.find(run)
-        found = evaluate_run(folder, choose(folder, step=step, best=best), sets=sets)
+        with results_alone(as_json):
+            found = evaluate_run(folder, choose(folder, step=step, best=best), sets=sets)
         if found.is_main:
             numbers = "  ".join(f"{name} {value:.6g}" for name, value in found.metrics.items())
             click.echo(json.dumps(found.as_dict()) if as_json else f"step {found.step}  {numbers}")

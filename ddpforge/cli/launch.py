@@ -1,11 +1,21 @@
 """`ddpforge launch`: check a recipe, start its processes on this machine, and pass their verdict on."""
 
+import json
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from ddpforge.cli import complain
 from ddpforge.cli.options import json_option, out_option, recipe_argument, run_options, sets_option
-from ddpforge.errors import UsageError
+from ddpforge.errors import ForgeError, UsageError
+
+if TYPE_CHECKING:
+    from ddpforge.launch import Ended
 
 
 @click.command()
@@ -30,8 +40,7 @@ def launch(
 
     The recipe is checked before anything is started, and the exit code is the run's own.
     """
-    from ddpforge.launch import launch as start
-    from ddpforge.launch import torchrun_command
+    from ddpforge.launch import start, torchrun_command
     from ddpforge.recipe import load_recipe
     from ddpforge.recipe.batch import check_world
 
@@ -41,15 +50,47 @@ def launch(
         )
 
     nproc = nproc or _gpus() or 1
-    loaded = load_recipe(recipe, sets=sets)
-    if not any(flag.startswith("--nnodes") for flag in torchrun_flags):
-        check_world(loaded, nproc)
+    with _told_as_json(as_json):
+        loaded = load_recipe(recipe, sets=sets)
+        if not any(flag.startswith("--nnodes") for flag in torchrun_flags):
+            check_world(loaded, nproc)
 
     arguments = [recipe, *(f"--set={value}" for value in sets), *(f"--allow-change={key}" for key in allow_change)]
     arguments += [f"--out={out}"] if out else []
     arguments += ["--fresh"] if fresh else []
     arguments += ["--json"] if as_json else []
-    sys.exit(start(torchrun_command(arguments, nproc=nproc, flags=torchrun_flags), nproc=nproc))
+    ended = start(torchrun_command(arguments, nproc=nproc, flags=torchrun_flags), nproc=nproc)
+    _tell_what_ranks_could_not(ended, Path(out or loaded.recipe.output_dir) / loaded.recipe.name, as_json=as_json)
+    sys.exit(ended.code)
+
+
+@contextmanager
+def _told_as_json(wanted: bool) -> Iterator[None]:
+    from ddpforge.cli.ending import failure
+
+    try:
+        yield
+    except ForgeError as error:
+        if wanted:
+            click.echo(json.dumps(failure(error)))
+        raise
+
+
+def _tell_what_ranks_could_not(ended: "Ended", path: Path, *, as_json: bool) -> None:
+    """A rank that a signal ended has said nothing: names it, here and in the run's status."""
+    from ddpforge.failures import told_causes
+    from ddpforge.runfolder import RunFolder
+
+    folder = RunFolder(path)
+    if ended.death is None or told_causes(folder.logs):
+        return
+    named = f"rank {ended.death.rank} was {ended.death}"
+    out_of_memory = ["was there not enough memory? `dmesg` says so"] if ended.death.signal == signal.SIGKILL else []
+    complain(ForgeError(named, hints=out_of_memory))
+    if folder.exists():
+        folder.amend_failure(named, ended.code)
+        if as_json and 0 not in ended.ranks:
+            click.echo(json.dumps(folder.status()))
 
 
 def _gpus() -> int:

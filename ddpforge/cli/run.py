@@ -4,7 +4,7 @@ import json
 
 import click
 
-from ddpforge.cli.ending import ending, leave
+from ddpforge.cli.ending import ending, leave, results_alone
 from ddpforge.cli.options import json_option, out_option, recipe_argument, run_options, sets_option
 
 
@@ -22,11 +22,12 @@ def run(
     An interrupted run goes on from its last checkpoint. Exit codes: 0 done, 1 failed, 2 usage or recipe,
     3 environment or plugin, 4 diverged, 75 stopped with a checkpoint saved, 130 interrupted before one.
     """
-    with ending():
-        from ddpforge.run import run as train
+    with ending(status=as_json):
         from ddpforge.runfolder import RunFolder
+        from ddpforge.runner import run as train
 
-        outcome = train(recipe, sets=sets, out=out, fresh=fresh, allow_change=allow_change)
+        with results_alone(as_json):
+            outcome = train(recipe, sets=sets, out=out, fresh=fresh, allow_change=allow_change)
         if outcome.is_main:
             click.echo(json.dumps(RunFolder(outcome.folder).status()) if as_json else outcome.sentence())
         leave(outcome.exit_code)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
-__all__ = ["launch", "record_verdict", "threads_per_process", "torchrun_command"]
+__all__ = [
+    *("Death", "Ended", "launch", "start", "threads_per_process", "torchrun_command"),
+    *("record_death", "record_verdict"),
+]
 
 VERDICT = "DDPFORGE_VERDICT"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -36,8 +41,35 @@ def threads_per_process(nproc: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // nproc)
 
 
+@dataclass(frozen=True)
+class Death:
+    """A rank that a signal ended, before any other had failed."""
+
+    rank: int
+    signal: int
+
+    def __str__(self) -> str:
+        with suppress(ValueError):
+            return f"ended by signal {self.signal} ({signal.Signals(self.signal).name})"
+        return f"ended by signal {self.signal}"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a launch ended: 0, or the exit code of the first rank that failed; and what only a launcher can know."""
+
+    code: int
+    death: Death | None = None
+    ranks: frozenset[int] = frozenset()  # those that said how they ended
+
+
 def launch(command: Sequence[str], *, nproc: int, output: IO[bytes] | None = None) -> int:
-    """Runs `command`; returns 0, or the exit code of the first rank that failed.
+    """Runs `command`; returns 0, or the exit code of the first rank that failed; see `start`."""
+    return start(command, nproc=nproc, output=output).code
+
+
+def start(command: Sequence[str], *, nproc: int, output: IO[bytes] | None = None) -> Ended:
+    """Runs `command` until it ends, which starts `nproc` ranks on this machine.
 
     What it prints goes to `output`; by default, where this process prints.
 
@@ -66,15 +98,20 @@ def launch(command: Sequence[str], *, nproc: int, output: IO[bytes] | None = Non
             if asked:
                 process.terminate()
             code = process.wait()
-            codes = [int(line) for line in Path(verdict.name).read_text().split()]
+            words = [json.loads(line) for line in Path(verdict.name).read_text().splitlines()]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
+    codes = [word["code"] for word in words if "code" in word]
     if code == 0 or codes[-nproc:] == [0] * nproc:
-        return 0  # whatever an earlier attempt or the launcher itself came to
+        return Ended(0)  # whatever an earlier attempt or the launcher itself came to
     signalled = asked[0] if asked else -code
-    return next((code for code in codes if code), 128 + signalled if signalled > 0 else code)
+    return Ended(
+        next((code for code in codes if code), 128 + signalled if signalled > 0 else code),
+        next((Death(word["rank"], word["signal"]) for word in reversed(words) if "signal" in word), None),
+        frozenset(word["rank"] for word in words if word.get("spoke")),
+    )
 
 
 def _kill(pid: int) -> None:
@@ -87,8 +124,17 @@ def _kill(pid: int) -> None:
             process.kill()
 
 
-def record_verdict(code: int) -> None:
-    """Called by a rank that ends: tells `launch`, if there is one, how."""
+def record_verdict(code: int, *, spoke: bool = True) -> None:
+    """Called by a rank that ends: tells `start`, if that has started it, how, and whether it could say why."""
+    _record({"rank": int(os.environ.get("RANK", "0")), "code": int(code), "spoke": spoke})
+
+
+def record_death(rank: int, signal: int) -> None:
+    """Called by the launcher that has seen it."""
+    _record({"rank": rank, "signal": signal})
+
+
+def _record(word: Mapping[str, int]) -> None:
     if path := os.environ.get(VERDICT):
         with open(path, "a") as file:
-            file.write(f"{code}\n")
+            file.write(json.dumps(word) + "\n")

@@ -6,8 +6,15 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
+from ddpforge.launch import record_death
+
 if __name__ == "__main__":
     try:
         main()
-    except (ChildFailedError, SignalException):
+    except ChildFailedError as error:
+        rank, failure = next(iter(error.failures.items()))  # the first that it saw; later ones it has ended itself
+        if failure.exitcode < 0:
+            record_death(rank, -failure.exitcode)
+        sys.exit(1)
+    except SignalException:
         sys.exit(1)

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError, UsageError
-from ddpforge.interfaces import CanonicalState, Exploring, Part, SavedTensor, Strategy, Total, World
+from ddpforge.interfaces import CanonicalState, Exploring, Part, Refusal, SavedTensor, Strategy, World
 from ddpforge.strategies import replicated
 from ddpforge.strategies.own_state import OwnState
 from ddpforge.strategies.precision import precision_for
@@ -87,10 +87,25 @@ class AcceleratedStrategy(Strategy):
         """Raises StrategyError when the prepared `model` is not what the recipe asked for."""
 
     # -- before the loop
+    def device_type(self, train: TrainSection) -> str:
+        """A GPU where there is one, unless `accelerate launch --cpu` says otherwise."""
+        on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+        return "cpu" if on_cpu else super().device_type(train)
+
+    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
+        """SyncBatchNorm on a CPU."""
+        if train.sync_batchnorm and device != "cuda":
+            hint = "torch.nn.SyncBatchNorm has no CPU implementation; leave train.sync_batchnorm out"
+            yield Refusal(
+                "train.sync_batchnorm", f"train.sync_batchnorm needs CUDA, and this run is on {device}", (hint,)
+            )
+
     def setup(self, train: TrainSection) -> World:
         """Joins the gloo (CPU) or NCCL (CUDA) process group that the launcher announced, and checks its size."""
         self._refuse_contradictions(train)
-        on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" or not torch.cuda.is_available()
+        on_cpu = self.device_type(train) == "cpu"
+        for refusal in self.refusals(train, int(os.environ.get("WORLD_SIZE", "1")), "cpu" if on_cpu else "cuda"):
+            raise StrategyError(refusal.message, hints=refusal.hints)
         timeout = timedelta(seconds=train.timeout.seconds)
         handlers = [InitProcessGroupKwargs(timeout=timeout), *self.handlers()]
         with patch_environment(ACCELERATE_USE_DEEPSPEED="false", ACCELERATE_USE_FSDP="false"):
@@ -169,11 +184,6 @@ class AcceleratedStrategy(Strategy):
         """The model, with SyncBatchNorm for BatchNorm where the recipe asks for it."""
         if not self.train.sync_batchnorm:
             return model
-        if self.world.device.type != "cuda":
-            raise StrategyError(
-                f"train.sync_batchnorm needs CUDA, and this run is on {self.world.device.type}",
-                hints=["torch.nn.SyncBatchNorm has no CPU implementation; leave train.sync_batchnorm out"],
-            )
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return converted
 
@@ -324,25 +334,17 @@ class AcceleratedStrategy(Strategy):
         )
 
     # -- agreement
-    def reduce(self, totals: Mapping[str, Total]) -> dict[str, float]:
-        """Sums and counts travel together, as float64."""
-        device = self.world.device
-        values = [value for total in totals.values() for value in (total.sum, total.count)]
-        flat = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).detach() for value in values])
-        if self.world.size > 1:
-            dist.all_reduce(flat)
+    def total(self, values: Tensor) -> Tensor:
+        """`values` summed over data ranks; the first operation on them waits for it, on gloo too.
 
-        numbers: list[float] = flat.tolist()
-        pairs = zip(numbers[::2], numbers[1::2], strict=True)
-        return dict(zip(totals, (sum_ / count if count else math.nan for sum_, count in pairs), strict=True))
-
-    def total(self, count: Tensor) -> Tensor:
-        """`count` summed over ranks; the first operation on it waits for it, on gloo too."""
-        count = count.to(self.world.device, non_blocking=True)
+        Ranks that see the same data give the same values, so that of each data rank's only one counts.
+        """
+        values = values.to(self.world.device, non_blocking=True)
         if self.world.size == 1:
-            return count
-        summed: Tensor = functional.all_reduce(count, "sum", cast(dist.ProcessGroup, dist.group.WORLD))
-        return summed
+            return values
+        summed: Tensor = functional.all_reduce(values, "sum", cast(dist.ProcessGroup, dist.group.WORLD))
+        alike = self.world.size // self.world.data_size
+        return summed / alike if alike > 1 else summed
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value`."""

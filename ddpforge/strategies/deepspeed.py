@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Contract, Exploring, Part, SavedTensor, Sharded, World
+from ddpforge.interfaces import CanonicalState, Contract, Exploring, Part, Refusal, SavedTensor, Sharded, World
 from ddpforge.strategies.accelerated import AcceleratedStrategy
 from ddpforge.strategies.deepspeed_extra import Offload, merge, refuse_owned
 from ddpforge.strategies.nvme import SMALLEST, Folder, is_swapped, mend_prefetch, require_io
@@ -141,21 +141,31 @@ class DeepSpeed(AcceleratedStrategy):
         return {"device": device, "nvme_path": str(self.nvme_path)} if device == "nvme" else {"device": device}
 
     # -- before the loop
+    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
+        """What cannot be compiled, and a DeepSpeed that is not there."""
+        yield from super().refusals(train, ranks, device)
+        try:
+            require_deepspeed()
+        except StrategyError as error:
+            yield Refusal("strategy.use", error.message, error.hints)
+        if self.stage == 3 and device == "cuda" and train.compile in ("reduce-overhead", "max-autotune"):
+            yield Refusal(
+                "train.compile",
+                f'train.compile = "{train.compile}" replays CUDA graphs, which need weights that stay where they are, '
+                "and ZeRO stage 3 gathers them anew for every pass",
+                ('set train.compile = "default", or strategy.stage = 2',),
+            )
+        if self.stage == 3 and train.compile != "off" and Version(torch.__version__) < _COMPILES:
+            yield Refusal(
+                "train.compile",
+                f"under ZeRO stage 3, torch {torch.__version__} compiles models whose gradients are zero in part",
+                (f'update to torch {_COMPILES} or newer, set train.compile = "off", or strategy.stage = 2',),
+            )
+
     def setup(self, train: TrainSection) -> World:
         """Joins the process group, and imports DeepSpeed for the device that it is on."""
         require_deepspeed()
         world = super().setup(train)
-        if self.stage == 3 and world.device.type == "cuda" and train.compile in ("reduce-overhead", "max-autotune"):
-            raise StrategyError(
-                f'train.compile = "{train.compile}" replays CUDA graphs, which need weights that stay where they are, '
-                "and ZeRO stage 3 gathers them anew for every pass",
-                hints=['set train.compile = "default", or strategy.stage = 2'],
-            )
-        if self.stage == 3 and train.compile != "off" and Version(torch.__version__) < _COMPILES:
-            raise StrategyError(
-                f"under ZeRO stage 3, torch {torch.__version__} compiles models whose gradients are zero in part",
-                hints=[f'update to torch {_COMPILES} or newer, set train.compile = "off", or strategy.stage = 2'],
-            )
         self.deepspeed = import_deepspeed(world.device)
         if self.nvme_path is not None:
             self._folder = Folder(self.nvme_path)
@@ -345,6 +355,12 @@ class DeepSpeed(AcceleratedStrategy):
                 hints=["leave requires_grad alone during a run; freeze and unfreeze between runs"],
             )
         self._reached.clear()
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Autocast, which under stage 3 keeps no copies of gathered weights; the engine's own goes by this one."""
+        if self.stage < 3:
+            return super().forward()
+        return self.precision.sharded_forward(compiled=self.train.compile != "off")
 
     def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
         """Tells the engine whether the step ends with this micro-batch."""

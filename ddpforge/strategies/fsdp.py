@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from ddpforge.errors import CheckpointError, StrategyError
-from ddpforge.interfaces import CanonicalState, Contract, Part, Range, SavedTensor, Weights, World
+from ddpforge.interfaces import CanonicalState, Contract, Part, Range, Refusal, SavedTensor, Weights, World
 from ddpforge.strategies import replicated
 from ddpforge.strategies.accelerated import AcceleratedStrategy
 from ddpforge.strategies.meta import materialise
@@ -96,24 +96,32 @@ class FSDP(AcceleratedStrategy):
             )
 
     # -- before the loop
+    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
+        """Replicas that do not divide the ranks, and options that have no effect."""
+        yield from super().refusals(train, ranks, device)
+        if ranks % self.replicas:
+            fits = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
+            yield Refusal(
+                "strategy.replicas",
+                f"strategy.replicas = {self.replicas} does not divide the {ranks} rank{'s' * (ranks > 1)}",
+                (f"use one of {', '.join(fits)}" if ranks > 1 else "leave it out",),
+            )
+        if self.cpu_offload and device == "cpu":
+            yield Refusal(
+                "strategy.cpu_offload",
+                "strategy.cpu_offload moves shards from a GPU to the host, and this run is on a CPU",
+                ("leave strategy.cpu_offload out",),
+            )
+        if self.gather == "compute" and train.precision == "fp32":
+            yield Refusal(
+                "strategy.gather",
+                'strategy.gather = "compute" has no effect while train.precision is "fp32"',
+                ('set train.precision = "bf16", or leave strategy.gather out',),
+            )
+
     def setup(self, train: TrainSection) -> World:
         """Joins the process group and lays the ranks out as replicas × shards."""
         world = super().setup(train)
-        if world.size % self.replicas:
-            raise StrategyError(
-                f"strategy.replicas = {self.replicas} does not divide the {world.size} ranks",
-                hints=[f"use one of {', '.join(str(n) for n in range(1, world.size + 1) if world.size % n == 0)}"],
-            )
-        if self.cpu_offload and world.device.type == "cpu":
-            raise StrategyError(
-                "strategy.cpu_offload moves shards from a GPU to the host, and this run is on a CPU",
-                hints=["leave strategy.cpu_offload out"],
-            )
-        if self.gather == "compute" and self.precision.dtype is None:
-            raise StrategyError(
-                'strategy.gather = "compute" has no effect while train.precision is "fp32"',
-                hints=['set train.precision = "bf16", or leave strategy.gather out'],
-            )
         self.mesh = self._mesh(world)
         return world
 
@@ -254,6 +262,10 @@ class FSDP(AcceleratedStrategy):
                 parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     # -- one step
+    def forward(self) -> AbstractContextManager[Any]:
+        """Autocast that keeps no copies of gathered weights."""
+        return self.precision.sharded_forward(compiled=self.train.compile != "off")
+
     def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
         """Holds back what need not happen before the last micro-batch: the all-reduce over replicas, or everything."""
         if self.accumulate == "whole":

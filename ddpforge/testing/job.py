@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -28,12 +28,15 @@ from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.peers import Peers
 from ddpforge.checkpoint.reader import Reader
+from ddpforge.data.nests import close, digest, size, take
+from ddpforge.errors import CheckpointError
+from ddpforge.failures import is_symptom
 from ddpforge.interfaces import Callback, Part, StepInfo, Strategy, Tracker, Weights, World
 from ddpforge.launch import record_verdict
+from ddpforge.parts import Parts
 from ddpforge.recipe import LoadedRecipe, load_recipe
 from ddpforge.registry import Registry
 from ddpforge.testing.checks.data import batches
-from ddpforge.testing.nests import close, digest, size, take
 from ddpforge.testing.report import place_of
 from ddpforge.trainer import Trainer
 
@@ -59,11 +62,16 @@ class Site:
     def trainer(self, tracker: Tracker, folder: str = "checkpoints") -> Trainer:
         """A trainer of the job's recipe."""
         recipe = self.loaded.recipe
+        parts = Parts(self.loaded, self.registry)
+        parts.foresee(ranks=self.world.size, trains=False)
+        parts.strategy = self.strategy
+        parts.build()
+        parts.report()
         checkpoints = Checkpoints(
             self.folder / folder, recipe.checkpoint, peers=self.peers, broadcast=self.strategy.broadcast
         )
         (self.folder / folder).mkdir(exist_ok=True)
-        trainer = assemble(recipe, self.registry, self.strategy, self.world, checkpoints, tracker)
+        trainer = assemble(parts, self.world, checkpoints, tracker, started=[])
         trainer.origin = {"strategy": recipe.strategy.use, "world_size": self.world.size}
         return trainer
 
@@ -135,7 +143,13 @@ def _watched(site: Site, folder: str, start: Reader | None) -> tuple[dict[str, A
     trainer.callbacks = {name: _Agreeing(inner, site, trainer.strategy.weights(trainer.model, trainer.optimizer))}
     if start:
         trainer.restore(start)
-    trainer.fit()
+    try:
+        trainer.fit()
+    except _Disagreement:
+        if trainer.checkpoints.pending:  # the next job talks to the same peers
+            with suppress(CheckpointError):
+                trainer.checkpoints.wait()
+        raise
     inner.on_end(None)
     kept = {key: x.tensor if isinstance(x, Part) else x for key, x in trainer.callbacks[name].state().items()}
     return {key: x.detach().clone() if isinstance(x, Tensor) else x for key, x in kept.items()}, trainer
@@ -250,6 +264,7 @@ def _failure(error: BaseException, world: World, site: Site, kind: str) -> dict[
         where = ""  # the failure itself is what matters
     return {
         "time": time.time(),
+        "symptom": is_symptom(error),
         "rank": world.rank,
         "error": f"{type(error).__name__}: {error}",
         "where": where,

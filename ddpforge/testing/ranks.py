@@ -23,7 +23,7 @@ _SERVER = multiprocessing.get_context("forkserver")
 # DeepSpeed must not touch a GPU in a process that forks.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 # torch._dynamo is what every first optimizer imports. What cannot be imported is left out.
-_IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "deepspeed.runtime.zero.muon.muon_optimizer", "ddpforge.run"]
+_IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "deepspeed.runtime.zero.muon.muon_optimizer", "ddpforge.runner"]
 _IMPORTED += [__name__]
 _PATIENCE = 20.0  # seconds that ranks have to end by themselves when one has failed
 

@@ -1,19 +1,23 @@
 """The truth about a run: `metrics.jsonl` in its folder, one JSON object a line."""
 
 import json
+import logging
 import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ddpforge.errors import EnvironmentProblem
 from ddpforge.interfaces import Tracker
 
 FILE = "metrics.jsonl"
 SUPERSEDED = "metrics.superseded.jsonl"
+REPLACED = "metrics.replaced.jsonl"  # what somebody put in its place
+
+log = logging.getLogger("ddpforge")
 
 Row = dict[str, Any]
 
@@ -22,16 +26,22 @@ class JSONLTracker(Tracker):
     """Writes each row to `metrics.jsonl`: `step`, `attempt`, `time` (Unix seconds) and the metrics.
 
     JSON has no NaN: a metric that is not finite is written as null and named in the row's `nonfinite` list.
-    `attempt` counts the processes that wrote the file, from 1. Rows that a resume repeats are moved to
-    `metrics.superseded.jsonl`, so that each step stays in one version. Unlike other trackers this one raises
-    EnvironmentProblem when it cannot write.
+    `attempt` is the run's own count, from 1. Rows that a resume repeats are moved to `metrics.superseded.jsonl`, so
+    that each step stays in one version. A file that somebody removes meanwhile is written again, with a warning.
+    Unlike other trackers this one raises EnvironmentProblem when it cannot write.
     """
 
+    _kept: BinaryIO
+
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
-        """Takes over the file of earlier attempts; without `resumed_at` all of their rows are superseded."""
+        """Takes over the file of earlier attempts; without `resumed_at` all of their rows are superseded.
+
+        Reads `config["run"]["attempt"]`; where that is missing, the attempts in the file are counted.
+        """
         self._path, self._superseded = folder / FILE, folder / SUPERSEDED
         earlier = _parse(self._path) + _parse(self._superseded)
-        self._attempt = 1 + max((row["attempt"] for row in earlier), default=0)
+        counted = 1 + max((row["attempt"] for row in earlier), default=0)
+        self._attempt = config.get("run", {}).get("attempt", counted)
         self.rewind(-1 if resumed_at is None else resumed_at)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -40,8 +50,11 @@ class JSONLTracker(Tracker):
         row |= {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         if nonfinite := [key for key, value in metrics.items() if not math.isfinite(value)]:
             row["nonfinite"] = nonfinite
-        with _explained(self._path), self._path.open("a") as file:
-            file.write(_line(row))
+        with _explained(self._path):
+            self._mend()
+            with self._path.open("a") as file:
+                file.write(_line(row))
+                self._size = file.tell()
 
     def rewind(self, step: int) -> None:
         """Supersedes the rows after `step`."""
@@ -51,6 +64,38 @@ class JSONLTracker(Tracker):
         if drop:
             _replace(self._superseded, _parse(self._superseded) + drop)  # first, so that a crash loses none
         _replace(self._path, keep)
+        self._keep()
+
+    def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
+        """Makes sure that the rows are still there."""
+        with _explained(self._path):
+            self._mend()
+        self._kept.close()
+
+    def _keep(self) -> None:
+        """Holds on to the file: what is removed is not gone while it is open."""
+        with suppress(AttributeError):
+            self._kept.close()
+        with _explained(self._path):
+            self._kept = self._path.open("rb")
+        self._size = os.fstat(self._kept.fileno()).st_size
+
+    def _mend(self) -> None:
+        """Writes the file again where somebody has removed or replaced it, and says so."""
+        try:
+            there = self._path.stat()
+        except FileNotFoundError:
+            there = None
+        if there and os.path.samestat(there, os.fstat(self._kept.fileno())):
+            if there.st_size < self._size:
+                log.warning("rows were removed from %s during training", self._path)
+            return
+        if there and there.st_size:
+            os.replace(self._path, self._path.with_name(REPLACED))
+        self._kept.seek(0)
+        _write(self._path, self._kept.read())
+        log.warning("%s was removed or replaced during training: all its rows were written again", self._path)
+        self._keep()
 
 
 def read_metrics(folder: Path) -> list[Row]:
@@ -75,27 +120,36 @@ def _parse(path: Path) -> list[Row]:
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()  # a write that was cut short by a crash
 
-    rows = []
+    rows, lost = [], 0
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = json.loads(line.strip(b"\0"))
             row["step"], row["attempt"]
         except (ValueError, TypeError, KeyError) as error:
+            if b"\0" in line:  # never joined: the halves of two rows may look like one
+                lost += 1
+                continue
             message = f"{path}, line {number} is not a row of metrics"
             raise EnvironmentProblem(message, hints=["mend or remove the line, or move the file away"]) from error
         rows.append(row)
+    if lost:
+        log.warning("%s has zeros in it, as a power failure leaves them: the rows that were there are lost", path)
     return rows
 
 
 def _replace(path: Path, rows: list[Row]) -> None:
     """Writes the file anew; whatever happens, `path` holds the old content or the new."""
-    new = path.with_suffix(".tmp")
     with _explained(path):
-        with new.open("w") as file:
-            file.writelines(map(_line, rows))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
+        _write(path, "".join(map(_line, rows)).encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    new = path.with_suffix(".tmp")
+    with new.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
 
 
 def _line(row: Row) -> str:

@@ -1,6 +1,7 @@
 """Training goes on while a checkpoint is written, every rank learns how it went, and a run never starts from scratch by
 accident."""
 
+import itertools
 import logging
 import threading
 import time
@@ -23,6 +24,7 @@ from ddpforge.checkpoint.contents import Held
 from ddpforge.checkpoint.retention import committed
 from ddpforge.errors import CheckpointError, ExitCode, PeerFailed, StrategyError
 from ddpforge.interfaces import CanonicalState
+from ddpforge.recipe.schema import CheckpointSection
 from ddpforge.regions import Box, Part
 
 
@@ -550,3 +552,96 @@ def test_tensors_on_a_gpu_are_copied_to_page_locked_memory(folder: Path, written
 
     assert all(part.tensor.is_pinned() for parts in written[0]["model"].values() for part in parts)
     assert addresses(written[1]) == addresses(written[0])
+
+
+# ---------------------------------------------------------------------------------------------- slow and dead disks
+@pytest.fixture
+def hours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An hour passes whenever somebody looks at the clock."""
+    clock = itertools.count(0, 3600)
+    with monkeypatch.context() as patch:
+        patch.setattr("ddpforge.checkpoint.peers.time.monotonic", lambda: next(clock))
+        yield
+
+
+def looking(peers: Peers, gather: Callable[[Any], Any] | None = None) -> Peers:
+    """Ranks that look often, and give one up that has written nothing for two of the looks."""
+    return replace(peers, patience=2.5 * 3600, look=0.001, gather=gather or peers.gather)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_rank_whose_disk_hangs_is_given_up_by_all_and_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, hours: None, background: bool
+) -> None:
+    answers, real = threading.Event(), files.write
+
+    def hang(file: Any, data: Any) -> None:
+        if threading.current_thread().name.endswith("rank-1"):
+            answers.wait(20)
+        real(file, data)
+
+    monkeypatch.setattr(files, "write", hang)
+    checkpoint = checkpoint_of(3)
+
+    def act(peers: Peers) -> Path:
+        saving = checkpoints(folder, looking(peers), background=background)
+        saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
+        return saving.wait()
+
+    results = World(2).run(act)
+    answers.set()
+    assert [type(result) for result in results] == [CheckpointError] * 2
+    assert str(results[0]).startswith("rank 1: nothing could be written for")
+    assert str(results[1]) == str(results[0])
+    assert list(folder.glob("step-*")) == []
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_disk_that_is_slow_however_slow_is_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, hours: None, slow: int
+) -> None:
+    """A write goes through each time that the ranks talk."""
+    permits, real, rounds = threading.Semaphore(0), files.write, []
+
+    def crawl(file: Any, data: Any) -> None:
+        if threading.current_thread().name.endswith(f"rank-{slow}"):
+            permits.acquire(timeout=20)
+        real(file, data)
+
+    monkeypatch.setattr(files, "write", crawl)
+    checkpoint = checkpoint_of(3)
+
+    def act(peers: Peers) -> Path:
+        def gather(value: Any) -> Any:
+            if peers.rank == slow:
+                rounds.append(value)
+                permits.release()
+            return peers.gather(value)
+
+        saving = checkpoints(folder, looking(peers, gather), background=False)
+        saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
+        return saving.wait()
+
+    results = World(2).run(act)
+    assert all(isinstance(result, Path) for result in results), results
+    assert len(rounds) > 4  # with an hour in between each
+    assert steps_in(read(results[0])) == {3}
+
+
+def test_what_a_checkpoint_builds_on_is_on_the_disk_before_it_counts(folder: Path) -> None:
+    found: list[list[Path]] = []
+    section = CheckpointSection.model_validate({"background": False})
+
+    def act(peers: Peers) -> Path:
+        saving = Checkpoints(
+            folder,
+            section,
+            peers=peers,
+            broadcast=peers.broadcast,
+            before_commit=lambda: found.append(list(folder.glob("**/COMMIT"))),
+        )
+        saving.save(checkpoint_of(3), share_of(checkpoint_of(3), peers.rank, 2))
+        return saving.wait()
+
+    assert all(isinstance(result, Path) for result in World(2).run(act))
+    assert found == [[]]  # once, on rank 0

@@ -1,6 +1,7 @@
 """`ddpforge run`: what it says, what it leaves behind, how it goes on, and how it refuses."""
 
 import json
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copy
@@ -66,6 +67,97 @@ def test_a_longer_run_goes_on_where_it_stood(ddpforge: Callable[..., Ranks]) -> 
     assert (steps(), attempts()) == ([1, 2, 3, 4], 2)
 
 
+LOCAL = """\
+from ddpforge.models.mlp import MLP
+
+class Mine(MLP):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (["--set", "optimizer.lr=0.2"], "optimizer.lr: 0.1 → 0.2"),
+        (["--set", "train.seed=1", "--allow-change", "train.seed"], "train.seed: 0 → 1"),
+        (["--set", "strategy.use=fsdp"], 'strategy.use: "ddp" → "fsdp"'),
+        (["--set", "checkpoint.init_from=elsewhere"], 'checkpoint.init_from: absent → "elsewhere"'),
+    ],
+)
+def test_a_changed_recipe_of_a_finished_run_is_never_answered_with_the_old_result(
+    ddpforge: Callable[..., Ranks], change: list[str], named: str
+) -> None:
+    """As in `for lr in 0.1 0.2; do ddpforge run tiny.toml --set optimizer.lr=$lr; done`."""
+    ddpforge("run", "tiny.toml")
+    refused = ddpforge("run", "tiny.toml", *change, nproc=2, fails=True)
+    assert refused.codes == [ExitCode.USAGE] * 2
+    assert refused.stdout == ""
+    assert "runs/tiny is finished, with another recipe" in refused.stderr
+    assert named in refused.stderr
+    for way in ("another name", "--fresh", "longer train.length"):
+        assert way in refused.stderr
+    assert (status()["state"], attempts()) == ("done", 1)
+
+
+def test_json_does_not_answer_a_changed_recipe_with_the_old_result_either(ddpforge: Callable[..., Ranks]) -> None:
+    ddpforge("run", "tiny.toml")
+    refused = ddpforge("run", "tiny.toml", "--json", "--set", "optimizer.lr=0.2", fails=True)
+    said = json.loads(refused.stdout)
+    assert (said["state"], said["exit_code"]) == ("failed", ExitCode.USAGE)
+    assert "is finished, with another recipe" in said["error"]
+    assert status()["state"] == "done"
+
+
+def test_edited_code_is_a_changed_recipe(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
+    Path("tiny.toml").write_text(RECIPE.replace('use = "mlp"', 'use = "./mine.py:Mine"'))
+    Path("mine.py").write_text(LOCAL)
+    ddpforge("run", "tiny.toml")
+    Path("mine.py").write_text(LOCAL + "# another thought\n")
+    refused = ddpforge("run", "tiny.toml", fails=True)
+    assert refused.codes == [ExitCode.USAGE]
+    assert "the code in mine.py" in refused.stderr
+
+
+def test_what_does_not_matter_for_the_result_may_change_after_the_end(ddpforge: Callable[..., Ranks]) -> None:
+    ddpforge("run", "tiny.toml")
+    sets = ["--set", "track.every=2st", "--set", "data.workers=1", "--set", "checkpoint.keep.last=1"]
+    again = ddpforge("run", "tiny.toml", *sets, "--set", "train.timeout=1m")
+    assert again.stdout == "runs/tiny: done at step 2\n"
+
+
+@pytest.mark.parametrize("length", ["1st", "0.001ep"])
+def test_a_length_that_was_passed_already_is_refused(ddpforge: Callable[..., Ranks], length: str) -> None:
+    ddpforge("run", "tiny.toml", "--set", "train.length=4st")
+    refused = ddpforge("run", "tiny.toml", "--set", f"train.length={length}", nproc=2, fails=True)
+    assert refused.codes == [ExitCode.USAGE] * 2
+    assert "runs/tiny has come to step 4, and train.length ends at step 1" in refused.stderr
+    assert (status()["state"], status()["step"], attempts()) == ("done", 4, 1)
+
+
+FAILS = """\
+class Fails:
+    random = False
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> None:
+        raise OSError("no such disk")
+"""
+
+
+def test_a_run_that_has_not_trained_yet_takes_the_mended_recipe(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
+    Path("fails.py").write_text(FAILS)
+    Path("broken.toml").write_text(RECIPE.replace('use = "digits", split = "test"', 'use = "./fails.py:Fails"'))
+    ddpforge("run", "broken.toml", "--set", "train.seed=1", fails=True)
+    assert status()["state"] == "failed"
+    mended = ddpforge("run", "tiny.toml")
+    assert "no checkpoint was saved: the new recipe counts from the first step" in mended.stderr
+    assert 'fails.py:Fails" → "digits"' in mended.stderr
+    assert status()["state"] == "done"
+    assert tomllib.loads(Path("runs/tiny/recipe.resolved.toml").read_text())["train"]["seed"] == 0
+
+
 def test_fresh_keeps_the_earlier_run_under_another_name(ddpforge: Callable[..., Ranks]) -> None:
     ddpforge("run", "tiny.toml")
     ddpforge("run", "tiny.toml", "--fresh", "--set", "train.length=1st")
@@ -100,6 +192,35 @@ def test_json_is_the_status_in_one_object(ddpforge: Callable[..., Ranks]) -> Non
     said = ddpforge("run", "tiny.toml", "--json", nproc=2).stdout
     assert json.loads(said) == status()
     assert json.loads(ddpforge("run", "tiny.toml", "--json").stdout) == status()  # also of a finished run
+
+
+LOUD = """\
+from ddpforge.interfaces import Callback
+
+class Loud(Callback):
+    def on_start(self, model, world, weights):
+        print("hello from rank", world.rank, flush=True)
+
+    def on_step(self, info):
+        raise KeyError("lost")
+"""
+
+
+def test_json_is_one_object_also_when_a_run_fails_and_components_print(
+    folder: Path, ddpforge: Callable[..., Ranks]
+) -> None:
+    Path("loud.py").write_text(LOUD)
+    said = ddpforge("run", "tiny.toml", "--json", "--set", "callbacks.loud.use=./loud.py:Loud", nproc=2, fails=True)
+    assert json.loads(said.stdout) == status()
+    assert (status()["state"], status()["exit_code"]) == ("failed", 1)
+    assert "hello from rank 0" in said.stderr
+
+
+def test_json_is_one_object_also_when_the_recipe_is_wrong() -> None:
+    result = invoke("tiny.toml", "--json", "--set", "train.lenght=1ep")
+    said = json.loads(result.stdout)
+    assert (said["state"], said["exit_code"], said["step"]) == ("failed", ExitCode.USAGE, 0)
+    assert "unknown key `lenght`" in said["error"]
 
 
 def test_json_has_no_word_for_what_is_not_a_number(folder: Path, ddpforge: Callable[..., Ranks]) -> None:

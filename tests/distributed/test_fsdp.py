@@ -86,7 +86,7 @@ use = "regression"
 )
 def test_what_cannot_be_is_refused(bench: Bench, strategy: str, nproc: int, train: str, said: str) -> None:
     failed = bench("run", strategy, nproc=nproc, train=train, fails=True)
-    assert set(failed.codes) == {3}
+    assert set(failed.codes) == {2}
     assert said in failed.stderr
     assert "Traceback" not in failed.stderr
 

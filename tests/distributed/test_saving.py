@@ -89,24 +89,56 @@ def test_milestones_outlive_newer_checkpoints(bench: Bench) -> None:
 
 GONE = """
 import shutil
+from pathlib import Path
 from ddpforge.interfaces import Callback
 
 class Gone(Callback):
+    def __init__(self, when: str, what: str = "runs/run"):
+        self.when, self.what = when, Path(what)
+
+    def remove(self, *now):
+        if now == (self.when, 8):
+            shutil.rmtree(self.what) if self.what.is_dir() else self.what.unlink()
+
     def on_step(self, info):
-        if info.step == 3:
-            shutil.rmtree("runs/run", ignore_errors=True)
+        self.remove("step", info.step)
+
+    def on_eval(self, step, metrics):
+        self.remove("eval", step)
+
+    def on_checkpoint(self, step, folder):
+        self.remove("checkpoint", step)
 """
 
 
-def test_a_failure_is_told_where_even_the_status_cannot_be_written(bench: Bench) -> None:
-    """What is wrong with status.json must not hide why the run failed."""
+@pytest.mark.parametrize(
+    ("when", "said"),
+    [
+        ("step", "cannot write runs/run/metrics.jsonl: No such file"),
+        ("eval", "checkpoint of step 8 could not be written"),
+        ("checkpoint", "cannot write runs/run/metrics.jsonl: No such file"),
+    ],
+)
+def test_a_run_whose_folder_is_removed_fails_and_says_so(bench: Bench, when: str, said: str) -> None:
+    """Also when nothing is left to do. What is wrong with status.json must not hide why the run failed."""
     (bench.folder / "gone.py").write_text(GONE)
-    more = '[checkpoint]\nevery = "100st"\n[callbacks.gone]\nuse = "./gone.py:Gone"'
+    bench.recipe = bench.recipe.replace('every = "1st"', 'every = "100st"')
+    more = f'[checkpoint]\nevery = "100st"\n[callbacks.gone]\nuse = "./gone.py:Gone"\nwhen = "{when}"'
     failed = bench("run", length="8st", more=more, nproc=1, fails=True)
     assert failed.codes == [ExitCode.ENVIRONMENT]
-    assert "error: cannot write runs/run/metrics.jsonl" in failed.stderr
-    assert "warning: while the run was ending: runs/run/run.json cannot be read" in failed.stderr
+    assert said in failed.stderr
+    assert "warning: while the run was ending: runs/run/logs cannot be written" in failed.stderr
     assert "Traceback" not in failed.stderr
+    assert failed.stdout == ""
+
+
+def test_rows_that_somebody_removes_during_training_are_written_again(bench: Bench) -> None:
+    (bench.folder / "gone.py").write_text(GONE)
+    more = '[callbacks.gone]\nuse = "./gone.py:Gone"\nwhen = "step"\nwhat = "runs/run/metrics.jsonl"'
+    said = bench("run", length="8st", more=more, nproc=1)
+    assert "runs/run/metrics.jsonl was removed or replaced during training" in said.stderr
+    bench("plain", length="8st", nproc=1)
+    assert bench.column("run") == bench.column("plain")
 
 
 def test_a_metric_that_is_to_decide_what_is_best_and_does_not_exist_is_named(bench: Bench) -> None:

@@ -1,6 +1,7 @@
 """`metrics.jsonl` is the truth about a run: every row once, in its newest version, whatever happened."""
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -109,11 +110,99 @@ def test_a_folder_without_metrics_is_not_a_run(tmp_path: Path) -> None:
         read_metrics(tmp_path)
 
 
-def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("ddpforge"), "propagate", True)
+    return caplog
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_somebody_removed_is_written_again_with_all_its_rows(
+    tmp_path: Path, heard: pytest.LogCaptureFixture, replaced: bool
+) -> None:
+    tracker = started(tmp_path)
+    for step in (1, 2):
+        tracker.log(step, {"train/loss": float(step)})
+    (tmp_path / "metrics.jsonl").unlink()
+    if replaced:
+        (tmp_path / "metrics.jsonl").write_text("")
+    tracker.log(3, {"train/loss": 3.0})
+    assert losses(tmp_path) == {1: 1.0, 2: 2.0, 3: 3.0}
+    assert "metrics.jsonl was removed or replaced during training: all its rows were written again" in heard.text
+    tracker.log(4, {"train/loss": 4.0})
+    assert losses(tmp_path)[4] == 4.0
+    assert heard.text.count("metrics.jsonl") == 1
+
+
+def test_a_file_that_somebody_removed_is_noticed_at_the_end_too(
+    tmp_path: Path, heard: pytest.LogCaptureFixture
+) -> None:
+    tracker = started(tmp_path)
+    tracker.log(1, {"train/loss": 1.0})
+    (tmp_path / "metrics.jsonl").unlink()
+    tracker.finish(state="done", summary={})
+    assert losses(tmp_path) == {1: 1.0}
+    assert "was removed or replaced" in heard.text
+
+
+def test_what_somebody_put_in_its_place_is_not_lost_either(tmp_path: Path) -> None:
     tracker = started(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(EnvironmentProblem, match=r"cannot write .*metrics\.jsonl: No space left on device"):
+    (tmp_path / "metrics.jsonl").write_text("theirs")
+    tracker.log(1, {"train/loss": 1.0})
+    assert (tmp_path / "metrics.replaced.jsonl").read_text() == "theirs"
+
+
+def test_a_file_that_somebody_cut_is_named(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
+    tracker = started(tmp_path)
+    tracker.log(1, {"train/loss": 1.0})
+    (tmp_path / "metrics.jsonl").write_text("")
+    tracker.log(2, {"train/loss": 2.0})
+    assert losses(tmp_path) == {2: 2.0}
+    assert "rows were removed from" in heard.text
+
+
+def test_a_page_of_zeros_costs_the_rows_in_it_and_no_more(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
+    """What a file system may leave of blocks that it had not written when the power failed."""
+    tracker = started(tmp_path)
+    for step in range(1, 301):
+        tracker.log(step, {"train/loss": float(step)})
+    file = tmp_path / "metrics.jsonl"
+    content = file.read_bytes()
+    file.write_bytes(content[:4096] + bytes(4096) + content[8192:])
+    first, last = (len(part.splitlines()) for part in (content[:4096], content[:8192]))
+    kept = [*range(1, first), *range(last + 1, 301)]
+    assert list(losses(tmp_path)) == kept
+
+    tracker = started(tmp_path, resumed_at=300)
+    tracker.log(301, {"train/loss": 301.0})
+    assert list(losses(tmp_path)) == [*kept, 301]
+    assert b"\0" not in file.read_bytes()
+    assert "metrics.jsonl has zeros in it" in heard.text
+
+
+def test_a_page_of_zeros_at_the_end_is_no_error(tmp_path: Path) -> None:
+    started(tmp_path).log(1, {"train/loss": 1.0})
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(bytes(4096))
+    assert losses(tmp_path) == {1: 1.0}
+    started(tmp_path, resumed_at=1).log(2, {"train/loss": 2.0})
+    assert losses(tmp_path) == {1: 1.0, 2: 2.0}
+
+
+def test_the_attempt_is_the_runs_own(tmp_path: Path) -> None:
+    """An attempt that ended before its first row counts too, as in `run.json`."""
+    tracker = JSONLTracker()
+    tracker.start(name="run", folder=tmp_path, config={"run": {"attempt": 3}}, resumed_at=None)
+    tracker.log(1, {"train/loss": 1.0})
+    assert [row["attempt"] for row in lines(tmp_path / "metrics.jsonl")] == [3]
+
+
+def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = started(tmp_path)
+    monkeypatch.setattr(tracker, "_path", Path("/dev/full"))
+    monkeypatch.setattr(tracker, "_kept", open("/dev/full", "rb"))  # noqa: SIM115
+    with pytest.raises(EnvironmentProblem, match=r"cannot write /dev/full: No space left on device"):
         tracker.log(1, {"train/loss": 1.0})
 
 

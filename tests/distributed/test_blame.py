@@ -1,0 +1,187 @@
+"""Which rank failed first, and of what: said by those that are left, in status.json, on the console and in the logs."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Ranks
+
+from ddpforge.errors import ExitCode
+
+RECIPE = """
+recipe = 1
+name = "run"
+model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
+data.train = { use = "digits", split = "test" }
+task = { use = "classification" }
+optimizer = { use = "sgd", lr = 0.1 }
+train = { length = "100st", global_batch = 12, timeout = "3s" }
+[callbacks.fault]
+use = "./faults.py:Fault"
+"""
+FAULTS = '''
+"""Faults of one rank at step 3."""
+
+import os
+import signal
+import threading
+import time
+from ddpforge.errors import EnvironmentProblem
+from ddpforge.interfaces import Callback
+
+
+def looks_up(key):
+    return {}[key]
+
+
+class Fault(Callback):
+    def __init__(self, kind: str, rank: int = 1, waits: str = "") -> None:
+        self.kind, self.rank, self.waits = kind, rank, waits
+
+    def on_start(self, model, world, weights):
+        self.here = world.rank == self.rank
+
+    def on_step(self, info):
+        if info.step != 3:
+            return
+        if not self.here and self.waits:
+            os.read(os.pipe()[0], 1)  # as in a kernel: a signal handler of Python's does not run
+        if self.here:
+            getattr(self, self.kind)()
+
+    def raises(self):
+        looks_up("absent")
+
+    def refuses(self):
+        raise EnvironmentProblem("the disk of this rank is gone")
+
+    def killed(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def stopped(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def hangs(self):
+        time.sleep(1000)
+
+    def cannot_write(self):
+        from ddpforge.checkpoint import files
+
+        real = files.write
+
+        def write(file, data):
+            if "checkpoint" in threading.current_thread().name:
+                time.sleep(1000)
+            real(file, data)
+
+        files.write = write
+
+    def aborts(self):
+        os.abort()
+'''
+
+Faulty = Callable[..., tuple[Ranks, dict[str, Any]]]
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Faulty:
+    (tmp_path / "run.toml").write_text(RECIPE)
+    (tmp_path / "faults.py").write_text(FAULTS)
+
+    def run(kind: str, *more: str, rank: int = 1, nproc: int = 2) -> tuple[Ranks, dict[str, Any]]:
+        sets = (f"--set=callbacks.fault.kind={kind}", f"--set=callbacks.fault.rank={rank}")
+        ended = ddpforge("run", "run.toml", *sets, *more, nproc=nproc, fails=True)
+        return ended, json.loads((tmp_path / "runs/run/status.json").read_text())
+
+    return run
+
+
+def test_the_rank_that_failed_first_speaks_and_the_others_point_to_it(tmp_path: Path, faulty: Faulty) -> None:
+    ended, status = faulty("raises")
+    assert ended.codes == [1, 1]
+    assert (status["state"], status["exit_code"], status["error"]) == ("failed", 1, "rank 1: KeyError: 'absent'")
+    assert "[rank 1] Traceback" in ended.stderr
+    assert "error: rank 1 failed first: KeyError: 'absent'" in ended.stderr
+    assert "see runs/run/logs/rank-1.log" in ended.stderr
+    assert ended.stderr.count("Traceback") == 1
+    assert "gloo" not in ended.stderr
+
+    log = (tmp_path / "runs/run/logs/rank-1.log").read_text()
+    assert "Traceback" in log
+    assert "return {}[key]" in log
+    assert "gloo" in (tmp_path / "runs/run/logs/rank-0.log").read_text()
+
+
+def test_all_ranks_end_with_the_exit_code_of_the_first(faulty: Faulty) -> None:
+    ended, status = faulty("refuses")
+    assert ended.codes == [ExitCode.ENVIRONMENT] * 2
+    assert status["exit_code"] == ExitCode.ENVIRONMENT
+    assert status["error"] == "rank 1: EnvironmentProblem: the disk of this rank is gone"
+    assert "[rank 1] error: the disk of this rank is gone" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "nproc", "said"),
+    [
+        ("killed", 1, 2, "ended without a word: it was killed, or crashed"),
+        ("killed", 0, 2, "ended without a word: it was killed, or crashed"),
+        ("aborts", 1, 3, "ended without a word: it was killed, or crashed"),
+        ("stopped", 0, 2, "is stopped, as by SIGSTOP"),
+        pytest.param("stopped", 1, 2, "is stopped, as by SIGSTOP", marks=pytest.mark.slow),
+        pytest.param("hangs", 1, 2, "does not answer", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_cannot_speak_is_named_by_the_others(
+    faulty: Faulty, kind: str, rank: int, nproc: int, said: str
+) -> None:
+    began = time.monotonic()
+    ended, status = faulty(kind, rank=rank, nproc=nproc)
+    assert all(ended.codes)
+    assert status["state"] == "failed"
+    assert status["error"].startswith(f"rank {rank}: process ")
+    assert status["error"].endswith(said)
+    assert f"error: rank {rank} failed first: process " in ended.stderr
+    assert ended.stderr.count(said) == 1
+    assert "Traceback" not in ended.stderr
+    if kind == "stopped":
+        assert ended.codes[rank] == -signal.SIGKILL
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.slow)])
+def test_a_rank_that_hangs_in_a_save_is_waited_for_as_long_as_any_other(faulty: Faulty, background: str) -> None:
+    sets = ("--set=checkpoint.every=4st", f"--set=checkpoint.background={background}")
+    ended, status = faulty("cannot_write", *sets)
+    assert ended.codes == [ExitCode.ENVIRONMENT] * 2
+    assert "CheckpointError: rank 1: nothing could be written for 3 s" in status["error"]
+    assert "error: rank 1: nothing could be written for 3 s" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["raises", "killed"])
+def test_a_rank_that_waits_where_nobody_can_interrupt_it_ends_soon(tmp_path: Path, kind: str) -> None:
+    """Under the real launcher, whose SIGTERM such a rank does not see, and with a time limit of ten minutes."""
+    (tmp_path / "run.toml").write_text(RECIPE)
+    (tmp_path / "faults.py").write_text(FAULTS)
+    sets = [f"--set=callbacks.fault.kind={kind}", "--set=callbacks.fault.waits=yes", "--set=train.timeout=10m"]
+    command = [sys.executable, "-m", "ddpforge", "launch", "run.toml", "--nproc", "2", *sets, "--json"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 1
+    status = json.loads((tmp_path / "runs/run/status.json").read_text())
+    assert status["state"] == "failed"
+    if kind == "raises":
+        assert status["error"] == "rank 1: KeyError: 'absent'"
+    else:
+        assert status["error"] == "rank 1 was ended by signal 9 (SIGKILL)"
+        assert "error: rank 1 was ended by signal 9 (SIGKILL)" in ended.stderr
+        assert json.loads(ended.stdout) == status
+    assert "in on_step" in (tmp_path / "runs/run/logs/rank-0.log").read_text()  # where it waited
+    assert "this rank waits for something else, and is ended" in ended.stderr
