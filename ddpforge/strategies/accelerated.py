@@ -31,7 +31,7 @@ from ddpforge.strategies import replicated
 from ddpforge.strategies.own_state import OwnState
 from ddpforge.strategies.precision import precision_for
 from ddpforge.strategies.share import share
-from ddpforge.strategies.trial import refuse_closure, refuse_sparse
+from ddpforge.strategies.trial import refuse_sparse
 from ddpforge.strategies.watch import refuse_loss, watched
 
 if TYPE_CHECKING:
@@ -205,7 +205,6 @@ class AcceleratedStrategy(Strategy):
 
     def look_at(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Raises StrategyError for a model and an optimizer that do not fit together, before anything is trained."""
-        refuse_closure(optimizer)
         refuse_sparse(optimizer, model, sharded=bool(self.contract.shards))
         for name, parameter in model.named_parameters():
             if parameter.dtype == torch.float64 and self.precision.dtype is not None:

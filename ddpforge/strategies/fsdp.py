@@ -24,7 +24,7 @@ from ddpforge.strategies import replicated
 from ddpforge.strategies.accelerated import AcceleratedStrategy
 from ddpforge.strategies.meta import materialise
 from ddpforge.strategies.share import share
-from ddpforge.strategies.trial import refuse_closure, tried
+from ddpforge.strategies.trial import tried
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -171,13 +171,12 @@ class FSDP(AcceleratedStrategy):
 
     def _try(self, optimizer: Optimizer) -> None:
         """Raises StrategyError for an optimizer that does not do with shards what it does with a whole weight."""
-        name, device = type(optimizer).__name__, torch.device("cpu") if self.cpu_offload else self.world.device
+        name = type(optimizer).__name__
         hints = ['set strategy.use = "ddp", or use AdamW, SGD or another element-wise optimizer']
-        refuse_closure(optimizer)
         for group in optimizer.param_groups:
             generator = torch.Generator().manual_seed(0)
             rows = 2 * self.mesh.size(-1)
-            values = [torch.randn(rows, 4, generator=generator).to(device) for _ in range(4)]
+            values = [torch.randn(rows, 4, generator=generator).to(self.world.device) for _ in range(4)]
             whole, _ = tried(optimizer, group, values, values[::-1])
             try:
                 sharded = [self._sharded(value) for value in values]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from ddpforge.errors import StrategyError
 from ddpforge.strategies.own_state import OwnState
 
-__all__ = ["refuse_closure", "refuse_sparse", "tried"]
+__all__ = ["refuse_sparse", "tried"]
 
 
 def tried(
@@ -40,18 +39,6 @@ def tried(
     finally:
         own.reset()  # what the double shares with the optimizer
     return [weight.detach() for weight in weights], double.state[weights[0]]
-
-
-def refuse_closure(optimizer: Optimizer) -> None:
-    """Raises StrategyError for an optimizer that wants to compute gradients itself, as LBFGS does."""
-    closure = next(iter(signature(optimizer.step).parameters.values()), None)
-    if closure is not None and closure.default is Parameter.empty and closure.kind is Parameter.POSITIONAL_OR_KEYWORD:
-        raise StrategyError(
-            f"{type(optimizer).__name__} needs a closure that computes the loss anew, and a step computes it once",
-            hints=[
-                "use another optimizer; one that implements `ddpforge.interfaces.Exploring` may make several passes"
-            ],
-        )
 
 
 def refuse_sparse(optimizer: Optimizer, model: nn.Module, *, sharded: bool) -> None:
