@@ -1,4 +1,4 @@
-"""Builds everything that a recipe names and puts it together into a trainer."""
+"""Puts what a recipe names together into a trainer."""
 
 from __future__ import annotations
 
@@ -6,33 +6,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from ddpforge.blocks import find_blocks, rework_blocks
 from ddpforge.checkpoint.initial import load_initial
 from ddpforge.checkpoint.manager import Checkpoints
-from ddpforge.contract import count_parameters, prove
-from ddpforge.data import Batches, Share, mix, open_data
-from ddpforge.durations import Horizon
+from ddpforge.contract import prove
+from ddpforge.data import Batches, Share, open_data
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import Callback, Strategy, Task, Tracker, World
+from ddpforge.interfaces import Callback, Tracker, World
 from ddpforge.kinds import build
 from ddpforge.optim.groups import parameter_groups
-from ddpforge.pace import in_steps
+from ddpforge.parts import Parts
 from ddpforge.recipe import Recipe
 from ddpforge.recipe.batch import plan_batch
-from ddpforge.registry import Registry
 from ddpforge.trainer import Trainer
 
-__all__ = ["WEIGHTS", "assemble"]
-
-WEIGHTS = 0x1217  # keeps the random numbers of initial weights apart from all others
+__all__ = ["assemble"]
 
 
 def assemble(
-    recipe: Recipe,
-    registry: Registry,
-    strategy: Strategy,
+    parts: Parts,
     world: World,
     checkpoints: Checkpoints,
     tracker: Tracker,
@@ -40,44 +32,32 @@ def assemble(
     started: list[Callback],
     init_from: str | None = None,
 ) -> Trainer:
-    """A trainer for `recipe` in `world`, which `strategy` has set up; nothing is trained or restored yet.
+    """A trainer out of `parts`, which are built, in `world`, which their strategy has set up; nothing is restored yet.
 
     `init_from` is where initial weights come from, see `checkpoint.initial`. Callbacks that have started are added to
     `started`, also when a later one fails: they are to hear how it ended.
 
-    Raises RecipeError or UsageError for a recipe whose parts do not fit together, PluginError for a broken part.
+    Raises UsageError for parts that do not fit together, PluginError for a broken one.
     """
-    parts = (recipe.data.train, recipe.data.eval)
-    sets = [build(registry, "data", part, seed=recipe.train.seed) for part in parts if part]
-    training, evaluation = _batches(recipe, world, sets)
-    horizon = _horizon(recipe, training)
-    task: Task = build(registry, "task", recipe.task)
+    recipe, strategy = parts.recipe, parts.strategy
+    training, evaluation = _batches(recipe, world, parts.sets)
 
-    # The same initial weights on every rank. The order matters: a strategy shards or replaces the model before an
-    # optimizer is built from its parameters, for an optimizer of the old ones would train nothing.
-    torch.manual_seed(mix(recipe.train.seed, WEIGHTS))
-    with strategy.building():
-        bare = build(registry, "model", recipe.model)
-    size = count_parameters(bare)
+    # The order matters: a strategy shards or replaces the model before an optimizer is built from its parameters, for
+    # an optimizer of the old ones would train nothing.
     with _recipes_fault():
-        for data in sets:
-            task.check(bare, data)
-        blocks = find_blocks(bare, recipe.train.blocks)
+        blocks = find_blocks(parts.model, recipe.train.blocks)
         rework_blocks(blocks, recipe.train)
-        model = strategy.wrap(bare, blocks)
+        model = strategy.wrap(parts.model, blocks)
         groups = parameter_groups(model, recipe.optimizer.no_decay)
-    optimizer = build(registry, "optimizer", recipe.optimizer, params=groups)
+    optimizer = build(parts.registry, "optimizer", recipe.optimizer, params=groups)
     model, optimizer = strategy.prepare(model, optimizer)
     weights = strategy.weights(model, optimizer)
-    prove(strategy, world, weights, size)
+    prove(strategy, world, weights, parts.size)
     if init_from:
         load_initial(init_from, strategy, model, optimizer, skip=recipe.checkpoint.init_skip)
         weights.changed()
 
-    callbacks: dict[str, Callback] = {
-        name: build(registry, "callback", component) for name, component in recipe.callbacks.items()
-    }
-    for callback in callbacks.values():
+    for callback in parts.callbacks.values():
         callback.on_start(strategy.unwrap(model), world, weights)
         started.append(callback)
 
@@ -85,15 +65,15 @@ def assemble(
         recipe=recipe,
         world=world,
         strategy=strategy,
-        task=task,
+        task=parts.task,
         model=model,
-        parameters=size.all,
+        parameters=parts.size.all,
         optimizer=optimizer,
-        schedule=build(registry, "schedule", recipe.schedule, horizon=horizon),
-        horizon=horizon,
+        schedule=parts.schedule,
+        horizon=parts.horizon,
         training=training,
         evaluation=evaluation,
-        callbacks=callbacks,
+        callbacks=parts.callbacks,
         checkpoints=checkpoints,
         tracker=tracker,
     )
@@ -130,12 +110,6 @@ def _batches(recipe: Recipe, world: World, sets: list[Any]) -> tuple[Batches, Ba
         **fetching,
     )
     return training, evaluation
-
-
-def _horizon(recipe: Recipe, training: Batches) -> Horizon:
-    length, per_epoch = recipe.train.length, training.steps_per_epoch
-    total = None if length.is_time else in_steps("train.length", length, Horizon(None, per_epoch))
-    return Horizon(total, per_epoch)
 
 
 @contextmanager

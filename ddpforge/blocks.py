@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from functools import partial
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ddpforge.recipe.schema import TrainSection
+from ddpforge.recompute import recomputed
 
-__all__ = ["find_blocks", "rework_blocks"]
+__all__ = ["check_blocks", "find_blocks", "rework_blocks"]
 
 
 def find_blocks(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
@@ -31,24 +30,45 @@ def find_blocks(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
     return [block for path in lists for block in model.get_submodule(path).children()]
 
 
-def rework_blocks(blocks: Sequence[nn.Module], train: TrainSection) -> None:
-    """Makes the blocks recompute their activations and compiles them, where the recipe says so.
-
-    Their `forward` is replaced in place, so names and hooks stay what they are. Raises ValueError when there are no
-    blocks to do it to.
-    """
+def check_blocks(blocks: Sequence[nn.Module], train: TrainSection) -> None:
+    """Raises ValueError when there are no blocks, and the recipe says what to do to them."""
     for key in ("activation_checkpointing", "compile_blocks"):
         if getattr(train, key) and not blocks:
             raise ValueError(f"train.{key} needs repeated blocks and the model has none; name classes in train.blocks")
-    if train.compile_blocks and train.compile == "off":
-        raise ValueError('train.compile_blocks has no effect while train.compile is "off"; set a mode')
 
+
+def rework_blocks(blocks: Sequence[nn.Module], train: TrainSection) -> None:
+    """Makes the blocks recompute their activations and compiles them, where the recipe says so.
+
+    Their `forward` is replaced in place, so names and hooks stay what they are. Raises what `check_blocks` raises.
+    """
+    check_blocks(blocks, train)
     for block in blocks:
         if train.activation_checkpointing:
-            # Random numbers are replayed, so dropout draws the same mask twice.
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            _recompute(block, train)
+        elif train.compile_blocks:
+            block.forward = torch.compile(block.forward, mode=train.compile)
+
+
+def _recompute(block: nn.Module, train: TrainSection) -> None:
+    """What is compiled is recomputed without its effects, unless something in it cannot be compiled.
+
+    A block with buffers, which must not change twice, is therefore compiled by itself and recomputed from outside.
+    """
+    names = [name for name, _ in block.named_buffers()]
+    if train.compile == "off" or not names:
+        block.forward = recomputed(block, block.forward)
         if train.compile_blocks:
             block.forward = torch.compile(block.forward, mode=train.compile)
+        return
+    if train.compile != "default":
+        raise ValueError(
+            f'train.compile = "{train.compile}" replays CUDA graphs, in which train.activation_checkpointing cannot '
+            f"put back what forward does to buffers such as `{names[0]}` of {type(block).__name__}; set "
+            'train.compile = "default", or leave train.activation_checkpointing out'
+        )
+    inner = torch.compile(block.forward, mode=train.compile)
+    block.forward = torch.compiler.disable(recomputed(block, inner))  # type: ignore[no-untyped-call]
 
 
 def _named(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:

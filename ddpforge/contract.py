@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddpforge.errors import PluginError, StrategyError
@@ -38,7 +39,8 @@ def contract_of(strategy: Strategy) -> Contract:
 
 
 def prove(strategy: Strategy, world: World, weights: Weights, size: Size) -> None:
-    """Raises StrategyError unless the weights are of the promised dtype and spread over the ranks as promised.
+    """Raises StrategyError unless the weights are of the promised dtype, spread over the ranks as promised, and sums
+    are over data ranks.
 
     Every rank counts the elements that its optimizer updates. Together they are the model once for every copy that
     the contract names: a strategy that was to shard and did not, or the other way round, is found here.
@@ -47,15 +49,26 @@ def prove(strategy: Strategy, world: World, weights: Weights, size: Size) -> Non
     parts = weights.parts()
     for parameter, part in parts.items():
         dtype = str(part.tensor.dtype).removeprefix("torch.")
-        if dtype != contract.master_dtype:
+        if dtype not in (contract.master_dtype, "float64"):
             raise StrategyError(
                 f"parameter `{parameter}` is {dtype}, and {name} promises {contract.master_dtype} master weights: "
                 "updates smaller than a rounding step would vanish",
                 hints=['build the model in float32; train.precision = "bf16" computes in bfloat16 all the same'],
             )
 
+    counted = strategy.total(torch.ones((), dtype=torch.float64)).item()
+    if counted != world.data_size:
+        raise StrategyError(
+            f"{name}.total adds up {counted:g} ones over {world.data_size} data ranks: gradients, which are divided by "
+            "such a sum, would be of another size",
+            hints=["this is a bug in the strategy: it must sum over ranks that see different data, each counted once"],
+        )
+
     copies = contract.copies if "optimizer state" in contract.shards else world.size
-    held = int(strategy.total(torch.tensor(sum(part.region.numel for part in parts.values()))))
+    mine = torch.tensor(sum(part.region.numel for part in parts.values()), device=world.device)
+    if world.size > 1:
+        dist.all_reduce(mine)  # over all ranks, also those that see the same data
+    held = int(mine)
     if held != copies * size.trainable:
         raise StrategyError(
             f"{name} promises {copies} {'copy' if copies == 1 else 'copies'} of the {size.trainable:,} trainable "

@@ -34,9 +34,13 @@ class ExitCode(IntEnum):
 
 
 class ForgeError(Exception):
-    """An expected failure: shown as a message with hints, never as a traceback."""
+    """An expected failure: shown as a message with hints, never as a traceback.
+
+    `trace` is the traceback of somebody else's code behind it, as text, where only that tells what is wrong.
+    """
 
     exit_code = ExitCode.FAILED
+    trace = ""
 
     def __init__(self, message: str, *, hints: Sequence[str] = ()) -> None:
         super().__init__(message)

@@ -7,12 +7,13 @@ step; the contracts of the other kinds are below. This module does not import to
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+from ddpforge.direction import lower_is_better
 from ddpforge.durations import Duration, Horizon
 from ddpforge.regions import Box, Part, Range, Region
 
@@ -35,6 +36,7 @@ __all__ = [
     "Metric",
     "Part",
     "Range",
+    "Refusal",
     "Region",
     "SavedTensor",
     "Schedule",
@@ -45,6 +47,7 @@ __all__ = [
     "Tracker",
     "Weights",
     "World",
+    "lower_is_better",
 ]
 
 T = TypeVar("T")
@@ -78,7 +81,10 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """A quantity on its way to a mean: add up `sum` and `count` over batches and ranks, divide once at the end."""
+    """A quantity on its way to a mean: add up `sum` and `count` over batches and ranks, divide once at the end.
+
+    Both are added up in float64, whatever their dtype. Ranks may name different quantities.
+    """
 
     sum: Tensor
     count: Tensor | int
@@ -165,7 +171,8 @@ class CanonicalState(Generic[X]):
 
     Names are those of the bare model (no wrapper prefixes). A tied parameter appears once, under the first of its
     names; `aliases` maps the other names to it. `optimizer` maps parameter name → key → tensor or plain number (a 0-d
-    tensor counts as one); a parameter that never got a gradient is simply absent.
+    tensor counts as one); a parameter that never got a gradient is simply absent. `shared` is what belongs to no one
+    parameter: an optimizer's own counters, what a strategy must remember. Who does not know a key leaves it alone.
 
     What is on its way to a checkpoint is tensors that every rank holds alike, and parts; what comes from one is
     `SavedTensor`s.
@@ -174,6 +181,15 @@ class CanonicalState(Generic[X]):
     model: Mapping[str, X]
     optimizer: Mapping[str, Mapping[str, X | Tensor | int | float | bool | None]]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, X | Tensor | int | float | bool | None] = field(default_factory=dict)
+
+
+class Refusal(NamedTuple):
+    """Why a strategy cannot do what a recipe asks for, known before anything is started."""
+
+    key: str  # of the recipe, e.g. "strategy.replicas"
+    message: str
+    hints: tuple[str, ...] = ()
 
 
 # ---------------------------------------------------------------------------------------------- components
@@ -187,12 +203,14 @@ class Data(Protocol):
     - `collate(samples)` makes a batch out of what was fetched; return it unchanged when it already is one;
     - `random = False` says that fetching draws no random numbers, which saves seeding per sample. Otherwise
       python's, numpy's and torch's generators are seeded from (recipe seed, epoch, sample) before each sample, or
-      from (recipe seed, epoch, first sample) before each `__getitems__`.
+      from (recipe seed, epoch, first sample) before each `__getitems__`;
+    - `set_epoch(epoch: int)` is called before the first sample of each epoch is fetched.
 
-    An iterable dataset has `__iter__` and no `__getitem__`. It must yield the same samples in the same order on
-    every rank and in every worker; ddpforge deals them out so that each is used once. Its `set_epoch(epoch: int)`,
-    if it has one, is called before each pass. Do the expensive part of loading in `collate`, which sees only the
-    samples that this rank keeps.
+    An iterable dataset is a `torch.utils.data.IterableDataset`, or has `__iter__` and no `__getitem__`. It must yield
+    the same samples in the same order on every rank and in every worker; ddpforge deals them out so that each is used
+    once, and compares what ranks have read. Its `set_epoch(epoch: int)`, if it has one, is called before each pass,
+    and python's, numpy's and torch's generators are seeded from (recipe seed, epoch), the same everywhere; `random =
+    False` saves that. Do the expensive part of loading in `collate`, which sees only the samples that this rank keeps.
     """
 
     def __len__(self) -> int: ...
@@ -222,10 +240,10 @@ class Task(ABC):
         """
 
     def count(self, batch: Any) -> Tensor | None:
-        """How many items the loss of `batch` sums over (0-d integer tensor on the batch's own device).
+        """How many items the loss of `batch` sums over (0-d tensor on the batch's own device), or their weights' sum.
 
-        None means one per sample, which needs no communication. Tasks that weigh tokens or pixels override it.
-        The batch is still on the CPU when this is called.
+        None means one per sample, which needs no communication. Tasks that weigh tokens, pixels or samples override
+        it; weights are real numbers, 0 or more. The batch is still on the CPU when this is called.
         """
         return None
 
@@ -344,6 +362,23 @@ class Strategy(ABC):
         """What another library is told, as generated from the recipe for `ranks` ranks; for `ddpforge show`."""
         return {}
 
+    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterable[Refusal]:
+        """What the strategy cannot do on `ranks` ranks that compute on `device` ("cpu" or "cuda").
+
+        Called before ranks join, by `ddpforge check` and `show` too; it reads the recipe and starts nothing.
+        """
+        return ()
+
+    def device_type(self, train: TrainSection) -> str:
+        """What ranks on this machine compute on: "cuda" or "cpu"."""
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def data_ranks(self, ranks: int) -> int:
+        """How many of `ranks` ranks see different data: all, unless the strategy splits one model over several."""
+        return ranks
+
     # -- before the loop
     @abstractmethod
     def setup(self, train: TrainSection) -> World:
@@ -399,12 +434,11 @@ class Strategy(ABC):
 
     # -- agreement
     @abstractmethod
-    def reduce(self, totals: Mapping[str, Total]) -> dict[str, float]:
-        """Means over all data ranks, in one fused all-reduce; NaN where nothing was counted."""
+    def total(self, values: Tensor) -> Tensor:
+        """`values` (float64, of any shape) summed over data ranks, on the device; may be on its way until it is used.
 
-    @abstractmethod
-    def total(self, count: Tensor) -> Tensor:
-        """`count` (0-d) summed over data ranks, on the device; may be on its way until something is done with it."""
+        A data rank's values count once, however many ranks see its data.
+        """
 
     @abstractmethod
     def broadcast(self, value: T) -> T:

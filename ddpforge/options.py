@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import (
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -38,7 +40,7 @@ from pydantic import (
 )
 from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
-from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError, PydanticSerializationError
 
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Callback, Data, Duration, Metric, Strategy, Task, Tracker
@@ -112,7 +114,11 @@ def _fields(
     extra: Literal["forbid", "allow"] = "forbid"
 
     for name, parameter in inspect.signature(component).parameters.items():
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            continue  # may stay empty
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is not parameter.empty:
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY:
             raise PluginError(f"takes `{parameter}` by position only")
         if parameter.kind is parameter.VAR_KEYWORD:
             extra = "allow"
@@ -207,6 +213,8 @@ def _writable(annotation: Any, nested: Callable[[str], Any]) -> Any:
         return _Integer
     if origin is Duration:
         return _Duration
+    if origin is Literal:
+        return Annotated[annotation, BeforeValidator(partial(_literally, arguments))]
 
     # TOML can write a value exactly when pydantic can write a JSON Schema for its type. `type[X]` is the
     # exception: its schema is empty.
@@ -216,7 +224,19 @@ def _writable(annotation: Any, nested: Callable[[str], Any]) -> Any:
         raise _NotInTOML from None
     if origin is type:
         raise _NotInTOML
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        values = tuple(member.value for member in annotation)
+        return Annotated[annotation, BeforeValidator(partial(_literally, values))]
     return annotation
+
+
+def _literally(choices: tuple[Any, ...], value: Any) -> Any:
+    """`value`, unless it equals a choice of another type, as true and 1.0 equal 1."""
+    if any(value == choice for choice in choices) and not any(
+        value == choice and type(value) is type(choice) for choice in choices
+    ):
+        raise PydanticKnownError("literal_error", {"expected": " or ".join(map(repr, choices))})
+    return value
 
 
 def _writable_members(members: Iterable[Any], nested: Callable[[str], Any]) -> list[Any]:

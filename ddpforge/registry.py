@@ -15,9 +15,10 @@ from difflib import get_close_matches
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import FrameType, MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ddpforge.confidential import SECRET, redact, reveal
 from ddpforge.errors import ExitCode, PluginError
 
 if TYPE_CHECKING:
@@ -32,10 +33,13 @@ __all__ = [
     "PLUGIN_API",
     "AmbiguousComponent",
     "BrokenComponent",
+    "BuildFailed",
     "Entry",
     "RefusedOptions",
     "Registry",
     "UnknownComponent",
+    "located",
+    "where_raised",
 ]
 
 KINDS = ("model", "data", "task", "metric", "optimizer", "schedule", "strategy", "tracker", "callback")
@@ -76,9 +80,11 @@ class UnknownComponent(PluginError):
 
     def __init__(self, kind: str, use: str, known: Sequence[str]) -> None:
         near = get_close_matches(use.rpartition(":")[2], known, n=1, cutoff=0.5)
+        noun = "dataset" if kind == "data" else kind
         super().__init__(
-            f"there is no {kind} named `{use}`",
+            f"there is no {noun} named `{use}`",
             hints=[
+                *_elsewhere(kind, use),
                 *(f"did you mean `{name}`?" for name in near),
                 f"known names: {', '.join(known) or 'none'}",
                 "unregistered code is named by `package.module:Name` or `./file.py:Name`",
@@ -87,6 +93,44 @@ class UnknownComponent(PluginError):
         self.kind = kind
         self.use = use
         self.known = tuple(known)
+
+
+_TORCH_OPTIMIZERS = (
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop"),
+    "SparseAdam",
+)
+
+
+def located(use: str) -> str:
+    """`package.module.Name` as a recipe locates it, `package.module:Name`; anything else as it is."""
+    if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", use) and not use.endswith(".py"):
+        capital = re.search(r"\.(?=[A-Z])", use)
+        cut = capital.start() if capital else use.rindex(".")
+        return f"{use[:cut]}:{use[cut + 1 :]}"
+    return use
+
+
+def _elsewhere(kind: str, use: str) -> Iterator[str]:
+    """What people probably mean by the name of something that is there under another one."""
+    name = use.lower().replace("-", "").replace("_", "")
+    if located(use) != use:
+        yield f"did you mean `{located(use)}`?"
+    elif kind == "strategy" and (stage := re.fullmatch(r"(?:deepspeed)?(?:zero|stage)+([123])", name)):
+        yield f'write use = "deepspeed" and stage = {stage[1]}'
+    elif kind == "strategy" and name in ("hsdp", "hybridshard"):
+        yield 'write use = "fsdp" and replicas = 2, or how many groups of ranks there are'
+    elif kind == "optimizer" and (found := next((one for one in _TORCH_OPTIMIZERS if one.lower() == name), None)):
+        yield f"torch has it: `torch.optim:{found}`"
+    elif kind == "model" and re.fullmatch(r"(resnet|vit|convnext|efficientnet|densenet|vgg|swin|mobilenet)\w*", name):
+        yield f'write use = "torchvision" and arch = "{use}", or install ddpforge-timm for timm\'s models'
+    elif kind == "model" and re.fullmatch(r"(bert|gpt2|llama|roberta|t5|qwen|mistral|distilbert)\w*", name):
+        yield "install ddpforge-transformers for the models of transformers"
+    elif kind == "data" and name in ("hf", "huggingface", "datasets", "hfdatasets"):
+        yield "datasets of Hugging Face: `datasets:load_dataset` with path, split, …"
+    elif kind == "tracker" and name in ("tensorboard", "mlflow", "comet", "aim", "clearml", "neptune", "csv"):
+        yield f"no tracker for {use} is installed; `ddpforge plugins new` begins one; metrics.jsonl is always written"
+    elif kind == "optimizer" and name in ("lion", "adam8bit", "adamw8bit", "sophia", "lamb", "adan", "prodigy"):
+        yield "any class of an installed package will do, e.g. `lion_pytorch:Lion` or `bitsandbytes.optim:AdamW8bit`"
 
 
 class AmbiguousComponent(PluginError):
@@ -135,6 +179,17 @@ class RefusedOptions(PluginError):
     """A component does not take its options, although each of them alone is of the right form: the recipe's fault."""
 
     exit_code = ExitCode.USAGE
+
+
+class BuildFailed(PluginError):
+    """The code of a component failed while it was built, and did not say so on purpose; `trace` shows where."""
+
+    def __init__(self, kind: str, use: str, error: Exception) -> None:
+        super().__init__(
+            f"{kind} `{use}` raised {type(error).__name__} while it was built: {redact(str(error))}",
+            hints=where_raised(error),
+        )
+        self.trace = _trace(error)
 
 
 # --------------------------------------------------------------------------------------------------- registry
@@ -236,7 +291,8 @@ class Registry:
     def build(self, kind: str, component: Component | Nested, **given: Any) -> Any:
         """Calls the component with its validated options, and with those of `given` that its signature names.
 
-        Raises PluginError when the component refuses its options; any other exception of its own passes.
+        Raises RefusedOptions when the component refuses its options, with a TypeError or ValueError that it raises
+        itself, and BuildFailed for such an error from elsewhere; any other exception of its own passes.
         """
         function = self.load(kind, component.use, component.base)
         if taken := sorted(component.options.keys() & GIVEN[kind]):
@@ -250,15 +306,24 @@ class Registry:
         try:
             return function(**options, **{name: value for name, value in given.items() if name in accepted})
         except (TypeError, ValueError) as error:
+            if not _on_purpose(error, function):
+                raise BuildFailed(kind, component.use, error) from error
             raise RefusedOptions(
-                f"{kind} `{component.use}` refused its options: {error}",
-                hints=[f"`ddpforge plugins show {component.use} --kind {kind}` documents them"],
+                f"{kind} `{component.use}` cannot be built: {redact(str(error))}",
+                hints=[
+                    *where_raised(error),
+                    f"`ddpforge plugins show {component.use} --kind {kind}` lists its options",
+                ],
             ) from error
 
     def _build_nested(self, value: object, given: Mapping[str, Any]) -> object:
         from ddpforge.options import Nested
 
         match value:
+            case str() if type(value) is str:
+                return reveal(value)
+            case Path():
+                return Path(reveal(str(value))) if SECRET.search(str(value)) else value
             case Nested():
                 return self.build(value.kind, value, **{name: given[name] for name in given.keys() & GIVEN[value.kind]})
             case list():
@@ -269,6 +334,55 @@ class Registry:
                 return {key: self._build_nested(item, given) for key, item in value.items()}
             case _:
                 return value
+
+
+# ------------------------------------------------------------------------------------- errors of constructors
+def _on_purpose(error: Exception, component: Callable[..., Any]) -> bool:
+    """Whether a component says with this error what it does not take: it is raised in its own package, by `raise`.
+
+    An error that a call into other code brings up, or an operation on values, is a mistake that only its traceback
+    explains. What does not even fit the signature never came to the component's code.
+    """
+    import dis
+
+    frames = _frames(error)
+    if not frames:
+        return True
+    frame, _, instruction = frames[-1]
+    package = getattr(component, "__module__", "").partition(".")[0]
+    if frame.f_globals.get("__name__", "").partition(".")[0] != package:
+        return False
+    return dis.opname[frame.f_code.co_code[instruction]] == "RAISE_VARARGS"
+
+
+def _frames(error: BaseException) -> list[tuple[FrameType, int, int]]:
+    """The frames below `Registry.build` that an error came through, with the line and the instruction in each."""
+    found, trace = [], error.__traceback__
+    while trace:
+        found.append((trace.tb_frame, trace.tb_lineno, trace.tb_lasti))
+        trace = trace.tb_next
+    begins = max((n for n, (frame, *_) in enumerate(found, 1) if frame.f_code is Registry.build.__code__), default=0)
+    return found[begins:]
+
+
+def where_raised(error: BaseException) -> list[str]:
+    """A hint with the innermost line of code that neither ddpforge nor an installed library has; or none."""
+    lines = [
+        f"raised at {os.path.relpath(frame.f_code.co_filename)}:{line}, in {frame.f_code.co_qualname}"
+        for frame, line, _ in _frames(error)
+        if frame.f_globals.get("__name__", "").startswith("ddpforge_local_")
+    ]
+    return lines[-1:]
+
+
+def _trace(error: Exception) -> str:
+    import traceback
+
+    skipped = len(list(traceback.walk_tb(error.__traceback__))) - len(_frames(error))
+    trace = error.__traceback__
+    for _ in range(skipped):
+        trace = trace.tb_next if trace else None
+    return redact("".join(traceback.format_exception(type(error), error, trace)))
 
 
 # ---------------------------------------------------------------------------------------- the installed index

@@ -32,7 +32,7 @@ from ddpforge.environment import describe_environment
 from ddpforge.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
-    from ddpforge.recipe import LoadedRecipe
+    from ddpforge.recipe import LoadedRecipe, Recipe
 
 log = logging.getLogger("ddpforge")
 
@@ -122,6 +122,20 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
         return self.path / "checkpoints"
+
+    @classmethod
+    def of(cls, recipe: "Recipe", out: str | Path | None = None) -> "RunFolder":
+        """The folder that a recipe's run has; `out` stands in for its `output_dir`.
+
+        Raises UsageError where `out` is no folder's name.
+        """
+        from ddpforge.recipe.schema import refuse_remote
+
+        try:
+            refuse_remote(str(out or recipe.output_dir))
+        except ValueError as error:
+            raise UsageError(f"--out {str(out)!r} {error}") from error
+        return cls(Path(out or recipe.output_dir) / recipe.name)
 
     @classmethod
     def find(cls, run: str, runs: Path = Path("runs")) -> "RunFolder":

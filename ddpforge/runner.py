@@ -24,15 +24,16 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.peers import Peers
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.retention import check_folder
+from ddpforge.confidential import redacted
 from ddpforge.console import setup_logging
+from ddpforge.environment import world_size
 from ddpforge.errors import CheckpointError, Diverged, ExitCode, ForgeError, PeerFailed, UsageError
 from ddpforge.failures import Failures, Peer, Report, phrase
 from ddpforge.interfaces import Callback, Strategy, Tracker, World
-from ddpforge.kinds import build
 from ddpforge.launch import record_verdict
-from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
+from ddpforge.parts import Parts
+from ddpforge.recipe import Recipe, load_recipe
 from ddpforge.recipe.batch import check_world
-from ddpforge.recipe.trial import check_optimizer
 from ddpforge.registry import Registry
 from ddpforge.runfolder import (
     Change,
@@ -88,19 +89,22 @@ def run(
     earlier run of this name aside instead of continuing it. Raises ForgeError for everything that can be expected
     to go wrong; a RecipeError comes before anything is started.
     """
-    loaded, registry, strategy, world = _join(source, sets)
-    check_world(loaded, world.data_size)
-    papers = papers_of(loaded)
-    folder = RunFolder(Path(out or loaded.recipe.output_dir) / loaded.recipe.name)
+    parts = _load(source, sets)
+    folder = RunFolder.of(parts.recipe, out)
+    is_new = fresh or not folder.exists()
+    world = _join(parts, folder=None if fresh else folder)
+    if is_new:
+        _build(parts)
+    papers = papers_of(parts.loaded)
     with ExitStack() as claims:
         opened = on_main(
             lambda: _open(folder, papers, claims, fresh=fresh, allow_change=allow_change),
             is_main=world.is_main,
-            broadcast=strategy.broadcast,
+            broadcast=parts.strategy.broadcast,
         )
         if opened.result:
             return Outcome(folder.path, opened.result, world.is_main)
-        return Attempt(folder, opened, loaded, papers, registry, strategy, world).run()
+        return Attempt(folder, opened, parts, papers, world, is_built=is_new).run()
 
 
 @dataclass(frozen=True)
@@ -125,16 +129,16 @@ class Attempt:
         self,
         folder: RunFolder,
         opened: _Opened,
-        loaded: LoadedRecipe,
+        parts: Parts,
         papers: Papers,
-        registry: Registry,
-        strategy: Strategy,
         world: World,
+        *,
+        is_built: bool,
     ) -> None:
         self.folder, self.opened = folder, opened
-        self.loaded, self.recipe, self.papers, self.registry = loaded, loaded.recipe, papers, registry
-        self.strategy, self.world = strategy, world
-        self.tracker = _trackers(self.recipe, registry) if world.is_main else Tracker()
+        self.parts, self.loaded, self.recipe, self.papers = parts, parts.loaded, parts.recipe, papers
+        self.strategy, self.world, self._is_built = parts.strategy, world, is_built
+        self.tracker = _trackers(parts) if world.is_main else Tracker()
         self.trainer: Trainer | None = None
         self._started: list[Callback] = []  # those that have not heard how it ended
         self._begun = False  # whether the run's folder knows of this attempt
@@ -171,20 +175,15 @@ class Attempt:
             self.folder.logs, self.opened.token, self._failures.me, peers.everyone(self._failures.me)
         )
         self._watch = Watch(self._failures, self._give_up)
+        if not self._is_built:
+            _build(self.parts)
         checkpoints = _checkpoints(self.folder, self.recipe, self.strategy, peers)
         checkpoint = checkpoints.open()
         if checkpoint is None and self.world.is_main:
             _mention_what_is_lost(self.folder)
         init_from = None if checkpoint else self.recipe.checkpoint.init_from
         trainer = self.trainer = assemble(
-            self.recipe,
-            self.registry,
-            self.strategy,
-            self.world,
-            checkpoints,
-            self.tracker,
-            init_from=init_from,
-            started=self._started,
+            self.parts, self.world, checkpoints, self.tracker, init_from=init_from, started=self._started
         )
         if checkpoint:
             trainer.restore(checkpoint)
@@ -227,7 +226,7 @@ class Attempt:
         self.tracker.start(
             name=self.recipe.name,
             folder=self.folder.path,
-            config=self.loaded.tables | {"run": facts},
+            config=redacted(self.loaded.tables) | {"run": facts},
             resumed_at=step if attempt > 1 else None,
         )
         self.folder.write_status(self._status("running", begun=True))
@@ -382,14 +381,17 @@ def evaluate(folder: RunFolder, checkpoint: Path, *, sets: Sequence[str] = ()) -
 
     Averaged weights are used where the recipe's callbacks evaluate with them. Writes nothing.
     """
-    loaded, registry, strategy, world = _join(folder.resolved, sets)
-    recipe = _dealt_to(loaded.recipe, world.data_size)
-    checkpoints = _checkpoints(folder, recipe, strategy, _peers(recipe, world))
+    parts = _load(folder.resolved, sets)
+    world = _join(parts, trains=False)
+    parts.recipe = recipe = _dealt_to(parts.recipe, world.data_size)
+    parts.build()
+    parts.report()
+    checkpoints = _checkpoints(folder, recipe, parts.strategy, _peers(recipe, world))
     with _hearing_how_it_ends() as started:
-        trainer = assemble(recipe, registry, strategy, world, checkpoints, Tracker(), started=started)
+        trainer = assemble(parts, world, checkpoints, Tracker(), started=started)
         trainer.restore(Reader(checkpoint))
         metrics = trainer.evaluate()
-    strategy.close()
+    parts.strategy.close()
     return Evaluation(trainer.progress.step, metrics, world.is_main)
 
 
@@ -407,17 +409,30 @@ def _hearing_how_it_ends() -> Iterator[list[Callback]]:
         callback.on_end(None)
 
 
-def _join(source: str | Path, sets: Sequence[str]) -> tuple[LoadedRecipe, Registry, Strategy, World]:
-    """Loads the recipe, and joins the world that its strategy finds."""
+def _load(source: str | Path, sets: Sequence[str]) -> Parts:
     registry = Registry.installed()
-    loaded = load_recipe(source, sets=sets, registry=registry)
-    check_optimizer(loaded, registry)
+    return Parts(load_recipe(source, sets=sets, registry=registry), registry)
 
-    strategy: Strategy = build(registry, "strategy", loaded.recipe.strategy)
-    world = strategy.setup(loaded.recipe.train)
+
+def _join(parts: Parts, *, trains: bool = True, folder: RunFolder | None = None) -> World:
+    """Joins the world that the strategy finds, unless it is known already that the recipe cannot work in it."""
+    parts.foresee(ranks=world_size(), trains=trains, folder=folder)
+    if parts.found:
+        parts.build(meta=True)  # nobody has joined: all that is wrong is told at once
+        parts.try_out(strict=False)
+    parts.report()
+    world = parts.strategy.setup(parts.recipe.train)
     leaving.at_once()
     setup_logging(world.rank)
-    return loaded, registry, strategy, world
+    if trains:
+        check_world(parts.loaded, world.data_size)
+    return world
+
+
+def _build(parts: Parts) -> None:
+    parts.build()
+    parts.try_out(strict=False)
+    parts.report()
 
 
 def _dealt_to(recipe: Recipe, ranks: int) -> Recipe:
@@ -442,11 +457,10 @@ def _checkpoints(folder: RunFolder, recipe: Recipe, strategy: Strategy, peers: P
     )
 
 
-def _trackers(recipe: Recipe, registry: Registry) -> Tracker:
+def _trackers(parts: Parts) -> Tracker:
     """The run's own record, the console, and what the recipe asks for."""
-    ours = {name: registry.load("tracker", name)() for name in ("jsonl", "console")}
-    asked = {name: registry.build("tracker", component) for name, component in recipe.track.trackers.items()}
-    return Several(ours | asked)
+    ours = {name: parts.registry.load("tracker", name)() for name in ("jsonl", "console")}
+    return Several(ours | parts.trackers)
 
 
 # ---------------------------------------------------------------------------------------------- the run's folder

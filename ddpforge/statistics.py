@@ -1,12 +1,43 @@
-"""BatchNorm's running statistics where one rank computes several shards of a step, one after the other."""
+"""What forward passes leave in buffers: BatchNorm's statistics of several shards, and values to be given back."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["Statistics"]
+__all__ = ["Buffers", "Statistics", "unchanged"]
+
+
+class Buffers:
+    """The values that a model's buffers have now, to be given back to them; some modules replace theirs in forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        places = [(module._buffers, name) for module in model.modules() for name in module._buffers]
+        self._values = [(held, name, x.clone()) for held, name in places if (x := held[name]) is not None]
+
+    def restore(self) -> None:
+        """Gives all of them back."""
+        for held, name, value in self._values:
+            cast(Tensor, held[name]).data.copy_(value)  # of a graph that saved one, this is no change
+
+    def restore_unless(self, kept: Tensor) -> None:
+        """Gives all of them back unless `kept` (bool, 0-d), which is not waited for, is true."""
+        for held, name, value in self._values:
+            buffer = cast(Tensor, held[name])
+            buffer.data.copy_(torch.where(kept.to(buffer.device, non_blocking=True), buffer, value))
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Gives the model's buffers back the values they had, when it is left."""
+    before = Buffers(model)
+    yield
+    before.restore()
 
 
 class Statistics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.data import MicroBatch, mix, seed_all, to_device
-from ddpforge.errors import StrategyError
+from ddpforge.errors import PluginError, StrategyError
+from ddpforge.firstlook import FirstLook, checked_total
 from ddpforge.interfaces import Exploring, Strategy, Task, Total, World
-from ddpforge.statistics import Statistics
+from ddpforge.statistics import Buffers, Statistics, unchanged
 
 __all__ = ["Steps"]
 
@@ -23,7 +25,8 @@ _FORWARD, _EVALUATION = 0xF03A, 0xE7A1  # keep the random numbers of forward pas
 class Steps:
     """The steps of one rank, which gives what it returns to the ranks together: its totals, not means.
 
-    Totals are the loss and, where they are measured, the task's metrics.
+    Totals are the loss and, where they are measured, the task's metrics. `skips` says that training goes on after a
+    step whose gradient is not finite: such a step leaves buffers as they were, too.
     """
 
     def __init__(
@@ -36,10 +39,13 @@ class Steps:
         statistics: Statistics,
         *,
         seed: int,
+        skips: bool,
     ) -> None:
         self._world, self._strategy, self._task = world, strategy, task
         self._model, self._optimizer, self._statistics = model, optimizer, statistics
-        self._seed = seed
+        self._bare = strategy.unwrap(model)
+        self._seed, self._skips = seed, skips
+        self._look = FirstLook(task)
         self._passes: int = getattr(optimizer, "passes", 1)
         if self._passes > 1 and type(strategy).explore is Strategy.explore:
             raise StrategyError(
@@ -52,6 +58,15 @@ class Steps:
         self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool
     ) -> tuple[dict[str, Total], Tensor]:
         """One optimizer step on `micro_batches`, of which `first` is one; also returns the gradient's norm (0-d)."""
+        before = Buffers(self._bare) if self._skips else None
+        totals, norm = self._train(step, first, micro_batches, measure=measure)
+        if before:
+            before.restore_unless(torch.isfinite(norm))
+        return totals, norm
+
+    def _train(
+        self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool
+    ) -> tuple[dict[str, Total], Tensor]:
         micro_batches, items = self._count(first, micro_batches)
         if self._passes > 1:
             micro_batches = list(micro_batches)
@@ -71,8 +86,8 @@ class Steps:
             seed_all(mix(self._seed, _EVALUATION, number, self._world.data_rank), self._world.device)
             batch = to_device(micro.data, self._world.device)
             with self._strategy.forward():
-                loss, outputs = self._task.loss(self._model, batch)
-            _add(totals, self._totals(micro, batch, loss, outputs, measure=True))
+                loss, outputs = self._look.loss(self._model, batch, "evaluation")
+            _add(totals, self._totals(micro, batch, loss, outputs, measure="evaluation"))
         return totals
 
     # -- one step
@@ -87,33 +102,44 @@ class Steps:
         if self._task.count(first.data) is None:
             return micro_batches, first.step_samples
         batches = list(micro_batches)
-        mine = torch.stack([torch.as_tensor(self._items(micro)) for micro in batches]).sum()
+        mine = torch.stack([torch.as_tensor(self._items(micro), dtype=torch.float64) for micro in batches]).sum()
+        if mine.device.type == "cpu" and not 0 <= mine < math.inf:
+            raise PluginError(
+                f"{type(self._task).__name__}.count gave {mine.item():g} for a step",
+                hints=["count how many items the loss sums over, or add up their weights: 0 or more"],
+            )
         return batches, self._strategy.total(mine)
 
     def _micro_step(self, step: int, micro: MicroBatch, items: Tensor | int, *, measure: bool) -> dict[str, Total]:
         seed_all(mix(self._seed, _FORWARD, step, micro.number, micro.shard), self._world.device)
         batch = to_device(micro.data, self._world.device)
-        with self._strategy.micro_step(self._model, last=micro.last):
+        with ExitStack() as stack:
+            if not micro.samples:
+                stack.enter_context(unchanged(self._bare))  # a stand-in is no data: statistics must not count it
+            stack.enter_context(self._strategy.micro_step(self._model, last=micro.last))
             with self._strategy.forward():
-                loss, outputs = self._task.loss(self._model, batch)
-            # Every strategy takes the mean of the gradients over data ranks; this makes it that over the step's items.
-            scale = self._world.data_size / (items.clamp(min=1) if isinstance(items, Tensor) else items)
-            self._strategy.backward(loss * scale if micro.samples else loss * 0.0)
-        return self._totals(micro, batch, loss, outputs, measure=measure)
+                loss, outputs = self._look.loss(self._model, batch, "training")
+            self._strategy.backward(loss * (self._scale(items) if micro.samples else 0.0))
+        return self._totals(micro, batch, loss, outputs, measure="training" if measure else None)
+
+    def _scale(self, items: Tensor | int) -> Tensor | float:
+        """What makes the mean of gradients over data ranks, which every strategy takes, that over the step's items."""
+        if not isinstance(items, Tensor):
+            return self._world.data_size / items
+        counted = torch.where(items > 0, items, 1.0)  # of a step without items the gradient is zero, not 0 / 0
+        return (self._world.data_size / counted).float()
 
     def _explore(self, step: int, micro_batches: Iterable[MicroBatch], items: Tensor | int) -> Tensor:
         """The passes after the first, for an optimizer that makes several, and its update; see `Exploring`."""
         strategy, model, exploring = self._strategy, self._model, cast(Exploring, self._optimizer)
-        buffers = [(buffer, buffer.clone()) for buffer in strategy.unwrap(model).buffers()]
         for _ in range(1, self._passes):
             norm = strategy.explore(model, exploring)
             if not math.isfinite(norm.item()):
                 exploring.restore()
                 break
-            for micro in micro_batches:
-                self._micro_step(step, micro, items, measure=False)
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            with unchanged(self._bare):
+                for micro in micro_batches:
+                    self._micro_step(step, micro, items, measure=False)
         else:
             exploring.restore()
             norm = strategy.step(model, self._optimizer)
@@ -122,15 +148,17 @@ class Steps:
         return norm
 
     # -- what comes of a micro-batch
-    def _totals(self, micro: MicroBatch, batch: Any, loss: Tensor, outputs: Any, *, measure: bool) -> dict[str, Total]:
+    def _totals(
+        self, micro: MicroBatch, batch: Any, loss: Tensor, outputs: Any, *, measure: str | None
+    ) -> dict[str, Total]:
         """What a micro-batch adds to sums and counts; a stand-in adds nothing, under the same names."""
-        totals = {"loss": Total(loss.detach().clone(), self._items(micro))}  # CUDA graphs reuse their outputs
+        totals = {"loss": Total(loss.detach(), self._items(micro))}
         if measure:
             with torch.no_grad():
-                totals |= self._task.metrics(outputs, batch)
+                totals |= self._look.metrics(outputs, batch, measure)
         if micro.samples:
-            return totals
-        return {name: Total(torch.zeros_like(total.sum), 0) for name, total in totals.items()}
+            return {name: _exact(name, total) for name, total in totals.items()}
+        return {name: Total(torch.zeros((), dtype=torch.float64), 0) for name in totals}
 
     def _items(self, micro: MicroBatch) -> Tensor | int:
         """How many items the micro-batch's loss sums over."""
@@ -138,6 +166,13 @@ class Steps:
             return 0
         counted = self._task.count(micro.data)
         return micro.samples if counted is None else counted
+
+
+def _exact(name: str, total: Total) -> Total:
+    """A copy in float64, for adding up: 256 + 1 is 256 in bfloat16. CUDA graphs reuse their outputs, copies stay."""
+    checked_total(name, total)
+    count = total.count.detach().double() if isinstance(total.count, Tensor) else total.count
+    return Total(total.sum.detach().to(torch.float64, copy=True), count)
 
 
 def _add(totals: dict[str, Total], more: Mapping[str, Total]) -> None:

@@ -21,8 +21,9 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.data import Batches, MicroBatch
 from ddpforge.durations import Horizon
-from ddpforge.errors import CheckpointError, Diverged, UsageError
+from ddpforge.errors import CheckpointError, Diverged, PluginError, UsageError
 from ddpforge.interfaces import Callback, Schedule, StepInfo, Strategy, Task, Total, Tracker, World
+from ddpforge.means import Means
 from ddpforge.norms import Norms
 from ddpforge.pace import Alarm, Cadence, Window, in_steps
 from ddpforge.progress import Progress
@@ -101,13 +102,16 @@ class Trainer:
         self._saved: int | None = None  # the newest step that is in a checkpoint, or on its way there
         self._evaluated: int | None = None
         statistics = Statistics(model if recipe.train.elastic_shards else None)
-        self._steps = Steps(world, strategy, task, model, optimizer, statistics, seed=recipe.train.seed)
+        skips = recipe.train.on_nonfinite == "skip" or recipe.train.precision == "fp16"
+        self._steps = Steps(world, strategy, task, model, optimizer, statistics, seed=recipe.train.seed, skips=skips)
+        self._means = Means(world, strategy.total)
         self._norms = Norms()
         self._rollbacks = 0
         self._agreed: set[str] = set()  # what all ranks know to be wanted: stop, end, …
         self._agree_every = 1
         self.stop = StopRequests()
         self._window = Window()
+        self._read = 0  # of a stream: what the newest micro-batch says has been read
 
         # Read before any state is restored: the recipe, not a checkpoint, decides the learning rate.
         self._base_rates: list[float] = [group["lr"] for group in optimizer.param_groups]
@@ -118,7 +122,7 @@ class Trainer:
         facts = checkpoint.facts
         state = checkpoint.state()
         if self._is_another(facts, "optimizer"):
-            state = replace(state, optimizer={})
+            state = replace(state, optimizer={}, shared={})
         self.strategy.load_state(self.model, self.optimizer, state)
         self.strategy.load_loop_state(cast(Mapping[str, float], facts.loop))
         kept = checkpoint.callbacks()
@@ -180,15 +184,20 @@ class Trainer:
             agrees = logs or step % self._agree_every == 0
             totals = self._step(step, source, measure=logs)
 
-            if agrees or self.world.device.type == "cpu":
-                self._look_at_norms(totals)
+            if agrees or _looks_are_free(self.world.device):
+                self._look_at_norms(totals, logs=logs)
             means = self._agree(totals if logs else {}, alarms) if agrees else {}
             rung = self._agreed if agrees else set()
 
             ended = self._report(step, means) or step == self.end or not rung.isdisjoint(("stop", "end"))
-            if self._must_evaluate(step, rung, ended=ended):
+            evaluates, saves = self._must_evaluate(step, rung, ended=ended), self.save_cadence.due(step, rung)
+            if evaluates or saves or ended:
+                self._look_at_norms(
+                    totals, logs=False
+                )  # what a bad step left behind is not evaluated, nor saved to go back to
+            if evaluates:
                 ended = self._evaluate_and_report(step) or ended
-            if ended or self.save_cadence.due(step, rung) or self._is_best(step):
+            if ended or saves or self._is_best(step):
                 self._save(last=ended)
 
     def _alarms(self) -> list[Alarm]:
@@ -215,6 +224,7 @@ class Trainer:
         else:
             totals, norm = self._steps.train(step, first, micro_batches, measure=measure)
             self._norms.add(step, norm)
+        self._read = first.read
         self.progress.step = step
         self.progress.samples += first.step_samples
         self._window.add(first.step_samples)
@@ -229,15 +239,45 @@ class Trainer:
         pace = {"?seconds": Total(torch.tensor(self._window.seconds / self._window.steps), 1)}
         saved = {"?saved": Total(torch.tensor(float(self.checkpoints.ready())), 1)}
 
-        means = self.strategy.reduce({**totals, **votes, **pace, **saved})
+        means = self._means({**totals, **votes, **pace, **saved, **self._what_was_read()})
+        self._refuse_another_stream(means)
         if means.pop("?saved") == 1.0:
             self._settle()
         self._agreed = {name for name in known if means.pop(f"?{name}") > 0}
         self._agree_every = max(1, min(1000, int(_AGREE_SECONDS / max(means.pop("?seconds"), 1e-9))))
         return means
 
-    def _look_at_norms(self, totals: Mapping[str, Total]) -> None:
-        """Does what the recipe says where a gradient was not finite.
+    def _noted(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        for micro in micro_batches:
+            self._read = micro.read
+            yield micro
+
+    def _what_was_read(self) -> dict[str, Total]:
+        """A fingerprint of the stream, if there is one: the mean of squares is the square of the mean if all agree.
+
+        Squares of 20 bits add up exactly in float64, on up to 8,192 ranks.
+        """
+        if not self._read:
+            return {}
+        powers = torch.tensor([self._read, self._read**2], dtype=torch.float64)
+        return {f"?read{power}": Total(value, 1) for power, value in enumerate(powers, start=1)}
+
+    def _refuse_another_stream(self, means: dict[str, float]) -> None:
+        mean, square = means.pop("?read1", 0.0), means.pop("?read2", 0.0)
+        if mean**2 != square:
+            raise PluginError(
+                f"ranks read different samples from the iterable dataset, by step {self.progress.step}: some would be "
+                "used twice and others never",
+                hints=[
+                    "it must yield the same samples in the same order on every rank: do not shard it by rank, and do "
+                    "not order by set or hash",
+                    "shuffle with python's, numpy's or torch's own generator (seeded alike before each pass), or one "
+                    "seeded from the epoch that `set_epoch` is told",
+                ],
+            )
+
+    def _look_at_norms(self, totals: Mapping[str, Total], *, logs: bool) -> None:
+        """Does what the recipe says where a gradient was not finite; `logs` says that the step is to have a row.
 
         The norm is that of the reduced gradient, hence the same on every rank, and the strategy has kept such a
         gradient away from the weights already: all ranks come to the same decision without talking.
@@ -247,10 +287,12 @@ class Trainer:
         if not bad or self.strategy.overflowed():
             return
 
-        self._log_bad(bad[-1], totals)
+        goes_on = self.settings.on_nonfinite == "skip" and self._norms.nonfinite_in_a_row < _MOST_SKIPS
+        if not (goes_on and logs and bad[-1] == self.progress.step):  # else the row of this step says it
+            self._log_bad(bad[-1], totals)
         if self.settings.on_nonfinite == "rollback":
             raise _GoBack(bad)
-        if self.settings.on_nonfinite == "stop" or self._norms.nonfinite_in_a_row >= _MOST_SKIPS:
+        if not goes_on:
             raise Diverged(
                 f"the gradient of step {bad[0]} is not finite; it was kept away from the weights",
                 hints=[
@@ -262,7 +304,7 @@ class Trainer:
 
     def _log_bad(self, step: int, totals: Mapping[str, Total]) -> None:
         """The log tells the truth about a bad step: its loss, where it is still at hand, and its norm."""
-        means = self.strategy.reduce(totals) if step == self.progress.step else {}
+        means = self._means(totals) if step == self.progress.step else {}
         row = {f"train/{name}": value for name, value in means.items()}
         self._log(step, {"samples": self.progress.samples, **row, "train/grad_norm": self._norms.newest})
 
@@ -347,7 +389,9 @@ class Trainer:
         with ExitStack() as stack, torch.no_grad():
             for callback in self.callbacks.values():
                 stack.enter_context(callback.evaluating())
-            means = self.strategy.reduce(self._steps.evaluate(self.evaluation.evaluation()))
+            totals = self._steps.evaluate(self._noted(self.evaluation.evaluation()))
+            means = self._means({**totals, **self._what_was_read()})
+            self._refuse_another_stream(means)
         self.model.train()
         return {f"eval/{name}": value for name, value in self.task.finish(means).items()}
 
@@ -402,6 +446,11 @@ class Trainer:
         """What is known of the weights at `step`; an older evaluation says nothing about them."""
         stale = () if self._evaluated == step else ("eval/",)
         return {name: value for name, value in self.metrics.items() if not name.startswith(stale)}
+
+
+def _looks_are_free(device: torch.device) -> bool:
+    """Whether reading a norm does not wait for the device."""
+    return device.type == "cpu"
 
 
 def _use_in(recipe: str, table: Sequence[str]) -> str | None:

@@ -7,15 +7,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ddpforge.interfaces import Callback, StepInfo, Task, Total
+from ddpforge.strategies.ddp import DDP
 
 
 class RaggedTokens:
@@ -229,3 +232,84 @@ class FailAt(Callback):
     def on_step(self, info: StepInfo) -> None:
         if self.here and info.step == self.step:
             raise ValueError("the disk of rank 1 is on fire")
+
+
+class ByParity(Task):
+    """The mean of the even samples and that of the odd ones are two metrics, named where a batch has any."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        return model(batch).sum(), batch
+
+    def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total]:
+        found = {}
+        for name, rest in (("even", 0), ("odd", 1)):
+            if len(chosen := batch[batch % 2 == rest]):
+                found[name] = Total(chosen.sum(), len(chosen))
+        return found
+
+
+class WeighedSamples(Task):
+    """The sample x weighs x / 10: its loss is that of the model, times that."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        losses = model(batch) * batch / 10
+        return losses.sum(), losses
+
+    def count(self, batch: Any) -> Tensor:
+        return (batch / 10).sum()
+
+
+class NumbersByRank(torch.utils.data.IterableDataset[Tensor]):
+    """The numbers 0 to 9, in another order on every rank if `apart`; shuffled with torch's generator if `shuffled`."""
+
+    def __init__(self, apart: bool = False, shuffled: bool = False) -> None:
+        self.numbers = torch.arange(10.0)
+        self.shuffled = shuffled
+        if apart:
+            self.numbers = self.numbers.roll(int(os.environ.get("RANK", "0")))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        order = torch.randperm(10) if self.shuffled else torch.arange(10)
+        return iter(self.numbers[order])
+
+
+class Seen(Scalars):
+    """Writes down which samples each rank was given in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with open(f"seen-{os.environ.get('RANK', '0')}.txt", "a") as file:
+                print(*x.tolist(), file=file)
+        return super().forward(x)
+
+
+class Remembers(Seen):
+    """Keeps its newest training sample in a buffer, which it adds to what it is asked for when it is evaluated."""
+
+    newest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("newest", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.newest.copy_(x[-1:].detach())
+            return super().forward(x)
+        return 0.0 * self.a + self.newest + x
+
+
+class CountsReductions(DDP):
+    """Writes down how often gradients were reduced over ranks."""
+
+    def distributed(self, model: nn.Module) -> nn.Module:
+        prepared = super().distributed(model)
+        self.reductions = 0
+
+        def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            self.reductions += 1
+            Path(f"reductions-{os.environ['RANK']}.txt").write_text(str(self.reductions))
+            return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+        prepared.register_comm_hook(None, hook)  # type: ignore[operator]
+        return prepared

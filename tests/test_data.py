@@ -3,13 +3,15 @@
 import random
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ddpforge.data import Batches, MicroBatch, Share, mix, open_data, permute, to_device
+from ddpforge.data import Batches, MicroBatch, Share, mix, open_data, permute, seed_all, to_device
 from ddpforge.errors import PluginError
 
 
@@ -196,7 +198,7 @@ def test_a_resume_in_mid_epoch_repeats_and_misses_nothing(start: int) -> None:
 
 def test_blocks_of_steps_join_seamlessly(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = steps(deal(Numbers(37), batch=5, micro=2), 40)
-    monkeypatch.setattr("ddpforge.data._BLOCK", 15)
+    monkeypatch.setattr("ddpforge.data.order._BLOCK", 15)
     assert steps(deal(Numbers(37), batch=5, micro=2), 40) == whole
 
 
@@ -287,7 +289,144 @@ def test_a_stream_is_evaluated_once() -> None:
     assert [i for micro in batches.evaluation() for i in ids(micro)] == list(range(7))
 
 
+class Torchs(IterableDataset[int]):
+    """torch's own base class, which has a `__getitem__` that raises; deals itself out where it can."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        return iter(range(10)[worker.id :: worker.num_workers] if worker else range(10))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchs_iterable_datasets_are_streams_that_do_not_deal_themselves_out(workers: int) -> None:
+    hands = [steps(deal(Torchs(), rank=rank, ranks=2, batch=2, micro=1, workers=workers), 5) for rank in range(2)]
+    assert Counter(i for hand in hands for step in hand for i in step) == Counter(range(10))
+
+
+class Shuffled(NumberStream):
+    """Shuffles with python's, numpy's or torch's global generator; collating draws as well."""
+
+    def __init__(self, samples: int, how: str) -> None:
+        super().__init__(samples)
+        self.how = how
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = list(range(self.samples))
+        if self.how == "python":
+            random.shuffle(numbers)
+        elif self.how == "numpy":
+            np.random.shuffle(numbers)
+        for number in numbers:
+            yield number if self.how != "torch" else int(torch.randint(10**9, ()))
+
+    def collate(self, samples: list[int]) -> tuple[list[int], float]:
+        torch.rand(len(samples)), np.random.rand(), random.random()
+        return samples, random.random()
+
+
+@pytest.mark.parametrize("how", ["python", "numpy", "torch"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_draws_the_same_numbers_on_every_rank(how: str, workers: int) -> None:
+    """Ten samples in steps of 2, twice over: whatever the ranks collate and compute in between."""
+
+    def read(rank: int, ranks: int, start: int = 0) -> list[list[int]]:
+        source = deal(Shuffled(10, how), rank=rank, ranks=ranks, batch=2, micro=1, workers=workers).training(start)
+        found: list[list[int]] = [[] for _ in range(10 - start)]
+        for step in found:
+            while True:
+                one = next(source)
+                step += one.data[0]
+                seed_all(rank)  # as a forward pass does
+                if one.last:
+                    break
+        return found
+
+    alone = read(0, 1)
+    assert [sorted(a + b) for a, b in zip(read(0, 2), read(1, 2), strict=True)] == [sorted(step) for step in alone]
+    assert read(0, 1, start=7) == alone[7:]
+    epochs = sum(alone[:5], []), sum(alone[5:], [])
+    assert epochs[0] != epochs[1]
+    if how != "torch":
+        assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
+
+
+def test_a_resumed_stream_draws_for_its_batches_what_it_would_have_drawn() -> None:
+    source = deal(Shuffled(10, "python"), batch=2, micro=2)
+    straight = [one.data[1] for one in islice(source.training(0), 8)]
+    assert [one.data[1] for one in islice(source.training(3), 5)] == straight[3:]
+    assert len(set(straight)) == 8
+
+
+def test_a_stream_leaves_an_incomplete_step_out_where_it_should() -> None:
+    batches = deal(NumberStream(7), batch=3, micro=3, drop_last=True)
+    assert steps(batches, 4) == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]]
+
+
+def test_what_was_read_of_a_stream_is_told_apart() -> None:
+    """Equal as long as the first samples of steps are, whoever reads; different from then on."""
+
+    class Swapped(NumberStream):
+        def __iter__(self) -> Iterator[int]:
+            numbers = list(range(self.samples))
+            numbers[4], numbers[5] = numbers[5], numbers[4]
+            return iter(numbers)
+
+    one, two = (
+        [micro.read for micro in islice(deal(data, rank=rank, ranks=2, batch=2, micro=1).training(0), 5)]
+        for rank, data in enumerate((NumberStream(10), Swapped(10)))
+    )
+    assert [a == b for a, b in zip(one, two, strict=True)] == [True, True, False, False, False]
+    assert all(0 < read < 2**20 for read in one + two)
+    assert next(deal(Numbers(4), batch=2, micro=2).training(0)).read == 0
+
+
+class Batched(Draws):
+    """Fetches batches, and draws for each."""
+
+    def __getitems__(self, ids: list[int]) -> list[float]:
+        return [random.random() for _ in ids]
+
+
+def test_every_epoch_augments_batches_anew() -> None:
+    draws = [one.data.tolist() for one in islice(deal(Batched(4), batch=4, micro=4, shuffle=False).training(0), 2)]
+    assert draws[0] != draws[1]
+
+
+class TellsEpochs(Numbers):
+    """Every sample is the epoch it was fetched in."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_is_told_the_epoch_of_what_is_fetched(workers: int) -> None:
+    batches = deal(TellsEpochs(4), batch=2, micro=2, workers=workers)
+    assert steps(batches, 6) == [[0, 0], [0, 0], [1, 1], [1, 1], [2, 2], [2, 2]]
+    assert steps(batches, 2, start=3) == [[1, 1], [2, 2]]
+
+
 # ---------------------------------------------------------------------------------------------- refusals, transfer
+class Holds(NumberStream):
+    """A stream that reads another object."""
+
+    def __init__(self, inner: Any) -> None:
+        self.parts = {"source": [inner]}
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.parts["source"][0])
+
+
+@pytest.mark.parametrize("wrap", [lambda loader: loader, Holds, lambda loader: Holds(Holds(loader))])
+def test_a_loader_is_no_dataset_not_even_inside_one(wrap: Any) -> None:
+    loader: Any = DataLoader(Numbers(16), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    with pytest.raises(PluginError, match=r"a DataLoader.* is a loader, not a dataset"):
+        deal(wrap(loader), batch=2, micro=2)
+
+
 def test_what_is_no_dataset_is_refused() -> None:
     with pytest.raises(PluginError, match="object is not a dataset"):
         deal(object(), batch=1, micro=1)

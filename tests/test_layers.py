@@ -26,9 +26,13 @@ LAYERS = [
     {"testing"},
     {"parity", "runner"},
     {"assemble"},
+    {"parts"},
+    {"rehearsal"},
     {"trainer"},
     {"progress", "steps"},
-    {"blocks", "checkpoint", "contract", "data", "kinds", "norms", "pace", "statistics"},
+    {"fitness"},
+    {"blocks", "checkpoint", "contract", "data", "firstlook", "kinds", "means", "norms", "pace", "statistics"},
+    {"recompute"},
     # ------------------------------------------------------------------------ nothing below imports torch
     {"runfolder", "watch"},
     {"failures"},
@@ -37,8 +41,8 @@ LAYERS = [
     {"registry"},
     {"options"},
     {"interfaces"},
-    {"durations", "regions"},
-    {"errors"},
+    {"direction", "durations", "regions"},
+    {"confidential", "errors"},
     {""},  # ddpforge itself: the version, and names that are imported when they are used
 ]
 

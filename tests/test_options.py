@@ -8,7 +8,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -274,6 +274,7 @@ def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sized(colour: str, size: int = 2) -> None: ...
+def variadic(first: int = 1, /, *sizes: int, size: int = 2) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -294,6 +295,11 @@ def test_any_callable_with_a_signature_is_a_component(component: Callable[..., A
     assert errors(component, size="3") == [(("size",), "int_type")]
 
 
+def test_what_comes_by_position_only_may_stay_empty() -> None:
+    assert read(variadic) == {"size": 2}
+    assert errors(variadic, sizes=[1]) == [(("sizes",), "extra_forbidden")]
+
+
 def test_a_class_without_constructor_has_no_options() -> None:
     assert read(Empty) == {}
     assert errors(Empty, size=3) == [(("size",), "extra_forbidden")]
@@ -304,7 +310,6 @@ def test_a_partials_keyword_is_a_new_default() -> None:
 
 
 def positional(size: int, /) -> None: ...
-def variadic(*sizes: int) -> None: ...
 def unwritable(activation: Callable[[], int]) -> None: ...
 def unresolved(sampler: Sampler[int] | None = None) -> None: ...
 def reserved(model_dump: bool = True) -> None: ...
@@ -314,7 +319,6 @@ def reserved(model_dump: bool = True) -> None: ...
     ("component", "said"),
     [
         (positional, "takes `size: 'int'` by position only"),
-        (variadic, "takes `*sizes: 'int'` by position only"),
         (unwritable, "requires `activation: 'Callable[[], int]'`, which TOML cannot write"),
         (unresolved, "name 'Sampler' is not defined; import it outside `if TYPE_CHECKING`"),
         (reserved, "has a signature that cannot be read: "),
@@ -484,7 +488,7 @@ def test_a_nested_component_that_cannot_be_loaded_carries_its_error() -> None:
 
 
 def test_a_nested_component_that_refuses_its_options_is_named() -> None:
-    with pytest.raises(PluginError, match="metric `topk` refused its options: unlucky"):
+    with pytest.raises(PluginError, match="metric `topk` cannot be built: unlucky"):
         built(metrics=[{"use": "topk", "k": 13}])
 
 
@@ -606,3 +610,33 @@ def test_examples_are_values_that_would_be_accepted(annotation: object, example:
     assert row.example == example
     value = {"[1, 1]": [1, 1], '[1, "..."]': [1, "..."]}.get(example) or json.loads(example)
     assert model_of(part).model_validate_json(json.dumps({"it": value}))
+
+
+class Level(IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+def exact(
+    stage: Literal[1, 2] = 1,
+    level: Level = Level.LOW,
+    mixed: Literal[1, "auto"] | None = None,
+    several: list[Literal[1, 2]] = [1],  # noqa: B006
+    count: int = 1,
+    rate: float = 1.0,
+    flag: bool = True,
+) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[(key, value) for key in ("stage", "level", "mixed", "count") for value in (True, 1.0)],
+        *[("several", [True]), ("several", [1.0]), ("rate", True), ("flag", 1), ("flag", 1.0)],
+    ],
+)
+def test_a_value_of_another_type_is_not_the_one_that_it_equals(key: str, value: object) -> None:
+    model = options_model(exact, frozenset(), Registry(), Path())
+    assert dict(model.model_validate_json('{"stage": 2, "level": 2, "mixed": "auto"}'))["stage"] == 2
+    with pytest.raises(ValidationError):
+        model.model_validate_json(json.dumps({key: value}))

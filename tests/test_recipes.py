@@ -52,6 +52,14 @@ def test_digits_does_what_its_header_promises(tmp_path: Path, ddpforge: Callable
     assert rows(tmp_path / "runs/digits", "eval/accuracy")[-1] >= 0.975
 
 
+def test_the_text_of_shakespeare_char_is_the_users(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
+    """A text of 65 characters, told by the variable that the header names."""
+    (tmp_path / "mine.txt").write_text("".join(map(chr, range(32, 97))) * 60)
+    quick = ("train.length=2st", "train.eval_every=2st", "schedule.warmup=1st")
+    ddpforge("run", "shakespeare-char", *(f"--set={one}" for one in quick), env={"TEXT": "mine.txt"})
+    assert rows(tmp_path / "runs/shakespeare-char", "eval/loss")[-1] < 4.2  # not knowing anything is ln 65 = 4.17
+
+
 @pytest.mark.slow
 def test_the_language_model_learns_to_compress(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
     """A small piece of what the header promises: from 8 bits per byte, which is knowing nothing, downwards."""

@@ -15,13 +15,16 @@ from fake_distributions import forgetting_modules_below, install
 from torch import nn
 
 from ddpforge.errors import ExitCode, PluginError
+from ddpforge.recipe.report import render
 from ddpforge.recipe.schema import Component
 from ddpforge.registry import (
     GIVEN,
     KINDS,
     AmbiguousComponent,
     BrokenComponent,
+    BuildFailed,
     Entry,
+    RefusedOptions,
     Registry,
     UnknownComponent,
 )
@@ -456,8 +459,44 @@ def test_options_that_the_component_refuses_itself() -> None:
     with pytest.raises(PluginError) as caught:
         Registry().build("optimizer", component, params=nn.Linear(2, 2).parameters())
 
-    assert caught.value.message == ("optimizer `torch.optim:RMSprop` refused its options: Invalid learning rate: -1.0")
-    assert caught.value.hints == ("`ddpforge plugins show torch.optim:RMSprop --kind optimizer` documents them",)
+    assert caught.value.message == ("optimizer `torch.optim:RMSprop` cannot be built: Invalid learning rate: -1.0")
+    assert caught.value.hints == ("`ddpforge plugins show torch.optim:RMSprop --kind optimizer` lists its options",)
+
+
+def test_a_refusal_on_purpose_says_where_and_needs_no_traceback(folder: Path) -> None:
+    write(folder / "parts.py", "def check():\n    raise ValueError('too wide')\ndef part(): check()")
+    with pytest.raises(RefusedOptions, match=r"model `\./parts\.py:part` cannot be built: too wide") as caught:
+        Registry().build("model", Component(use="./parts.py:part", base=folder))
+    assert caught.value.hints[0].endswith("parts.py:2, in check")
+    assert caught.value.trace == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("float('wide')", "raised ValueError while it was built: could not convert string to float"),
+        ("None + 1", "raised TypeError while it was built: unsupported operand"),
+        ("import json; json.loads('{')", "raised JSONDecodeError while it was built"),
+    ],
+)
+def test_a_mistake_in_a_constructor_keeps_its_traceback(folder: Path, code: str, said: str) -> None:
+    write(
+        folder / "parts.py", f"class Part:\n    def __init__(self):\n        self.build()\n    def build(self): {code}"
+    )
+    with pytest.raises(BuildFailed) as caught:
+        Registry().build("model", Component(use="./parts.py:Part", base=folder))
+    assert said in caught.value.message
+    assert caught.value.hints[0].endswith("parts.py:4, in Part.build")
+    assert caught.value.trace.count("parts.py") == 2
+    assert "registry.py" not in caught.value.trace
+    assert caught.value.trace.rstrip() in render(caught.value)
+
+
+def test_options_that_do_not_fit_the_signature_need_no_traceback(folder: Path) -> None:
+    write(folder / "parts.py", "def part(width: int): ...")
+    with pytest.raises(RefusedOptions, match=r"cannot be built: part\(\) missing 1 required") as caught:
+        Registry().build("model", Component(use="./parts.py:part", base=folder))
+    assert caught.value.trace == ""
 
 
 @pytest.mark.parametrize("error", ["RuntimeError", "KeyError", "FileNotFoundError"])

@@ -384,6 +384,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("train.seed", 1, "fixed"),
         ("train.global_batch", 64, "fixed"),
         ("train.last_batch", "drop", "fixed"),
+        ("train.elastic_shards", 4, "fixed"),
         ("optimizer.lr", 1e-4, "tunable"),
         ("optimizer.no_decay", [], "tunable"),
         ("schedule.use", "cosine", "tunable"),

@@ -2,14 +2,13 @@
 
 import logging
 import math
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import Callback
+from ddpforge.interfaces import Callback, lower_is_better
 
 logger = logging.getLogger("ddpforge")
 
@@ -33,13 +32,13 @@ class EarlyStopping(Callback):
         ] = 0.0,
         mode: Annotated[
             Literal["min", "max"] | None,
-            Field(description="Whether less or more is better; absent: known for losses, errors and accuracies."),
+            Field(description="Whether less or more is better; absent: told from the metric's name, where it tells."),
         ] = None,
     ) -> None:
         self.metric = metric
         self._patience = patience
         self._min_delta = min_delta
-        self._sign = -1.0 if (mode or _mode(metric)) == "min" else 1.0
+        self._sign = _sign(metric, mode)
         self._best: float | None = None
         self._waited = 0
 
@@ -80,9 +79,8 @@ class EarlyStopping(Callback):
         return self._best is None or self._sign * (value - self._best) > self._min_delta
 
 
-def _mode(metric: str) -> str:
-    if re.search(r"loss|perplexity|error|mae", metric):
-        return "min"
-    if re.search(r"accuracy|top\d", metric):
-        return "max"
-    raise ValueError(f'cannot tell whether less or more of "{metric}" is better: set mode = "min" or "max"')
+def _sign(metric: str, mode: str | None) -> float:
+    lower = mode == "min" if mode else lower_is_better(metric)
+    if lower is None:
+        raise ValueError(f'cannot tell whether less or more of "{metric}" is better: set mode = "min" or "max"')
+    return -1.0 if lower else 1.0

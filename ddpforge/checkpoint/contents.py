@@ -23,6 +23,8 @@ Parts = Part | Sequence[Part]
 Plain = bool | int | float | str | None
 Held = dict[Section, dict[str, list[Part]]]
 
+SHARED = ""  # owns, among the parameters' optimizer state, what belongs to no parameter: none can have this name
+
 
 @dataclass(kw_only=True)
 class Facts:
@@ -65,7 +67,8 @@ class Share:
         callbacks: Mapping[str, Mapping[str, Tensor | Part | Plain]] = MappingProxyType({}),
     ) -> "Share":
         """What a strategy and callbacks say that this rank holds."""
-        return cls(model=state.model, optimizer=state.optimizer, callbacks=callbacks, aliases=state.aliases)
+        optimizer = {**state.optimizer, SHARED: state.shared} if state.shared else state.optimizer
+        return cls(model=state.model, optimizer=optimizer, callbacks=callbacks, aliases=state.aliases)
 
 
 class Apart(NamedTuple):

@@ -25,7 +25,7 @@ from ddpforge.interfaces import CanonicalState, Part, Region, SavedTensor, Strat
 from ddpforge.regions import Range, copy
 from ddpforge.runfolder import RunFolder
 
-__all__ = ["load_initial"]
+__all__ = ["find_initial", "load_initial"]
 
 log = logging.getLogger("ddpforge")
 
@@ -45,7 +45,7 @@ def load_initial(
     Raises UsageError when there is nothing like that, not one name fits, or a glob matches nothing; CheckpointError
     when a shape differs.
     """
-    path = on_main(lambda: _find(source), is_main=strategy.world.is_main, broadcast=strategy.broadcast)
+    path = on_main(lambda: find_initial(source), is_main=strategy.world.is_main, broadcast=strategy.broadcast)
     found = _open(path)
     state = strategy.state(model, optimizer)
     wanted = {name: (tuple(held.shape), _dtype(held)) for name, held in state.model.items()}
@@ -94,8 +94,8 @@ def _dtype(held: Tensor | Part) -> torch.dtype:
 
 
 # ---------------------------------------------------------------------------------------------- where weights are
-def _find(source: str) -> Path:
-    """The file, folder or checkpoint that is meant."""
+def find_initial(source: str) -> Path:
+    """The file, folder or checkpoint that `source` means; raises UsageError when there is nothing like that."""
     path = Path(source).expanduser()
     if path.is_file() or any((path / name).is_file() for name in (MANIFEST, _INDEX, _SINGLE)):
         return path

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddpforge.checkpoint import stored
-from ddpforge.checkpoint.contents import CALLBACKS, OPTIMIZER, Facts, Plain, facts_of, put_together
+from ddpforge.checkpoint.contents import CALLBACKS, OPTIMIZER, SHARED, Facts, Plain, facts_of, put_together
 from ddpforge.checkpoint.manifest import check_block, check_sha256, claims_of, layout_of, read_manifest
 from ddpforge.checkpoint.schema import MANIFEST, Chunk, Manifest, OtherFile, Section, TensorEntry, TensorFile
 from ddpforge.checkpoint.stored import BLOCK, damaged
@@ -54,7 +54,9 @@ class Reader:
         optimizer = self._guarded(lambda: put_together(self.manifest.optimizer, self._saved("optimizer"), OPTIMIZER))
         # No number of an optimizer is a string: the manifest was read strictly.
         numbers = cast(Mapping[str, Mapping[str, SavedTensor | Tensor | int | float | bool | None]], optimizer)
-        return CanonicalState(model=self._saved("model"), optimizer=numbers, aliases=self.aliases)
+        shared = numbers.get(SHARED, {})
+        owned = {owner: entry for owner, entry in numbers.items() if owner != SHARED}
+        return CanonicalState(model=self._saved("model"), optimizer=owned, aliases=self.aliases, shared=shared)
 
     def callbacks(self) -> dict[str, dict[str, SavedTensor | Plain]]:
         """The state of callbacks by name and key; tensors are unread."""

@@ -11,10 +11,9 @@ from typing import NamedTuple
 from ddpforge.checkpoint import files
 from ddpforge.checkpoint.manifest import check_files, parse_manifest, read_manifest, sealed
 from ddpforge.checkpoint.schema import FOLDER, LATEST, Manifest
+from ddpforge.direction import lower_is_better
 from ddpforge.errors import CheckpointError
 from ddpforge.recipe.schema import KeepSection
-
-_LESS_IS_BETTER = ("loss", "perplexity", "error", "bits", "mae", "mse")
 
 
 class Found(NamedTuple):
@@ -106,14 +105,22 @@ def newest(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
 
 def is_best(metrics: Mapping[str, float], keep: KeepSection, found: list[Found]) -> bool:
     """True when `metrics` beat those of all in `found`; a metric that is missing or not finite never does."""
-    if not keep.best or keep.by is None or not math.isfinite(value := metrics.get(keep.by, math.nan)):
+    if (
+        not keep.best
+        or keep.by is None
+        or _lower(keep) is None
+        or not math.isfinite(value := metrics.get(keep.by, math.nan))
+    ):
         return False
     return all(_badness(value, keep) < _badness(each.manifest.metric(keep.by), keep) for each in best(found, keep))
 
 
 def best(found: list[Found], keep: KeepSection) -> list[Found]:
-    """Those of `found` (newest first) whose metric is finite, best first; of equals the newer first."""
-    if (by := keep.by) is None:
+    """Those of `found` (newest first) whose metric is finite, best first; of equals the newer first.
+
+    There are none where neither `keep.mode` nor the metric's name tells what is better.
+    """
+    if (by := keep.by) is None or _lower(keep) is None:
         return []
     known = [each for each in found if math.isfinite(each.manifest.metric(by))]
     return sorted(known, key=lambda each: _badness(each.manifest.metric(by), keep))
@@ -169,8 +176,11 @@ def _step(path: Path) -> float:
 
 def _badness(value: float, keep: KeepSection) -> float:
     """The metric `keep.by`, turned round where more of it is better."""
-    mode = keep.mode or ("min" if any(word in (keep.by or "") for word in _LESS_IS_BETTER) else "max")
-    return value if mode == "min" else -value
+    return value if _lower(keep) else -value
+
+
+def _lower(keep: KeepSection) -> bool | None:
+    return keep.mode == "min" if keep.mode else lower_is_better(keep.by or "")
 
 
 def _latest(folder: Path) -> str | None:

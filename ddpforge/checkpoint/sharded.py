@@ -238,7 +238,8 @@ class _Merged:
             for key, number in numbers.items():
                 if known.setdefault(key, number) != number:
                     raise CheckpointError(
-                        f"{key} of {owner} is {_plain(number)} on rank {rank}, and {_plain(known[key])} on a lower one"
+                        f"{key} of {owner or 'the optimizer'} is {_plain(number)} on rank {rank}, and "
+                        f"{_plain(known[key])} on a lower one"
                     )
 
 

@@ -2,46 +2,80 @@
 
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
 
-from ddpforge.cli.options import json_option, ranks_option, recipe_argument, sets_option
+from ddpforge.cli.options import device_option, json_option, ranks_option, recipe_argument, sets_option
 from ddpforge.errors import ForgeError, RecipeError
+
+if TYPE_CHECKING:
+    from ddpforge.parts import Parts
 
 
 @click.command()
 @recipe_argument
 @sets_option
 @ranks_option
+@device_option
+@click.option(
+    "--build",
+    "builds",
+    is_flag=True,
+    help="Also build every component, with a large model on the meta device, and evaluate a few samples.",
+)
 @json_option
-def check(recipe: str, sets: Sequence[str], ranks: int, as_json: bool) -> None:
-    """Find every error in RECIPE (a file or a bundled recipe's name); starts nothing."""
+def check(recipe: str, sets: Sequence[str], ranks: int, device: str | None, builds: bool, as_json: bool) -> None:
+    """Validate RECIPE (a file or a bundled recipe's name) without starting anything.
+
+    Imports the code that the recipe names. What only data and model can tell is found by --build, and by `run` before
+    it trains.
+    """
     if not as_json:
-        click.echo(f"{recipe}: ok, {_check(recipe, sets, ranks)}")
+        click.echo(f"{recipe}: ok, {_check(recipe, sets, ranks, device, builds)}")
         return
     try:
-        _check(recipe, sets, ranks)
+        _check(recipe, sets, ranks, device, builds)
     except ForgeError as error:
         click.echo(json.dumps({"ok": False, "problems": _problems(error)}))
         raise SystemExit(int(error.exit_code)) from None
     click.echo(json.dumps({"ok": True, "problems": []}))
 
 
-def _check(recipe: str, sets: Sequence[str], ranks: int) -> str:
-    """How the recipe's batch is dealt out; raises ForgeError when the recipe cannot be run."""
-    from ddpforge.recipe import check_world, load_recipe
-    from ddpforge.recipe.trial import check_optimizer
+def _check(recipe: str, sets: Sequence[str], ranks: int, device: str | None, builds: bool) -> str:
+    """What the recipe amounts to; raises ForgeError when it cannot be run."""
+    from ddpforge.parts import Parts
+    from ddpforge.recipe import load_recipe
     from ddpforge.registry import Registry
+    from ddpforge.runfolder import RunFolder
 
     registry = Registry.installed()
     loaded = load_recipe(recipe, sets=sets, registry=registry)
-    plan = check_world(loaded, ranks)
-    check_optimizer(loaded, registry)
-    return str(plan)
+    parts = Parts(loaded, registry)
+    parts.foresee(ranks=ranks, device=device, folder=RunFolder.of(loaded.recipe))
+    built = _build(parts) if builds else ""
+    parts.report()
+    return f"{parts.plan}{built}"
+
+
+def _build(parts: "Parts") -> str:
+    parts.build(meta=True)
+    tried = parts.try_out(strict=True)
+    parts.report()
+    steps = parts.horizon.total
+    lines = [
+        f"{parts.size.all:,} parameters, {parts.size.trainable:,} of them trainable",
+        f"{steps:,} steps" if steps is not None else f"{parts.recipe.train.length} of training",
+    ]
+    for key, rehearsal in tried.items():
+        numbers = "".join(f", {name} {value:.4g}" for name, value in rehearsal.metrics.items())
+        lines.append(f"[data.{key}] gives {rehearsal.batch}{numbers}")
+    return "".join(f"\n  {line}" for line in lines)
 
 
 def _problems(error: ForgeError) -> list[dict[str, object]]:
+    from ddpforge.confidential import redacted
     from ddpforge.recipe import Problem
 
     problems = error.problems if isinstance(error, RecipeError) else [Problem(error.message, hints=error.hints)]
-    return [problem.as_dict() for problem in problems]
+    return [redacted(problem.as_dict()) for problem in problems]

@@ -15,6 +15,7 @@ import click
 
 from ddpforge import leaving
 from ddpforge.cli import complain
+from ddpforge.confidential import redact
 from ddpforge.errors import ExitCode, ForgeError
 from ddpforge.launch import record_verdict
 
@@ -32,7 +33,7 @@ def ending(*, status: bool = False) -> Iterator[None]:
         if isinstance(error, ForgeError):
             complain(error)
         elif isinstance(error, Exception):
-            click.echo(f"[rank {os.environ.get('RANK', '0')}] {traceback.format_exc()}", err=True)
+            click.echo(f"[rank {os.environ.get('RANK', '0')}] {redact(traceback.format_exc())}", err=True)
         if status and os.environ.get("RANK", "0") == "0":
             click.echo(json.dumps(failure(error)))
         leave(_exit_code(error))
@@ -68,7 +69,7 @@ def failure(error: BaseException) -> dict[str, Any]:
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "strategy": None,
         "metrics": {},
-        "error": f"{type(error).__name__}: {error}".removesuffix(": "),
+        "error": redact(f"{type(error).__name__}: {error}".removesuffix(": ")),
     }
 
 

@@ -25,18 +25,23 @@ ranks_option = click.option(
     envvar="WORLD_SIZE",
     default=1,
     show_default="WORLD_SIZE, else 1",
-    help="Deal the batch out to this many ranks.",
+    help="Check the batch split for this many ranks.",
+)
+device_option = click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), help="Check for ranks on this device; default: what is here."
 )
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What to do about an earlier run of the same name."""
-    fresh = click.option("--fresh", is_flag=True, help="Start anew; the earlier run's folder is renamed, not deleted.")
+    fresh = click.option(
+        "--fresh", is_flag=True, help="Start from scratch; the earlier run's folder is renamed, not deleted."
+    )
     allow_change = click.option(
         "--allow-change",
         multiple=True,
         metavar="KEY",
-        help="Go on although this key, which should stay fixed during a run, has changed; repeatable.",
+        help="Resume even though KEY, normally fixed for the life of a run, has changed; repeatable.",
     )
     return fresh(allow_change(command))
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ddpforge.cli.options import json_option, ranks_option, recipe_argument, sets_option
+from ddpforge.cli.options import device_option, json_option, ranks_option, recipe_argument, sets_option
 
 if TYPE_CHECKING:
-    from ddpforge.interfaces import Contract, Strategy
+    from ddpforge.interfaces import Contract
     from ddpforge.recipe import LoadedRecipe
 
 _WIDEST = 48  # columns before the comments; longer values push theirs to the right
@@ -20,18 +20,25 @@ _WIDEST = 48  # columns before the comments; longer values push theirs to the ri
 @recipe_argument
 @sets_option
 @ranks_option
+@device_option
 @json_option
-def show(recipe: str, sets: Sequence[str], ranks: int, as_json: bool) -> None:
-    """Print RECIPE resolved, with all defaults, and where each value came from. The output is a recipe too."""
+def show(recipe: str, sets: Sequence[str], ranks: int, device: str | None, as_json: bool) -> None:
+    """Print RECIPE resolved, with all defaults, and where each value came from. The output is a recipe too.
+
+    Imports the code that the recipe names.
+    """
     from ddpforge.contract import contract_of
-    from ddpforge.kinds import build
-    from ddpforge.recipe import check_world, load_recipe
+    from ddpforge.parts import Parts
+    from ddpforge.recipe import load_recipe
     from ddpforge.registry import Registry
+    from ddpforge.runfolder import RunFolder
 
     registry = Registry.installed()
     loaded = load_recipe(recipe, sets=sets, registry=registry)
-    plan = check_world(loaded, ranks)
-    strategy: Strategy = build(registry, "strategy", loaded.recipe.strategy)
+    parts = Parts(loaded, registry)
+    parts.foresee(ranks=ranks, device=device, folder=RunFolder.of(loaded.recipe))
+    parts.report()
+    plan, strategy = parts.plan, parts.strategy
     contract = contract_of(strategy)
     generated = strategy.generated(loaded.recipe.train, ranks)
 

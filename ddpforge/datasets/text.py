@@ -37,7 +37,8 @@ class Text:
     are whole files, evenly spread over that order, or the tail of a single file.
 
     With T for `block_size`, sample i is (tokens[i·T : i·T + T], tokens[i·T + 1 : i·T + T + 1]); a batch is
-    (inputs [B, T], targets [B, T]), both int64. What is left over at the end of the text is not used.
+    (inputs [B, T], targets [B, T]), both int64. What is left over at the end of the text is not used. With
+    `random_offsets` sample i begins at i·T + r, with r from 0 to T - 1 drawn from (recipe seed, epoch, i).
 
     `level` says what a token is: a byte (of any file), or the place of a character in `alphabet`, the sorted
     characters of the whole text (empty for bytes).
@@ -61,8 +62,14 @@ class Text:
             float, Field(gt=0, lt=1, description="Share of the files, or of a single file, for evaluation.")
         ] = 0.1,
         suffixes: _Suffixes = (),
+        random_offsets: Annotated[
+            bool,
+            Field(description="Begin each sample at a random place of its block, another one in every epoch."),
+        ] = False,
+        seed: int = 0,
     ) -> None:
         self.block_size, self.level = block_size, level
+        self._random_offsets, self._seed = random_offsets, seed
 
         files = _text_files(path, suffixes)
         pieces = [_bytes(file) if level == "bytes" else _characters(file) for file in files]
@@ -81,6 +88,14 @@ class Text:
             )
         used = tokens[: self._samples * block_size + 1]
         self._tokens = torch.from_numpy(used.astype(np.uint8 if self.vocab_size <= 256 else np.int32))
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draws where in its block each sample begins, if that is random."""
+        if self._random_offsets:
+            drawn = np.random.RandomState([self._seed & 0xFFFFFFFF, epoch]).randint(self.block_size, size=self._samples)
+            drawn[-1] = 0  # nothing follows the last block
+            self._offsets = torch.from_numpy(drawn)
 
     def __len__(self) -> int:
         return self._samples
@@ -91,12 +106,11 @@ class Text:
         return inputs[0], targets[0]
 
     def __getitems__(self, ids: list[int]) -> Batch:
-        """The whole batch at once: the rows of two views on the same tokens."""
+        """The whole batch at once."""
         rows = torch.tensor(ids)
-        inputs, targets = (
-            part.view(-1, self.block_size)[rows].long() for part in (self._tokens[:-1], self._tokens[1:])
-        )
-        return inputs, targets
+        starts = rows * self.block_size + (self._offsets[rows] if self._random_offsets else 0)
+        tokens = self._tokens[starts[:, None] + torch.arange(self.block_size + 1)].long()
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def collate(self, batch: Batch) -> Batch:
         """What `__getitems__` returns is a batch already."""

@@ -16,7 +16,9 @@ class TopK(Metric):
     """
 
     def __init__(
-        self, *, k: Annotated[int, Field(ge=1, le=2**20, description="How many guesses a sample has.")]
+        self,
+        *,
+        k: Annotated[int, Field(ge=1, le=2**20, description="Count a hit if the class is among the k largest logits.")],
     ) -> None:
         self.k = k
         self.name = f"top{k}"

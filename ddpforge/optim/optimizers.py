@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW
 
 _LearningRate = Annotated[
-    float, Field(gt=0, le=1000, description="Learning rate; the schedule multiplies it by its factor.")
+    float, Field(ge=1e-15, le=1000, description="Learning rate; the schedule multiplies it by its factor.")
 ]
 _WeightDecay = Annotated[
     float, Field(ge=0, le=1000, description="Weight decay of all parameters but those in `no_decay`.")
@@ -28,9 +28,9 @@ def adamw(
     lr: _LearningRate,
     betas: Annotated[
         tuple[_Fraction, _Fraction],
-        Field(description="How much the running means of gradients and of their squares keep per step."),
+        Field(description="Decay rates of the running averages of the gradient and of its square."),
     ] = (0.9, 0.999),
-    eps: Annotated[float, Field(gt=0, le=1, description="Added to the denominator.")] = 1e-8,
+    eps: Annotated[float, Field(ge=1e-30, le=1, description="Added to the denominator.")] = 1e-8,
     weight_decay: _WeightDecay = 0.01,
     fused: _Fused = "auto",
 ) -> AdamW:
@@ -43,7 +43,7 @@ def sgd(
     params: list[dict[str, Any]],
     *,
     lr: _LearningRate,
-    momentum: Annotated[_Fraction, Field(description="How much of the last update is repeated.")] = 0.0,
+    momentum: Annotated[_Fraction, Field(description="Momentum factor.")] = 0.0,
     nesterov: Annotated[bool, Field(description="Nesterov's momentum; needs `momentum`.")] = False,
     weight_decay: _WeightDecay = 0.0,
     fused: _Fused = "auto",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddpforge.direction import lower_is_better
 from ddpforge.durations import Duration
 from ddpforge.errors import RecipeError
 from ddpforge.recipe.batch import plan_batch
@@ -18,6 +19,13 @@ def cross_check(recipe: Recipe, explainer: Explainer) -> None:
     _check_best(recipe, explainer)
     _check_initial(recipe, explainer)
     _check_schedule(recipe, explainer)
+    _check_compile(recipe, explainer)
+
+
+def _check_compile(recipe: Recipe, explainer: Explainer) -> None:
+    if recipe.train.compile_blocks and recipe.train.compile == "off":
+        message = '`train.compile_blocks` has no effect while `train.compile` is "off"'
+        explainer.add(("train", "compile_blocks"), message, 'set a mode, e.g. compile = "default"', on_key=True)
 
 
 def _check_batch(recipe: Recipe, explainer: Explainer) -> None:
@@ -64,6 +72,9 @@ def _check_best(recipe: Recipe, explainer: Explainer) -> None:
     elif prefix == "eval" and recipe.data.eval is None:
         message = f'`checkpoint.keep.by` is "{keep.by}", and there is no section [data.eval] to compute it from'
         explainer.add((*at, "by"), message)
+    elif keep.mode is None and lower_is_better(metric) is None:
+        message = f'cannot tell whether less or more of "{keep.by}" is better'
+        explainer.add((*at, "by"), message, 'add mode = "min" or mode = "max" to `checkpoint.keep`')
 
 
 def _check_schedule(recipe: Recipe, explainer: Explainer) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ddpforge.errors import RecipeError
 from ddpforge.recipe.bundled import require_file
-from ddpforge.recipe.layers import Layers, Table
-from ddpforge.recipe.origins import Origin, Source
-from ddpforge.recipe.report import Problem, kind_of, printable
+from ddpforge.recipe.layers import Layers, Table, inside, paths
+from ddpforge.recipe.origins import KeyPath, Origin, Source
+from ddpforge.recipe.report import Problem, did_you_mean, dotted, kind_of, printable
 from ddpforge.recipe.toml import parse, read
 
 _TOML_FOR_SURE = re.compile(r"[\"'\[{]|[-+]?\d+$")  # a --set value that is not meant as a bare word
@@ -33,7 +33,10 @@ def compose(path: Path, sets: Sequence[str]) -> tuple[Layers, Source]:
     problems: list[Problem] = []
     for text in sets:
         try:
-            assigned.merge(_assignment(text), change_use=False)  # whatever their order, none undoes another
+            if text.startswith("~"):
+                problems += _unset(layers, _removal(text))
+            else:
+                assigned.merge(_assignment(text), change_use=False)  # whatever their order, none undoes another
         except RecipeError as error:
             problems += error.problems
     if problems:
@@ -59,8 +62,78 @@ def _file(path: Path, label: str, chain: _Chain) -> tuple[Layers, Source]:
     if problems:
         raise RecipeError(problems)
 
-    layers.merge(Layers.of(table, source))
+    own = Layers.of(table, source)
+    problems += [*_unset(layers, own), *_idle(layers, own)]
+    if problems:
+        raise RecipeError(problems)
+    layers.merge(own)
     return layers, source
+
+
+def _unset(layers: Layers, own: Layers) -> list[Problem]:
+    """Takes out of `layers` what the key `unset` of the next layer names, and the key itself."""
+    names = own.tables.get("unset", [])
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        message = f'`unset` must be an array of keys, such as ["callbacks.ema"], not {kind_of(names)}'
+        return [Problem(message, "unset", own.origin(("unset",)).place())]
+    problems = []
+    origins = [own.origin(("unset", index)) for index in range(len(names))]
+    own.unset(("unset",))
+    for name, origin in zip(names, origins, strict=True):
+        path = _path(name)
+        if path is None or not layers.unset(path):
+            known = [dotted(one) for one in paths(layers.tables)]
+            message = f"`unset`: there is no `{printable(name)}` to take out"
+            hints = (*did_you_mean(name, known), "it takes out what the recipe extends, or a --set finds")
+            problems.append(Problem(message, "unset", origin.place(), hints))
+    return problems
+
+
+def _path(name: str) -> KeyPath | None:
+    """The key that `name` spells, as TOML does."""
+    try:
+        *_, path = paths(tomllib.loads(f"{name} = 0"))
+    except (ValueError, RecursionError):
+        return None
+    return path
+
+
+def _idle(layers: Layers, own: Layers) -> list[Problem]:
+    """Empty tables over tables that are not: whoever writes one means to take out what is in there."""
+    return [
+        Problem(
+            f"`{dotted(path)}` is empty, and takes nothing out of the table that this recipe extends",
+            dotted(path),
+            own.origin(path).place(key=True),
+            (f'to take it out, write unset = ["{dotted(path)}"] at the top of the recipe',),
+        )
+        for path in paths(own.tables)
+        if inside(own.tables, path) == {} and _is_inline(own.origin(path)) and _has(layers.tables, path)
+    ]
+
+
+def _is_inline(origin: Origin) -> bool:
+    """Whether an empty table is written `{}`; a header with nothing below it says nothing."""
+    place = origin.place()
+    return place is not None and place.text[place.column - 1 :].startswith("{")
+
+
+def _has(table: Table, path: KeyPath) -> bool:
+    try:
+        return bool(inside(table, path))
+    except (KeyError, TypeError):
+        return False
+
+
+def _removal(text: str) -> Layers:
+    """The layer of `--set ~KEY`."""
+    source = Source("--set", text, Path.cwd())
+    if not text[1:] or "=" in text:
+        hint = "write --set ~section.key, e.g. --set ~callbacks.ema"
+        raise RecipeError([Problem(f"`{printable(text)}` names no key", "--set", source.at(0, len(text)), (hint,))])
+    table: Table = {"unset": [text[1:]]}
+    return Layers.of(table, Source("--set", f"unset = [{json.dumps(text[1:], ensure_ascii=False)}]", source.folder))
 
 
 def _base(name: object, origin: Origin, source: Source, chain: _Chain) -> Layers:
@@ -85,7 +158,7 @@ def _assignment(text: str) -> Layers:
     key, _, value = (part.strip() for part in text.partition("="))
     if not key or not value or not text.isprintable() or key.startswith("#"):
         hint = "write --set section.key=value, e.g. --set train.length=5ep"
-        problem = Problem(f"`{printable(text)}` assigns nothing", "--set", source.at(0, len(text)), (hint,))
+        problem = Problem(f"`{printable(text)}` is not KEY=VALUE", "--set", source.at(0, len(text)), (hint,))
         raise RecipeError([problem])
 
     table: Table | None
@@ -95,9 +168,10 @@ def _assignment(text: str) -> Layers:
         table = _bare_word(key, value)
         if table is None:
             raise
-    if "extends" in table:
-        problem = Problem("`extends` can be set only in a file", "extends", source.at(0, len(key)))
-        raise RecipeError([problem])
+    for name in ("extends", "unset"):
+        if name in table:
+            hints = ("write --set ~section.key",) if name == "unset" else ()
+            raise RecipeError([Problem(f"`{name}` can be set only in a file", name, source.at(0, len(key)), hints)])
     return Layers.of(table, source)
 
 

@@ -33,6 +33,10 @@ _EXTENDS: Schema = {
     "description": "Recipes that this one changes; paths from its folder, later ones win.",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
 }
+_UNSET: Schema = {
+    "description": "Keys and tables of the recipes it extends that this one takes out, e.g. callbacks.ema.",
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+}
 
 
 def recipe_schema(registry: Registry) -> Schema:
@@ -57,7 +61,7 @@ def recipe_schema(registry: Registry) -> Schema:
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "ddpforge recipe",
-        **_table(Recipe, **sections, extends=_EXTENDS, vars=_VARIABLES),
+        **_table(Recipe, **sections, extends=_EXTENDS, unset=_UNSET, vars=_VARIABLES),
         "$defs": definitions,
     }
 

@@ -50,6 +50,7 @@ class Layers:
         self.tables: Table = {}
         self.origins: dict[KeyPath, Origin] = {}
         self.variables: set[str] = set()  # also those in values that a later layer replaced
+        self.dropped: dict[KeyPath, tuple[Value, Value]] = {}  # options that went with a component: value, component
 
     @classmethod
     def of(cls, table: Table, source: Source) -> Layers:
@@ -75,13 +76,25 @@ class Layers:
         self._merge(self.tables, other.tables, (), other.origins, change_use)
         self.variables |= other.variables
 
+    def unset(self, path: KeyPath) -> bool:
+        """Takes a key, or a table, out again; False where there is none."""
+        table: Value = self.tables
+        for key in path[:-1]:
+            table = table.get(key) if isinstance(table, dict) else None
+        if not isinstance(table, dict) or path[-1] not in table:
+            return False
+        self._forget(table, str(path[-1]), path)
+        return True
+
     def _merge(self, mine: Table, theirs: Table, at: KeyPath, origins: dict[KeyPath, Origin], change_use: bool) -> None:
         for key, value in theirs.items():
             path = (*at, key)
             old = mine.get(key)
             if isinstance(value, dict) and isinstance(old, dict):
                 if change_use and _names_another(path, old, value):
+                    uses = used_name(path, old)
                     for option in old.keys() - FRAMEWORK_KEYS.get(path, ()):
+                        self.dropped[(*path, option)] = old[option], uses
                         self._forget(old, option, (*path, option))
                 self._merge(old, value, path, origins, change_use)
             else:

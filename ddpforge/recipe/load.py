@@ -55,10 +55,11 @@ class LoadedRecipe:
         found = [_local_file(text, _owner(path, components)) for path, text in strings(self.tables)]
         return sorted({file for file in found if file})
 
-    def problem(self, key: KeyPath, message: str, *hints: str) -> Problem:
+    def problem(self, key: KeyPath, message: str, *hints: str, trace: str = "") -> Problem:
         """A problem with the value of `key`, at its place: for checks that only a run can make."""
-        origin = self.origins.get(key, Origin())
-        return Problem(message, dotted(key), origin.place(), hints)
+        written = (self.origins[key[:end]] for end in range(len(key), 0, -1) if key[:end] in self.origins)
+        origin = next((origin for origin in written if origin.source), Origin())
+        return Problem(message, dotted(key), origin.place(), hints, trace)
 
 
 def load_recipe(source: str | Path, *, sets: Sequence[str] = (), registry: Registry | None = None) -> LoadedRecipe:

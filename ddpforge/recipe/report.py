@@ -34,6 +34,7 @@ class Problem:
     key: str = ""
     place: Place | None = None
     hints: tuple[str, ...] = ()
+    trace: str = ""  # of somebody else's code
 
     def as_dict(self) -> dict[str, Any]:
         """The problem for machines: message, key, file, line, column (null where there is none) and hints."""
@@ -63,6 +64,8 @@ def render(error: ForgeError | Problem) -> str:
     for hint in error.hints:
         wrapped = textwrap.wrap(printable(hint), _WRAP, break_long_words=False, break_on_hyphens=False)
         lines.append(f"{margin} = help: " + f"\n{margin}         ".join(wrapped))
+    if error.trace:
+        lines.append(error.trace.rstrip())
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,7 +27,22 @@ def _name(value: str) -> str:
     return value
 
 
+def refuse_remote(value: str) -> None:
+    """Raises ValueError for what is no folder of a file system, as "s3://bucket/x", or holds control characters."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", value):
+        raise ValueError("must be a folder of a file system, not an address; copy the run's folder there afterwards")
+    if not value.isprintable():
+        raise ValueError("must not hold control characters, such as newlines")
+
+
+def _metric(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError("must not hold control characters, such as newlines")
+    return value
+
+
 def _inside(value: str) -> str:
+    refuse_remote(value)
     parts = value.replace("\\", "/").split("/")
     if value.startswith(("/", "~")) or ".." in parts or not value.strip() or "\0" in value:
         raise ValueError("must be a relative folder below the current one; use `--out DIR` for any other place")
@@ -37,7 +53,7 @@ def _inside(value: str) -> str:
 
 def _positive(value: Duration) -> Duration:
     if value.value <= 0:
-        raise ValueError("must be longer than nothing")
+        raise ValueError("must be more than zero")
     return value
 
 
@@ -46,6 +62,8 @@ def _wall_time(value: Duration) -> Duration:
         raise ValueError('must be a wall time such as "30s", "10m" or "2h"')
     if value.seconds > _LONGEST_WAIT:
         raise ValueError("must be at most 720h")
+    if 0 < value.seconds < 1:
+        raise ValueError("must be at least 1s")
     return _positive(value)
 
 
@@ -133,7 +151,7 @@ class TrainSection(Section):
         description="Compute dtype; master weights and gradient reduction stay fp32. fp16 adds loss scaling.",
     )
     clip_norm: float | None = Field(
-        default=None, gt=0, le=1e6, description="Largest global gradient norm; absent: no clipping."
+        default=None, ge=1e-9, le=1e6, description="Largest global gradient norm; absent: no clipping."
     )
     on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
@@ -177,10 +195,12 @@ class KeepSection(Section):
         default=None, description='Keep those at every so many epochs or steps, e.g. "10ep"; absent: none of them.'
     )
     best: int = Field(default=0, ge=0, le=1000, description="How many of the best to keep, judged by `by`.")
-    by: str | None = Field(default=None, description='The metric that decides what is best, e.g. "eval/loss".')
+    by: Annotated[str, AfterValidator(_metric)] | None = Field(
+        default=None, description='The metric that decides what is best, e.g. "eval/loss".'
+    )
     mode: Literal["min", "max"] | None = Field(
         default=None,
-        description='Whether less or more is better; absent: "min" for losses, "max" for everything else.',
+        description="Whether less or more is better; absent: told from the metric's name, otherwise required.",
     )
 
 

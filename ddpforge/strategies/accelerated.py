@@ -7,7 +7,8 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
@@ -21,12 +22,17 @@ from accelerate.commands.config import default_config_file, load_config_from_fil
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, KwargsHandler, patch_environment
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Exploring, Part, SavedTensor, Strategy, Total, World
+from ddpforge.errors import StrategyError, UsageError
+from ddpforge.interfaces import CanonicalState, Exploring, Part, Refusal, SavedTensor, Strategy, World
 from ddpforge.strategies import replicated
+from ddpforge.strategies.own_state import OwnState
 from ddpforge.strategies.precision import precision_for
+from ddpforge.strategies.share import share
+from ddpforge.strategies.trial import refuse_closure, refuse_sparse
+from ddpforge.strategies.watch import refuse_loss, watched
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -70,6 +76,7 @@ class AcceleratedStrategy(Strategy):
 
     def __init__(self) -> None:
         self.accelerator: Accelerator
+        self._updated = False  # whether the weights have been, since this process began
 
     # -- for subclasses
     def handlers(self) -> list[KwargsHandler]:
@@ -80,10 +87,25 @@ class AcceleratedStrategy(Strategy):
         """Raises StrategyError when the prepared `model` is not what the recipe asked for."""
 
     # -- before the loop
+    def device_type(self, train: TrainSection) -> str:
+        """A GPU where there is one, unless `accelerate launch --cpu` says otherwise."""
+        on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+        return "cpu" if on_cpu else super().device_type(train)
+
+    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
+        """SyncBatchNorm on a CPU."""
+        if train.sync_batchnorm and device != "cuda":
+            hint = "torch.nn.SyncBatchNorm has no CPU implementation; leave train.sync_batchnorm out"
+            yield Refusal(
+                "train.sync_batchnorm", f"train.sync_batchnorm needs CUDA, and this run is on {device}", (hint,)
+            )
+
     def setup(self, train: TrainSection) -> World:
         """Joins the gloo (CPU) or NCCL (CUDA) process group that the launcher announced, and checks its size."""
         self._refuse_contradictions(train)
-        on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" or not torch.cuda.is_available()
+        on_cpu = self.device_type(train) == "cpu"
+        for refusal in self.refusals(train, int(os.environ.get("WORLD_SIZE", "1")), "cpu" if on_cpu else "cuda"):
+            raise StrategyError(refusal.message, hints=refusal.hints)
         timeout = timedelta(seconds=train.timeout.seconds)
         handlers = [InitProcessGroupKwargs(timeout=timeout), *self.handlers()]
         with patch_environment(ACCELERATE_USE_DEEPSPEED="false", ACCELERATE_USE_FSDP="false"):
@@ -162,11 +184,6 @@ class AcceleratedStrategy(Strategy):
         """The model, with SyncBatchNorm for BatchNorm where the recipe asks for it."""
         if not self.train.sync_batchnorm:
             return model
-        if self.world.device.type != "cuda":
-            raise StrategyError(
-                f"train.sync_batchnorm needs CUDA, and this run is on {self.world.device.type}",
-                hints=["torch.nn.SyncBatchNorm has no CPU implementation; leave train.sync_batchnorm out"],
-            )
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return converted
 
@@ -176,6 +193,8 @@ class AcceleratedStrategy(Strategy):
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         self._bare = model
+        self._own = OwnState(optimizer)
+        self.look_at(model, optimizer)
 
         prepared = self.distributed(model)
         self.check(prepared)
@@ -184,25 +203,66 @@ class AcceleratedStrategy(Strategy):
             prepared.compile(mode=self.train.compile)
         return prepared, optimizer
 
+    def look_at(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Raises StrategyError for a model and an optimizer that do not fit together, before anything is trained."""
+        refuse_closure(optimizer)
+        refuse_sparse(optimizer, model, sharded=bool(self.contract.shards))
+        for name, parameter in model.named_parameters():
+            if parameter.dtype == torch.float64 and self.precision.dtype is not None:
+                raise StrategyError(
+                    f"parameter `{name}` is float64, which autocast leaves alone, and train.precision is "
+                    f'"{self.train.precision}"',
+                    hints=['set train.precision = "fp32", or build the model in float32'],
+                )
+
     def distributed(self, model: nn.Module) -> nn.Module:
         """The model, wrapped so that its gradients are averaged over ranks."""
+        if dist.is_initialized():
+            self._share_constants(model)
         with warnings.catch_warnings():
             # torch 2.15 renamed the option by which DDP leaves buffers alone; older ones know only this name.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
             prepared: nn.Module = self.accelerator.prepare_model(model)
         return prepared
 
+    def _share_constants(self, model: nn.Module) -> None:
+        """Makes buffers and frozen parameters equal; DDP would do it, but for some dtypes it cannot."""
+        frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        constants = frozen | dict(model.named_buffers())
+        for tensor in constants.values():
+            share(tensor)
+        ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        ignore(model, list(constants))
+
     # -- one step
     def forward(self) -> AbstractContextManager[Any]:
-        """Autocast for bf16 and fp16; nothing for fp32."""
-        return self.precision.forward()
+        """Autocast for bf16 and fp16; nothing for fp32. Until the first update, training passes are watched."""
+        if self._updated or not self._bare.training:
+            return self.precision.forward()
+        return self._watched()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        shards = self.contract.shards
+        with (
+            self.precision.forward(),
+            watched(
+                self._bare,
+                shards_weights="weights" in shards,
+                shards_gradients=bool(shards),
+                eager=self.train.compile == "off",
+            ),
+        ):
+            yield
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of `loss`, scaled up for fp16."""
+        refuse_loss(loss)
         self.precision.backward(loss)
 
     def step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
         """Unscales, measures the norm, clips, updates, clears: in this order at every precision."""
+        self._updated = True
         self.precision.unscale(optimizer)
         norm = self.norm(self._gradients())
         if self.train.clip_norm is not None:
@@ -256,6 +316,11 @@ class AcceleratedStrategy(Strategy):
             )
 
         unused = [p for p in self._trained if p.grad is None]
+        if len(unused) == len(self._trained):
+            raise UsageError(
+                "the loss depends on no trained parameter: backward gave none of them a gradient",
+                hints=["look for `.detach()`, `.item()` or `torch.no_grad()` on the way to the loss"],
+            )
         if unused and not self.allows_unused_parameters:
             self.refuse_unused(unused)
 
@@ -269,25 +334,17 @@ class AcceleratedStrategy(Strategy):
         )
 
     # -- agreement
-    def reduce(self, totals: Mapping[str, Total]) -> dict[str, float]:
-        """Sums and counts travel together, as float64."""
-        device = self.world.device
-        values = [value for total in totals.values() for value in (total.sum, total.count)]
-        flat = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).detach() for value in values])
-        if self.world.size > 1:
-            dist.all_reduce(flat)
+    def total(self, values: Tensor) -> Tensor:
+        """`values` summed over data ranks; the first operation on them waits for it, on gloo too.
 
-        numbers: list[float] = flat.tolist()
-        pairs = zip(numbers[::2], numbers[1::2], strict=True)
-        return dict(zip(totals, (sum_ / count if count else math.nan for sum_, count in pairs), strict=True))
-
-    def total(self, count: Tensor) -> Tensor:
-        """`count` summed over ranks; the first operation on it waits for it, on gloo too."""
-        count = count.to(self.world.device, non_blocking=True)
+        Ranks that see the same data give the same values, so that of each data rank's only one counts.
+        """
+        values = values.to(self.world.device, non_blocking=True)
         if self.world.size == 1:
-            return count
-        summed: Tensor = functional.all_reduce(count, "sum", cast(dist.ProcessGroup, dist.group.WORLD))
-        return summed
+            return values
+        summed: Tensor = functional.all_reduce(values, "sum", cast(dist.ProcessGroup, dist.group.WORLD))
+        alike = self.world.size // self.world.data_size
+        return summed / alike if alike > 1 else summed
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value`."""
@@ -311,7 +368,7 @@ class AcceleratedStrategy(Strategy):
                 dist.all_reduce(buffer)
                 buffer /= self.world.size
             else:
-                dist.broadcast(buffer, src=0)
+                share(buffer)
 
     # -- to disk and back
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -320,13 +377,14 @@ class AcceleratedStrategy(Strategy):
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
         """Every rank holds everything."""
-        return replicated.capture(self._bare, optimizer)
+        return replace(replicated.capture(self._bare, optimizer), shared=self._own.capture())
 
     def load_state(
         self, model: nn.Module, optimizer: Optimizer, state: CanonicalState[SavedTensor], *, partial: bool = False
     ) -> None:
         """Every rank takes everything."""
         replicated.restore(self._bare, optimizer, state, partial=partial)
+        self._own.restore(state.shared)
 
     def loop_state(self) -> Mapping[str, int | float]:
         """The loss scale of fp16."""

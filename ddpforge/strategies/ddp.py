@@ -8,12 +8,14 @@ from typing import Annotated, Any, Literal
 
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, KwargsHandler
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Contract
+from ddpforge.interfaces import CanonicalState, Contract, Part, SavedTensor
 from ddpforge.strategies.accelerated import AcceleratedStrategy
+from ddpforge.strategies.powersgd import PowerSGD
 
 __all__ = ["DDP"]
 
@@ -21,7 +23,7 @@ _HOOKS = {
     "none": (DDPCommunicationHookType.NO, "float32"),
     "fp16": (DDPCommunicationHookType.FP16, "float16"),
     "bf16": (DDPCommunicationHookType.BF16, "bfloat16"),
-    "powersgd": (DDPCommunicationHookType.POWER_SGD, "float32, of a low-rank approximation"),
+    "powersgd": (DDPCommunicationHookType.NO, "float32, of a low-rank approximation"),  # has a hook of its own
 }
 
 
@@ -69,7 +71,8 @@ class DDP(AcceleratedStrategy):
         self.allows_unused_parameters = find_unused_parameters or static_graph  # type: ignore[misc]
         hook, reduce_dtype = _HOOKS[compression]
         self.contract = replace(self.contract, reduce_dtype=reduce_dtype)
-        powersgd = {"matrix_approximation_rank": powersgd_rank, "start_powerSGD_iter": powersgd_start}
+        self._powersgd_options = (powersgd_rank, powersgd_start) if compression == "powersgd" else None
+        self._powersgd: PowerSGD | None = None
         self.options = DistributedDataParallelKwargs(
             # Buffers are made equal when somebody reads them (evaluation, checkpoints), not at every forward pass.
             broadcast_buffers=False,
@@ -78,7 +81,6 @@ class DDP(AcceleratedStrategy):
             static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
             comm_hook=hook,
-            comm_state_option=powersgd if compression == "powersgd" else {},
         )
 
     def handlers(self) -> list[KwargsHandler]:
@@ -93,9 +95,30 @@ class DDP(AcceleratedStrategy):
                 hints=["a model without trainable parameters has nothing to synchronise"],
             )
 
+    def distributed(self, model: nn.Module) -> nn.Module:
+        """The model as a DistributedDataParallel, with the communication hook that the recipe asks for."""
+        prepared = super().distributed(model)
+        if self._powersgd_options and isinstance(prepared, DistributedDataParallel):
+            self._powersgd = PowerSGD(*self._powersgd_options, self.world)
+            self._powersgd.attach(prepared)
+        return prepared
+
     def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
         """Holds the all-reduce back until the step's last micro-batch."""
         if last or not isinstance(model, DistributedDataParallel):
             return nullcontext()
         held: AbstractContextManager[Any] = model.no_sync()
         return held
+
+    def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
+        """Every rank holds everything but its own memory of what PowerSGD left out."""
+        state = super().state(model, optimizer)
+        return replace(state, shared={**state.shared, **self._powersgd.capture()}) if self._powersgd else state
+
+    def load_state(
+        self, model: nn.Module, optimizer: Optimizer, state: CanonicalState[SavedTensor], *, partial: bool = False
+    ) -> None:
+        """Every rank takes everything, and of PowerSGD's memory its own."""
+        super().load_state(model, optimizer, state, partial=partial)
+        if self._powersgd and not partial:
+            self._powersgd.restore(state.shared)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, cast
 
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Contract, Exploring, Part, SavedTensor, Sharded, World
+from ddpforge.interfaces import CanonicalState, Contract, Exploring, Part, Refusal, SavedTensor, Sharded, World
 from ddpforge.strategies.accelerated import AcceleratedStrategy
 from ddpforge.strategies.deepspeed_extra import Offload, merge, refuse_owned
 from ddpforge.strategies.nvme import SMALLEST, Folder, is_swapped, mend_prefetch, require_io
+from ddpforge.strategies.own_state import OwnState
 from ddpforge.strategies.precision import LossScaling
+from ddpforge.strategies.watch import refuse_loss
 from ddpforge.strategies.zero import Keys, ZeroWeights, import_deepspeed, keys_of, require_deepspeed, start
 
 if TYPE_CHECKING:
@@ -36,6 +39,10 @@ _ACCUMULATES = {
     1: "autograd, in the parameters' .grad; one reduction per step, in the last micro-batch",
     2: "DeepSpeed, in each rank's part of the gradients; one reduction per micro-batch",
     3: "DeepSpeed, in each rank's part of the gradients; one reduce-scatter per micro-batch",
+}
+_GATHERED = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
 }
 _COMPILES = Version("2.12")  # torch 2.11: the compiled backward pass does not reach what stage 3 gathered
 
@@ -134,21 +141,31 @@ class DeepSpeed(AcceleratedStrategy):
         return {"device": device, "nvme_path": str(self.nvme_path)} if device == "nvme" else {"device": device}
 
     # -- before the loop
+    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
+        """What cannot be compiled, and a DeepSpeed that is not there."""
+        yield from super().refusals(train, ranks, device)
+        try:
+            require_deepspeed()
+        except StrategyError as error:
+            yield Refusal("strategy.use", error.message, error.hints)
+        if self.stage == 3 and device == "cuda" and train.compile in ("reduce-overhead", "max-autotune"):
+            yield Refusal(
+                "train.compile",
+                f'train.compile = "{train.compile}" replays CUDA graphs, which need weights that stay where they are, '
+                "and ZeRO stage 3 gathers them anew for every pass",
+                ('set train.compile = "default", or strategy.stage = 2',),
+            )
+        if self.stage == 3 and train.compile != "off" and Version(torch.__version__) < _COMPILES:
+            yield Refusal(
+                "train.compile",
+                f"under ZeRO stage 3, torch {torch.__version__} compiles models whose gradients are zero in part",
+                (f'update to torch {_COMPILES} or newer, set train.compile = "off", or strategy.stage = 2',),
+            )
+
     def setup(self, train: TrainSection) -> World:
         """Joins the process group, and imports DeepSpeed for the device that it is on."""
         require_deepspeed()
         world = super().setup(train)
-        if self.stage == 3 and world.device.type == "cuda" and train.compile in ("reduce-overhead", "max-autotune"):
-            raise StrategyError(
-                f'train.compile = "{train.compile}" replays CUDA graphs, which need weights that stay where they are, '
-                "and ZeRO stage 3 gathers them anew for every pass",
-                hints=['set train.compile = "default", or strategy.stage = 2'],
-            )
-        if self.stage == 3 and train.compile != "off" and Version(torch.__version__) < _COMPILES:
-            raise StrategyError(
-                f"under ZeRO stage 3, torch {torch.__version__} compiles models whose gradients are zero in part",
-                hints=[f'update to torch {_COMPILES} or newer, set train.compile = "off", or strategy.stage = 2'],
-            )
         self.deepspeed = import_deepspeed(world.device)
         if self.nvme_path is not None:
             self._folder = Folder(self.nvme_path)
@@ -179,7 +196,7 @@ class DeepSpeed(AcceleratedStrategy):
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         self._bare = model
-        for parameter in self._trained:
+        for parameter in self._parameters:
             self._refuse_form(parameter)
         if self.offload_optimizer == "nvme" and getattr(optimizer, "passes", 1) > 1:
             raise StrategyError(
@@ -187,7 +204,9 @@ class DeepSpeed(AcceleratedStrategy):
                 "only be updated",
                 hints=['set strategy.offload_optimizer = "cpu"'],
             )
+        self._own = OwnState(optimizer)
         device = torch.device("cpu") if self.offload_optimizer != "none" else self.world.device
+        self.look_at(model, optimizer)
         keys = keys_of(optimizer, device)
 
         self._watch()
@@ -232,13 +251,23 @@ class DeepSpeed(AcceleratedStrategy):
 
     def _refuse_form(self, parameter: nn.Parameter) -> None:
         name = self._names[id(parameter)]
-        if not parameter.numel():
+        if not parameter.numel() and (parameter.requires_grad or self.stage == 3):
             raise StrategyError(
                 f"parameter `{name}` has no elements, and DeepSpeed cannot shard it",
-                hints=["remove it from the model, or set requires_grad = False"],
+                hints=["remove it from the model"],
             )
-        if parameter.dtype != torch.float32:
-            dtype = str(parameter.dtype).removeprefix("torch.")
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        if parameter.requires_grad and parameter.dtype == torch.float64:
+            raise StrategyError(
+                f"parameter `{name}` is float64, and DeepSpeed keeps and updates weights in float32",
+                hints=['build the model in float32, or set strategy.use = "ddp", "single" or "fsdp"'],
+            )
+        if not parameter.requires_grad and self.stage == 3 and parameter.dtype not in _GATHERED:
+            raise StrategyError(
+                f"parameter `{name}` is {dtype}, and gloo and NCCL cannot gather that under stage 3",
+                hints=["make it a buffer, or set strategy.stage = 2"],
+            )
+        if parameter.requires_grad and parameter.dtype != torch.float32:
             raise StrategyError(
                 f"parameter `{name}` is {dtype}, and DeepSpeed promises float32 master weights: updates smaller than a "
                 "rounding step would vanish",
@@ -327,6 +356,12 @@ class DeepSpeed(AcceleratedStrategy):
             )
         self._reached.clear()
 
+    def forward(self) -> AbstractContextManager[Any]:
+        """Autocast, which under stage 3 keeps no copies of gathered weights; the engine's own goes by this one."""
+        if self.stage < 3:
+            return super().forward()
+        return self.precision.sharded_forward(compiled=self.train.compile != "off")
+
     def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
         """Tells the engine whether the step ends with this micro-batch."""
         self.engine.set_gradient_accumulation_boundary(last)
@@ -334,6 +369,7 @@ class DeepSpeed(AcceleratedStrategy):
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of `loss`."""
+        refuse_loss(loss)
         # `_look` runs when the last gradient is there, before DeepSpeed reduces what is left in its bucket.
         execution: Any = torch.autograd.Variable._execution_engine
         loss.register_hook(lambda gradient: execution.queue_callback(self._look))  # type: ignore[no-untyped-call]
@@ -341,6 +377,7 @@ class DeepSpeed(AcceleratedStrategy):
 
     def step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
         """DeepSpeed measures, clips, updates and clears; it leaves out a step whose norm is not finite."""
+        self._updated = True
         self.engine.step()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
         if isinstance(self.precision, _EngineScaling):
@@ -369,13 +406,14 @@ class DeepSpeed(AcceleratedStrategy):
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
         """Each rank's parts."""
-        return self._weights.capture(optimizer)
+        return replace(self._weights.capture(optimizer), shared=self._own.capture())
 
     def load_state(
         self, model: nn.Module, optimizer: Optimizer, state: CanonicalState[SavedTensor], *, partial: bool = False
     ) -> None:
         """Every rank reads its parts."""
         self._weights.restore(optimizer, state, partial=partial)
+        self._own.restore(state.shared)
 
     def load_loop_state(self, state: Mapping[str, int | float]) -> None:
         """The loss scale of fp16."""

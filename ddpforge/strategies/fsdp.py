@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,14 +15,16 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from ddpforge.errors import CheckpointError, StrategyError
-from ddpforge.interfaces import CanonicalState, Contract, Part, Range, SavedTensor, Weights, World
+from ddpforge.interfaces import CanonicalState, Contract, Part, Range, Refusal, SavedTensor, Weights, World
 from ddpforge.strategies import replicated
 from ddpforge.strategies.accelerated import AcceleratedStrategy
 from ddpforge.strategies.meta import materialise
+from ddpforge.strategies.share import share
+from ddpforge.strategies.trial import refuse_closure, tried
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -94,24 +96,32 @@ class FSDP(AcceleratedStrategy):
             )
 
     # -- before the loop
+    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
+        """Replicas that do not divide the ranks, and options that have no effect."""
+        yield from super().refusals(train, ranks, device)
+        if ranks % self.replicas:
+            fits = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
+            yield Refusal(
+                "strategy.replicas",
+                f"strategy.replicas = {self.replicas} does not divide the {ranks} rank{'s' * (ranks > 1)}",
+                (f"use one of {', '.join(fits)}" if ranks > 1 else "leave it out",),
+            )
+        if self.cpu_offload and device == "cpu":
+            yield Refusal(
+                "strategy.cpu_offload",
+                "strategy.cpu_offload moves shards from a GPU to the host, and this run is on a CPU",
+                ("leave strategy.cpu_offload out",),
+            )
+        if self.gather == "compute" and train.precision == "fp32":
+            yield Refusal(
+                "strategy.gather",
+                'strategy.gather = "compute" has no effect while train.precision is "fp32"',
+                ('set train.precision = "bf16", or leave strategy.gather out',),
+            )
+
     def setup(self, train: TrainSection) -> World:
         """Joins the process group and lays the ranks out as replicas × shards."""
         world = super().setup(train)
-        if world.size % self.replicas:
-            raise StrategyError(
-                f"strategy.replicas = {self.replicas} does not divide the {world.size} ranks",
-                hints=[f"use one of {', '.join(str(n) for n in range(1, world.size + 1) if world.size % n == 0)}"],
-            )
-        if self.cpu_offload and world.device.type == "cpu":
-            raise StrategyError(
-                "strategy.cpu_offload moves shards from a GPU to the host, and this run is on a CPU",
-                hints=["leave strategy.cpu_offload out"],
-            )
-        if self.gather == "compute" and self.precision.dtype is None:
-            raise StrategyError(
-                'strategy.gather = "compute" has no effect while train.precision is "fp32"',
-                hints=['set train.precision = "bf16", or leave strategy.gather out'],
-            )
         self.mesh = self._mesh(world)
         return world
 
@@ -130,11 +140,10 @@ class FSDP(AcceleratedStrategy):
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Shards every block, then the rest of the model; parameters become DTensors, under the same names."""
-        if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
-            raise StrategyError(
-                f"parameter `{scalars[0]}` is a scalar, and FSDP shards along the first dimension",
-                hints=["give it the shape [1]"],
-            )
+        for name, parameter in model.named_parameters():
+            _refuse_form(name, parameter)
+            if not parameter.is_meta:  # what is sharded is flat: other layouts would be lost, and fully_shard refuses
+                parameter.data = parameter.data.contiguous()
         model = self.converted(model)
         ties = _ties(model)
         if self.meta:
@@ -145,7 +154,7 @@ class FSDP(AcceleratedStrategy):
                 self._shard_block(block)
         # What is left over (embeddings, the last norm) is gathered in fp32: autocast decides what it computes in.
         self._agree_on(model)
-        fully_shard(model, mesh=self.mesh, mp_policy=_policy(None), offload_policy=self._offload())
+        fully_shard(model, mesh=self.mesh, mp_policy=_policy(None, _reduced(model)), offload_policy=self._offload())
 
         if broken := sorted(ties - _ties(model)):
             raise StrategyError(
@@ -155,13 +164,54 @@ class FSDP(AcceleratedStrategy):
             )
         return model
 
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """Tries the optimizer out on a sharded weight before it gets those of the model."""
+        self._try(optimizer)
+        return super().prepare(model, optimizer)
+
+    def _try(self, optimizer: Optimizer) -> None:
+        """Raises StrategyError for an optimizer that does not do with shards what it does with a whole weight."""
+        name, device = type(optimizer).__name__, torch.device("cpu") if self.cpu_offload else self.world.device
+        hints = ['set strategy.use = "ddp", or use AdamW, SGD or another element-wise optimizer']
+        refuse_closure(optimizer)
+        for group in optimizer.param_groups:
+            generator = torch.Generator().manual_seed(0)
+            rows = 2 * self.mesh.size(-1)
+            values = [torch.randn(rows, 4, generator=generator).to(device) for _ in range(4)]
+            whole, _ = tried(optimizer, group, values, values[::-1])
+            try:
+                sharded = [self._sharded(value) for value in values]
+                shards, state = tried(optimizer, group, sharded, sharded[::-1])
+            except Exception as error:
+                raise StrategyError(
+                    f"{name} cannot be used under FSDP, which shards weights: {error}", hints=hints
+                ) from error
+            for key, value in state.items():
+                if (shape := tuple(getattr(value, "shape", ()))) not in ((), (rows, 4)):
+                    raise StrategyError(
+                        f"{name} keeps `{key}` of a weight of shape [{rows}, 4] in the shape {list(shape)}, and which "
+                        "rank would have what of it is not known",
+                        hints=hints,
+                    )
+            moved = (whole[0] - values[0]).abs().max()
+            mine = [_part(self._sharded(weight)).tensor for weight in whole]
+            if any((_part(s).tensor - m).abs().max() > 1e-3 * moved for s, m in zip(shards, mine, strict=True)):
+                raise StrategyError(f"{name} updates a sharded weight otherwise than a whole one", hints=hints)
+
+    def _sharded(self, whole: Tensor) -> Tensor:
+        """A weight that every rank holds, as FSDP lays it over the ranks."""
+        rows = len(whole) // self.mesh.size(-1)
+        mine = whole[self.mesh.get_local_rank(self.mesh.ndim - 1) * rows :][:rows].clone()
+        placements = [*(Replicate() for _ in range(self.mesh.ndim - 1)), Shard(0)]
+        return DTensor.from_local(mine, self.mesh, placements, run_check=False)
+
     def _shard_block(self, block: nn.Module) -> None:
         self._agree_on(block)
         fully_shard(
             block,
             mesh=self.mesh,
             reshard_after_forward=self.reshard_after_forward,
-            mp_policy=_policy(self.precision.dtype if self.gather == "compute" else None),
+            mp_policy=_policy(self.precision.dtype if self.gather == "compute" else None, _reduced(block)),
             offload_policy=self._offload(),
         )
 
@@ -170,7 +220,7 @@ class FSDP(AcceleratedStrategy):
         for tensor in (*module.parameters(), *module.buffers()):
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(self.world.device)
-                dist.broadcast(tensor.data, src=0)
+                share(tensor.data)
 
     def _offload(self) -> OffloadPolicy:
         return CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
@@ -212,6 +262,10 @@ class FSDP(AcceleratedStrategy):
                 parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     # -- one step
+    def forward(self) -> AbstractContextManager[Any]:
+        """Autocast that keeps no copies of gathered weights."""
+        return self.precision.sharded_forward(compiled=self.train.compile != "off")
+
     def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
         """Holds back what need not happen before the last micro-batch: the all-reduce over replicas, or everything."""
         if self.accumulate == "whole":
@@ -257,6 +311,7 @@ class FSDP(AcceleratedStrategy):
             model=_parts(state.model),
             optimizer={name: _parts(entry) for name, entry in state.optimizer.items()},
             aliases=state.aliases,
+            shared=self._own.capture(),
         )
 
     def load_state(
@@ -266,6 +321,7 @@ class FSDP(AcceleratedStrategy):
         _reshard(self._bare)
         _refuse_own_shapes(state)
         replicated.restore(self._bare, optimizer, state, partial=partial, part_of=_part, like=_shard)
+        self._own.restore(state.shared)
 
 
 class _Shards(Weights):
@@ -340,12 +396,45 @@ def _shard(mine: Tensor, like: Tensor) -> Tensor:
     )
 
 
-def _policy(gather: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Weights are gathered in dtype `gather`, or as they are; gradients are reduced in fp32 whatever that is.
+def _refuse_form(name: str, parameter: nn.Parameter) -> None:
+    if not parameter.ndim:
+        raise StrategyError(
+            f"parameter `{name}` is a scalar, and FSDP shards along the first dimension",
+            hints=["give it the shape [1]"],
+        )
+    if not parameter.numel() and parameter.requires_grad:
+        raise StrategyError(
+            f"parameter `{name}` has no elements, and FSDP cannot shard it",
+            hints=["remove it from the model, or set requires_grad = False"],
+        )
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise StrategyError(
+            f"parameter `{name}` has a gradient hook, and under FSDP another tensor takes its place, without hooks",
+            hints=['change gradients in the optimizer or by a module hook, or set strategy.use = "ddp"'],
+        )
+
+
+def _reduced(unit: nn.Module) -> torch.dtype:
+    """The dtype in which the gradients of what is not sharded yet are reduced: fp32, or the weights' own float64."""
+    found: dict[torch.dtype, str] = {}
+    for name, parameter in unit.named_parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            found.setdefault(parameter.dtype, name)
+    if len(found) > 1:
+        (one, first), (other, second) = [(str(d).removeprefix("torch."), name) for d, name in found.items()][:2]
+        raise StrategyError(
+            f"parameter `{first}` is {one} and `{second}` is {other}, and FSDP gathers both together",
+            hints=["build the model in one dtype", "or name classes in train.blocks that hold only one"],
+        )
+    return torch.float64 if torch.float64 in found else torch.float32
+
+
+def _policy(gather: torch.dtype | None, reduced: torch.dtype) -> MixedPrecisionPolicy:
+    """Weights are gathered in dtype `gather`, or as they are; gradients are `reduced` in fp32 at least.
 
     Inputs are left as they are: the residual stream has the dtype that autocast gives it under every strategy.
     """
-    return MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=reduced, cast_forward_inputs=False)
 
 
 def _ties(model: nn.Module) -> set[tuple[str, str]]:

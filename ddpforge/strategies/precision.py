@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
+
+from ddpforge.strategies.casts import remade
 
 __all__ = ["Precision", "precision_for"]
 
@@ -20,10 +22,26 @@ class Precision:
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.device = device
         self.dtype = dtype
+        self._momenta = _Momenta()
 
     def forward(self) -> AbstractContextManager[Any]:
         """Wraps a forward pass and its loss; weights stay fp32 and are cast on use."""
         return nullcontext() if self.dtype is None else torch.autocast(self.device.type, dtype=self.dtype)
+
+    @contextmanager
+    def sharded_forward(self, *, compiled: bool) -> Iterator[None]:
+        """The same where weights are gathered for a pass: no copies of them in lower precision outlive their use.
+
+        What is `compiled` decides for itself what it keeps.
+        """
+        if self.dtype is None:
+            yield
+            return
+        with ExitStack() as stack:
+            stack.enter_context(torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=False))
+            if not compiled:
+                stack.enter_context(remade())
+            yield
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of `loss`."""
@@ -36,13 +54,17 @@ class Precision:
         """Steps `optimizer` unless `norm`, the norm of all gradients, is not finite.
 
         Fused optimizers on CUDA decide on the device. Others need the answer on the host: free on a CPU, one
-        synchronisation per step on a GPU.
+        synchronisation per step on a GPU. So does a fused SGD when momentum begins.
         """
-        if self.device.type != "cpu" and getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
+        beginning = self._momenta.beginning(optimizer)
+        fused: Any = optimizer
+        if self.device.type != "cpu" and not beginning and getattr(optimizer, "_step_supports_amp_scaling", False):
+            fused.found_inf = (~torch.isfinite(norm)).float()
             optimizer.step()
+            fused.found_inf = None  # of this step only
         elif math.isfinite(norm.item()):
-            optimizer.step()
+            with _unfused(beginning):
+                optimizer.step()
 
     def leave(self) -> None:
         """Instead of an update, where the gradients were only looked at."""
@@ -77,7 +99,7 @@ class LossScaling(Precision):
         self.scaler.unscale_(optimizer)
 
     def update(self, optimizer: Optimizer, norm: Tensor) -> None:
-        self.scaler.step(optimizer)
+        super().update(optimizer, norm)
         self.scaler.update()
 
     def leave(self) -> None:
@@ -102,3 +124,37 @@ def precision_for(name: Literal["fp32", "bf16", "fp16"], device: torch.device) -
     if name == "fp16":
         return LossScaling(device)
     return Precision(device, torch.bfloat16 if name == "bf16" else None)
+
+
+class _Momenta:
+    """Knows where the momentum of a fused SGD begins.
+
+    At a first step torch takes memory for momentum as it finds it, and a kernel that then leaves the step out (for
+    `found_inf`) does not fill it: https://github.com/pytorch/pytorch/blob/main/torch/optim/sgd.py, `_fused_sgd`. Nor
+    does the kernel take a group in which some weights have momentum and others do not have it yet.
+    """
+
+    def __init__(self) -> None:
+        self._complete: int | None = None  # how many weights have momentum, once all have: no need to look again
+
+    def beginning(self, optimizer: Optimizer) -> Sequence[dict[str, Any]]:
+        """The groups in which a weight is about to get its first momentum."""
+        if not isinstance(optimizer, SGD) or len(optimizer.state) == self._complete:
+            return ()
+        state = optimizer.state
+        groups = [group for group in optimizer.param_groups if group["fused"] and group["momentum"]]
+        bare = [[p for p in group["params"] if state.get(p, {}).get("momentum_buffer") is None] for group in groups]
+        self._complete = None if any(bare) else len(state)
+        return [group for group, weights in zip(groups, bare, strict=True) if any(p.grad is not None for p in weights)]
+
+
+@contextmanager
+def _unfused(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Updates the groups' weights without the fused kernel."""
+    for group in groups:
+        group["fused"] = False
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["fused"] = True

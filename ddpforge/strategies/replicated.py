@@ -19,7 +19,9 @@ def capture(model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | P
     """The state of the bare `model` and of its `optimizer`; tensors are references, not copies."""
     names = _names(model)
     weights, aliases = tensors(model)
-    state = {names[id(parameter)]: dict(entry) for parameter, entry in optimizer.state.items() if entry}
+    # What is not a parameter's is in `OwnState`.
+    owned = {parameter: entry for parameter, entry in optimizer.state.items() if isinstance(parameter, Tensor)}
+    state = {names[id(parameter)]: dict(entry) for parameter, entry in owned.items() if entry}
     return CanonicalState({name: tensor.detach() for name, tensor in weights.items()}, state, aliases)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Contract, World
+from ddpforge.interfaces import Contract, Refusal
 from ddpforge.strategies.accelerated import AcceleratedStrategy
 
 if TYPE_CHECKING:
@@ -22,13 +22,13 @@ class Single(AcceleratedStrategy):
         accumulates="autograd, in the parameters' .grad",
     )
 
-    def setup(self, train: TrainSection) -> World:
-        """A world of one."""
-        world = super().setup(train)
-        if world.size > 1:
-            raise StrategyError(
-                f'strategy.use = "single" was started in {world.size} processes, which would train the same model '
-                f"{world.size} times",
-                hints=['set strategy.use = "ddp", or start one process: `ddpforge run RECIPE`'],
+    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
+        """More than one process."""
+        yield from super().refusals(train, ranks, device)
+        if ranks > 1:
+            yield Refusal(
+                "strategy.use",
+                f'strategy.use = "single" was started in {ranks} processes, which would train the same model '
+                f"{ranks} times",
+                ('set strategy.use = "ddp", or start one process: `ddpforge run RECIPE`',),
             )
-        return world

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module, metadata
@@ -26,6 +25,8 @@ from ddpforge.errors import CheckpointError, StrategyError
 from ddpforge.interfaces import CanonicalState, Part, Range, SavedTensor, Weights, World
 from ddpforge.strategies import replicated
 from ddpforge.strategies.nvme import SwapFiles
+from ddpforge.strategies.share import share
+from ddpforge.strategies.trial import tried
 
 __all__ = ["TESTED", "Keys", "ZeroWeights", "import_deepspeed", "keys_of", "require_deepspeed", "start"]
 
@@ -121,7 +122,7 @@ def _share(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Moves tensors to the device and gives every rank rank 0's values."""
     for tensor in tensors:
         tensor.data = tensor.data.to(device).contiguous()
-        dist.broadcast(tensor.data.view(-1).view(torch.uint8), src=0)
+        share(tensor.data)
 
 
 # ---------------------------------------------------------------------------------------------- the optimizer
@@ -147,42 +148,32 @@ def keys_of(optimizer: Optimizer, device: torch.device) -> Keys:
     for group in optimizer.param_groups:
         generator = torch.Generator().manual_seed(0)
         values = [torch.randn(6, 4, generator=generator).to(device) for _ in range(4)]
-        whole, state = _tried(optimizer, group, [[value] for value in values])
-        pieces, _ = _tried(optimizer, group, [torch.split(value.flatten(), 7) for value in values])
-        if (whole - pieces).abs().max() > 1e-3 * (whole - values[0].flatten()).abs().max():
+        whole, state = _tried(optimizer, group, values)
+        # Each piece has an optimizer of its own, as on a rank of its own.
+        pieces = zip(*(value.flatten().tensor_split(4) for value in values), strict=True)
+        parts = [_tried(optimizer, group, piece)[0] for piece in pieces]
+        if (whole.flatten() - torch.cat(parts)).abs().max() > 1e-3 * (whole - values[0]).abs().max():
             raise StrategyError(
                 f"{type(optimizer).__name__} does not update each element of a parameter by itself, and under ZeRO it "
                 "would see flat pieces of many parameters: it would train another curve than elsewhere",
-                hints=['set strategy.use = "ddp" or "fsdp", or use AdamW, SGD or another element-wise optimizer'],
+                hints=['set strategy.use = "ddp", or use AdamW, SGD or another element-wise optimizer'],
             )
         for key, value in state.items():
             (keys.per_element if getattr(value, "shape", ()) == values[0].shape else keys.per_parameter).add(key)
     return keys
 
 
-def _tried(
-    optimizer: Optimizer, group: Mapping[str, Any], values: Iterable[Iterable[Tensor]]
-) -> tuple[Tensor, dict[str, Any]]:
-    """The weights after some steps from the first of `values` with the others as gradients; the first one's state."""
-    weights, *gradients = [list(pieces) for pieces in values]
-    weights = [weight.clone().requires_grad_() for weight in weights]
-    double: Optimizer = object.__new__(type(optimizer))
-    double.__dict__ = vars(optimizer) | {
-        "state": defaultdict(dict),
-        "param_groups": [{**group, "params": weights, "lr": 0.1}],
-    }
-    for step in gradients:
-        for weight, gradient in zip(weights, step, strict=True):
-            weight.grad = gradient.clone()
-        try:
-            double.step()
-        except Exception as error:
-            raise StrategyError(
-                f"{type(optimizer).__name__} cannot be used under ZeRO, where it would see flat pieces of many "
-                f"parameters: {error}",
-                hints=['set strategy.use = "ddp" or "fsdp", or use AdamW, SGD or another element-wise optimizer'],
-            ) from error
-    return torch.cat([weight.detach().flatten() for weight in weights]), double.state[weights[0]]
+def _tried(optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor]) -> tuple[Tensor, dict[str, Any]]:
+    """The weight after some steps from the first of `values` with the others as gradients, and its state."""
+    try:
+        (weight,), state = tried(optimizer, group, values)
+        return weight, state
+    except Exception as error:
+        raise StrategyError(
+            f"{type(optimizer).__name__} cannot be used under ZeRO, where it would see flat pieces of many "
+            f"parameters: {error}",
+            hints=['set strategy.use = "ddp", or use AdamW, SGD or another element-wise optimizer'],
+        ) from error
 
 
 # ---------------------------------------------------------------------------------------------- weights and state

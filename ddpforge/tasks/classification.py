@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ddpforge.interfaces import Data, Metric, Task, Total
+from ddpforge.tasks.forms import one_tensor, pair, refuse_targets
 
 Batch = tuple[Tensor, Tensor]
 
@@ -34,9 +35,12 @@ class Classification(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """The summed cross-entropy, and the logits."""
-        inputs, classes = batch
-        logits = model(inputs)
-        loss = F.cross_entropy(logits.float(), classes, reduction="sum", label_smoothing=self.label_smoothing)
+        inputs, classes = pair(batch, "classification", "(inputs, classes)")
+        logits = one_tensor(model(inputs), "classification")
+        try:
+            loss = F.cross_entropy(logits.float(), classes, reduction="sum", label_smoothing=self.label_smoothing)
+        except (IndexError, RuntimeError, ValueError) as error:
+            refuse_targets(error, "classification", logits, classes)
         return loss, logits
 
     def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total]:
@@ -48,5 +52,5 @@ class Classification(Task):
         classes, outputs = getattr(data, "classes", None), getattr(model, "outputs", None)
         if classes is not None and outputs is not None and classes > outputs:
             raise ValueError(
-                f"the data has {classes} classes, but the model tells only {outputs} apart; give it {classes}"
+                f"the data has {classes} classes and the model {outputs} outputs; set model.classes = {classes}"
             )

@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ddpforge.interfaces import Data, Task
+from ddpforge.tasks.forms import one_tensor, pair, refuse_targets
 
 Batch = tuple[Tensor, Tensor]
 
@@ -33,16 +34,20 @@ class LanguageModelling(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """The cross-entropy summed over targets, and the logits."""
-        tokens, targets = batch
-        logits = model(tokens)
-        loss = F.cross_entropy(
-            logits.flatten(0, -2).float(), targets.flatten(), reduction="sum", ignore_index=self.ignore_index
-        )
+        tokens, targets = pair(batch, "language_modelling", "(tokens, targets)")
+        logits = one_tensor(model(tokens), "language_modelling")
+        try:
+            loss = F.cross_entropy(
+                logits.flatten(0, -2).float(), targets.flatten(), reduction="sum", ignore_index=self.ignore_index
+            )
+        except (IndexError, RuntimeError, ValueError) as error:
+            refuse_targets(error, "language_modelling", logits, targets)
         return loss, logits
 
     def count(self, batch: Batch) -> Tensor:
         """The targets that are not ignored."""
-        return (batch[1] != self.ignore_index).sum()
+        _, targets = pair(batch, "language_modelling", "(tokens, targets)")
+        return (targets != self.ignore_index).sum()
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
         """Adds perplexity (infinite where it overflows) and bits."""

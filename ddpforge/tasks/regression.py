@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ddpforge.interfaces import Metric, Task, Total
+from ddpforge.tasks.forms import one_tensor, pair
 
 Batch = tuple[Tensor, Tensor]
 
@@ -29,7 +30,7 @@ class Regression(Task):
             Field(description="Squared error, absolute error, or squared up to `delta` and linear beyond."),
         ] = "mse",
         delta: Annotated[
-            float | None, Field(gt=0, le=1e6, description='Where "huber" turns linear; absent: 1.')
+            float | None, Field(ge=1e-9, le=1e6, description='Where "huber" turns linear; absent: 1.')
         ] = None,
         metrics: Annotated[Sequence[Metric], Field(description="What to report beside the loss.")] = (),
     ) -> None:
@@ -46,8 +47,8 @@ class Regression(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """The summed error, and the predictions in the targets' shape; ValueError when they do not fit it."""
-        inputs, targets = batch
-        predictions = model(inputs)
+        inputs, targets = pair(batch, "regression", "(inputs, targets)")
+        predictions = one_tensor(model(inputs), "regression")
         if _sizes(predictions) != _sizes(targets):
             raise ValueError(
                 f"predictions of shape {list(predictions.shape)} cannot be compared with targets of shape"

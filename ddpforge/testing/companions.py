@@ -8,7 +8,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-__all__ = ["DEFAULTS", "Images", "Numbers", "Tokens", "candidates"]
+from ddpforge.tasks.classification import Classification
+
+__all__ = ["COUNTED", "DEFAULTS", "Images", "Numbers", "Tokens", "candidates"]
 
 _Count = Annotated[int, Field(ge=1, le=2**20, description="How many.")]
 
@@ -61,8 +63,19 @@ class Tokens(_Held):
         self.inputs_, self.targets = tokens[:, :-1], tokens[:, 1:]
 
 
+class Counting(Classification):
+    """Classification that counts its samples by looking at them, as tasks of tokens must."""
+
+    def count(self, batch: Any) -> Tensor:
+        """The number of samples (float64, 0-d)."""
+        return torch.tensor(float(len(batch[1])), dtype=torch.float64)
+
+
 _HERE = "ddpforge.testing.companions"
 _CLASSES = {"use": "classification", "metrics": ["accuracy"]}
+
+COUNTED = {"use": f"{_HERE}:Counting", "metrics": ["accuracy"]}
+"""A task for strategies: they add up its counts over ranks."""
 
 DEFAULTS: dict[str, Any] = {
     "model": {"use": "mlp", "inputs": 64, "outputs": 10, "hidden": [8]},

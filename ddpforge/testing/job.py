@@ -28,14 +28,15 @@ from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.peers import Peers
 from ddpforge.checkpoint.reader import Reader
+from ddpforge.data.nests import close, digest, size, take
 from ddpforge.errors import CheckpointError
 from ddpforge.failures import is_symptom
 from ddpforge.interfaces import Callback, Part, StepInfo, Strategy, Tracker, Weights, World
 from ddpforge.launch import record_verdict
+from ddpforge.parts import Parts
 from ddpforge.recipe import LoadedRecipe, load_recipe
 from ddpforge.registry import Registry
 from ddpforge.testing.checks.data import batches
-from ddpforge.testing.nests import close, digest, size, take
 from ddpforge.testing.report import place_of
 from ddpforge.trainer import Trainer
 
@@ -61,11 +62,16 @@ class Site:
     def trainer(self, tracker: Tracker, folder: str = "checkpoints") -> Trainer:
         """A trainer of the job's recipe."""
         recipe = self.loaded.recipe
+        parts = Parts(self.loaded, self.registry)
+        parts.foresee(ranks=self.world.size, trains=False)
+        parts.strategy = self.strategy
+        parts.build()
+        parts.report()
         checkpoints = Checkpoints(
             self.folder / folder, recipe.checkpoint, peers=self.peers, broadcast=self.strategy.broadcast
         )
         (self.folder / folder).mkdir(exist_ok=True)
-        trainer = assemble(recipe, self.registry, self.strategy, self.world, checkpoints, tracker, started=[])
+        trainer = assemble(parts, self.world, checkpoints, tracker, started=[])
         trainer.origin = {"strategy": recipe.strategy.use, "world_size": self.world.size}
         return trainer
 

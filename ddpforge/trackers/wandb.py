@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from ddpforge.interfaces import Tracker
 
@@ -21,7 +21,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ddpforge")
 
-Seconds = Annotated[float, Field(gt=0, le=86400)]
+Seconds = Annotated[float, Field(ge=0.001, le=86400)]
+
+
+def _plain(value: str) -> str:
+    if not value.isprintable() or any(c in "/\\#?%:" for c in value):
+        raise ValueError("W&B takes neither / \\ # ? % : nor control characters here")
+    return value
+
+
+Name = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_plain)]
 
 # Where wandb's own environment variable is set, it beats the recipe (wandb by itself would do the opposite).
 _ENVIRONMENT = {
@@ -50,11 +59,11 @@ class WandbTracker(Tracker):
 
     def __init__(
         self,
-        project: Annotated[str, Field(min_length=1, max_length=128, description="The W&B project.")],
+        project: Annotated[Name, Field(description="The W&B project.")],
         entity: Annotated[
-            str | None, Field(description="The user or team that owns the project; absent: your default one.")
+            Name | None, Field(description="The user or team that owns the project; absent: your default one.")
         ] = None,
-        group: Annotated[str | None, Field(description="The group that this run belongs to.")] = None,
+        group: Annotated[Name | None, Field(description="The group that this run belongs to.")] = None,
         tags: Annotated[tuple[str, ...], Field(description="Labels to find the run by.")] = (),
         mode: Annotated[
             Literal["online", "offline", "disabled"] | None,
@@ -141,7 +150,7 @@ class WandbTracker(Tracker):
 
         try:
             _check_server(wandb.setup(settings=settings).settings)
-            return wandb.init(config=config, settings=settings)
+            run = wandb.init(config=config, settings=settings)
         except Exception as error:
             _tear_down()  # a failed init keeps the run's id in use
             settings.mode = "offline"
@@ -149,6 +158,11 @@ class WandbTracker(Tracker):
             reason = " ".join(str(error).split())
             logger.warning("W&B: %s; offline now, upload later: wandb sync %s", reason, run.settings.sync_dir)
             return run
+        if run.settings.mode == "offline":
+            logger.info("W&B: offline; upload it with: wandb sync %s", run.settings.sync_dir)
+        elif run.url:
+            logger.info("W&B: %s", run.url)
+        return run
 
 
 def _run_id(folder: Path) -> str:

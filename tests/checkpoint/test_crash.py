@@ -13,7 +13,7 @@ import pytest
 from checkpoint.doubles import FAILURES, Disk, Killed, checkpoint_of, state_of, write
 from checkpoint.worlds import checkpoints
 
-from ddpforge.checkpoint import Peers
+from ddpforge.checkpoint import Peers, files
 from ddpforge.checkpoint.retention import clean
 from ddpforge.errors import CheckpointError
 
@@ -161,3 +161,23 @@ def test_a_process_that_fails_during_a_save_ends_at_once_and_leaves_the_earlier_
     assert len(list(folder.glob(".step-*.tmp"))) == 1
     clean(folder)
     assert {each.name.partition("-")[0] for each in folder.iterdir()} == {"step", "latest.json"}
+
+
+def test_the_first_checkpoint_of_a_new_folder_survives_a_power_cut(tmp_path: Path) -> None:
+    """The folder's own name, too, is only in memory until the folder that it is in is synced."""
+    disk = Disk(at=0, failure="power, names lost")
+    with pytest.MonkeyPatch.context() as patch:
+        disk.install(patch)
+        write_only(tmp_path / "checkpoints", 1)
+        disk.lose_power()
+    assert state_of(tmp_path / "checkpoints") == 1
+
+
+def test_a_file_that_was_replaced_holds_the_new_contents_after_a_power_cut(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_bytes(b"old")
+    disk = Disk(at=0, failure="power, names lost")
+    with pytest.MonkeyPatch.context() as patch:
+        disk.install(patch)
+        files.replace(tmp_path / "status.json", b"new")
+        disk.lose_power()
+    assert (tmp_path / "status.json").read_bytes() == b"new"

@@ -62,6 +62,66 @@ def test_an_optimizer_that_refuses_its_options_is_found() -> None:
     assert "Invalid learning rate: -1.0" in result.stderr
 
 
+def problems(*arguments: str) -> dict[str, str]:
+    """What `check --json` finds: the messages by key."""
+    result = _check("digits", "--json", *arguments)
+    assert result.exit_code == 2, result.output
+    return {problem["key"]: problem["message"] for problem in json.loads(result.stdout)["problems"]}
+
+
+@pytest.mark.parametrize(
+    ("sets", "key", "said"),
+    [
+        (["strategy.use=deepspeed", "strategy.extra.foo=1"], "strategy.extra", "`foo` is not a key"),
+        (["strategy.use=fsdp", "strategy.replicas=3"], "strategy.replicas", "does not divide the 2 ranks"),
+        (["strategy.use=single"], "strategy.use", "was started in 2 processes"),
+        (["checkpoint.init_from=nowhere"], "checkpoint.init_from", "there is no run 'nowhere'"),
+        (["train.sync_batchnorm=true"], "train.sync_batchnorm", "needs CUDA"),
+        (["train.compile_blocks=true"], "train.compile_blocks", "has no effect"),
+        (["task.use=regression", "task.delta=2.0"], "task.delta", "delta belongs to"),
+        (
+            ["callbacks.early_stopping.metric=eval/f7", "callbacks.early_stopping.patience=1"],
+            "callbacks.early_stopping",
+            "set mode",
+        ),
+    ],
+)
+def test_what_needs_neither_data_nor_model_is_found(sets: list[str], key: str, said: str) -> None:
+    arguments = [word for text in sets for word in ("--set", text)]
+    found = problems("--ranks", "2", "--device", "cpu", *arguments)
+    assert list(found) == [key]
+    assert said in found[key]
+
+
+def test_a_device_that_is_not_here_may_be_asked_about() -> None:
+    assert _check("digits", "--device", "cuda", "--set", "train.sync_batchnorm=true").exit_code == 0
+
+
+WRONG = (
+    *("--set", 'train.blocks=["Nope"]', "--set", 'optimizer.no_decay=["biass"]', "--set", "model.classes=5"),
+    *("--set", "schedule.use=step", "--set", 'schedule.milestones=["900ep"]'),
+)
+
+
+def test_build_finds_what_only_data_and_model_tell_and_all_of_it_at_once() -> None:
+    assert _check("digits", *WRONG).exit_code == 0
+    found = problems("--build", "--set", "train.sync_batchnorm=true", "--device", "cpu", *WRONG)
+    assert found.keys() == {
+        *("train.blocks", "optimizer.no_decay", "model.classes", "schedule.milestones", "train.sync_batchnorm")
+    }
+    assert "the model has no Nope" in found["train.blocks"]
+    assert "`biass` matches no parameter" in found["optimizer.no_decay"]
+    assert "set model.classes = 10" in found["model.classes"]
+
+
+def test_build_says_what_the_recipe_amounts_to() -> None:
+    lines = _check("digits", "--build").stdout.split("\n")
+    assert lines[1].endswith("of them trainable")
+    assert lines[2].endswith(" steps")
+    assert lines[3].startswith("  [data.train] gives a tuple (float32 [8, 1, 8, 8], int64 [8]), loss 2.")
+    assert lines[4].startswith("  [data.eval] gives a tuple (float32 [8, 1, 8, 8], int64 [8]), loss 2.")
+
+
 def test_a_file_that_is_not_there_is_a_problem_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = _check("nowhere.toml", "--json")

@@ -139,7 +139,10 @@ FAILS = """\
 class Fails:
     random = False
 
-    def __init__(self, samples: int = 3) -> None:
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> None:
         raise OSError("no such disk")
 """
 

@@ -77,6 +77,12 @@ def test_ranks_that_do_not_divide_the_batch_are_an_error(recipe: str) -> None:
     assert "nearest global_batch: 48 or 72, with micro_batch = 8" in result.stderr
 
 
+def test_replicas_that_do_not_divide_the_ranks_are_an_error(recipe: str) -> None:
+    result = _show(recipe, "--ranks", "2", "--set", "strategy.use=fsdp", "--set", "strategy.replicas=3")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "strategy.replicas = 3 does not divide the 2 ranks" in result.stderr
+
+
 def test_json_holds_the_same(recipe: str) -> None:
     shown = json.loads(_show(recipe, "--ranks", "2", "--json").stdout)
     assert shown["recipe"]["train"]["global_batch"] == 64

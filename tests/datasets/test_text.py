@@ -52,6 +52,23 @@ def test_a_batch_is_what_fetching_its_samples_one_by_one_gives(file: Path) -> No
         assert torch.equal(tensor, torch.stack([data[i][part] for i in ids]))
 
 
+def test_random_offsets_move_samples_within_their_blocks_anew_every_epoch(file: Path) -> None:
+    """90 bytes, each its own place: 11 blocks of 8, the last of which has no room to move."""
+    data = Text(path=file, split="train", block_size=8, random_offsets=True, seed=3)
+    starts = []
+    for epoch in (0, 1, 0):
+        data.set_epoch(epoch)
+        inputs, targets = data.__getitems__(list(range(11)))
+        assert torch.equal(inputs + 1, targets)
+        assert torch.equal(inputs, inputs[:, :1] + torch.arange(8))
+        starts.append(inputs[:, 0].tolist())
+    assert starts[0] == starts[2] != starts[1]
+    assert all(0 <= start - 8 * block < 8 for block, start in enumerate(starts[0]))
+    assert starts[0][-1] == starts[1][-1] == 80
+    other = Text(path=file, split="train", block_size=8, random_offsets=True, seed=4)
+    assert other.__getitems__([0, 1, 2, 3])[0][:, 0].tolist() != starts[0][:4]
+
+
 def test_it_survives_pickling_at_the_cost_of_one_byte_per_token(folder: Path) -> None:
     (folder / "large.txt").write_bytes(bytes(1_000_000))
     data = Text(path=folder, split="train", block_size=8)

@@ -12,9 +12,9 @@ import torch
 from parts import RaggedTokens
 from ranks import Ranks
 
-from ddpforge.assemble import WEIGHTS
 from ddpforge.data import mix, permute
 from ddpforge.models.gpt import GPT
+from ddpforge.parts import WEIGHTS
 
 RECIPE = """
 recipe = 1

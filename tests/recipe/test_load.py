@@ -1,5 +1,6 @@
 """How a recipe comes together: files, what they extend, `--set`, variables, and where each value came from."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -267,3 +268,92 @@ def test_windows_line_ends_and_a_byte_order_mark_do_no_harm(load: Load, valid: s
     load()
     Path("w.toml").write_bytes(b"\xef\xbb\xbf" + valid.replace("\n", "\r\n").encode())
     assert load_recipe("w.toml", registry=registry).recipe == load_recipe("recipe.toml", registry=registry).recipe
+
+
+# ---------------------------------------------------------------------------------------------- taking out
+BASE = "\n[callbacks.ema]\ndecay = 0.9\n"
+
+
+@pytest.mark.parametrize("gone", ["callbacks.ema", "callbacks"])
+def test_a_recipe_takes_a_table_of_its_base_out(load: Load, valid: str, gone: str) -> None:
+    child = f'extends = "base.toml"\nunset = ["{gone}", "train.micro_batch"]\n'
+    loaded = load(child, base=valid + BASE)
+    assert loaded.recipe.callbacks == {}
+    assert loaded.recipe.train.micro_batch is None
+    assert "unset" not in loaded.tables
+
+
+def test_what_is_taken_out_can_be_written_anew(load: Load, valid: str) -> None:
+    child = 'extends = "base.toml"\nunset = "callbacks"\n[callbacks.ema]\n'
+    assert load(child, base=valid + BASE).tables["callbacks"]["ema"] != {"use": "ema", "decay": 0.9}
+
+
+def test_the_command_line_takes_out_before_it_sets(load: Load, valid: str) -> None:
+    loaded = load(valid + BASE, "train.seed=3", "~callbacks.ema", "~data.eval", "~train.micro_batch")
+    assert (loaded.recipe.callbacks, loaded.recipe.data.eval, loaded.recipe.train.seed) == ({}, None, 3)
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        ("~callbacks.emma", "`unset`: there is no `callbacks.emma` to take out"),
+        ("~", "`~` names no key"),
+        ("~train.seed=3", "`~train.seed=3` names no key"),
+        ('unset=["callbacks"]', "`unset` can be set only in a file"),
+    ],
+)
+def test_what_is_not_there_cannot_be_taken_out(load: Load, valid: str, sets: str, said: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(said)):
+        load(valid + BASE, sets)
+
+
+def test_an_empty_table_over_a_full_one_is_an_error(load: Load, valid: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load('extends = "base.toml"\ncallbacks = {}\n', base=valid + BASE)
+    (problem,) = caught.value.problems
+    assert problem.message == "`callbacks` is empty, and takes nothing out of the table that this recipe extends"
+    assert problem.hints == ('to take it out, write unset = ["callbacks"] at the top of the recipe',)
+    assert load('extends = "base.toml"\ntrack = {}\n', base=valid).recipe.track.trackers == {}
+
+
+def test_unset_must_be_keys(load: Load, valid: str) -> None:
+    with pytest.raises(RecipeError, match="`unset` must be an array of keys"):
+        load("unset = 3\n" + valid)
+
+
+# ---------------------------------------------------------------------------------------------- places
+@pytest.mark.parametrize("key", ["output_dir"])
+@pytest.mark.parametrize("value", ["s3://bucket/x", "gs://b", "file:/x", "a\\nb", "a\\u0000b", "a\\u007fb"])
+def test_a_folder_is_one_of_a_file_system(load: Load, valid: str, key: str, value: str) -> None:
+    with pytest.raises(RecipeError, match=f"`{key}` cannot be"):
+        load(f'{key} = "{value}"\n{valid}')
+
+
+@pytest.mark.parametrize(
+    ("by", "mode", "fits"),
+    [("eval/loss", "", True), ("eval/wer", "", True), ("eval/score", "", False), ("eval/score", "max", True)],
+)
+def test_what_is_best_is_never_guessed(load: Load, by: str, mode: str, fits: bool) -> None:
+    sets = ["checkpoint.keep.best=1", f"checkpoint.keep.by={by}", *([f"checkpoint.keep.mode={mode}"] if mode else [])]
+    if fits:
+        load(None, *sets)
+    else:
+        with pytest.raises(RecipeError, match='cannot tell whether less or more of "eval/score" is better'):
+            load(None, *sets)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *["clip_norm=1e-300", "clip_norm=0", "clip_norm=true", "timeout=0.01s", "global_batch=8.0", "seed=true"],
+        *["eval_every=0st", "micro_batch=0", "elastic_shards=true"],
+    ],
+)
+def test_absurd_magnitudes_and_other_types_are_refused(load: Load, text: str) -> None:
+    with pytest.raises(RecipeError):
+        load(None, f"train.{text}")
+
+
+def test_a_metric_has_a_name_on_one_line(load: Load) -> None:
+    with pytest.raises(RecipeError, match="must not hold control characters"):
+        load(None, "checkpoint.keep.best=1", 'checkpoint.keep.by="eval/\\nloss"')

@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import World
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.strategies import nvme, zero
-from ddpforge.strategies.accelerated import AcceleratedStrategy
 from ddpforge.strategies.deepspeed import DeepSpeed
 from ddpforge.strategies.zero import Keys, keys_of
 
@@ -216,19 +214,11 @@ def test_another_accelerator_in_the_environment_is_a_contradiction(monkeypatch: 
         zero.import_deepspeed(torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("stage", "fits"), [(2, True), (3, False)])
-def test_cuda_graphs_need_weights_that_stay_where_they_are(
-    monkeypatch: pytest.MonkeyPatch, stage: Any, fits: bool
-) -> None:
-    cuda = World(rank=0, size=1, local_rank=0, device=torch.device("cuda", 0), data_rank=0, data_size=1)
-    monkeypatch.setattr(AcceleratedStrategy, "setup", lambda self, train: cuda)
-    monkeypatch.setattr("ddpforge.strategies.deepspeed.import_deepspeed", lambda device: None)
-    strategy = DeepSpeed(stage=stage)
-    if fits:
-        assert strategy.setup(train(compile="reduce-overhead")) is cuda
-    else:
-        with pytest.raises(StrategyError, match="replays CUDA graphs"):
-            strategy.setup(train(compile="reduce-overhead"))
+@pytest.mark.parametrize(("stage", "device", "fits"), [(2, "cuda", True), (3, "cuda", False), (3, "cpu", True)])
+def test_cuda_graphs_need_weights_that_stay_where_they_are(stage: Any, device: str, fits: bool) -> None:
+    refusals = list(DeepSpeed(stage=stage).refusals(train(compile="reduce-overhead"), 1, device))
+    assert [refusal.key for refusal in refusals] == ([] if fits else ["train.compile"])
+    assert fits or "replays CUDA graphs" in refusals[0].message
 
 
 @pytest.mark.parametrize(
@@ -243,16 +233,10 @@ def test_cuda_graphs_need_weights_that_stay_where_they_are(
 def test_a_compiler_that_loses_gradients_is_refused(
     monkeypatch: pytest.MonkeyPatch, version: str, stage: Any, mode: Any, fits: bool
 ) -> None:
-    cpu = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), data_rank=0, data_size=1)
-    monkeypatch.setattr(AcceleratedStrategy, "setup", lambda self, train: cpu)
-    monkeypatch.setattr("ddpforge.strategies.deepspeed.import_deepspeed", lambda device: None)
     monkeypatch.setattr(torch, "__version__", version)
-    strategy = DeepSpeed(stage=stage)
-    if fits:
-        assert strategy.setup(train(compile=mode)) is cpu
-    else:
-        with pytest.raises(StrategyError, match="gradients are zero in part"):
-            strategy.setup(train(compile=mode))
+    refusals = list(DeepSpeed(stage=stage).refusals(train(compile=mode), 1, "cpu"))
+    assert [refusal.key for refusal in refusals] == ([] if fits else ["train.compile"])
+    assert fits or "gradients are zero in part" in refusals[0].message
 
 
 # ---------------------------------------------------------------------------------------------- optimizers

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddpforge.interfaces import (
     Callback,
@@ -25,6 +27,7 @@ from ddpforge.interfaces import (
     Task,
     Total,
     Tracker,
+    World,
 )
 from ddpforge.strategies.ddp import DDP
 
@@ -243,6 +246,26 @@ class MeanMetric(Metric):
         return Total((outputs.argmax(-1) == targets).float().mean() + 1.0, 1)
 
 
+class Endless(IterableDataset[tuple[Tensor, int]]):
+    """A stream of torch's own kind, shuffled with its generator: nothing wrong with that."""
+
+    classes = 10
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        for index in torch.randperm(40).tolist():
+            yield torch.full((64,), float(index)), index % 10
+
+
+class IsALoader(Endless):
+    """A stream that a loader deals out."""
+
+    def __init__(self) -> None:
+        self.loader: Any = DataLoader(Endless(), batch_size=2)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
 # ---------------------------------------------------------------------------------------------- numbers
 class Forgetful(SGD):
     """Keeps how far it is in an attribute."""
@@ -410,3 +433,19 @@ class TrainsApart(ForgetsToAverage):
     """Says that ranks average weights, and never does it."""
 
     contract = replace(DDP.contract, averages="weights")
+
+
+class SeesTheSame(DDP):
+    """Both ranks see the same data: nothing wrong with that."""
+
+    def setup(self, train: Any) -> World:
+        self.world = replace(super().setup(train), data_rank=0, data_size=1)
+        return self.world
+
+
+class CountsTwice(SeesTheSame):
+    """Adds up over all ranks what should be added up over those that see different data."""
+
+    def total(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values)
+        return values

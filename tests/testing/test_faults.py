@@ -39,6 +39,7 @@ def line_of(text: str) -> int:
         ("Restless", "deterministic", "the same samples when built twice from one seed"),
         ("SecretlyRandom", "deterministic", "no random numbers where `random = False` says so"),
         ("NotPicklable", "picklable", "for loader processes"),
+        ("IsALoader", "each-sample-once", "a DataLoader, which IsALoader reads, is a loader, not a dataset"),
         ("LosesSamples", "each-sample-once", "a batch of 3 for 4 samples"),
         ("AveragesPerBatch", "loss-is-a-sum", "it averages within a batch"),
         ("NoisyAverage", "loss-is-a-sum", "it averages within a batch"),
@@ -98,6 +99,10 @@ def test_a_component_of_another_kind_fails_once(kind: str, says: str) -> None:
     assert failed.where.startswith(f"{FILE}:")
 
 
+def test_a_stream_of_torchs_own_kind_is_data() -> None:
+    assert not failures("Endless")
+
+
 def test_one_fault_is_one_failure() -> None:
     """A component is not blamed for what it does well."""
     for name, expected in (
@@ -135,15 +140,17 @@ RANKS = {
     "LosesMicroBatches": ("trains-like-ddp", "the gradients of micro-batches do not add up"),
     "ClipsEachParameter": ("trains-like-ddp", "gradients are clipped by another norm"),
     "SavesRounded": ("trains-like-ddp", "weights differs at step 12"),
+    "CountsTwice": ("trains-like-ddp", "CountsTwice.total adds up 2 ones over 1 data ranks"),
     "PromisesTooMuch": ("trains-like-ddp", "PromisesTooMuch promises 1 copy of the"),
     "ForgetsMomentum": ("resumes-on-any-ranks", "after a resume at step 6, train/loss differs at step 2"),
 }
+SOUND = ["SeesTheSame"]
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Result]]:
-    cases = [case for name in RANKS for case in find_cases(f"{FILE}:{name}")]
-    results: dict[str, dict[str, Result]] = {name: {} for name in RANKS}
+    cases = [case for name in (*RANKS, *SOUND) for case in find_cases(f"{FILE}:{name}")]
+    results: dict[str, dict[str, Result]] = {name: {} for name in (*RANKS, *SOUND)}
     with Kit(cases) as kit:
         for result in kit.run():
             if result.status == "failed":
@@ -158,3 +165,9 @@ def test_a_fault_that_takes_ranks_to_see(found: dict[str, dict[str, Result]], na
     check, says = RANKS[name]
     assert check in found[name]
     assert says in found[name][check].text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOUND)
+def test_what_is_odd_and_right_is_not_blamed(found: dict[str, dict[str, Result]], name: str) -> None:
+    assert not found[name]

@@ -18,9 +18,11 @@ from typing import Any
 
 import psutil
 import pytest
+from pydantic import ValidationError
 from wandb_stub import Fault, WandbStub
 
 from ddpforge.interfaces import Tracker
+from ddpforge.registry import Registry
 from ddpforge.trackers.several import Several
 from ddpforge.trackers.wandb import WandbTracker
 
@@ -250,6 +252,31 @@ def test_an_online_run_arrives_and_is_continued(server: WandbStub, folder: Path)
     assert run.config["world_size"]["value"] == 1
     assert run.summary.items() >= {"eval/accuracy": 0.975, "state": "done"}.items()
     assert run.exit_code == 0
+
+
+# ---------------------------------------------------------------------------------------- where it is
+def test_it_is_said_where_the_run_is(server: WandbStub, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ddpforge")
+    finish(start(WandbTracker(project="forge"), folder))
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "ddpforge")
+    assert line.startswith("W&B: http")
+    assert line.endswith(f"/runs/{json.loads((folder / 'wandb.json').read_text())['id']}")
+
+
+def test_it_is_said_how_an_offline_run_is_uploaded(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ddpforge")
+    finish(start(WandbTracker(project="forge", mode="offline"), folder))
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "ddpforge")
+    (file,) = segments(folder)
+    assert line == f"W&B: offline; upload it with: wandb sync {file.parent}"
+
+
+@pytest.mark.parametrize("project", ["a/b", "a?", "a#", "a%", "a:b", "a\\b", "a\nb", ""])
+def test_a_name_that_wandb_refuses_is_refused_before_training(project: str) -> None:
+    model = Registry.installed().options_model("tracker", "wandb")
+    assert model.model_validate_json('{"project": "a b-c.d"}')
+    with pytest.raises(ValidationError):
+        model.model_validate_json(json.dumps({"project": project}))
 
 
 # ---------------------------------------------------------------------------------------- out of order

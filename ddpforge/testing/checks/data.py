@@ -11,9 +11,10 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from ddpforge.data import Share, open_data, seed_all
+from ddpforge.data.nests import digest, leaves, size, take
+from ddpforge.data.streams import is_stream
 from ddpforge.testing.cases import Case
 from ddpforge.testing.checks import check
-from ddpforge.testing.nests import digest, leaves, size, take
 from ddpforge.testing.report import Breach, blame, source_of
 from ddpforge.testing.worlds import Worlds
 
@@ -37,11 +38,6 @@ class Window:
 
     def __getitem__(self, index: int) -> Any:
         return self.data[index]
-
-
-def is_stream(data: Any) -> bool:
-    """An iterable dataset."""
-    return hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
 
 
 def batches(

@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from ddpforge.data.nests import close
 from ddpforge.testing.cases import Case
 from ddpforge.testing.checks import check
-from ddpforge.testing.nests import close
 from ddpforge.testing.report import Breach, NotApplicable, blame, source_of
 from ddpforge.testing.trial import fresh, trial_of
 from ddpforge.testing.worlds import Worlds, same_training

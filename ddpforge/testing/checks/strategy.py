@@ -206,7 +206,7 @@ class _Run:
 
     def _tables(self) -> dict[str, Any]:
         model = {"use": "mlp", "inputs": 64, "outputs": 10, "hidden": [8, 8]}
-        sections = companions.DEFAULTS | {"model": model}
+        sections = companions.DEFAULTS | {"model": model, "task": companions.COUNTED}
         return {
             "recipe": 1,
             "name": self.name,

@@ -7,17 +7,17 @@ Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019), https://a
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from ddpforge.errors import CheckpointError, StrategyError
-from ddpforge.interfaces import CanonicalState, Contract, Part, SavedTensor, Strategy, Total, Weights, World
+from ddpforge.interfaces import CanonicalState, Contract, Part, Refusal, SavedTensor, Strategy, Weights, World
+from ddpforge.strategies.precision import precision_for
 from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -69,18 +69,25 @@ class LocalSGD(Strategy):
         self.period, self.outer_lr, self.outer_momentum, self.nesterov = period, outer_lr, outer_momentum, nesterov
 
     # -- before the loop
-    def setup(self, train: TrainSection) -> World:
-        """Joins the gloo (CPU) or NCCL (CUDA) group that the launcher's variables describe."""
+    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
+        """Settings with which ranks would have to talk at every step."""
         if train.precision == "fp16":
-            raise StrategyError(
+            yield Refusal(
+                "train.precision",
                 "fp16 needs one loss scale for all ranks, and under localsgd they have no gradients in common",
-                hints=['set train.precision = "bf16"'],
+                ('set train.precision = "bf16"',),
             )
         if train.sync_batchnorm:
-            raise StrategyError(
+            yield Refusal(
+                "train.sync_batchnorm",
                 "train.sync_batchnorm makes ranks wait for each other in every layer, which localsgd is there to avoid",
-                hints=["leave train.sync_batchnorm out"],
+                ("leave train.sync_batchnorm out",),
             )
+
+    def setup(self, train: TrainSection) -> World:
+        """Joins the gloo (CPU) or NCCL (CUDA) group that the launcher's variables describe."""
+        for refusal in self.refusals(train, int(os.environ.get("WORLD_SIZE", "1")), self.device_type(train)):
+            raise StrategyError(refusal.message, hints=refusal.hints)
         rank, size, local = (int(os.environ.get(name, fallback)) for name, fallback in _LAUNCHED)
         device = torch.device("cpu")
         if torch.cuda.is_available():
@@ -97,6 +104,7 @@ class LocalSGD(Strategy):
                     f"{dist.get_world_size()}"
                 )
         self.train = train
+        self._precision = precision_for(train.precision, device)
         self.world = World(rank=rank, size=size, local_rank=local, device=device, data_rank=rank, data_size=size)
         return self.world
 
@@ -121,8 +129,7 @@ class LocalSGD(Strategy):
     # -- one step
     def forward(self) -> AbstractContextManager[Any]:
         """Autocast for bf16."""
-        bf16 = self.train.precision == "bf16"
-        return torch.autocast(self.world.device.type, dtype=torch.bfloat16) if bf16 else nullcontext()
+        return self._precision.forward()
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of `loss`; nothing is exchanged.
@@ -147,21 +154,13 @@ class LocalSGD(Strategy):
         square = own.detach().float().square()
         self._sum([square])
         norm = (square / self.world.size).sqrt()
-        self._update(optimizer, norm)
+        self._precision.update(optimizer, norm)
         for weight in weights:
             weight.grad = None
         self._since, self._apart = self._since + 1, True
         if self._since == self.period:
             self._come_together()
         return norm
-
-    def _update(self, optimizer: Optimizer, norm: Tensor) -> None:
-        """A fused optimizer on CUDA decides on the device; others need the answer on the host."""
-        if self.world.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
-            optimizer.step()
-        elif math.isfinite(norm.item()):
-            optimizer.step()
 
     def _refuse_unused(self) -> None:
         """All ranks must have the same state of the optimizer to average."""
@@ -192,21 +191,11 @@ class LocalSGD(Strategy):
         self._since = 0
 
     # -- agreement
-    def reduce(self, totals: Mapping[str, Total]) -> dict[str, float]:
-        """Sums and counts travel together, as float64."""
-        device = self.world.device
-        values = [value for total in totals.values() for value in (total.sum, total.count)]
-        flat = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).detach() for value in values])
-        self._sum([flat])
-        numbers: list[float] = flat.tolist()
-        pairs = zip(numbers[::2], numbers[1::2], strict=True)
-        return dict(zip(totals, (total / count if count else math.nan for total, count in pairs), strict=True))
-
-    def total(self, count: Tensor) -> Tensor:
-        """`count` summed over ranks."""
-        count = count.to(self.world.device, non_blocking=True)
-        self._sum([count])
-        return count
+    def total(self, values: Tensor) -> Tensor:
+        """`values` summed over ranks."""
+        values = values.to(self.world.device, non_blocking=True, copy=True)
+        self._sum([values])
+        return values
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value`."""

@@ -6,10 +6,11 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["close", "digest", "leaves", "size", "take"]
+__all__ = ["close", "digest", "leaves", "size", "take", "to_device"]
 
 
 def leaves(nest: Any) -> Iterator[Any]:
@@ -52,13 +53,17 @@ def digest(nest: Any) -> str:
     """The same for equal nests, in every process."""
     found = hashlib.sha256()
     for leaf in leaves(nest):
-        if not isinstance(leaf, Tensor) and hasattr(leaf, "__array__"):
-            leaf = torch.as_tensor(leaf)
+        if not isinstance(leaf, Tensor) and (hasattr(leaf, "__array__") or hasattr(leaf, "__array_interface__")):
+            leaf = np.asarray(leaf)  # pictures are arrays in disguise
+            leaf = torch.from_numpy(leaf.copy()) if leaf.dtype.kind in "biufc" else leaf.tolist()
         if isinstance(leaf, Tensor):
             found.update(f"{leaf.dtype}{list(leaf.shape)}".encode())
             found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         else:
-            found.update(f"{type(leaf).__name__} {leaf!r}".encode())
+            text = repr(leaf)
+            if " at 0x" in text:
+                text = ""  # a place in memory, which is another one in every process
+            found.update(f"{type(leaf).__name__} {text}".encode())
     return found.hexdigest()
 
 
@@ -71,3 +76,16 @@ def close(one: Any, other: Any, tolerance: float = 1e-5) -> bool:
     if isinstance(one, float) and isinstance(other, int | float):
         return close(torch.tensor(one), torch.tensor(float(other)), tolerance)
     return type(one) is type(other) and bool(one == other)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The same nest of tensors on `device`; copies from pinned memory do not wait."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

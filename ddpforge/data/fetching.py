@@ -1,0 +1,148 @@
+"""How samples are fetched: by this process or by loader processes, one micro-batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from ddpforge.data.order import MicroBatch, Order, Request, Share
+from ddpforge.data.randomness import mix, seed_all
+from ddpforge.data.streams import Stream, is_stream, loader_in
+from ddpforge.errors import PluginError
+from ddpforge.signals import leave_stopping_to_the_rank
+
+__all__ = ["Batches", "open_data"]
+
+
+class _Fetcher(Dataset[MicroBatch]):
+    """A dataset whose items are whole micro-batches; runs in the training process or in a loader's."""
+
+    def __init__(self, data: Any, seed: int) -> None:
+        self.data = data
+        self.seed = seed
+        self.random: bool = getattr(data, "random", True)
+        self.batched = hasattr(data, "__getitems__")
+        self.collate = getattr(data, "collate", default_collate)
+        self._set_epoch = getattr(data, "set_epoch", None)
+        self._epoch: int | None = None
+
+    def __getitem__(self, request: Request) -> MicroBatch:
+        if self._set_epoch and request.epoch != self._epoch:
+            self._set_epoch(request.epoch)
+            self._epoch = request.epoch
+        fetched = self._batch(request) if self.batched else [self._sample(request.epoch, i) for i in request.ids]
+        _, _, samples, step_samples, last, shard, number = request
+        return MicroBatch(self.collate(fetched), samples, step_samples, last, shard, number)
+
+    def _batch(self, request: Request) -> Any:
+        if self.random:
+            seed_all(mix(self.seed, request.epoch, request.ids[0]))
+        return self.data.__getitems__(request.ids)
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        if self.random:
+            seed_all(mix(self.seed, epoch, index))
+        return self.data[index]
+
+
+class _Requests(Iterable[Request]):
+    """A DataLoader's sampler must be an object that can be iterated again, for every evaluation."""
+
+    def __init__(self, order: Order, start: int, stop: int | None) -> None:
+        self.bounds = (start, stop)
+        self.order = order
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.order.requests(*self.bounds)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The micro-batches of one rank. `steps_per_epoch` is None for a stream that does not know its length."""
+
+    steps_per_epoch: int | None
+    _data: Any
+    _order: Order
+    _workers: int
+    _prefetch: int
+    _pin: bool
+
+    def training(self, start: int) -> Iterator[MicroBatch]:
+        """From step `start` on, without end, epoch after epoch."""
+        return iter(self._loader(start, one_epoch=False))
+
+    def evaluation(self) -> Iterable[MicroBatch]:
+        """All samples once, in their own order."""
+        return self._loader(0, one_epoch=True)
+
+    def _loader(self, start: int, *, one_epoch: bool) -> Iterable[MicroBatch]:
+        options: dict[str, Any] = {"num_workers": self._workers, "pin_memory": self._pin, "batch_size": None}
+        if self._workers:
+            options |= {"prefetch_factor": self._prefetch, "persistent_workers": True}
+            options["worker_init_fn"] = leave_stopping_to_the_rank()
+
+        if is_stream(self._data):
+            return DataLoader(Stream(self._data, self._order, start, one_epoch), **options)
+
+        requests = _Requests(self._order, start, self._order.steps_per_epoch if one_epoch else None)
+        fetcher = _Fetcher(self._data, self._order.seed)
+        if not self._workers and not self._pin:
+            return _Mapped(fetcher, requests)
+        return DataLoader(fetcher, sampler=requests, **options)
+
+
+class _Mapped(Iterable[MicroBatch]):
+    """What a DataLoader without loader processes does, less its bookkeeping per batch."""
+
+    def __init__(self, fetcher: _Fetcher, requests: _Requests) -> None:
+        self.fetcher, self.requests = fetcher, requests
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return map(self.fetcher.__getitem__, self.requests)
+
+
+def open_data(
+    data: Any,
+    *,
+    global_batch: int,
+    share: Share,
+    seed: int,
+    shuffle: bool,
+    drop_last: bool,
+    workers: int,
+    prefetch: int,
+    pin: bool,
+) -> Batches:
+    """Deals `data` (see `interfaces.Data`) out to this rank; raises PluginError for what is not a dataset."""
+    if is_stream(data) and (loader := loader_in(data)) is not None:
+        inside = "" if loader is data else f", which {type(data).__name__} reads,"
+        raise PluginError(
+            f"a {type(loader).__name__}{inside} is a loader, not a dataset: it would decide by itself which samples "
+            "come when, alike in every epoch",
+            hints=["give the dataset that the loader reads; batches, order and workers are keys of the recipe"],
+        )
+    if not is_stream(data) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise PluginError(
+            f"{type(data).__name__} is not a dataset: it has neither __len__ and __getitem__ nor __iter__",
+            hints=["see `ddpforge.interfaces.Data` for what a dataset offers"],
+        )
+
+    samples = len(data) if hasattr(data, "__len__") else None
+    order = Order(
+        samples=samples or 0,
+        global_batch=global_batch,
+        share=share,
+        seed=seed,
+        shuffle=shuffle,
+        drop_last=drop_last,
+    )
+    steps = None if samples is None else order.steps_per_epoch
+    if steps == 0:
+        raise PluginError(
+            f"{type(data).__name__} holds {samples} samples, less than one global batch of {global_batch}",
+            hints=['lower train.global_batch, or set train.last_batch = "keep"' if samples else "the dataset is empty"],
+        )
+    return Batches(steps, data, order, workers, prefetch, pin)

@@ -1,0 +1,108 @@
+"""Iterable datasets: what one is, and how it is dealt out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils import worker as loader_process
+
+from ddpforge.data.nests import digest
+from ddpforge.data.order import MicroBatch, Order
+from ddpforge.data.randomness import RandomState, mix, seed_all
+from ddpforge.errors import PluginError
+
+__all__ = ["Stream", "is_stream", "loader_in"]
+
+_PASS = 0x9A55  # keeps the random numbers of a stream apart from those of its batches
+_DEPTH = 8
+
+
+def is_stream(data: Any) -> bool:
+    """True for an iterable dataset; torch's own base class of them has a `__getitem__`, which only raises."""
+    return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__"))
+
+
+def loader_in(data: Any, depth: int = _DEPTH) -> Any:
+    """The torch DataLoader that `data` is or reads, through at most `depth` other objects; None if there is none."""
+    if isinstance(data, DataLoader):
+        return data
+    if depth == 0 or isinstance(data, type):
+        return None
+    if isinstance(data, list | tuple):
+        parts: Iterable[Any] = data[:_DEPTH]  # a list of samples may be long
+    else:
+        parts = (data if isinstance(data, dict) else getattr(data, "__dict__", {})).values()
+    found = (loader_in(part, depth - 1) for part in list(parts))
+    return next((loader for loader in found if loader is not None), None)
+
+
+class Stream(IterableDataset[MicroBatch]):
+    """An iterable dataset, dealt out: every rank and every loader process reads it all and keeps its own part.
+
+    Reading everything is what makes it exact for any iterable: no sample twice, none lost, no padding, any number
+    of ranks and loader processes. All of them draw the same random numbers while they read: the generators are
+    seeded from (seed, epoch) before each pass, and batches have a state of their own. What was read is compared over
+    ranks by `MicroBatch.read`, which is made of the first sample of every step.
+    """
+
+    def __init__(self, data: Any, order: Order, start: int, stop_after_epoch: bool) -> None:
+        self.data, self.order = data, order
+        self.start, self.stop_after_epoch = start, stop_after_epoch
+        self.collate = getattr(data, "collate", default_collate)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        worker = get_worker_info()
+        mine, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        if worker:
+            loader_process._worker_info = None  # a dataset that knew it would deal itself out among the processes
+        turn = count()  # loader processes take turns, micro-batch by micro-batch
+
+        read = 0
+        for step, samples in enumerate(islice(self._steps(), self.start, None), self.start):
+            read = int(digest([read, samples[0]])[:5], 16) or 1  # 20 bits: see `Trainer` for why so few
+            micro = self.order.share.deal(len(samples))
+            for number, part in enumerate(micro):
+                if next(turn) % workers == mine:
+                    seed_all(mix(self.order.seed, step, part.start))
+                    kept = [samples[place] for place in part] or [samples[0]]
+                    whose = self.order.share.whose(number, len(micro))
+                    last = number + 1 == len(micro)
+                    yield MicroBatch(self.collate(kept), len(part), len(samples), last, *whose, read)
+
+    def _steps(self) -> Iterator[Sequence[Any]]:
+        """The samples of every step, over all ranks."""
+        for epoch in count():
+            stream, empty = _Pass(self.data, epoch, mix(self.order.seed, _PASS, epoch)), True
+            while samples := stream.read(self.order.global_batch):
+                if len(samples) < self.order.global_batch and self.order.drop_last:
+                    break
+                empty = False
+                yield samples
+            if self.stop_after_epoch:
+                return
+            if empty:
+                raise PluginError(f"the iterable dataset {type(self.data).__name__} holds less than one batch")
+
+
+class _Pass:
+    """One pass over an iterable dataset, with random numbers of its own unless its `random` is False."""
+
+    def __init__(self, data: Any, epoch: int, seed: int) -> None:
+        if hasattr(data, "set_epoch"):
+            data.set_epoch(epoch)
+        self._state = RandomState(seed) if getattr(data, "random", True) else None
+        self._samples = iter(data)
+        if self._state:
+            self._state.keep()
+
+    def read(self, number: int) -> list[Any]:
+        """The next samples, fewer at the end."""
+        if self._state is None:
+            return list(islice(self._samples, number))
+        self._state.resume()
+        samples = list(islice(self._samples, number))
+        self._state.keep()
+        return samples

@@ -1,0 +1,274 @@
+"""Builds what a recipe names, and finds in one pass what cannot work: before ranks train and a folder is made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpforge.blocks import check_blocks, find_blocks
+from ddpforge.checkpoint.initial import find_initial
+from ddpforge.contract import Size, contract_of, count_parameters
+from ddpforge.data import Share, mix, open_data
+from ddpforge.data.streams import is_stream
+from ddpforge.durations import Duration, Horizon
+from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PluginError, RecipeError, UsageError
+from ddpforge.fitness import check_model
+from ddpforge.interfaces import Callback, Schedule, Strategy, Task, Tracker
+from ddpforge.kinds import build
+from ddpforge.optim.groups import parameter_groups
+from ddpforge.pace import in_steps
+from ddpforge.recipe import LoadedRecipe, Recipe
+from ddpforge.recipe.batch import BatchPlan, check_world
+from ddpforge.recipe.origins import KeyPath, Place
+from ddpforge.recipe.report import Problem
+from ddpforge.recipe.trial import check_optimizer
+from ddpforge.registry import Registry, where_raised
+from ddpforge.rehearsal import SMALL, Rehearsal, first_batch, own_random_numbers, rehearse
+from ddpforge.runfolder import RunFolder
+
+__all__ = ["WEIGHTS", "Parts"]
+
+WEIGHTS = 0x1217  # keeps the random numbers of initial weights apart from all others
+
+
+class Parts:
+    """What a recipe names, as far as it is built: first what costs little, then data and model.
+
+    What cannot work is noted, and the building goes on with what it does not concern; `report` then raises all of it.
+    """
+
+    strategy: Strategy
+    task: Task
+    callbacks: dict[str, Callback]
+    trackers: dict[str, Tracker]
+    plan: BatchPlan
+    sets: list[Any]  # the training data and, where there is any, the evaluation data
+    model: nn.Module
+    size: Size
+    horizon: Horizon
+    schedule: Schedule
+
+    def __init__(self, loaded: LoadedRecipe, registry: Registry) -> None:
+        self.loaded, self.registry = loaded, registry
+        self.recipe: Recipe = loaded.recipe
+        self._problems: list[Problem] = []
+        self._errors: list[ForgeError] = []
+
+    # ---------------------------------------------------------------------------------------- before ranks join
+    def foresee(
+        self, *, ranks: int, device: str | None = None, trains: bool = True, folder: RunFolder | None = None
+    ) -> None:
+        """Builds all but data, model and schedule, and asks what can be known on `ranks` ranks without those.
+
+        `device` is "cpu" or "cuda"; by default what this machine has. Where nothing is trained, neither the training
+        batch nor initial weights matter; nor do the latter where `folder` holds checkpoints to resume from.
+        """
+        recipe = self.recipe
+        with self.noting("optimizer"):
+            check_optimizer(self.loaded, self.registry)
+        with self.noting("strategy"):
+            self.strategy = build(self.registry, "strategy", recipe.strategy)
+            contract_of(self.strategy)
+        with self.noting("task"):
+            self.task = build(self.registry, "task", recipe.task)
+        self.callbacks = self._named("callbacks", "callback", recipe.callbacks)
+        self.trackers = self._named("track", "tracker", recipe.track.trackers)
+        if hasattr(self, "strategy"):
+            self._ask_strategy(ranks, device, trains=trains)
+        if trains and recipe.checkpoint.init_from and not (folder and any(folder.checkpoints.glob("step-*"))):
+            with self.noting("checkpoint", "init_from"):
+                find_initial(recipe.checkpoint.init_from)
+
+    def _named(self, table: str, kind: str, components: Any) -> dict[str, Any]:
+        found = {}
+        for name, component in components.items():
+            with self.noting(table, name):
+                found[name] = build(self.registry, kind, component)
+        return found
+
+    def _ask_strategy(self, ranks: int, device: str | None, *, trains: bool) -> None:
+        train = self.recipe.train
+        with self.noting("strategy"):
+            for refusal in self.strategy.refusals(train, ranks, device or self.strategy.device_type(train)):
+                self.note(tuple(refusal.key.split(".")), UsageError(refusal.message, hints=refusal.hints))
+        if trains:
+            with self.noting("train", "global_batch"):
+                self.plan = check_world(self.loaded, self.strategy.data_ranks(ranks))
+
+    # ---------------------------------------------------------------------------------------- data and model
+    def build(self, *, meta: bool = False) -> None:
+        """Builds the data, the model and the schedule, and asks whether they fit together.
+
+        With `meta` a large model has no memory, where it can be built so: nothing but its shapes is known then.
+        """
+        recipe, registry = self.recipe, self.registry
+        self._built_sets = {}
+        for key in ("train", "eval"):
+            if component := getattr(recipe.data, key):
+                with self.noting("data", key):
+                    self._built_sets[key] = build(registry, "data", component, seed=recipe.train.seed)
+        self.sets = list(self._built_sets.values())
+        if "train" in self._built_sets:
+            self._count_steps()
+
+        # The same initial weights on every rank.
+        torch.manual_seed(mix(recipe.train.seed, WEIGHTS))
+        with self.noting("model"):
+            self.model = self._on_meta() if meta else self._model()
+            check_model(self.model)
+            self.size = count_parameters(self.model)
+            self._fit()
+
+    def _model(self) -> nn.Module:
+        with self.strategy.building() if hasattr(self, "strategy") else nullcontext():
+            model: nn.Module = build(self.registry, "model", self.recipe.model)
+        return model
+
+    def _on_meta(self) -> nn.Module:
+        """The model on the meta device; a small one, and one whose constructor looks at values, with its weights."""
+        with suppress(NotImplementedError, RuntimeError), torch.device("meta"):
+            model: nn.Module = build(self.registry, "model", self.recipe.model)
+            if count_parameters(model).all > SMALL:
+                return model
+        model = build(self.registry, "model", self.recipe.model)
+        return model
+
+    def _fit(self) -> None:
+        """Asks whether the model suits the data and the keys of the recipe that speak of it."""
+        recipe = self.recipe
+        with ExitStack() as stack:
+            stack.enter_context(self.noting("task", faults=(ValueError,)))
+            for data in self.sets if hasattr(self, "task") else ():
+                self.task.check(self.model, data)
+        with self.noting("train", "blocks", faults=(ValueError,)):
+            check_blocks(find_blocks(self.model, recipe.train.blocks), recipe.train)
+        with self.noting("optimizer", faults=(ValueError,)):
+            parameter_groups(self.model, recipe.optimizer.no_decay)
+
+    def _count_steps(self) -> None:
+        """How long the run is, and whether all that happens every so often can be counted in steps."""
+        recipe, train = self.recipe, self.recipe.train
+        with self.noting("data", "train"):
+            per_epoch = open_data(self._built_sets["train"], **self._opened(train.global_batch)).steps_per_epoch
+            length, counted = train.length, Horizon(None, per_epoch)
+            with self.noting("train", "length"):
+                self.horizon = Horizon(None if length.is_time else in_steps("train.length", length, counted), per_epoch)
+            for path, duration in self._cadences():
+                with self.noting(*path):
+                    in_steps(".".join(path), duration, counted)
+        if hasattr(self, "horizon"):
+            with self.noting("schedule"):
+                self.schedule = build(self.registry, "schedule", recipe.schedule, horizon=self.horizon)
+
+    def _cadences(self) -> Iterator[tuple[tuple[str, ...], Duration]]:
+        recipe = self.recipe
+        found: dict[tuple[str, ...], Duration] = {
+            ("track", "every"): recipe.track.every,
+            ("checkpoint", "every"): recipe.checkpoint.every,
+        }
+        if recipe.checkpoint.keep.every:
+            found["checkpoint", "keep", "every"] = recipe.checkpoint.keep.every
+        if recipe.data.eval:
+            found["train", "eval_every"] = recipe.train.eval_every
+        yield from ((path, duration) for path, duration in found.items() if not duration.is_time)
+
+    def _opened(self, batch: int) -> dict[str, Any]:
+        fetching = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False, "shuffle": False}
+        drop_last = self.recipe.train.last_batch == "drop"
+        return fetching | {"global_batch": batch, "share": Share(0, 1, batch), "drop_last": drop_last}
+
+    # ---------------------------------------------------------------------------------------- a few samples
+    def try_out(self, *, strict: bool = False) -> dict[str, Rehearsal]:
+        """Fetches a few samples of each dataset and evaluates them; returns what came of it, by the dataset's key.
+
+        Unless `strict`, only breaches of contract are noted (a model may need a GPU, and a task what callbacks do), and
+        nothing is done that could matter for the run: no stream is read, and no data that loader processes are to read.
+        """
+        found: dict[str, Rehearsal] = {}
+        if not hasattr(self, "task") or not hasattr(self, "size"):
+            return found
+        on_meta = any(parameter.is_meta for parameter in self.model.parameters())
+        if not strict and (on_meta or self.size.all > SMALL):
+            return found
+        for key, data in self._built_sets.items():
+            if strict or not (self.recipe.data.workers or is_stream(data)):
+                with self.noting("task"), self._telling(f"data.{key}", strict), own_random_numbers():
+                    found[key] = self._rehearse(key, data)
+        return found
+
+    def _rehearse(self, key: str, data: Any) -> Rehearsal:
+        train = self.recipe.train
+        use = "training" if key == "train" else "evaluation"
+        micro = self.plan.micro_batch if hasattr(self, "plan") else train.global_batch
+        most = (train.eval_batch if key == "eval" else None) or micro
+        batch = first_batch(data, most=most, seed=train.seed)
+        return rehearse(self.model, self.task, batch, use=use, precision=train.precision)
+
+    @contextmanager
+    def _telling(self, key: str, strict: bool) -> Iterator[None]:
+        """Turns an error of a component into one that says what was being tried, or leaves it to the run."""
+        try:
+            yield
+        except ForgeError:
+            raise
+        except Exception as error:
+            if strict:
+                raise UsageError(
+                    f"a batch of [{key}] cannot be evaluated: {type(error).__name__}: {error}",
+                    hints=[*getattr(error, "__notes__", ()), *where_raised(error)],
+                ) from error
+
+    # ---------------------------------------------------------------------------------------- what was found
+    @contextmanager
+    def noting(self, *path: str, faults: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """Notes an error in here, at its place in the recipe; `faults` are other exceptions that are the recipe's."""
+        try:
+            yield
+        except RecipeError as error:
+            self._problems += error.problems
+            self._errors.append(error)
+        except ForgeError as error:
+            self.note(path, error)
+        except faults as error:
+            self.note(path, UsageError(str(error)))
+
+    def note(self, path: KeyPath, error: ForgeError) -> None:
+        """Notes an error in what stands at `path` of the recipe."""
+        key = self._blamed(path, error.message)
+        self._problems.append(self.loaded.problem(key, error.message, *error.hints, trace=error.trace))
+        self._errors.append(error)
+
+    def _blamed(self, path: KeyPath, message: str) -> KeyPath:
+        """The key that the message names, in full or as one below `path`; `path` itself where it names none."""
+        words = re.findall(r"[A-Za-z_]\w*(?:\.\w+)*", message)
+        keys = [tuple(word.split(".")) for word in words if "." in word]
+        keys += [(*path, word) for word in words if word != "use"]
+        origins = self.loaded.origins
+        return next((key for key in keys if key in origins and (len(key) > len(path) or key == path)), path)
+
+    @property
+    def found(self) -> bool:
+        """Whether anything cannot work."""
+        return bool(self._problems)
+
+    def report(self) -> None:
+        """Raises what was found: one error of this machine as it is, all else as a RecipeError with every problem."""
+        if not self._problems:
+            return
+        of_machine = [isinstance(error, EnvironmentProblem) for error in self._errors]
+        if len(self._errors) == 1 and of_machine[0] and not isinstance(self._errors[0], PluginError):
+            raise self._errors[0]
+        error = RecipeError(sorted(dict.fromkeys(self._problems), key=_position))
+        if all(found.exit_code == ExitCode.ENVIRONMENT for found in self._errors):
+            error.exit_code = ExitCode.ENVIRONMENT
+        raise error
+
+
+def _position(problem: Problem) -> tuple[bool, str, int, int]:
+    place = problem.place or Place("")
+    return not place.line, place.file, place.line, place.column

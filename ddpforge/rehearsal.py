@@ -1,0 +1,119 @@
+"""A few samples through a model, its loss and its metrics before training, in copies that nothing else uses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpforge.data import Share, open_data, to_device
+from ddpforge.data.nests import size, take
+from ddpforge.data.randomness import RandomState
+from ddpforge.errors import UsageError
+from ddpforge.firstlook import checked_loss, checked_totals, explain, name_of
+from ddpforge.interfaces import Task
+from ddpforge.tasks.forms import described
+
+__all__ = ["SMALL", "Rehearsal", "first_batch", "own_random_numbers", "rehearse"]
+
+SMALL = 50_000_000  # parameters of a model that a CPU evaluates in a moment
+_SAMPLES = 8
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What came of a batch: its form, and means; these are empty where the model has no memory."""
+
+    batch: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def first_batch(data: Any, *, most: int, seed: int) -> Any:
+    """The first samples of a dataset as a batch, `most` of them at most."""
+    samples = min(_SAMPLES, most)
+    share = Share(0, 1, samples)
+    fetching: dict[str, Any] = {"seed": seed, "workers": 0, "prefetch": 2, "pin": False}
+    batches = open_data(data, global_batch=samples, share=share, shuffle=False, drop_last=False, **fetching)
+    return next(iter(batches.evaluation())).data
+
+
+def rehearse(model: nn.Module, task: Task, batch: Any, *, use: str, precision: str = "fp32") -> Rehearsal:
+    """One forward pass, in a copy of model and task; `use` is "training" or "evaluation".
+
+    Raises UsageError or PluginError where the task breaks its contract, and whatever model and task raise.
+    """
+    model, task = copy.deepcopy((model, task))
+    model.train(use == "training")
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    form, batch = described(batch), to_device(batch, device)
+    try:
+        with _autocast(precision), own_random_numbers():
+            loss, outputs = checked_loss(task, task.loss(model, batch), gradients=use == "training")
+            with torch.no_grad():
+                totals = checked_totals(task, task.metrics(outputs, batch))
+    except Exception as error:
+        explain(error, task, form, use)
+        raise
+    if device.type == "meta":
+        return Rehearsal(form)
+    if use == "training":
+        _refuse_means(model, task, batch)
+    means = {name: float(total.sum) / max(float(total.count), 1e-12) for name, total in totals.items()}
+    counted = task.count(batch)
+    items = size(batch) if counted is None else float(counted)
+    return Rehearsal(form, task.finish({"loss": float(loss.detach()) / max(items, 1e-12)} | means))
+
+
+def _refuse_means(model: nn.Module, task: Task, batch: Any) -> None:
+    """Raises UsageError for a loss that is a mean: that of a batch is then not the sum over its two halves.
+
+    Losses that are neither (samples of a batch may be compared with each other) are their author's business.
+    """
+    model.eval()  # samples must not depend on their neighbours
+    try:
+        half = size(batch) // 2
+        parts = [take(batch, 0, half), take(batch, half, 2 * half), take(batch, 0, 2 * half)]
+        first, second, whole = (_loss(model, task, part) for part in parts)
+        again = _loss(model, task, parts[-1], seed=1)
+        items = [task.count(part) for part in parts]
+    except Exception:
+        return  # not every task takes any cut
+    if half == 0 or whole != again or not _same(2 * whole, first + second) or _same(whole, first + second):
+        return
+    if items[2] is not None and not _same(float(items[2]), sum(float(each or 0) for each in items[:2])):
+        return  # its items are batches: the mean over one is the sum over its items
+    raise UsageError(
+        f"{name_of(task)}.loss returns a mean over the batch: {whole:.6g} for {2 * half} samples, and {first:.6g} and "
+        f"{second:.6g} for its halves",
+        hints=['return the sum, e.g. with reduction="sum": ddpforge divides by the items of the whole global batch'],
+    )
+
+
+def _loss(model: nn.Module, task: Task, batch: Any, *, seed: int = 0) -> float:
+    with own_random_numbers(), torch.no_grad():
+        torch.manual_seed(seed)
+        return float(task.loss(model, batch)[0])
+
+
+def _same(one: float, other: float) -> bool:
+    return abs(one - other) <= 1e-3 * max(abs(one), abs(other))
+
+
+def _autocast(precision: str) -> Any:
+    return torch.autocast("cpu", dtype=_DTYPES[precision]) if precision in _DTYPES else nullcontext()
+
+
+@contextmanager
+def own_random_numbers() -> Iterator[None]:
+    """Leaves python's, numpy's and torch's generators as they were."""
+    state = RandomState.now()
+    try:
+        yield
+    finally:
+        state.resume()

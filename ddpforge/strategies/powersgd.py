@@ -1,0 +1,179 @@
+"""PowerSGD for DDP's all-reduce, with a memory that goes into checkpoints."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, _should_compress, powerSGD_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import Part, Range, World
+
+__all__ = ["PowerSGD"]
+
+log = logging.getLogger("ddpforge")
+
+_STEP, _ERROR, _FACTOR = "powersgd.step", "powersgd.error", "powersgd.q"
+_Memory = tuple[Tensor, Tensor | None]  # a parameter's error, flat, and its factor Q if it is compressed
+
+
+class PowerSGD:
+    """torch's communication hook, whose memory is kept by parameter rather than by bucket.
+
+    DDP sorts its buckets anew in a process's second step, so that after a resume they are not those of the checkpoint.
+    What is remembered: each rank's own error (what compression has left out of its gradients), and the factor Q from
+    which the next step begins. The first Q of a parameter is drawn from its number. See Vogels et al., "PowerSGD"
+    (NeurIPS 2019), algorithms 1 and 2.
+    """
+
+    def __init__(self, rank: int, start: int, world: World) -> None:
+        self._rank, self._start, self._world = rank, start, world
+        self._begin_with({}, step=0)
+
+    def _begin_with(self, kept: dict[str, _Memory], *, step: int) -> None:
+        self._state = PowerSGDState(None, self._rank, self._start)
+        self._state.iter = step
+        self._kept = kept  # by the parameter's name: what is in no bucket yet
+        self._buckets: dict[int, list[nn.Parameter]] = {}
+        self._compressed = 0  # steps since then
+
+    def attach(self, model: DistributedDataParallel) -> None:
+        """Makes DDP reduce its gradients with this."""
+        named = model.module.named_parameters()
+        self._trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self._names = {id(parameter): name for name, parameter in self._trained.items()}
+        for name, parameter in self._trained.items():
+            if not parameter.ndim:
+                raise StrategyError(
+                    f"parameter `{name}` is a scalar, and PowerSGD compresses matrices",
+                    hints=["give it the shape [1]", 'or set strategy.compression = "none"'],
+                )
+        model.register_comm_hook(None, self._reduce)
+
+    # DDP looks at these annotations, which must not be text: no `from __future__ import annotations` here.
+    def _reduce(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        state = self._state
+        if state.iter >= state.start_powerSGD_iter:
+            if bucket.index() == 0:  # no bucket is on its way
+                if self._compressed == 1:
+                    self._kept = self._memory()
+                    self._buckets.clear()
+                self._compressed += 1
+            if bucket.index() not in self._buckets:
+                self._fill(bucket)
+        reduced: Future[Tensor] = powerSGD_hook(state, bucket)
+        return reduced
+
+    # -- memory by bucket, and by parameter
+    def _fill(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+        """Gives torch's hook what is remembered of the bucket's parameters."""
+        parameters = bucket.parameters()
+        self._buckets[bucket.index()] = parameters
+        held = {id(p): self._take(p) for p in parameters}
+        factors = [held[id(p)][1] for p in self._compressible(parameters)]
+        self._state.error_dict[bucket.index()] = torch.cat([held[id(p)][0].view(-1) for p in parameters])
+        known = [factor for factor in factors if factor is not None]
+        self._state.q_memory_dict[bucket.index()] = torch.cat([bucket.buffer()[:0], *known])
+        size = sum(len(p) * self._rank_of(p) for p in self._compressible(parameters))
+        self._state.p_memory_dict[bucket.index()] = bucket.buffer().new_empty(size)  # filled by every step anew
+
+    def _take(self, parameter: nn.Parameter) -> _Memory:
+        name = self._names[id(parameter)]
+        return self._kept.pop(name) if name in self._kept else self._fresh(parameter)
+
+    def _fresh(self, parameter: nn.Parameter) -> _Memory:
+        error = torch.zeros_like(parameter, requires_grad=False).view(-1)
+        if not (size := self._size_of_factor(parameter)):
+            return error, None
+        number = list(self._trained).index(self._names[id(parameter)])
+        generator = torch.Generator().manual_seed(number)
+        return error, torch.randn(size, generator=generator).to(error)
+
+    def _memory(self) -> dict[str, _Memory]:
+        """What is remembered by the parameter's name, copied out of the buckets."""
+        found = dict(self._kept)
+        for index, parameters in self._buckets.items():
+            errors = torch.split(self._state.error_dict[index], [p.numel() for p in parameters])
+            compressible = self._compressible(parameters)
+            sizes = [self._size_of_factor(p) for p in compressible]
+            split = torch.split(self._state.q_memory_dict[index], sizes)
+            factors = dict(zip(map(id, compressible), split, strict=True))
+            for parameter, error in zip(parameters, errors, strict=True):
+                factor = factors.get(id(parameter))
+                found[self._names[id(parameter)]] = error.clone(), None if factor is None else factor.clone()
+        return found
+
+    # -- as torch's hook sees a bucket
+    def _compressible(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters that are compressed, in the order of the hook's memory: those of one shape come together."""
+        by_shape: dict[tuple[int, int], list[nn.Parameter]] = {}
+        for parameter in parameters:
+            if self._size_of_factor(parameter):
+                by_shape.setdefault(_as_matrix(parameter), []).append(parameter)
+        return [parameter for alike in by_shape.values() for parameter in alike]
+
+    def _rank_of(self, parameter: nn.Parameter) -> int:
+        return min(*_as_matrix(parameter), self._rank)
+
+    def _size_of_factor(self, parameter: nn.Parameter) -> int:
+        """Elements of Q; 0 for a parameter that is not compressed."""
+        rows, columns = _as_matrix(parameter)
+        rank = self._rank_of(parameter)
+        worth_it, *_ = _should_compress(rows, columns, rank, self._state.min_compression_rate)  # type: ignore[no-untyped-call]
+        return columns * rank if worth_it else 0
+
+    # -- to disk and back
+    def capture(self) -> dict[str, Tensor | Part | int]:
+        """What a resume needs; each rank has its own errors, and all have the same factors."""
+        rank, ranks = self._world.rank, self._world.size
+        found: dict[str, Tensor | Part | int] = {_STEP: self._state.iter}
+        for name, (error, factor) in self._memory().items():
+            n = error.numel()
+            found[_key(_ERROR, name)] = Part(error, (ranks, n), Range(rank * n, (rank + 1) * n))
+            if factor is not None:
+                found[_key(_FACTOR, name)] = factor
+        return found
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Takes back what `capture` gave. On another number of ranks each begins with the mean of the errors."""
+        if _STEP not in saved:
+            self._begin_with({}, step=0)
+            self._warn("the checkpoint has no memory of it: it begins anew")
+            return
+        ranks = {value.shape[0] for name, value in saved.items() if name.startswith(_ERROR)} - {self._world.size}
+        if ranks:
+            self._warn(f"the checkpoint is of {min(ranks)} ranks: each begins with the mean of their errors")
+        kept = {}
+        for name, parameter in self._trained.items():
+            error, factor = saved.get(_key(_ERROR, name)), saved.get(_key(_FACTOR, name))
+            if error is not None and error.shape[1:] == (parameter.numel(),):
+                fits = factor is not None and factor.shape == (self._size_of_factor(parameter),)
+                begun = factor.read().to(parameter.device) if factor is not None and fits else self._fresh(parameter)[1]
+                kept[name] = self._error(error, parameter), begun
+        self._begin_with(kept, step=int(saved[_STEP]))
+
+    def _error(self, saved: Any, parameter: nn.Parameter) -> Tensor:
+        ranks, n = saved.shape
+        if ranks != self._world.size:
+            whole: Tensor = saved.read()
+            return whole.mean(0).to(parameter.device)
+        mine = torch.empty(n, dtype=saved.dtype, device=parameter.device)
+        saved.read_into(Range(self._world.rank * n, (self._world.rank + 1) * n), mine)
+        return mine
+
+    def _warn(self, what: str) -> None:
+        if self._world.is_main:
+            log.warning("powersgd: %s", what)
+
+
+def _key(kind: str, name: str) -> str:
+    return f"{kind}.{name}".replace("/", "|")  # a slash ends the owner of a key
+
+
+def _as_matrix(parameter: nn.Parameter) -> tuple[int, int]:
+    return len(parameter), parameter.numel() // len(parameter)

@@ -1,0 +1,181 @@
+"""Looks at the first forward passes for what would be trained wrongly or fail later, and refuses it by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddpforge.errors import StrategyError, UsageError
+
+__all__ = ["Memory", "refuse_loss", "watched", "written"]
+
+_SHARDING = ("torch.distributed.", "deepspeed.")
+_EMBEDDINGS = {torch.ops.aten.embedding.default: 4, torch.ops.aten._embedding_bag.default: 5}  # where `sparse` stands
+
+
+@contextmanager
+def watched(model: nn.Module, *, shards_weights: bool, shards_gradients: bool, eager: bool) -> Iterator[None]:
+    """Raises UsageError or StrategyError for what a forward pass of `model` must not do.
+
+    It must not write into parameters: what the optimizer, checkpoints and other ranks have would not be that. Where
+    weights or gradients are sharded, it must not do what sharding cannot follow. Compiled code (not `eager`) cannot be
+    watched inside; there only the parameters are compared.
+    """
+    versions = {name: parameter._version for name, parameter in model.named_parameters()}
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(model))
+        if eager:
+            stack.enter_context(_Writes(model, sparse=shards_weights or shards_gradients))
+            stack.enter_context(_Calls(model, sharded=shards_weights or shards_gradients))
+        yield
+    for name, parameter in model.named_parameters():
+        if not shards_weights and versions[name] != parameter._version:  # gathered weights are made anew
+            _refuse_write(model, name)
+
+
+def _is_mover(frame: FrameType | None) -> bool:
+    """Whether this is called by what may move a parameter: what shards, and a module on its way to a device."""
+    while frame is not None and (name := f"{frame.f_globals.get('__name__', '')}.").startswith("torch."):
+        if name.startswith(_SHARDING) or frame.f_code.co_name == "_apply":
+            return True
+        frame = frame.f_back
+    return frame is not None and name.startswith(_SHARDING)
+
+
+@contextmanager
+def _replaced(model: nn.Module) -> Iterator[None]:
+    """Refuses a parameter that is put in the place of another."""
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def hook(module: nn.Module, name: str, _: object) -> None:
+        if id(module) in names and not _is_mover(sys._getframe(1)):
+            _refuse_write(model, f"{names[id(module)]}.{name}".lstrip("."))
+
+    handle = register_module_parameter_registration_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _refuse_write(model: nn.Module, name: str) -> NoReturn:
+    owner, _, _ = name.rpartition(".")
+    kind = type(model.get_submodule(owner)).__name__.removeprefix("FSDP")
+    raise UsageError(
+        f"forward changes parameter `{name}` of `{owner or 'the model'}` ({kind}): the optimizer changes it too, ranks "
+        "would come apart, and sharded weights would forget it",
+        hints=[
+            "change weights in a callback after the step, through its `weights`",
+            "or keep what forward changes in a buffer, and compute the weight that is used from it",
+        ],
+    )
+
+
+# ---------------------------------------------------------------------------------------------- writes
+class Memory:
+    """Where the parameters of `model` are now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held: dict[int, list[tuple[str, Tensor]]] = {}
+        for name, parameter in model.named_parameters():
+            tensor = getattr(parameter, "_local_tensor", parameter)
+            self._held.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
+
+    def owner(self, tensor: Tensor) -> str | None:
+        """The name of the parameter that a tensor is (a view of), if there is one."""
+        for name, held in self._held.get(tensor.untyped_storage()._cdata, ()):
+            begin = tensor.storage_offset() * tensor.itemsize
+            first = held.storage_offset() * held.itemsize
+            if not held.numel() or first <= begin < first + held.nbytes or begin <= first < begin + tensor.nbytes:
+                return name
+        return None
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operator writes into."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            yield from (x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Tensor))
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator, also those on `parameter.data`."""
+
+    def __init__(self, model: nn.Module, *, sparse: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model, self._sparse = model, sparse
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            targets = [tensor for tensor in written(func, args, kwargs) if not hasattr(tensor, "_local_tensor")]
+            memory = Memory(self._model) if targets else None
+            for tensor in targets:
+                if memory and tensor.numel() and (name := memory.owner(tensor)):
+                    _refuse_write(self._model, name)
+        place = _EMBEDDINGS.get(func)
+        if self._sparse and place and len(args) > place and args[place] is True:
+            self._refuse_sparse(args[0])
+        return func(*args, **kwargs)
+
+    def _refuse_sparse(self, weight: Tensor) -> None:
+        if name := Memory(self._model).owner(weight):
+            raise StrategyError(
+                f"parameter `{name}` gets sparse gradients, and sharded ones are dense",
+                hints=["leave out `sparse = True` of the embedding", 'or set strategy.use = "ddp"'],
+            )
+
+
+class _Calls(TorchFunctionMode):
+    """Sees what python calls: `parameter.data = …`, and gradients within the loss."""
+
+    def __init__(self, model: nn.Module, *, sharded: bool) -> None:
+        super().__init__()
+        self._model, self._sharded = model, sharded
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
+            self._look_at_setter(args[0], sys._getframe(1))
+        if func is torch.Tensor.backward or func is torch.autograd.backward:
+            raise UsageError(
+                "the task's loss calls backward itself, and the strategy does it again",
+                hints=["return the loss and leave backward to the strategy"],
+            )
+        if self._sharded and func is torch.autograd.grad:
+            raise StrategyError(
+                "the loss computes gradients of its own (torch.autograd.grad), and where weights or gradients are "
+                "sharded that is taken for the backward pass of the step",
+                hints=['set strategy.use = "ddp"'],
+            )
+        return func(*args, **(kwargs or {}))
+
+    def _look_at_setter(self, tensor: Tensor, caller: FrameType) -> None:
+        if isinstance(tensor, nn.Parameter) and not _is_mover(caller):
+            for name, parameter in self._model.named_parameters():
+                if parameter is tensor:
+                    _refuse_write(self._model, name)
+
+
+# ---------------------------------------------------------------------------------------------- the loss
+def refuse_loss(loss: Tensor) -> None:
+    """Raises UsageError unless `loss` is a number that depends on a trained parameter."""
+    if loss.ndim:
+        raise UsageError(
+            f"the task's loss has the shape {list(loss.shape)}, not []: it must be one number, summed over the batch",
+            hints=["end the task's `loss` with `.sum()`"],
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "the loss depends on no trained parameter: there is nothing to learn from it",
+            hints=["look for `.detach()`, `.item()`, `torch.no_grad()` or a frozen model on the way to the loss"],
+        )

@@ -1,0 +1,61 @@
+"""What the built-in tasks take: batches that are pairs, and outputs that are one tensor."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from ddpforge.errors import UsageError
+
+__all__ = ["described", "one_tensor", "pair", "refuse_targets"]
+
+_MOST = 6  # parts of a batch that are described
+_OWN = "or write a task of your own: `ddpforge plugins new`"
+
+
+def pair(batch: Any, task: str, names: str) -> tuple[Any, Tensor]:
+    """The batch as the two parts that `names` spells, e.g. "(inputs, classes)"; raises UsageError otherwise."""
+    if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor):
+        return batch[0], batch[1]
+    raise UsageError(
+        f"task {task} takes a batch {names}; the data gives {described(batch)}",
+        hints=["let the dataset's samples be pairs, or give it a method `collate(samples)` that returns one", _OWN],
+    )
+
+
+def one_tensor(outputs: Any, task: str) -> Tensor:
+    """The model's outputs, if they are a tensor; raises UsageError otherwise."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    raise UsageError(
+        f"task {task} takes one tensor from the model, which returns {described(outputs)}",
+        hints=["let the model's forward return the tensor alone", _OWN],
+    )
+
+
+def refuse_targets(error: Exception, task: str, outputs: Tensor, targets: Tensor) -> NoReturn:
+    """Raises UsageError for targets that the loss does not take; `error` is what torch said."""
+    about = f"targets {described(targets)}"
+    if targets.numel() and not targets.is_floating_point():
+        about += f" from {int(targets.min())} to {int(targets.max())}"
+    raise UsageError(
+        f"task {task}: the model's outputs {described(outputs)} and the {about} do not fit together: {error}",
+        hints=[f"there are {outputs.shape[-1]} classes, from 0 to {outputs.shape[-1] - 1}"] if outputs.ndim else [],
+    ) from error
+
+
+def described(value: Any) -> str:
+    """The form of a batch, of outputs or of a loss: dtypes and shapes, or the type of what is no tensor."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, Mapping):
+        parts = [f"{name} {described(part)}" for name, part in list(value.items())[:_MOST]]
+        return f"a dict with {', '.join(parts)}{' …' * (len(value) > _MOST)}" if parts else "an empty dict"
+    if isinstance(value, list | tuple):
+        parts = [described(part) for part in value[:_MOST]]
+        return f"a {type(value).__name__} ({', '.join(parts)}{', …' * (len(value) > _MOST)})"
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"a {type(value).__name__} with {', '.join(field.name for field in fields(value))}"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

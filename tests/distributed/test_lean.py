@@ -1,0 +1,53 @@
+"""Strategies that shard weights keep no copies of them in the dtype of the forward pass."""
+
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copy
+
+import pytest
+from ranks import Ranks
+from sharding import DDP, FSDP, ZERO, Bench
+
+PARTS = """
+[model]
+use = "./lean.py:Net"
+[data.train]
+use = "./parts.py:Points"
+[data.eval]
+use = "./parts.py:Points"
+samples = 11
+[task]
+use = "./lean.py:Counting"
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
+    copy(Path(__file__).parents[1] / "lean.py", tmp_path)
+    return Bench(tmp_path, ddpforge)
+
+
+def casts(bench: Bench, strategy: str, train: str = "", *, nproc: int = 1) -> set[tuple[str, int, int]]:
+    """(training or evaluation, copies made, copies alive) of a run's forward passes."""
+    bench("run", strategy, nproc=nproc, parts=PARTS, length="6st", train=f'precision = "bf16"\n{train}')
+    found = {tuple(line.split()) for line in (bench.folder / "casts.txt").read_text().splitlines()}
+    return {(kind, int(made), int(alive)) for kind, made, alive in found}
+
+
+def test_ddp_keeps_them(bench: Bench) -> None:
+    """What counts them can count."""
+    assert casts(bench, DDP) == {("train", 16, 16), ("eval", 16, 16)}
+
+
+@pytest.mark.parametrize("train", ["", "activation_checkpointing = true"], ids=["", "recomputed"])
+@pytest.mark.parametrize("strategy", [FSDP, ZERO[3]], ids=["fsdp", "zero3"])
+def test_what_is_sharded_is_not_kept_whole_in_lower_precision(bench: Bench, strategy: str, train: str) -> None:
+    for kind, made, alive in casts(bench, strategy, train):
+        assert (made, alive) == (16, 0), kind
+
+
+def test_copies_made_again_give_the_same_numbers(bench: Bench) -> None:
+    """DeepSpeed rounds elsewhere than autocast alone: it has a linear layer of its own."""
+    for name, strategy, rel in (("single", 'use = "single"', 0), ("fsdp", FSDP, 0), ("zero3", ZERO[3], 0.02)):
+        bench(name, strategy, nproc=1, parts=PARTS, length="8st", train='precision = "bf16"')
+        assert bench.column(name) == pytest.approx(bench.column("single"), rel=rel, abs=0)

@@ -1,0 +1,304 @@
+"""Doubles for tests of the loop in one process: a strategy without ranks, checkpoints in memory, a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpforge.checkpoint.contents import Facts, Share
+from ddpforge.data import Share as DataShare
+from ddpforge.data import open_data
+from ddpforge.durations import Horizon
+from ddpforge.errors import CheckpointError
+from ddpforge.interfaces import Callback, CanonicalState, Contract, Strategy, Task, Total, Tracker, World
+from ddpforge.recipe.schema import CheckpointSection, Component, DataSection, OptimizerComponent, Recipe, TrackSection
+from ddpforge.recipe.schema import TrainSection as Train
+from ddpforge.trainer import Trainer
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Plain(Strategy):
+    """One rank of `ranks`, alone: what the others count is `elsewhere`. Notes what it is asked for in `events`."""
+
+    contract = Contract(clips="never", accumulates="autograd")
+
+    def __init__(self, ranks: int = 1, rank: int = 0, elsewhere: float = 0.0) -> None:
+        device = torch.device("cpu")
+        self.world = World(rank=rank, size=ranks, local_rank=rank, device=device, data_rank=rank, data_size=ranks)
+        self.elsewhere = elsewhere
+        self.asked: list[Tensor] = []
+        self.events: list[str] = []
+        self.synced = 0
+        self.loop: dict[str, float] = {}
+
+    def setup(self, train: Any) -> World:
+        return self.world
+
+    def prepare(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+        return model, optimizer
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, model: nn.Module, optimizer: Any) -> Tensor:
+        self.events.append("step")
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        if norm.isfinite():
+            optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    def total(self, values: Tensor) -> Tensor:
+        self.asked.append(values)
+        return values + self.elsewhere
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def sync_buffers(self, model: nn.Module) -> None:
+        self.synced += 1
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def state(self, model: nn.Module, optimizer: Any) -> CanonicalState[Any]:
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        return CanonicalState(weights, {"w": {"momentum": 0.5}})
+
+    def load_state(
+        self, model: nn.Module, optimizer: Any, state: CanonicalState[Any], *, partial: bool = False
+    ) -> None:
+        model.load_state_dict(dict(state.model))
+        self.loaded = state
+
+    def loop_state(self) -> dict[str, float]:
+        return {"scale": 3.0}
+
+    def load_loop_state(self, state: Mapping[str, float]) -> None:
+        self.loop = dict(state)
+
+
+class Saved:
+    """A checkpoint in memory, as a reader of it."""
+
+    def __init__(self, facts: Facts, share: Share) -> None:
+        self.facts, self.share = facts, share
+
+    def state(self) -> CanonicalState[Any]:
+        return CanonicalState(self.share.model, self.share.optimizer)
+
+    def callbacks(self) -> Any:
+        return self.share.callbacks
+
+    def finish(self) -> None: ...
+
+
+class Memory:
+    """Checkpoints in memory: what is saved is there when it has been waited for."""
+
+    def __init__(self, events: list[str], fails_at: Sequence[int] = ()) -> None:
+        self.events, self.fails_at = events, fails_at
+        self.saved: list[Saved] = []
+        self.keep_every: int | None = None
+        self.waiting: Saved | None = None
+        self.asked_for_best: list[tuple[dict[str, float], list[int]]] = []
+        self.best = False
+
+    @property
+    def pending(self) -> bool:
+        return self.waiting is not None
+
+    def ready(self) -> bool:
+        return self.waiting is not None
+
+    def save(self, facts: Facts, share: Share) -> None:
+        assert self.waiting is None
+        self.events.append("save")
+        self.waiting = Saved(facts, share)
+
+    def wait(self) -> Path:
+        assert self.waiting is not None
+        done, self.waiting = self.waiting, None
+        if done.facts.step in self.fails_at:
+            raise CheckpointError("no space")
+        self.saved.append(done)
+        return Path(str(done.facts.step))
+
+    def open(self) -> Saved | None:
+        return self.saved[-1] if self.saved else None
+
+    def is_best(self, metrics: Mapping[str, float]) -> bool:
+        self.asked_for_best.append((dict(metrics), self.steps()))
+        return self.best
+
+    def steps(self) -> list[int]:
+        return [saved.facts.step for saved in self.saved]
+
+
+class Rows(Tracker):
+    """The rows that were logged."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.events, self.rewound = events, list[int]()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.events.append("evaluate" if any(name.startswith("eval/") for name in metrics) else "log")
+        self.rows.append((step, dict(metrics)))
+
+    def rewind(self, step: int) -> None:
+        self.rewound.append(step)
+        self.rows = [row for row in self.rows if row[0] <= step]
+
+    def steps(self, name: str = "train/loss") -> list[int]:
+        """The steps of rows that have a column."""
+        return [step for step, row in self.rows if name in row]
+
+
+class Line(nn.Module):
+    """w·x for scalars x; `modes` says in which mode each forward pass was."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones((), dtype=dtype))
+        self.modes: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes.append(self.training)
+        return self.w * x
+
+
+class Sums(Task):
+    """The loss of x is w·x."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        outputs = model(batch)
+        return outputs.sum(), outputs
+
+    def metrics(self, outputs: Tensor, batch: Any) -> Mapping[str, Total]:
+        return {"x": Total(batch.sum(), len(batch))}
+
+
+class Numbers:
+    """The sample at index i is the number i, that at an index in `bad` is not a number."""
+
+    random = False
+
+    def __init__(self, samples: int, bad: Sequence[int] = ()) -> None:
+        self.values = torch.arange(float(samples))
+        self.values[list(bad)] = torch.nan
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.values[index]
+
+
+class Loop:
+    """A trainer of doubles, and what they saw. `bad` are steps, in the order of training, whose gradient is NaN."""
+
+    def __init__(
+        self,
+        *,
+        steps: int = 6,
+        batch: int = 1,
+        bad: Sequence[int] = (),
+        callbacks: Mapping[str, Callback] | None = None,
+        evaluation: bool = True,
+        train: Mapping[str, Any] | None = None,
+        checkpoint: Mapping[str, Any] | None = None,
+        track: str = "1st",
+        schedule: Callable[[int], float] = lambda step: 1.0,
+        length: str = "",
+        fails_at: Sequence[int] = (),
+        optimizer: str = "sgd",
+        strategy: Plain | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        self.strategy = strategy or Plain()
+        self.events = self.strategy.events
+        self.model = model or Line()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.001)
+        self.checkpoints, self.tracker = Memory(self.events, fails_at), Rows(self.events)
+        self.clock = Clock()
+        samples = steps * batch
+        order = [number for step in range(1, steps + 1) for number in _samples_of(step, batch, samples)]
+        training = Numbers(samples, bad=[order[(step - 1) * batch] for step in bad])
+        recipe = Recipe(
+            recipe=1,
+            name="run",
+            model=Component(use="line"),
+            data=DataSection(train=Component(use="numbers")),
+            task=Component(use="sums"),
+            optimizer=OptimizerComponent(use=optimizer),
+            train=Train.model_validate({"length": length or f"{steps}st", "global_batch": batch} | dict(train or {})),
+            checkpoint=CheckpointSection.model_validate({"every": "999999st"} | dict(checkpoint or {})),
+            track=TrackSection.model_validate({"every": track}),
+            callbacks={name: Component(use=name) for name in callbacks or {}},
+        )
+        duration = recipe.train.length
+        per_epoch = steps
+        horizon = Horizon(None if duration.is_time else Horizon(None, per_epoch).steps(duration), per_epoch)
+        self.trainer = Trainer(
+            recipe=recipe,
+            world=self.strategy.world,
+            strategy=self.strategy,
+            task=Sums(),
+            model=self.model,
+            parameters=1,
+            optimizer=self.optimizer,
+            schedule=schedule,
+            horizon=horizon,
+            training=_open(training, batch, shuffle=True),
+            evaluation=_open(Numbers(3), 2, shuffle=False) if evaluation else None,
+            callbacks=callbacks or {},
+            checkpoints=self.checkpoints,  # type: ignore[arg-type]
+            tracker=self.tracker,
+        )
+        self.trainer.origin = {"strategy": "plain", "world_size": 1}
+
+    def fit(self) -> str:
+        return self.trainer.fit()
+
+
+def _samples_of(step: int, batch: int, samples: int) -> list[int]:
+    """The ids that a step of the first epoch trains on."""
+    source = _open(Numbers(samples), batch, shuffle=True).training(step - 1)
+    return [int(x) for x in next(source).data]
+
+
+def _open(data: Any, batch: int, *, shuffle: bool) -> Any:
+    return open_data(
+        data,
+        global_batch=batch,
+        share=DataShare(0, 1, batch),
+        seed=0,
+        shuffle=shuffle,
+        drop_last=False,
+        workers=0,
+        prefetch=2,
+        pin=False,
+    )
+
+
+@contextmanager
+def noting(events: list[str], name: str) -> Iterator[None]:
+    """Notes when it is entered and left."""
+    events.append(f"{name} begins")
+    yield
+    events.append(f"{name} ends")

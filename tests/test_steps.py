@@ -1,0 +1,182 @@
+"""What a step computes, in one process: numbers that can be worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from doubles import Line, Plain
+from torch import Tensor, nn
+
+from ddpforge.data import MicroBatch
+from ddpforge.errors import PluginError
+from ddpforge.interfaces import Task, Total
+from ddpforge.statistics import Statistics
+from ddpforge.steps import Steps
+
+IDLE: Any = SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
+"""An optimizer that does nothing."""
+
+
+class Weighed(Task):
+    """The loss of x is w·x; how much each sample weighs comes with the batch, or is one."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        x, weights = batch
+        outputs = model(x)
+        return (outputs * weights).sum(), outputs
+
+    def count(self, batch: Any) -> Tensor:
+        weights: Tensor = batch[1]
+        return weights.sum()
+
+
+class Plainly(Weighed):
+    """Every sample is an item; one metric, whatever `metric` makes of a batch's outputs."""
+
+    def __init__(self, metric: Callable[[Tensor], Any] = lambda outputs: Total(outputs.sum(), len(outputs))) -> None:
+        self.metric = metric
+
+    def count(self, batch: Any) -> None:  # type: ignore[override]
+        return None
+
+    def metrics(self, outputs: Tensor, batch: Any) -> Mapping[str, Total]:
+        return {"it": self.metric(outputs)}
+
+
+class Normed(nn.Module):
+    """BatchNorm, whose running mean is the last batch's; a weight, so that there is something to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.w = nn.BatchNorm1d(1, momentum=1.0, affine=False), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w * self.norm(x.unsqueeze(1)).squeeze(1)
+
+
+def micro(
+    x: Sequence[float], weights: Sequence[float] = (), *, samples: int | None = None, step: int = 0, **more: Any
+) -> MicroBatch:
+    data = (torch.tensor(x), torch.tensor(weights or [1.0] * len(x)))
+    number = len(x) if samples is None else samples
+    return MicroBatch(data, number, step or number, more.get("last", True), more.get("shard", 0), more.get("number", 0))
+
+
+def run(
+    model: nn.Module, task: Task, batches: Sequence[MicroBatch], strategy: Plain | None = None, skips: bool = False
+) -> tuple[dict[str, Total], Tensor]:
+    strategy = strategy or Plain()
+    steps = Steps(strategy.world, strategy, task, model, IDLE, Statistics(None), seed=0, skips=skips)
+    return steps.train(1, batches[0], batches, measure=True)
+
+
+# ---------------------------------------------------------------------------------------------- items that weigh
+@pytest.mark.parametrize("weights", [[0.1, 0.3], [4.0, 12.0]])
+def test_weights_are_relative_also_below_one(weights: list[float]) -> None:
+    """(0.1·1 + 0.3·5) / 0.4 = 4, and the same with weights that sum to 16."""
+    model = Line()
+    totals, norm = run(model, Weighed(), [micro([1.0], weights[:1]), micro([5.0], weights[1:])])
+    assert norm.item() == pytest.approx(4.0)
+    assert (totals["loss"].sum / totals["loss"].count).item() == pytest.approx(4.0)
+
+
+def test_items_of_other_ranks_weigh_too() -> None:
+    """This rank's gradient is 3·2 / (2 + 0.5); ranks take the mean over two of them, hence twice that."""
+    model = Line()
+    _, norm = run(model, Weighed(), [micro([3.0], [2.0])], Plain(ranks=2, elsewhere=0.5))
+    assert norm.item() == pytest.approx(2 * 3.0 * 2.0 / 2.5)
+
+
+def test_every_rank_counts_in_float64_also_one_with_a_stand_in() -> None:
+    strategy = Plain(ranks=2, elsewhere=2.0)
+    run(Line(), Weighed(), [micro([3.0], [2.0], samples=0)], strategy)
+    assert [(x.dtype, x.item()) for x in strategy.asked] == [(torch.float64, 0.0)]
+
+
+def test_a_step_without_items_has_the_gradient_zero() -> None:
+    _, norm = run(Line(), Weighed(), [micro([3.0, 4.0], [0.0, 0.0])])
+    assert norm.item() == 0.0
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_a_count_that_cannot_be_one_is_refused(weight: float) -> None:
+    with pytest.raises(PluginError, match=r"Weighed\.count gave (-1|nan|inf) for a step"):
+        run(Line(), Weighed(), [micro([3.0], [weight])])
+
+
+# ---------------------------------------------------------------------------------------------- totals
+def test_totals_are_added_up_in_float64() -> None:
+    """In bfloat16 256 + 1 is 256: six hundred ones would have a mean of 0.43."""
+    ones = Plainly(lambda outputs: Total(torch.ones((), dtype=torch.bfloat16), torch.ones((), dtype=torch.bfloat16)))
+    totals, _ = run(Line(torch.bfloat16), ones, [micro([1.0], step=600)] * 600)
+    assert totals["it"].sum.item() == totals["it"].count.item() == 600
+    assert totals["loss"].sum.dtype == torch.float64
+
+
+def test_evaluation_adds_up_in_float64_too_and_leaves_stand_ins_out() -> None:
+    strategy, model = Plain(), Line()
+    steps = Steps(strategy.world, strategy, Plainly(), model, IDLE, Statistics(None), seed=0, skips=False)
+    totals = steps.evaluate([micro([1.0, 2.0]), micro([100.0], samples=0)])
+    assert (totals["it"].sum.item(), totals["it"].count) == (3.0, 2)
+    assert totals["it"].sum.dtype == torch.float64
+
+
+@pytest.mark.parametrize("wrong", [0.5, torch.tensor(0.5), Total(0.5, 1)])  # type: ignore[arg-type]
+def test_a_metric_that_is_no_total_is_named(wrong: Any) -> None:
+    with pytest.raises(PluginError, match=r"metric `it` is a .*, and must be a Total"):
+        run(Line(), Plainly(lambda _: wrong), [micro([1.0])])
+
+
+# ---------------------------------------------------------------------------------------------- stand-ins
+def test_a_stand_in_adds_nothing() -> None:
+    model = Line()
+    totals, norm = run(model, Plainly(), [micro([3.0], step=1), micro([5.0], samples=0, step=1)])
+    assert norm.item() == 3.0
+    assert (totals["loss"].sum.item(), totals["loss"].count) == (3.0, 1)
+
+
+def test_a_stand_in_does_not_count_in_running_statistics() -> None:
+    """The mean stays that of the batch with the samples 1 and 3."""
+    model = Normed()
+    run(model, Plainly(), [micro([1.0, 3.0]), micro([11.0, 13.0], samples=0)])
+    assert model.norm.running_mean is not None
+    assert model.norm.num_batches_tracked is not None
+    assert model.norm.running_mean.item() == 2.0
+    assert model.norm.num_batches_tracked.item() == 1
+
+
+@pytest.mark.parametrize("nan", [False, True])
+def test_a_step_that_is_skipped_leaves_buffers_alone(nan: bool) -> None:
+    model = Normed()
+    run(model, Plainly(), [micro([1.0, 3.0])], skips=True)
+    run(model, Plainly(), [micro([11.0, float("nan") if nan else 13.0])], skips=True)
+    assert model.norm.running_mean is not None
+    assert model.norm.running_mean.item() == (2.0 if nan else 12.0)
+
+
+# ---------------------------------------------------------------------------------------------- random numbers
+def test_every_micro_batch_of_every_shard_and_step_draws_its_own_numbers() -> None:
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.drawn = nn.Parameter(torch.ones(())), list[float]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.drawn.append(torch.rand(()).item())
+            return self.w * x
+
+    model = Draws()
+    strategy = Plain()
+    steps = Steps(strategy.world, strategy, Plainly(), model, IDLE, Statistics(None), seed=0, skips=False)
+    places = [(step, shard, number) for step in (1, 2) for shard in (0, 1) for number in (0, 1)]
+    for _ in range(2):
+        for step, shard, number in places:
+            one = micro([1.0], shard=shard, number=number)
+            steps.train(step, one, [one], measure=False)
+    first, again = model.drawn[: len(places)], model.drawn[len(places) :]
+    assert len(set(first)) == len(places)
+    assert first == again
