@@ -27,7 +27,7 @@ from ddpforge.checkpoint.retention import check_folder
 from ddpforge.confidential import redacted
 from ddpforge.console import setup_logging
 from ddpforge.environment import world_size
-from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed, UsageError
+from ddpforge.errors import CheckpointError, Diverged, ExitCode, ForgeError, PeerFailed, UsageError
 from ddpforge.failures import Failures, Peer, Report, phrase
 from ddpforge.interfaces import Callback, Strategy, Tracker, World
 from ddpforge.launch import record_verdict
@@ -501,8 +501,7 @@ def _settle_changes(
     folder: RunFolder, changes: Sequence[Change], edited: Sequence[str], allow_change: Sequence[str]
 ) -> None:
     """Refuses what would make another run of it, unless nothing would be lost by that."""
-    check_folder(folder.checkpoints)
-    if any(folder.checkpoints.glob("step-*")):
+    if _may_have_checkpoints(folder):
         refuse_fixed(changes, allow_change)
     elif changes or edited:
         log.info("no checkpoint was saved: the new recipe counts from the first step")
@@ -510,6 +509,14 @@ def _settle_changes(
         log.info("changed since the last attempt: %s", change)
     for name in edited:
         log.info("changed since the last attempt: the code in %s", name)
+
+
+def _may_have_checkpoints(folder: RunFolder) -> bool:
+    try:
+        check_folder(folder.checkpoints)
+    except CheckpointError:
+        return True  # the attempt will say so
+    return any(folder.checkpoints.glob("step-*"))
 
 
 def _mention_what_is_lost(folder: RunFolder) -> None:
