@@ -209,7 +209,17 @@ class Parts:
             if strict or not (self.recipe.data.workers or is_stream(data)):
                 with self.noting("task"), self._telling(f"data.{key}", strict), own_random_numbers():
                     found[key] = self._rehearse(key, data)
+        if "eval" in found and type(self.task).__module__.startswith("ddpforge.tasks."):
+            self._find_metrics({f"eval/{name}" for name in found["eval"].metrics})
         return found
+
+    def _find_metrics(self, known: set[str]) -> None:
+        """Asks whether the metrics by which the recipe decides are evaluated; other tasks may name some now and then."""
+        wanted = {("callbacks", name): getattr(one, "metric", "") for name, one in self.callbacks.items()}
+        for path, metric in {**wanted, ("checkpoint", "keep", "by"): self.recipe.checkpoint.keep.by or ""}.items():
+            if known and str(metric).startswith("eval/") and metric not in known:
+                error = UsageError(f"no evaluation reports {metric}", hints=[f"there are {', '.join(sorted(known))}"])
+                self.note((*path, "metric") if path[0] == "callbacks" else path, error)
 
     def _rehearse(self, key: str, data: Any) -> Rehearsal:
         train = self.recipe.train

@@ -114,6 +114,15 @@ def test_build_finds_what_only_data_and_model_tell_and_all_of_it_at_once() -> No
     assert "set model.classes = 10" in found["model.classes"]
 
 
+def test_build_finds_metrics_that_no_evaluation_reports() -> None:
+    keep = ("--set", "checkpoint.keep.best=1", "--set", "checkpoint.keep.by=eval/f1")
+    stop = ("--set", "callbacks.early_stopping.metric=eval/acuracy", "--set", "callbacks.early_stopping.patience=1")
+    mode = ("--set", "callbacks.early_stopping.mode=max")
+    found = problems("--build", *keep, *stop, *mode)
+    assert found["checkpoint.keep.by"] == "no evaluation reports eval/f1"
+    assert found["callbacks.early_stopping.metric"] == "no evaluation reports eval/acuracy"
+
+
 def test_build_says_what_the_recipe_amounts_to() -> None:
     lines = _check("digits", "--build").stdout.split("\n")
     assert lines[1].endswith("of them trainable")
