@@ -214,12 +214,15 @@ class Parts:
         return found
 
     def _find_metrics(self, known: set[str]) -> None:
-        """Asks whether the metrics by which the recipe decides are evaluated; other tasks may name some now and then."""
-        wanted = {("callbacks", name): getattr(one, "metric", "") for name, one in self.callbacks.items()}
-        for path, metric in {**wanted, ("checkpoint", "keep", "by"): self.recipe.checkpoint.keep.by or ""}.items():
+        """Asks whether the metrics by which the recipe decides are there; other tasks name some only now and then."""
+        wanted: list[tuple[KeyPath, object]] = [
+            (("callbacks", name, "metric"), getattr(callback, "metric", ""))
+            for name, callback in self.callbacks.items()
+        ]
+        for path, metric in [*wanted, (("checkpoint", "keep", "by"), self.recipe.checkpoint.keep.by)]:
             if known and str(metric).startswith("eval/") and metric not in known:
                 error = UsageError(f"no evaluation reports {metric}", hints=[f"there are {', '.join(sorted(known))}"])
-                self.note((*path, "metric") if path[0] == "callbacks" else path, error)
+                self.note(path, error)
 
     def _rehearse(self, key: str, data: Any) -> Rehearsal:
         train = self.recipe.train
