@@ -17,8 +17,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-import torch.distributed as dist
-
+from ddpforge import leaving
 from ddpforge.agree import on_main
 from ddpforge.assemble import assemble
 from ddpforge.checkpoint.manager import Checkpoints
@@ -31,7 +30,7 @@ from ddpforge.environment import world_size
 from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed, UsageError
 from ddpforge.failures import Failures, Peer, Report, phrase
 from ddpforge.interfaces import Callback, Strategy, Tracker, World
-from ddpforge.launch import record_verdict, remember_group
+from ddpforge.launch import record_verdict
 from ddpforge.parts import Parts
 from ddpforge.recipe import Recipe, load_recipe
 from ddpforge.recipe.batch import check_world
@@ -423,8 +422,7 @@ def _join(parts: Parts, *, trains: bool = True, folder: RunFolder | None = None)
         parts.try_out(strict=False)
     parts.report()
     world = parts.strategy.setup(parts.recipe.train)
-    if world.size > 1 or (dist.is_available() and dist.is_initialized()):
-        remember_group()
+    leaving.at_once()
     setup_logging(world.rank)
     if trains:
         check_world(parts.loaded, world.data_size)

@@ -17,12 +17,11 @@ from typing import IO
 
 __all__ = [
     *("Death", "Ended", "launch", "start", "threads_per_process", "torchrun_command"),
-    *("record_death", "record_verdict", "remember_group", "is_rank"),
+    *("record_death", "record_verdict"),
 ]
 
 VERDICT = "DDPFORGE_VERDICT"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-_in_group = False
 _GRACE = "600"  # seconds that ranks get for their last step and checkpoint; torchrun's own 30 are short for that
 
 
@@ -113,17 +112,6 @@ def start(command: Sequence[str], *, nproc: int, output: IO[bytes] | None = None
         next((Death(word["rank"], word["signal"]) for word in reversed(words) if "signal" in word), None),
         frozenset(word["rank"] for word in words if word.get("spoke")),
     )
-
-
-def remember_group() -> None:
-    """Notes that this process is, or was, in a process group: see `is_rank`."""
-    global _in_group
-    _in_group = True
-
-
-def is_rank() -> bool:
-    """True in a process that is one of several, or has the threads of one that is."""
-    return _in_group or "RANK" in os.environ
 
 
 def _kill(pid: int) -> None:
