@@ -48,7 +48,7 @@ from ddpforge.interfaces import Callback, Data, Duration, Metric, Strategy, Task
 if TYPE_CHECKING:
     from ddpforge.registry import Registry
 
-__all__ = ["NESTED", "Nested", "OptionRow", "options_model", "options_table"]
+__all__ = ["NESTED", "Nested", "OptionRow", "any_options", "options_model", "options_table"]
 
 NESTED: Mapping[type, str] = {
     Callback: "callback",
@@ -103,6 +103,11 @@ def options_model(
         raise
     except Exception as problem:  # signatures and annotations run a plugin's own code
         raise PluginError(f"has a signature that cannot be read: {problem}") from problem
+
+
+def any_options() -> type[BaseModel]:
+    """The model of a component whose signature is not to be looked at."""
+    return create_model("Options", __config__=ConfigDict(extra="allow", frozen=True))
 
 
 def _fields(

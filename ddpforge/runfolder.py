@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import secrets
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -277,7 +276,9 @@ class RunFolder:
     # -- contents
     def tables(self) -> dict[str, Any]:
         """The resolved recipe that the last attempt followed."""
-        return _read(self.resolved, tomllib.loads)
+        from ddpforge.recipe.toml import loads
+
+        return _read(self.resolved, loads)
 
     def lineage(self) -> list[Lineage]:
         """Which resolved recipes the run has followed, oldest first."""
