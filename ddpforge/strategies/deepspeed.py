@@ -399,6 +399,10 @@ class DeepSpeed(AcceleratedStrategy):
             del update.step
             zero._hp_optimizer_states_linked = False  # there is no state yet that DeepSpeed could have a view of
 
+    def observing(self) -> AbstractContextManager[Any]:
+        """Refuses what callbacks write into parameters that DeepSpeed copies from elsewhere."""
+        return self._weights.guard.on()
+
     # -- to disk and back
     def weights(self, model: nn.Module, optimizer: Optimizer) -> ZeroWeights:
         """Each rank's part of the fp32 weights that the optimizer updates."""

@@ -244,3 +244,14 @@ def test_what_a_run_says(bench: Bench) -> None:
     assert not set(said.stderr) & {"\r", "\x1b"}
     assert said.stderr.count("quiet: ddp, 12 steps, global batch 8 = 2 ranks x 1 x 4") == 1
     assert said.stderr.count("12/12") == 1
+
+
+def test_a_static_graph_accumulates_and_resumes_bitwise(bench: Bench) -> None:
+    """DDP learns the graph in every process's first step, in which it cannot leave out the reduction."""
+    accumulates, static = "micro_batch = 2", 'compression = "bf16"\nstatic_graph = true'
+    bench("plain", strategy='compression = "bf16"', train=accumulates)
+    bench("static", strategy=static, train=accumulates)
+    bench("parts", length="5st", strategy=static, train=accumulates)
+    bench("parts", strategy=static, train=accumulates)
+    assert bench.column("static") == bench.column("plain")
+    assert bench.column("parts") == bench.column("static")
