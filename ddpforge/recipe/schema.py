@@ -146,6 +146,11 @@ class TrainSection(Section):
         default=None,
         description="Samples per forward pass on one rank at evaluation; absent: as in training.",
     )
+    device: Literal["auto", "cuda", "cpu"] = Field(
+        default="auto",
+        description='What to compute on; "auto": a GPU where there is one. One that is there and cannot be used is an'
+        " error, not a run on the CPU.",
+    )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",
         description="Compute dtype; master weights and gradient reduction stay fp32. fp16 adds loss scaling.",
