@@ -6,6 +6,8 @@ import socket
 import sys
 from pathlib import Path
 
+from ddpforge.confidential import redact
+
 logger = logging.getLogger("ddpforge")
 
 
@@ -31,7 +33,7 @@ def setup_logging(rank: int, folder: Path | None = None, level: int = logging.IN
         path = folder / "logs" / f"rank-{rank}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         file = logging.FileHandler(path, encoding="utf-8")
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        file.setFormatter(_Redacting("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(file)
 
 
@@ -45,7 +47,14 @@ class _Stderr(logging.Handler):
             self.handleError(record)
 
 
-class _Formatter(logging.Formatter):
+class _Redacting(logging.Formatter):
+    """Without secrets, wherever they come from: tracebacks too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
+class _Formatter(_Redacting):
     """The message alone; from warnings on, the level in front of it."""
 
     def __init__(self, prefix: str) -> None:

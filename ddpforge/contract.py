@@ -49,7 +49,7 @@ def prove(strategy: Strategy, world: World, weights: Weights, size: Size) -> Non
     parts = weights.parts()
     for parameter, part in parts.items():
         dtype = str(part.tensor.dtype).removeprefix("torch.")
-        if dtype != contract.master_dtype:
+        if dtype not in (contract.master_dtype, "float64"):
             raise StrategyError(
                 f"parameter `{parameter}` is {dtype}, and {name} promises {contract.master_dtype} master weights: "
                 "updates smaller than a rounding step would vanish",

@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from ddpforge.confidential import redact, redacted
+
 _RELEVANT = re.compile(
     "RANK|WORLD_SIZE|(LOCAL|GROUP|NODE|ROLE)_.*|MASTER_.*|OMP_.*|MKL_.*|CUDA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*"
     "|PYTHONHASHSEED|ACCELERATE_.*|SLURM_.*|WANDB_.*|DDPFORGE_.*"
@@ -22,14 +24,14 @@ def describe_environment() -> dict[str, Any]:
     """The contents of a run's `env.json`: plain JSON, without secrets; imports nothing that it describes."""
     return {
         "time": datetime.now(UTC).isoformat(),
-        "command": sys.argv,
+        "command": redacted(sys.argv),
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "git": _git(),
         "environment": {
-            name: value
+            name: redact(value)
             for name, value in sorted(os.environ.items())
             if _RELEVANT.fullmatch(name) and not _SECRET.search(name)
         },

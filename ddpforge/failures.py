@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ddpforge.checkpoint import files
+from ddpforge.confidential import redact
 from ddpforge.errors import EnvironmentProblem, ExitCode
 
 __all__ = ["Failures", "Local", "Peer", "Report", "is_symptom", "phrase", "told_causes"]
@@ -64,7 +65,7 @@ def is_symptom(error: BaseException) -> bool:
 
 def phrase(error: BaseException) -> str:
     """The error in one sentence."""
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+    return redact(f"{type(error).__name__}: {error}".removesuffix(": "))
 
 
 def _is_about_a_connection(error: BaseException) -> bool:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ddpforge.errors import PluginError
+from ddpforge.errors import ExitCode, PluginError
 from ddpforge.interfaces import Callback, Metric, Strategy, Task, Tracker
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import Component
     from ddpforge.registry import Registry
 
-__all__ = ["BASES", "build", "unlike"]
+__all__ = ["BASES", "WrongKind", "build", "unlike"]
 
 BASES: Mapping[str, type] = {
     "task": Task,
@@ -27,6 +27,12 @@ BASES: Mapping[str, type] = {
     "optimizer": Optimizer,
 }
 """The class that a kind's components derive from; data and schedules need none."""
+
+
+class WrongKind(PluginError):
+    """What a recipe names is no component of the kind that belongs there: the recipe's fault."""
+
+    exit_code = ExitCode.USAGE
 
 
 def unlike(kind: str, built: Any) -> str | None:
@@ -44,8 +50,10 @@ def build(registry: Registry, kind: str, component: Component, **given: Any) -> 
     """The component, built; raises PluginError also when it is not of its kind."""
     built = registry.build(kind, component, **given)
     if expected := unlike(kind, built):
-        raise PluginError(
-            f"{kind} `{component.use}` is a {type(built).__name__}, and must be {expected}",
+        name = type(built).__name__
+        article = "an" if name[:1].lower() in "aeiou" else "a"
+        raise WrongKind(
+            f"{kind} `{component.use}` is {article} {name}, and must be {expected}",
             hints=["`ddpforge.interfaces` says what a component of each kind must be"],
         )
     return built

@@ -114,7 +114,11 @@ def _fields(
     extra: Literal["forbid", "allow"] = "forbid"
 
     for name, parameter in inspect.signature(component).parameters.items():
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            continue  # may stay empty
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is not parameter.empty:
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY:
             raise PluginError(f"takes `{parameter}` by position only")
         if parameter.kind is parameter.VAR_KEYWORD:
             extra = "allow"
@@ -211,9 +215,6 @@ def _writable(annotation: Any, nested: Callable[[str], Any]) -> Any:
         return _Duration
     if origin is Literal:
         return Annotated[annotation, BeforeValidator(partial(_literally, arguments))]
-    if isinstance(annotation, type) and issubclass(annotation, Enum):
-        values = tuple(member.value for member in annotation)
-        return Annotated[annotation, BeforeValidator(partial(_literally, values))]
 
     # TOML can write a value exactly when pydantic can write a JSON Schema for its type. `type[X]` is the
     # exception: its schema is empty.
@@ -223,6 +224,9 @@ def _writable(annotation: Any, nested: Callable[[str], Any]) -> Any:
         raise _NotInTOML from None
     if origin is type:
         raise _NotInTOML
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        values = tuple(member.value for member in annotation)
+        return Annotated[annotation, BeforeValidator(partial(_literally, values))]
     return annotation
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ddpforge.confidential import SECRET, redact, reveal
 from ddpforge.errors import ExitCode, PluginError
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ __all__ = [
     "RefusedOptions",
     "Registry",
     "UnknownComponent",
+    "located",
     "where_raised",
 ]
 
@@ -78,9 +80,11 @@ class UnknownComponent(PluginError):
 
     def __init__(self, kind: str, use: str, known: Sequence[str]) -> None:
         near = get_close_matches(use.rpartition(":")[2], known, n=1, cutoff=0.5)
+        noun = "dataset" if kind == "data" else kind
         super().__init__(
-            f"there is no {kind} named `{use}`",
+            f"there is no {noun} named `{use}`",
             hints=[
+                *_elsewhere(kind, use),
                 *(f"did you mean `{name}`?" for name in near),
                 f"known names: {', '.join(known) or 'none'}",
                 "unregistered code is named by `package.module:Name` or `./file.py:Name`",
@@ -89,6 +93,44 @@ class UnknownComponent(PluginError):
         self.kind = kind
         self.use = use
         self.known = tuple(known)
+
+
+_TORCH_OPTIMIZERS = (
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop"),
+    "SparseAdam",
+)
+
+
+def located(use: str) -> str:
+    """`package.module.Name` as a recipe locates it, `package.module:Name`; anything else as it is."""
+    if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", use) and not use.endswith(".py"):
+        capital = re.search(r"\.(?=[A-Z])", use)
+        cut = capital.start() if capital else use.rindex(".")
+        return f"{use[:cut]}:{use[cut + 1 :]}"
+    return use
+
+
+def _elsewhere(kind: str, use: str) -> Iterator[str]:
+    """What people probably mean by the name of something that is there under another one."""
+    name = use.lower().replace("-", "").replace("_", "")
+    if located(use) != use:
+        yield f"did you mean `{located(use)}`?"
+    elif kind == "strategy" and (stage := re.fullmatch(r"(?:deepspeed)?(?:zero|stage)+([123])", name)):
+        yield f'write use = "deepspeed" and stage = {stage[1]}'
+    elif kind == "strategy" and name in ("hsdp", "hybridshard"):
+        yield 'write use = "fsdp" and replicas = 2, or how many groups of ranks there are'
+    elif kind == "optimizer" and (found := next((one for one in _TORCH_OPTIMIZERS if one.lower() == name), None)):
+        yield f"torch has it: `torch.optim:{found}`"
+    elif kind == "model" and re.fullmatch(r"(resnet|vit|convnext|efficientnet|densenet|vgg|swin|mobilenet)\w*", name):
+        yield f'write use = "torchvision" and arch = "{use}", or install ddpforge-timm for timm\'s models'
+    elif kind == "model" and re.fullmatch(r"(bert|gpt2|llama|roberta|t5|qwen|mistral|distilbert)\w*", name):
+        yield "install ddpforge-transformers for the models of transformers"
+    elif kind == "data" and name in ("hf", "huggingface", "datasets", "hfdatasets"):
+        yield "datasets of Hugging Face: `datasets:load_dataset` with path, split, …"
+    elif kind == "tracker" and name in ("tensorboard", "mlflow", "comet", "aim", "clearml", "neptune", "csv"):
+        yield f"no tracker for {use} is installed; `ddpforge plugins new` begins one; metrics.jsonl is always written"
+    elif kind == "optimizer" and name in ("lion", "adam8bit", "adamw8bit", "sophia", "lamb", "adan", "prodigy"):
+        yield "any class of an installed package will do, e.g. `lion_pytorch:Lion` or `bitsandbytes.optim:AdamW8bit`"
 
 
 class AmbiguousComponent(PluginError):
@@ -144,7 +186,8 @@ class BuildFailed(PluginError):
 
     def __init__(self, kind: str, use: str, error: Exception) -> None:
         super().__init__(
-            f"{kind} `{use}` raised {type(error).__name__} while it was built: {error}", hints=where_raised(error)
+            f"{kind} `{use}` raised {type(error).__name__} while it was built: {redact(str(error))}",
+            hints=where_raised(error),
         )
         self.trace = _trace(error)
 
@@ -266,7 +309,7 @@ class Registry:
             if not _on_purpose(error, function):
                 raise BuildFailed(kind, component.use, error) from error
             raise RefusedOptions(
-                f"{kind} `{component.use}` cannot be built: {error}",
+                f"{kind} `{component.use}` cannot be built: {redact(str(error))}",
                 hints=[
                     *where_raised(error),
                     f"`ddpforge plugins show {component.use} --kind {kind}` lists its options",
@@ -277,6 +320,10 @@ class Registry:
         from ddpforge.options import Nested
 
         match value:
+            case str() if type(value) is str:
+                return reveal(value)
+            case Path():
+                return Path(reveal(str(value))) if SECRET.search(str(value)) else value
             case Nested():
                 return self.build(value.kind, value, **{name: given[name] for name in given.keys() & GIVEN[value.kind]})
             case list():
@@ -335,7 +382,7 @@ def _trace(error: Exception) -> str:
     trace = error.__traceback__
     for _ in range(skipped):
         trace = trace.tb_next if trace else None
-    return "".join(traceback.format_exception(type(error), error, trace))
+    return redact("".join(traceback.format_exception(type(error), error, trace)))
 
 
 # ---------------------------------------------------------------------------------------- the installed index

@@ -17,20 +17,20 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-import torch.distributed as dist
-
+from ddpforge import leaving
 from ddpforge.agree import on_main
 from ddpforge.assemble import assemble
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.peers import Peers
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.retention import check_folder
+from ddpforge.confidential import redacted
 from ddpforge.console import setup_logging
 from ddpforge.environment import world_size
 from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed, UsageError
 from ddpforge.failures import Failures, Peer, Report, phrase
 from ddpforge.interfaces import Callback, Strategy, Tracker, World
-from ddpforge.launch import record_verdict, remember_group
+from ddpforge.launch import record_verdict
 from ddpforge.parts import Parts
 from ddpforge.recipe import Recipe, load_recipe
 from ddpforge.recipe.batch import check_world
@@ -226,7 +226,7 @@ class Attempt:
         self.tracker.start(
             name=self.recipe.name,
             folder=self.folder.path,
-            config=self.loaded.tables | {"run": facts},
+            config=redacted(self.loaded.tables) | {"run": facts},
             resumed_at=step if attempt > 1 else None,
         )
         self.folder.write_status(self._status("running", begun=True))
@@ -422,8 +422,7 @@ def _join(parts: Parts, *, trains: bool = True, folder: RunFolder | None = None)
         parts.try_out(strict=False)
     parts.report()
     world = parts.strategy.setup(parts.recipe.train)
-    if world.size > 1 or (dist.is_available() and dist.is_initialized()):
-        remember_group()
+    leaving.at_once()
     setup_logging(world.rank)
     if trains:
         check_world(parts.loaded, world.data_size)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -49,15 +53,29 @@ class StopRequests:
         self.requested = True
 
 
-def leave_stopping_to_the_rank(_: int) -> None:
-    """The `worker_init_fn` of loader processes: launchers and schedulers signal them along with their rank.
+def leave_stopping_to_the_rank() -> Callable[[int], None]:
+    """A `worker_init_fn` for loader processes: launchers and schedulers signal them along with their rank.
 
     The rank needs them for its last steps, so they let the first signal of each kind pass; the second one ends a
-    process that is stuck in its work.
+    process that is stuck in its work. Once the rank's interpreter ends, which sends one and waits, so does the first.
     """
+    return partial(_leave_stopping, _ending())
+
+
+@cache
+def _ending() -> Any:
+    """A byte that other processes see; it is 1 when this one's interpreter ends."""
+    byte = multiprocessing.RawValue("b", 0)  # after which comes what multiprocessing does at the end
+    atexit.register(setattr, byte, "value", 1)
+    return byte
+
+
+def _leave_stopping(ending: Any, _: int) -> None:
     for number in _SIGNALS:
-        signal.signal(number, _ignore_once)
+        signal.signal(number, partial(_ignore_once, ending))
 
 
-def _ignore_once(number: int, _: FrameType | None) -> None:
+def _ignore_once(ending: Any, number: int, _: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)
+    if ending.value:
+        os.kill(os.getpid(), number)

@@ -4,9 +4,12 @@ All take [B, 4] and give [B, 1].
 """
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ddpforge.interfaces import Task
 
 
 class _Block(nn.Module):
@@ -148,3 +151,98 @@ class OwnSeed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x)
+
+
+class Odd(nn.Module):
+    """Buffers of every dtype and layout, transposed and channels-last weights, a frozen integer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 2).to(memory_format=torch.channels_last)
+        self.mix = nn.Parameter(torch.randn(6, 4).t() / 3)
+        self.shift = nn.Parameter(torch.arange(6).short(), requires_grad=False)
+        self.head = nn.Linear(6, 1)
+        rank = int(os.environ.get("RANK", "0"))  # which must not matter: every rank gets what rank 0 has
+        for dtype in (torch.int16, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float64):
+            self.register_buffer(f"b_{dtype}".rpartition(".")[2], torch.full((3,), rank).to(dtype))
+        for dtype in (torch.uint16, torch.complex64):
+            self.register_buffer(f"n_{dtype}".rpartition(".")[2], torch.full((3,), rank).to(dtype), persistent=False)
+        self.register_buffer("turned", torch.full((3, 2), 1.0 + rank).t())
+        self.register_buffer("number", torch.tensor(rank, dtype=torch.int16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x.view(-1, 1, 2, 2)).flatten(1) @ self.mix + self.shift / 9
+        odd = [buffer.real if buffer.is_complex() else buffer.float() for buffer in self.buffers()]
+        return self.head(y.tanh()) + sum(buffer.mean() for buffer in odd)
+
+
+class Double(nn.Module):
+    """Weights in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.double()).float()
+
+
+class Following(nn.Module):
+    """A teacher that follows the student in forward, as MoCo's own code has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 1), nn.Linear(4, 1).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            old.data = old.data * 0.9 + new.data * 0.1
+        return self.student(x) + self.teacher(x)
+
+
+class Hooked(nn.Module):
+    """A hook doubles the gradient of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 1)
+        self.head.weight.register_hook(lambda gradient: 2 * gradient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+class Looked(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.table((x[:, 0] > 0).long()))
+
+
+class Hollow(nn.Module):
+    """A weight without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing, self.head = nn.Parameter(torch.zeros(0)), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) + self.nothing.sum()
+
+
+class Penalty(Task):
+    """Squared error, and the squared gradient of the output by the input."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        x, y = batch
+        x.requires_grad_(torch.is_grad_enabled())
+        out = model(x)
+        loss = (out - y).square().sum()
+        if torch.is_grad_enabled():
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            loss = loss + slope.square().sum()
+        return loss, out

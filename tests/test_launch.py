@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from ranks import Zygote
 
+from ddpforge import launch as launcher
 from ddpforge.errors import ExitCode
-from ddpforge.launch import launch, threads_per_process, torchrun_command
+from ddpforge.launch import Death, Ended, launch, threads_per_process, torchrun_command
 
 REPOSITORY = Path(__file__).parent.parent
 RECIPE = """
@@ -375,6 +376,14 @@ def test_the_ranks_verdict_counts(codes: Sequence[int], ends_with: int, expected
 
 def test_a_launcher_that_was_killed_is_reported_like_a_shell_does() -> None:
     assert launch(pretend("os.kill(os.getpid(), signal.SIGKILL)"), nproc=1) == 128 + signal.SIGKILL
+
+
+def test_a_launch_knows_which_rank_a_signal_ended_and_which_ranks_spoke() -> None:
+    script = "record_death(1, signal.SIGKILL); verdict(1); sys.exit(1)"
+    ended = launcher.start(pretend(script), nproc=2)
+    assert ended == Ended(1, Death(1, signal.SIGKILL), frozenset({0}))
+    assert str(ended.death) == "ended by signal 9 (SIGKILL)"
+    assert str(Death(1, 99)) == "ended by signal 99"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])

@@ -36,13 +36,13 @@ LAYERS = [
     # ------------------------------------------------------------------------ nothing below imports torch
     {"runfolder", "watch"},
     {"failures"},
-    {"agree", "checkpoint.files", "console", "environment", "launch", "signals"},
+    {"agree", "checkpoint.files", "console", "environment", "launch", "leaving", "signals"},
     {"authoring", "pytest_options", "recipe"},
     {"registry"},
     {"options"},
     {"interfaces"},
     {"direction", "durations", "regions"},
-    {"errors"},
+    {"confidential", "errors"},
     {""},  # ddpforge itself: the version, and names that are imported when they are used
 ]
 

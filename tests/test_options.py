@@ -274,6 +274,7 @@ def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sized(colour: str, size: int = 2) -> None: ...
+def variadic(first: int = 1, /, *sizes: int, size: int = 2) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -294,6 +295,11 @@ def test_any_callable_with_a_signature_is_a_component(component: Callable[..., A
     assert errors(component, size="3") == [(("size",), "int_type")]
 
 
+def test_what_comes_by_position_only_may_stay_empty() -> None:
+    assert read(variadic) == {"size": 2}
+    assert errors(variadic, sizes=[1]) == [(("sizes",), "extra_forbidden")]
+
+
 def test_a_class_without_constructor_has_no_options() -> None:
     assert read(Empty) == {}
     assert errors(Empty, size=3) == [(("size",), "extra_forbidden")]
@@ -304,7 +310,6 @@ def test_a_partials_keyword_is_a_new_default() -> None:
 
 
 def positional(size: int, /) -> None: ...
-def variadic(*sizes: int) -> None: ...
 def unwritable(activation: Callable[[], int]) -> None: ...
 def unresolved(sampler: Sampler[int] | None = None) -> None: ...
 def reserved(model_dump: bool = True) -> None: ...
@@ -314,7 +319,6 @@ def reserved(model_dump: bool = True) -> None: ...
     ("component", "said"),
     [
         (positional, "takes `size: 'int'` by position only"),
-        (variadic, "takes `*sizes: 'int'` by position only"),
         (unwritable, "requires `activation: 'Callable[[], int]'`, which TOML cannot write"),
         (unresolved, "name 'Sampler' is not defined; import it outside `if TYPE_CHECKING`"),
         (reserved, "has a signature that cannot be read: "),

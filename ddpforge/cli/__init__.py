@@ -13,8 +13,8 @@ from ddpforge.errors import ExitCode, ForgeError, PeerFailed
 _COMMANDS = {
     "run": ("run", "Train a recipe; continues an interrupted run by itself."),
     "launch": ("launch", "Start several processes on this machine and train a recipe in them."),
-    "parity": ("parity", "Train under several strategies and say where they come apart."),
-    "check": ("check", "Find every error in a recipe; starts nothing."),
+    "parity": ("parity", "Train a recipe under several strategies and report where they diverge."),
+    "check": ("check", "Validate a recipe without starting anything."),
     "show": ("show", "Print the resolved recipe and where each value came from."),
     "eval": ("evaluate", "Evaluate a run's checkpoint."),
     "export": ("export", "Write a run's weights as plain safetensors."),
@@ -35,6 +35,15 @@ class _Commands(click.Group):
         name, stub, rest = super().resolve_command(ctx, args)
         return name, _load(name) if name and stub else stub, rest
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command; a mistake on the command line is met with what was probably meant."""
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            from ddpforge.cli.habits import explained
+
+            raise explained(error) from error
+
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Phrases ddpforge's own errors; everything else is a bug and keeps its traceback."""
         try:
@@ -52,13 +61,15 @@ def _load(name: str) -> click.Command:
 
 def complain(error: ForgeError) -> None:
     """Writes an error the way users see it, to stderr; what every rank finds out alike, only rank 0 says."""
+    from ddpforge.confidential import redact
     from ddpforge.recipe.report import render
 
+    said = redact(render(error))
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0:
-        click.echo(render(error), err=True)
+        click.echo(said, err=True)
     elif error.exit_code != ExitCode.USAGE and not isinstance(error, PeerFailed):
-        click.echo(f"[rank {rank}] {render(error)}", err=True)
+        click.echo(f"[rank {rank}] {said}", err=True)
 
 
 @click.group(

@@ -74,7 +74,8 @@ def _build(parts: "Parts") -> str:
 
 
 def _problems(error: ForgeError) -> list[dict[str, object]]:
+    from ddpforge.confidential import redacted
     from ddpforge.recipe import Problem
 
     problems = error.problems if isinstance(error, RecipeError) else [Problem(error.message, hints=error.hints)]
-    return [problem.as_dict() for problem in problems]
+    return [redacted(problem.as_dict()) for problem in problems]

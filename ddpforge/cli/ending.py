@@ -13,9 +13,11 @@ from typing import Any, NoReturn
 
 import click
 
+from ddpforge import leaving
 from ddpforge.cli import complain
+from ddpforge.confidential import redact
 from ddpforge.errors import ExitCode, ForgeError
-from ddpforge.launch import is_rank, record_verdict
+from ddpforge.launch import record_verdict
 
 
 @contextmanager
@@ -31,7 +33,7 @@ def ending(*, status: bool = False) -> Iterator[None]:
         if isinstance(error, ForgeError):
             complain(error)
         elif isinstance(error, Exception):
-            click.echo(f"[rank {os.environ.get('RANK', '0')}] {traceback.format_exc()}", err=True)
+            click.echo(f"[rank {os.environ.get('RANK', '0')}] {redact(traceback.format_exc())}", err=True)
         if status and os.environ.get("RANK", "0") == "0":
             click.echo(json.dumps(failure(error)))
         leave(_exit_code(error))
@@ -67,7 +69,7 @@ def failure(error: BaseException) -> dict[str, Any]:
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "strategy": None,
         "metrics": {},
-        "error": f"{type(error).__name__}: {error}".removesuffix(": "),
+        "error": redact(f"{type(error).__name__}: {error}".removesuffix(": ")),
     }
 
 
@@ -79,20 +81,14 @@ def _exit_code(error: BaseException) -> ExitCode:
 
 def _speak_to_the_end() -> None:
     """A launcher that has seen another rank fail ends this one: it is about to end anyway, when it has said why."""
-    if is_rank() and threading.current_thread() is threading.main_thread():
+    if "RANK" in os.environ and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def leave(code: ExitCode) -> NoReturn:
-    """Ends the process; one that was in a process group without the interpreter's clean-up.
-
-    Everything is on disk by now. gloo's and autograd's threads now and then abort a process that takes the long way
-    out, and a failed rank must not wait for peers; either would turn a finished run into a failed one.
-    """
+    """Ends the process at once, for everything is on disk by now."""
     record_verdict(code)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    if is_rank():
-        os._exit(code)
-    sys.exit(code)
+    leaving.leave(code)

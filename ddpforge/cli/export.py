@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ddpforge.cli.options import checkpoint_options, json_option
+from ddpforge.cli.tables import counted
+from ddpforge.errors import UsageError
 
 if TYPE_CHECKING:
     from ddpforge.checkpoint.export import Precision
@@ -73,6 +75,11 @@ def export(
     from ddpforge.checkpoint.export import export_folder
     from ddpforge.checkpoint.listing import find, is_checkpoint
 
+    if out and Path(out).suffix in (".pt", ".pth", ".bin", ".ckpt"):
+        raise UsageError(
+            f"{out}: what is written is safetensors, which torch.load does not read",
+            hints=[f"-o {Path(out).with_suffix('.safetensors')}; safetensors.torch.load_file reads it"],
+        )
     checkpoint = find(run, step=step, best=best, intact=True)
     name = (checkpoint if is_checkpoint(Path(run)) else Path(run)).resolve().name
     default = f"{name}{'' if weights == 'model' else f'-{weights}'}"
@@ -88,4 +95,5 @@ def export(
         click.echo(json.dumps(asdict(done), default=str))
     else:
         several = f" in {len(done.files)} files" if len(done.files) > 1 else ""
-        click.echo(f"{done.file}: {done.tensors} tensors{several}, {done.bytes:,} bytes, from step {done.step}")
+        tensors = counted(done.tensors, "tensor")
+        click.echo(f"{done.file}: {tensors}{several}, {done.bytes:,} bytes, from step {done.step}")

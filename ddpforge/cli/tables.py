@@ -40,3 +40,8 @@ def size(count: int) -> str:
         if value < 1000 or unit == "TB":
             break
     return f"{value:.1f} {unit}"
+
+
+def counted(count: int, noun: str) -> str:
+    """1 tensor, 1,234 tensors."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -82,7 +82,7 @@ class Batches:
         options: dict[str, Any] = {"num_workers": self._workers, "pin_memory": self._pin, "batch_size": None}
         if self._workers:
             options |= {"prefetch_factor": self._prefetch, "persistent_workers": True}
-            options["worker_init_fn"] = leave_stopping_to_the_rank
+            options["worker_init_fn"] = leave_stopping_to_the_rank()
 
         if is_stream(self._data):
             return DataLoader(Stream(self._data, self._order, start, one_epoch), **options)

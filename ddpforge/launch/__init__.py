@@ -17,13 +17,12 @@ from typing import IO
 
 __all__ = [
     *("Death", "Ended", "launch", "start", "threads_per_process", "torchrun_command"),
-    *("record_death", "record_verdict", "remember_group", "is_rank", "NO_GPUS"),
+    *("NO_GPUS", "record_death", "record_verdict"),
 ]
 
 VERDICT = "DDPFORGE_VERDICT"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # for ranks that are to compute on the CPU whatever the recipe's parts think
-_in_group = False
 _GRACE = "600"  # seconds that ranks get for their last step and checkpoint; torchrun's own 30 are short for that
 
 
@@ -126,17 +125,6 @@ def start(
         next((Death(word["rank"], word["signal"]) for word in reversed(words) if "signal" in word), None),
         frozenset(word["rank"] for word in words if word.get("spoke")),
     )
-
-
-def remember_group() -> None:
-    """Notes that this process is, or was, in a process group: see `is_rank`."""
-    global _in_group
-    _in_group = True
-
-
-def is_rank() -> bool:
-    """True in a process that is one of several, or has the threads of one that is."""
-    return _in_group or "RANK" in os.environ
 
 
 def _kill(pid: int) -> None:

@@ -24,6 +24,8 @@ def find_recipe(name_or_path: str | Path) -> Path:
 
     Raises RecipeError when there is no such file.
     """
+    if not isinstance(name_or_path, str | Path):
+        raise TypeError(f"a recipe is given by its path or its name, not by a {type(name_or_path).__name__}")
     text = str(name_or_path)
     is_path = isinstance(name_or_path, Path) or "/" in text or os.sep in text or text.endswith(".toml")
     if not is_path and text in bundled():
@@ -35,6 +37,8 @@ def find_recipe(name_or_path: str | Path) -> Path:
 
     exists = os.path.exists(text)
     hints = [f"a file in this folder is written `./{text}`"] if exists else did_you_mean(text, bundled())
+    if os.path.isfile(os.path.join("runs", text, "run.json")):
+        hints = [f"to resume the run of this name: ddpforge run runs/{text}/recipe.resolved.toml"]
     hints.append(f"recipes that ship with ddpforge: {', '.join(bundled())}")
     hints.append("a recipe of your own is given by its path, such as `./my.toml`")
     raise RecipeError([Problem(f"no recipe named `{text}`", hints=tuple(hints))])
@@ -48,10 +52,14 @@ def require_file(path: Path, label: str, origin: Origin | None = None) -> None:
     if os.path.isdir(path):
         inside = ", ".join(sorted(one.name for one in path.glob("*.toml")))
         message, hints = f"`{label}` is a folder, not a recipe", [f"recipes in it: {inside}"] if inside else []
+        if (path / "run.json").is_file():
+            hints = [f"it is a run; to resume it, name its recipe: {Path(label) / 'recipe.resolved.toml'}"]
     elif not os.path.isdir(path.parent):
         message, hints = f"no such recipe: `{label}`", [f"there is no folder `{Path(label).parent}`"]
     else:
-        message, hints = f"no such recipe: `{label}`", did_you_mean(path.name, beside)
+        message = f"no such recipe: `{label}`"
+        hints = did_you_mean(path.stem, [name.removesuffix(".toml") for name in beside])
+        hints = [hint.replace("`?", ".toml`?") for hint in hints]
     if origin is None and path.stem in bundled():
         hints.append(f"`{path.stem}` without a path is a recipe that ships with ddpforge")
 

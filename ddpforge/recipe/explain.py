@@ -7,13 +7,14 @@ from collections.abc import Iterable
 
 from pydantic_core import ErrorDetails
 
+from ddpforge.durations import Duration
 from ddpforge.errors import PluginError
-from ddpforge.recipe.foreign import FOREIGN_USE
+from ddpforge.recipe.foreign import FOREIGN_USE, precision_meant
 from ddpforge.recipe.layers import Layers, Table, Value, inside, kind_at, used_name
 from ddpforge.recipe.origins import KeyPath, Place
 from ddpforge.recipe.report import Problem, did_you_mean, dotted, kind_of, shown
 from ddpforge.recipe.vocabulary import Vocabulary
-from ddpforge.registry import Registry
+from ddpforge.registry import Registry, located
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -83,6 +84,7 @@ class Explainer:
         elif kind in ("literal_error", "enum"):
             choices = re.split(r", | or ", str(context["expected"]).replace("'", ""))
             near = did_you_mean(value, choices) if isinstance(value, str) else []
+            near = [f"did you mean `{meant}`?"] if (meant := _choice_meant(value, choices)) else near
             self.add(path, f"{name} cannot be {shown(value)}", *near, f"one of: {', '.join(choices)}")
         elif kind in _LIMITS:
             limits = {key: f"{bound:.15g}" if isinstance(bound, float) else bound for key, bound in context.items()}
@@ -92,17 +94,15 @@ class Explainer:
         else:
             reason = str(cause) if cause else error["msg"][:1].lower() + error["msg"][1:]
             needs_unit = self.vocabulary.takes_duration(path) and _NUMBER.fullmatch(str(value))
-            self.add(
-                path,
-                f"{name} cannot be {shown(value)}: {reason}",
-                *([self._unit(path, value)] if needs_unit else []),
-            )
+            hints = [*self._share(path, value), self._unit(path, value)] if needs_unit else []
+            self.add(path, f"{name} cannot be {shown(value)}: {reason}", *hints, *_instead_of_never(path, value))
 
     # -- keys
     def unknown(self, path: KeyPath, value: object) -> None:
         """Reports a key, or a section, that its table does not have."""
         section = isinstance(value, dict) and kind_at(path[:-1]) is None
-        hints, meant = self.vocabulary.suggest(path, section=section)
+        hints, meant = self.vocabulary.suggest(path, value, section=section)
+        hints += self._share(path, value) if "ratio" in str(path[-1]) else []
         self._meant |= meant
         what = f"section [{dotted(path)}]" if section else f"key `{dotted(path[-1:])}` {self._in(path[:-1])}"
         self.add(path, f"unknown {what}", *hints, on_key=True)
@@ -125,13 +125,19 @@ class Explainer:
         else:
             message = f"missing key `{key}` {self._in(table)}"
             hints = [f"{key}: {field.description}"] if field and field.description else []
+            if path in self.layers.dropped:
+                value, use = self.layers.dropped[path]
+                again = f"{dotted(path)} = {shown(value)}"
+                hints.insert(0, f"`{again}` is of {shown(use)}, and went with it; set it again to keep it")
         self._missing[path] = self._problem(path, table, message, hints, on_key=True)
 
     # -- values
     def wrong_type(self, path: KeyPath, value: object, expected: list[str]) -> None:
         """Reports a value of a type that its key does not take; `expected` are the types that it takes."""
         if self.vocabulary.takes_duration(path):
-            hints = [self._unit(path, value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            hints = [*self._share(path, value), self._unit(path, value)] if number and value else []
+            hints += _instead_of_never(path, value)
             self.add(path, f"`{dotted(path)}` must be a duration, not {kind_of(value)}", *hints)
             return
         name = f"[{dotted(path)}]" if expected == ["a table"] else f"`{dotted(path)}`"
@@ -158,8 +164,23 @@ class Explainer:
         elif kind_at(path):
             yield f"options go in a section [{dotted(path)}] or in braces: {key}{{ … }}"
 
+    def _share(self, path: KeyPath, value: object) -> list[str]:
+        """For a number below 1, how much of this run that is."""
+        train = self.layers.tables.get("train")
+        try:
+            length = Duration.parse(train["length"])  # type: ignore[index]
+            share = float(value)  # type: ignore[arg-type]
+        except (KeyError, TypeError, ValueError):
+            return []
+        if not 0 < share < 1 or length.is_time:
+            return []
+        amount = share * length.value
+        part = Duration(round(amount) if length.unit == "st" else round(amount, 6), length.unit)
+        key = "warmup" if "warm" in str(path[-1]) else dotted(path[-1:])
+        return [f'{share * 100:g} % of this run: {key} = "{part}"'] if part.value else []
+
     def _unit(self, path: KeyPath, value: object) -> str:
-        examples = [f'"{value}{unit}" ({meaning})' for unit, meaning in self.vocabulary.units(path).items()]
+        examples = [f'"{value}{unit}" ({meaning})' for unit, meaning in self.vocabulary.units(path, value).items()]
         return f"it needs a unit: {dotted(path[-1:])} = {', '.join(examples)}"
 
     # -- places and names
@@ -181,7 +202,27 @@ class Explainer:
     def _instead_of_use(self, table: KeyPath) -> list[str]:
         inner = inside(self.layers.tables, table)
         found = [key for key in inner if key.lower() in FOREIGN_USE and isinstance(inner[key], str)]
-        return [f"instead of `{key}`, write use = {shown(inner[key])}" for key in found]
+        return [f"instead of `{key}`, write use = {shown(located(inner[key]))}" for key in found]
+
+
+_NEVER = {
+    ("train", "eval_every"): "to evaluate never, leave out [data.eval]",
+    ("checkpoint", "every"): "saving cannot be switched off; keep = { last = 1 } in [checkpoint] keeps one checkpoint",
+    ("track", "every"): 'metrics are always written; every = "1000st" writes few',
+}
+
+
+def _instead_of_never(path: KeyPath, value: object) -> list[str]:
+    off = value is False or str(value).lower() in ("never", "none", "no", "off", "false", "0", "")
+    return [_NEVER[path]] if off and path in _NEVER else []
+
+
+def _choice_meant(value: object, choices: list[str]) -> str | None:
+    """The one of `choices` that true, false or another tool's name stands for."""
+    if isinstance(value, bool) and "off" in choices:
+        return next(choice for choice in choices if (choice != "off") is value)
+    meant = precision_meant(value)
+    return meant if meant in choices else None
 
 
 def _keys_in(error: ErrorDetails, table: Table) -> KeyPath:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from ddpforge.recipe.origins import KeyPath
 
 
 class Foreign(NamedTuple):
-    """A hint for another tool's key, and the path of its namesake here (empty where it has none)."""
+    """A hint for another tool's key, and the path of its namesake here (empty where it has none).
+
+    Where there is a namesake, `text` is how it is written, with an example's value.
+    """
 
     hint: str
     path: KeyPath = ()
+    text: str = ""
+
+    def of(self, alias: str, value: object) -> str:
+        """The hint for `alias = value`: with that value, where it can be the namesake's."""
+        if not self.text:
+            return self.hint
+        return self.hint.replace(f"`{self.text}`", f"`{_with(self.text, alias.lower(), value)}`")
 
 
 # (section, what to write) → what other tools call it
@@ -75,6 +86,36 @@ _WORLD = (
     "num_processes world_size devices gpus n_gpus num_gpus ngpus nproc nproc_per_node num_nodes nodes ranks"
     " num_machines"
 )
+_UNITS = {"epoch": "ep", "step": "st", "iter": "st", "interval": "st", "freq": "st"}  # of another tool's numbers
+_SENTENCES = {
+    "ema ema_decay use_ema model_ema": "averaged weights are a callback: add [callbacks.ema]",
+    "early_stopping patience early_stopping_patience": "add [callbacks.early_stopping] with `metric` and `patience`",
+    "fp8 float8": 'fp8 is not supported; the lowest precision is `precision = "bf16"` in [train]',
+    "deterministic cudnn_deterministic benchmark cudnn_benchmark": (
+        "there is no key for this: set torch.use_deterministic_algorithms or torch.backends.cudnn in your own code;"
+        " order of samples, initial weights, dropout and augmentation depend on train.seed alone"
+    ),
+    "tf32 matmul_precision float32_matmul_precision": (
+        "there is no key for this: call torch.set_float32_matmul_precision in your own code"
+    ),
+    "report_to log_with": "each tracker is a table, e.g. [track.wandb]; metrics.jsonl is always written",
+    "push_to_hub hub_model_id hub_token": "ddpforge uploads nothing; `ddpforge export` writes what other tools load",
+    "peft lora lora_r lora_rank lora_alpha qlora adapter": "there are no adapters (LoRA); build them in your own model",
+    "model_name_or_path pretrained_model_name_or_path pretrained": (
+        "pretrained weights are `init_from` in [checkpoint], or an option of the model, e.g. of the plugin"
+        " ddpforge-transformers"
+    ),
+    "resume resume_from resume_from_checkpoint ckpt_path load_from": (
+        "the same command resumes a run by itself; to begin with other weights, set `init_from` in [checkpoint]"
+    ),
+    "shuffle drop_last pin_memory persistent_workers": (
+        "training data is always shuffled, memory pinned on GPUs, loader processes kept; `last_batch` in [train] drops"
+        " the last batch"
+    ),
+}
+_PRECISIONS = {"16": "fp16", "16-mixed": "fp16", "float16": "fp16", "half": "fp16", "fp16": "fp16"}
+_PRECISIONS |= {"bf16-mixed": "bf16", "bfloat16": "bf16", "bf16": "bf16"}
+_PRECISIONS |= {"32": "fp32", "32-true": "fp32", "float32": "fp32", "fp32": "fp32", "no": "fp32"}
 _SECTIONS = {
     "train": "trainer training training_args fit",
     "optimizer": "optim optimiser optimizers",
@@ -91,18 +132,43 @@ _SECTIONS = {
 }
 
 
+def precision_meant(value: object) -> str | None:
+    """The precision that another tool spells so, e.g. "16-mixed"."""
+    return _PRECISIONS.get(str(value).lower())
+
+
+def _with(text: str, alias: str, value: object) -> str:
+    """`text`, a key with an example's value, with `value` instead where that can be meant."""
+    key, _, example = text.partition(" = ")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if key == "precision":
+        meant = precision_meant(alias) if isinstance(value, bool) else precision_meant(value)
+        return f'precision = "{meant if value and meant else "fp32" if value is False else "bf16"}"'
+    if isinstance(value, bool):
+        return f"{key} = {str(value).lower()}" if example in ("true", "false") else text
+    if "{" in example:
+        return re.sub(r"\d+", str(value), text, count=1) if isinstance(value, int) else text
+    if re.fullmatch(r'"\d+\w+"', example):
+        unit = next((unit for word, unit in _UNITS.items() if word in alias), re.sub(r'["\d]', "", example))
+        whole = unit != "st" or (number and float(str(value)).is_integer())
+        return f'{key} = "{value}{unit}"' if number and whole and "ratio" not in alias else text
+    quoted = f'"{value}"' if isinstance(value, str) and example.startswith('"') else text
+    return f"{key} = {value}" if number and example[0].isdigit() else f"{key} = {quoted}" if quoted != text else text
+
+
 def _hints() -> dict[str, Foreign]:
     hints: dict[str, Foreign] = {}
     for (section, text), aliases in _KEYS.items():
         where = f"in [{section}]" if section else "at the top of the recipe"
         key = text.partition(" ")[0]
-        entry = Foreign(f"ddpforge writes `{text}` {where}", (section, key) if section else (key,))
+        entry = Foreign(f"ddpforge writes `{text}` {where}", (section, key) if section else (key,), text)
         hints |= dict.fromkeys(aliases.split(), entry)
     batch = Foreign(
         "a batch has two sizes: `global_batch` per step, over all ranks, and `micro_batch` per forward pass",
         ("train", "global_batch"),
     )
     hints |= dict.fromkeys(("batch_size", "batchsize", "batch"), batch)
+    hints |= {alias: Foreign(hint) for aliases, hint in _SENTENCES.items() for alias in aliases.split()}
     derived = Foreign("accumulation is derived: global_batch / (micro_batch × ranks); `ddpforge show` prints it")
     launched = Foreign("the launcher decides how many ranks there are: torchrun, accelerate or `ddpforge launch`")
     return hints | dict.fromkeys(_ACCUMULATION.split(), derived) | dict.fromkeys(_WORLD.split(), launched)

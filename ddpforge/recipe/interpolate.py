@@ -1,22 +1,26 @@
-"""Fills in `${vars.x}` and `${env:NAME}` in the strings of a recipe."""
+"""Fills in `${vars.x}` and `${env:NAME}` in the strings of a recipe; `${secret:NAME}` stays as it is."""
 
 from __future__ import annotations
 
 import os
 import re
 
-from ddpforge.recipe.layers import Layers, Table, Value, map_strings
+from ddpforge.confidential import SECRET
+from ddpforge.recipe.layers import FRAMEWORK_KEYS, Layers, Table, Value, kind_at, map_strings, strings
 from ddpforge.recipe.origins import KeyPath, Origin
 from ddpforge.recipe.report import Problem, did_you_mean, dotted, kind_of, nearest
 
 _REFERENCE = re.compile(r"(?P<escaped>\$)?\$\{(?:(?P<body>[^{}]*)\})?")
 _ENV = re.compile(r"env:(?P<name>\w+)(?::-(?P<default>.*))?", re.DOTALL)
-_FORMS = "a reference is `${vars.name}`, `${env:NAME}` or `${env:NAME:-default}`; a literal `${` is written `$${`"
+_FORMS = (
+    "a reference is `${vars.name}`, `${env:NAME}`, `${env:NAME:-default}` or `${secret:NAME}`; a literal `${` is"
+    " written `$${`"
+)
 
 
 def escape(text: str) -> str:
-    """`text` as a recipe writes it, so that nothing in it is filled in."""
-    return text.replace("${", "$${")
+    """`text` as a recipe writes it, so that nothing in it is filled in; references to secrets remain."""
+    return re.sub(rf"(?!{SECRET.pattern})\$\{{", "$${", text)
 
 
 def interpolate(layers: Layers) -> tuple[list[Problem], set[str]]:
@@ -27,6 +31,7 @@ def interpolate(layers: Layers) -> tuple[list[Problem], set[str]]:
     filling = _Filling(layers)
     filling.read_variables()
     layers.tables = map_strings(layers.tables, filling.fill)
+    filling.refuse_misplaced_secrets()
     filling.report_unused()
     return filling.problems, filling.spoilt
 
@@ -71,6 +76,8 @@ class _Filling:
         """What one reference stands for; itself, with a problem reported, if that cannot be told."""
         body = match["body"]
         if match["escaped"]:
+            if SECRET.fullmatch(match[0][1:]):
+                self.report(path, f"`{dotted(path)}`: `{match[0][1:]}` cannot be written as text", "it is a reference")
             return match[0][1:]
         if body is None:
             self.report(path, f"`{dotted(path)}`: `${{` without its `}}`", _FORMS)
@@ -87,6 +94,11 @@ class _Filling:
             self.report(path, f"`{dotted(path)}`: no variable named `{name}`", *near, known)
         elif env := _ENV.fullmatch(body):
             return self.environment(path, match[0], env, used)
+        elif secret := SECRET.fullmatch(match[0]):
+            if secret[1] not in os.environ:
+                message = f"`{dotted(path)}`: the environment variable {secret[1]} is not set"
+                self.report(path, message, "set it: a secret has no default")
+            used.append((f"secret:{secret[1]}", None))
         elif body.startswith("vars."):
             self.report(path, f"`{dotted(path)}`: a variable cannot refer to a variable")
         else:
@@ -108,6 +120,16 @@ class _Filling:
             return reference
         used.append((f"env:{name}", None))
         return value
+
+    def refuse_misplaced_secrets(self) -> None:
+        """Only options of components may be secret: ddpforge writes its own settings down in many places."""
+        for path, text in strings(self.layers.tables):
+            owner = next((path[:end] for end in (1, 2) if kind_at(path[:end])), None)
+            key = path[len(owner)] if owner and len(path) > len(owner) else "use"
+            is_option = key != "use" and key not in FRAMEWORK_KEYS.get(owner or (), ()) and path[-1] != "use"
+            if SECRET.search(text) and not is_option:
+                hint = "use ${env:NAME} for what may be written down"
+                self.report(path, f"`{dotted(path)}` cannot be a secret: only options of components can", hint)
 
     def report_unused(self) -> None:
         for name in self.variables:

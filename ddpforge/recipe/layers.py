@@ -50,6 +50,7 @@ class Layers:
         self.tables: Table = {}
         self.origins: dict[KeyPath, Origin] = {}
         self.variables: set[str] = set()  # also those in values that a later layer replaced
+        self.dropped: dict[KeyPath, tuple[Value, Value]] = {}  # options that went with a component: value, component
 
     @classmethod
     def of(cls, table: Table, source: Source) -> Layers:
@@ -91,7 +92,9 @@ class Layers:
             old = mine.get(key)
             if isinstance(value, dict) and isinstance(old, dict):
                 if change_use and _names_another(path, old, value):
+                    uses = used_name(path, old)
                     for option in old.keys() - FRAMEWORK_KEYS.get(path, ()):
+                        self.dropped[(*path, option)] = old[option], uses
                         self._forget(old, option, (*path, option))
                 self._merge(old, value, path, origins, change_use)
             else:

@@ -58,13 +58,14 @@ class Vocabulary:
         field = self.field(path)
         return field is not None and _mentions(field.annotation, Duration)
 
-    def units(self, path: KeyPath) -> dict[str, str]:
-        """The units that the duration at `path` may have, and what they mean."""
+    def units(self, path: KeyPath, number: object = 1) -> dict[str, str]:
+        """The units that `number`, the duration at `path`, may have, and what they mean."""
         field = self.field(path)
         adapter = TypeAdapter[object](field.rebuild_annotation() if field else Duration)
-        return {unit: meaning for unit, meaning in _UNITS.items() if _accepts(adapter, f"1{unit}")}
+        known = {u: text for u, text in _UNITS.items() if kind_at(path[:-1]) != "schedule" or u in ("ep", "st")}
+        return {unit: meaning for unit, meaning in known.items() if _accepts(adapter, f"{number}{unit}")}
 
-    def suggest(self, path: KeyPath, *, section: bool) -> tuple[list[str], set[KeyPath]]:
+    def suggest(self, path: KeyPath, value: object = None, *, section: bool) -> tuple[list[str], set[KeyPath]]:
         """Hints for an unknown key, or section, at `path`, and the keys that were probably meant."""
         table, key = path[:-1], str(path[-1])
         near = nearest(key, self.keys(table))
@@ -80,7 +81,7 @@ class Vocabulary:
             hints.append(f"did you mean {name}?")
             meant.add((*table, near))
         if foreign:
-            hints.append(foreign.hint)
+            hints.append(foreign.of(key, value))
             meant.add(foreign.path)
 
         others = [other for other in self.models if other != table and key in self.keys(other)]

@@ -25,13 +25,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddpforge.errors import StrategyError
+from ddpforge.errors import StrategyError, UsageError
 from ddpforge.interfaces import CanonicalState, Exploring, Part, Refusal, SavedTensor, Strategy, World
 from ddpforge.strategies import replicated
 from ddpforge.strategies.devices import Agreement, choose_device
 from ddpforge.strategies.own_state import OwnState
 from ddpforge.strategies.precision import precision_for
 from ddpforge.strategies.share import share
+from ddpforge.strategies.trial import refuse_closure, refuse_sparse
 from ddpforge.strategies.watch import refuse_loss, watched
 
 if TYPE_CHECKING:
@@ -220,6 +221,7 @@ class AcceleratedStrategy(Strategy):
         self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         self._bare = model
         self._own = OwnState(optimizer)
+        self.look_at(model, optimizer)
 
         prepared = self.distributed(model)
         self.check(prepared)
@@ -228,9 +230,21 @@ class AcceleratedStrategy(Strategy):
             prepared.compile(mode=self.train.compile)
         return prepared, optimizer
 
+    def look_at(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Raises StrategyError for a model and an optimizer that do not fit together, before anything is trained."""
+        refuse_closure(optimizer)
+        refuse_sparse(optimizer, model, sharded=bool(self.contract.shards))
+        for name, parameter in model.named_parameters():
+            if parameter.dtype == torch.float64 and self.precision.dtype is not None:
+                raise StrategyError(
+                    f"parameter `{name}` is float64, which autocast leaves alone, and train.precision is "
+                    f'"{self.train.precision}"',
+                    hints=['set train.precision = "fp32", or build the model in float32'],
+                )
+
     def distributed(self, model: nn.Module) -> nn.Module:
         """The model, wrapped so that its gradients are averaged over ranks."""
-        if self.world.size > 1:
+        if dist.is_initialized():
             self._share_constants(model)
         with warnings.catch_warnings():
             # torch 2.15 renamed the option by which DDP leaves buffers alone; older ones know only this name.
@@ -331,6 +345,11 @@ class AcceleratedStrategy(Strategy):
             )
 
         unused = [p for p in self._trained if p.grad is None]
+        if len(unused) == len(self._trained):
+            raise UsageError(
+                "the loss depends on no trained parameter: backward gave none of them a gradient",
+                hints=["look for `.detach()`, `.item()` or `torch.no_grad()` on the way to the loss"],
+            )
         if unused and not self.allows_unused_parameters:
             self.refuse_unused(unused)
 

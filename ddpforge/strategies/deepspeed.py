@@ -40,6 +40,10 @@ _ACCUMULATES = {
     2: "DeepSpeed, in each rank's part of the gradients; one reduction per micro-batch",
     3: "DeepSpeed, in each rank's part of the gradients; one reduce-scatter per micro-batch",
 }
+_GATHERED = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+}
 _COMPILES = Version("2.12")  # torch 2.11: the compiled backward pass does not reach what stage 3 gathered
 
 
@@ -192,7 +196,7 @@ class DeepSpeed(AcceleratedStrategy):
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         self._bare = model
-        for parameter in self._trained:
+        for parameter in self._parameters:
             self._refuse_form(parameter)
         if self.offload_optimizer == "nvme" and getattr(optimizer, "passes", 1) > 1:
             raise StrategyError(
@@ -202,6 +206,7 @@ class DeepSpeed(AcceleratedStrategy):
             )
         self._own = OwnState(optimizer)
         device = torch.device("cpu") if self.offload_optimizer != "none" else self.world.device
+        self.look_at(model, optimizer)
         keys = keys_of(optimizer, device)
 
         self._watch()
@@ -246,13 +251,23 @@ class DeepSpeed(AcceleratedStrategy):
 
     def _refuse_form(self, parameter: nn.Parameter) -> None:
         name = self._names[id(parameter)]
-        if not parameter.numel():
+        if not parameter.numel() and (parameter.requires_grad or self.stage == 3):
             raise StrategyError(
                 f"parameter `{name}` has no elements, and DeepSpeed cannot shard it",
-                hints=["remove it from the model, or set requires_grad = False"],
+                hints=["remove it from the model"],
             )
-        if parameter.dtype != torch.float32:
-            dtype = str(parameter.dtype).removeprefix("torch.")
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        if parameter.requires_grad and parameter.dtype == torch.float64:
+            raise StrategyError(
+                f"parameter `{name}` is float64, and DeepSpeed keeps and updates weights in float32",
+                hints=['build the model in float32, or set strategy.use = "ddp", "single" or "fsdp"'],
+            )
+        if not parameter.requires_grad and self.stage == 3 and parameter.dtype not in _GATHERED:
+            raise StrategyError(
+                f"parameter `{name}` is {dtype}, and gloo and NCCL cannot gather that under stage 3",
+                hints=["make it a buffer, or set strategy.stage = 2"],
+            )
+        if parameter.requires_grad and parameter.dtype != torch.float32:
             raise StrategyError(
                 f"parameter `{name}` is {dtype}, and DeepSpeed promises float32 master weights: updates smaller than a "
                 "rounding step would vanish",

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from ddpforge.errors import CheckpointError, StrategyError
@@ -24,6 +24,7 @@ from ddpforge.strategies import replicated
 from ddpforge.strategies.accelerated import AcceleratedStrategy
 from ddpforge.strategies.meta import materialise
 from ddpforge.strategies.share import share
+from ddpforge.strategies.trial import refuse_closure, tried
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -139,11 +140,10 @@ class FSDP(AcceleratedStrategy):
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Shards every block, then the rest of the model; parameters become DTensors, under the same names."""
-        if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
-            raise StrategyError(
-                f"parameter `{scalars[0]}` is a scalar, and FSDP shards along the first dimension",
-                hints=["give it the shape [1]"],
-            )
+        for name, parameter in model.named_parameters():
+            _refuse_form(name, parameter)
+            if not parameter.is_meta:  # what is sharded is flat: other layouts would be lost, and fully_shard refuses
+                parameter.data = parameter.data.contiguous()
         model = self.converted(model)
         ties = _ties(model)
         if self.meta:
@@ -154,7 +154,7 @@ class FSDP(AcceleratedStrategy):
                 self._shard_block(block)
         # What is left over (embeddings, the last norm) is gathered in fp32: autocast decides what it computes in.
         self._agree_on(model)
-        fully_shard(model, mesh=self.mesh, mp_policy=_policy(None), offload_policy=self._offload())
+        fully_shard(model, mesh=self.mesh, mp_policy=_policy(None, _reduced(model)), offload_policy=self._offload())
 
         if broken := sorted(ties - _ties(model)):
             raise StrategyError(
@@ -164,13 +164,54 @@ class FSDP(AcceleratedStrategy):
             )
         return model
 
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """Tries the optimizer out on a sharded weight before it gets those of the model."""
+        self._try(optimizer)
+        return super().prepare(model, optimizer)
+
+    def _try(self, optimizer: Optimizer) -> None:
+        """Raises StrategyError for an optimizer that does not do with shards what it does with a whole weight."""
+        name, device = type(optimizer).__name__, torch.device("cpu") if self.cpu_offload else self.world.device
+        hints = ['set strategy.use = "ddp", or use AdamW, SGD or another element-wise optimizer']
+        refuse_closure(optimizer)
+        for group in optimizer.param_groups:
+            generator = torch.Generator().manual_seed(0)
+            rows = 2 * self.mesh.size(-1)
+            values = [torch.randn(rows, 4, generator=generator).to(device) for _ in range(4)]
+            whole, _ = tried(optimizer, group, values, values[::-1])
+            try:
+                sharded = [self._sharded(value) for value in values]
+                shards, state = tried(optimizer, group, sharded, sharded[::-1])
+            except Exception as error:
+                raise StrategyError(
+                    f"{name} cannot be used under FSDP, which shards weights: {error}", hints=hints
+                ) from error
+            for key, value in state.items():
+                if (shape := tuple(getattr(value, "shape", ()))) not in ((), (rows, 4)):
+                    raise StrategyError(
+                        f"{name} keeps `{key}` of a weight of shape [{rows}, 4] in the shape {list(shape)}, and which "
+                        "rank would have what of it is not known",
+                        hints=hints,
+                    )
+            moved = (whole[0] - values[0]).abs().max()
+            mine = [_part(self._sharded(weight)).tensor for weight in whole]
+            if any((_part(s).tensor - m).abs().max() > 1e-3 * moved for s, m in zip(shards, mine, strict=True)):
+                raise StrategyError(f"{name} updates a sharded weight otherwise than a whole one", hints=hints)
+
+    def _sharded(self, whole: Tensor) -> Tensor:
+        """A weight that every rank holds, as FSDP lays it over the ranks."""
+        rows = len(whole) // self.mesh.size(-1)
+        mine = whole[self.mesh.get_local_rank(self.mesh.ndim - 1) * rows :][:rows].clone()
+        placements = [*(Replicate() for _ in range(self.mesh.ndim - 1)), Shard(0)]
+        return DTensor.from_local(mine, self.mesh, placements, run_check=False)
+
     def _shard_block(self, block: nn.Module) -> None:
         self._agree_on(block)
         fully_shard(
             block,
             mesh=self.mesh,
             reshard_after_forward=self.reshard_after_forward,
-            mp_policy=_policy(self.precision.dtype if self.gather == "compute" else None),
+            mp_policy=_policy(self.precision.dtype if self.gather == "compute" else None, _reduced(block)),
             offload_policy=self._offload(),
         )
 
@@ -355,12 +396,45 @@ def _shard(mine: Tensor, like: Tensor) -> Tensor:
     )
 
 
-def _policy(gather: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Weights are gathered in dtype `gather`, or as they are; gradients are reduced in fp32 whatever that is.
+def _refuse_form(name: str, parameter: nn.Parameter) -> None:
+    if not parameter.ndim:
+        raise StrategyError(
+            f"parameter `{name}` is a scalar, and FSDP shards along the first dimension",
+            hints=["give it the shape [1]"],
+        )
+    if not parameter.numel() and parameter.requires_grad:
+        raise StrategyError(
+            f"parameter `{name}` has no elements, and FSDP cannot shard it",
+            hints=["remove it from the model, or set requires_grad = False"],
+        )
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise StrategyError(
+            f"parameter `{name}` has a gradient hook, and under FSDP another tensor takes its place, without hooks",
+            hints=['change gradients in the optimizer or by a module hook, or set strategy.use = "ddp"'],
+        )
+
+
+def _reduced(unit: nn.Module) -> torch.dtype:
+    """The dtype in which the gradients of what is not sharded yet are reduced: fp32, or the weights' own float64."""
+    found: dict[torch.dtype, str] = {}
+    for name, parameter in unit.named_parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            found.setdefault(parameter.dtype, name)
+    if len(found) > 1:
+        (one, first), (other, second) = [(str(d).removeprefix("torch."), name) for d, name in found.items()][:2]
+        raise StrategyError(
+            f"parameter `{first}` is {one} and `{second}` is {other}, and FSDP gathers both together",
+            hints=["build the model in one dtype", "or name classes in train.blocks that hold only one"],
+        )
+    return torch.float64 if torch.float64 in found else torch.float32
+
+
+def _policy(gather: torch.dtype | None, reduced: torch.dtype) -> MixedPrecisionPolicy:
+    """Weights are gathered in dtype `gather`, or as they are; gradients are `reduced` in fp32 at least.
 
     Inputs are left as they are: the residual stream has the dtype that autocast gives it under every strategy.
     """
-    return MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=reduced, cast_forward_inputs=False)
 
 
 def _ties(model: nn.Module) -> set[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -17,8 +18,7 @@ from ddpforge.errors import StrategyError, UsageError
 
 __all__ = ["Memory", "refuse_loss", "watched", "written"]
 
-# Who may move a parameter to other memory: modules on their way to a device, and what shards.
-_MOVERS = ("torch.nn.modules.module", "torch.distributed.", "deepspeed.")
+_SHARDING = ("torch.distributed.", "deepspeed.")
 _EMBEDDINGS = {torch.ops.aten.embedding.default: 4, torch.ops.aten._embedding_bag.default: 5}  # where `sparse` stands
 
 
@@ -35,11 +35,20 @@ def watched(model: nn.Module, *, shards_weights: bool, shards_gradients: bool, e
         stack.enter_context(_replaced(model))
         if eager:
             stack.enter_context(_Writes(model, sparse=shards_weights or shards_gradients))
-            stack.enter_context(_Calls(model, sharded=shards_weights))
+            stack.enter_context(_Calls(model, sharded=shards_weights or shards_gradients))
         yield
     for name, parameter in model.named_parameters():
         if not shards_weights and versions[name] != parameter._version:  # gathered weights are made anew
             _refuse_write(model, name)
+
+
+def _is_mover(frame: FrameType | None) -> bool:
+    """Whether this is called by what may move a parameter: what shards, and a module on its way to a device."""
+    while frame is not None and (name := f"{frame.f_globals.get('__name__', '')}.").startswith("torch."):
+        if name.startswith(_SHARDING) or frame.f_code.co_name == "_apply":
+            return True
+        frame = frame.f_back
+    return frame is not None and name.startswith(_SHARDING)
 
 
 @contextmanager
@@ -48,7 +57,7 @@ def _replaced(model: nn.Module) -> Iterator[None]:
     names = {id(module): name for name, module in model.named_modules()}
 
     def hook(module: nn.Module, name: str, _: object) -> None:
-        if id(module) in names:
+        if id(module) in names and not _is_mover(sys._getframe(1)):
             _refuse_write(model, f"{names[id(module)]}.{name}".lstrip("."))
 
     handle = register_module_parameter_registration_hook(hook)
@@ -136,17 +145,22 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
-            self._look_at_setter(args[0], sys._getframe(1).f_globals.get("__name__", ""))
+            self._look_at_setter(args[0], sys._getframe(1))
+        if func is torch.Tensor.backward or func is torch.autograd.backward:
+            raise UsageError(
+                "the task's loss calls backward itself, and the strategy does it again",
+                hints=["return the loss and leave backward to the strategy"],
+            )
         if self._sharded and func is torch.autograd.grad:
             raise StrategyError(
-                "the loss computes gradients of its own (torch.autograd.grad), and weights are sharded: they would be "
-                "given back before they were used again",
-                hints=['set strategy.use = "ddp", or DeepSpeed\'s stage 1 or 2'],
+                "the loss computes gradients of its own (torch.autograd.grad), and where weights or gradients are "
+                "sharded that is taken for the backward pass of the step",
+                hints=['set strategy.use = "ddp"'],
             )
         return func(*args, **(kwargs or {}))
 
-    def _look_at_setter(self, tensor: Tensor, caller: str) -> None:
-        if isinstance(tensor, nn.Parameter) and not f"{caller}.".startswith(_MOVERS):
+    def _look_at_setter(self, tensor: Tensor, caller: FrameType) -> None:
+        if isinstance(tensor, nn.Parameter) and not _is_mover(caller):
             for name, parameter in self._model.named_parameters():
                 if parameter is tensor:
                     _refuse_write(self._model, name)

@@ -167,7 +167,8 @@ def keys_of(optimizer: Optimizer, device: torch.device) -> Keys:
 def _tried(optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor]) -> tuple[Tensor, dict[str, Any]]:
     """The weight after some steps from the first of `values` with the others as gradients, and its state."""
     try:
-        return tried(optimizer, group, values)
+        (weight,), state = tried(optimizer, group, values)
+        return weight, state
     except Exception as error:
         raise StrategyError(
             f"{type(optimizer).__name__} cannot be used under ZeRO, where it would see flat pieces of many "

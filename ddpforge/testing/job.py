@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -29,6 +29,8 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.peers import Peers
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.data.nests import close, digest, size, take
+from ddpforge.errors import CheckpointError
+from ddpforge.failures import is_symptom
 from ddpforge.interfaces import Callback, Part, StepInfo, Strategy, Tracker, Weights, World
 from ddpforge.launch import record_verdict
 from ddpforge.parts import Parts
@@ -141,7 +143,13 @@ def _watched(site: Site, folder: str, start: Reader | None) -> tuple[dict[str, A
     trainer.callbacks = {name: _Agreeing(inner, site, trainer.strategy.weights(trainer.model, trainer.optimizer))}
     if start:
         trainer.restore(start)
-    trainer.fit()
+    try:
+        trainer.fit()
+    except _Disagreement:
+        if trainer.checkpoints.pending:  # the next job talks to the same peers
+            with suppress(CheckpointError):
+                trainer.checkpoints.wait()
+        raise
     inner.on_end(None)
     kept = {key: x.tensor if isinstance(x, Part) else x for key, x in trainer.callbacks[name].state().items()}
     return {key: x.detach().clone() if isinstance(x, Tensor) else x for key, x in kept.items()}, trainer
@@ -256,6 +264,7 @@ def _failure(error: BaseException, world: World, site: Site, kind: str) -> dict[
         where = ""  # the failure itself is what matters
     return {
         "time": time.time(),
+        "symptom": is_symptom(error),
         "rank": world.rank,
         "error": f"{type(error).__name__}: {error}",
         "where": where,

@@ -165,7 +165,7 @@ def _outcome(order: _Order, nproc: int) -> dict[str, Any] | Breach | None:
     failed = [json.loads(path.read_text()) for path in order.folder.glob("failed-*.json")]
     if not failed:
         return None
-    first = min(failed, key=lambda one: one["time"])
+    first = min(failed, key=lambda one: (one["symptom"], one["time"]))
     text = first["where"].replace(str(order.folder), str(order.case.base.resolve()))
     return Breach(
         f"a run of the {order.case.kind} on {nproc} rank{'s' * (nproc > 1)} to go through",

@@ -60,7 +60,7 @@ def test_the_right_weights_land_in_the_right_file(arguments: list[str], file: st
 
     assert result.exit_code == 0
     assert weight(file) == expected
-    assert result.stdout.startswith(f"{file}: 1 tensors,")
+    assert result.stdout.startswith(f"{file}: 1 tensor,")
 
 
 def test_the_dtype_can_be_chosen() -> None:
@@ -146,3 +146,10 @@ def test_a_size_that_is_none_is_a_usage_error(size: str) -> None:
 
     assert result.exit_code == 2
     assert "is not a size; expected e.g. 5GB" in result.stderr
+
+
+@pytest.mark.parametrize("file", ["model.pt", "model.pth", "model.bin", "model.ckpt"])
+def test_what_torch_load_would_read_is_not_promised(file: str) -> None:
+    with pytest.raises(UsageError, match="what is written is safetensors"):
+        call("digits", "--out", file)
+    assert not Path(file).exists()

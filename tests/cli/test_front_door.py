@@ -113,6 +113,29 @@ def test_what_was_mistyped_is_recognised(arguments: list[str], hint: str) -> Non
     assert hint in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["train", "r.toml"], "ddpforge run RECIPE"),
+        (["validate"], "ddpforge check RECIPE"),
+        (["resume"], "the same command resumes a stopped run"),
+        (["r.toml"], "ddpforge run r.toml"),
+        (["run", "digits", "--resume"], "the same command resumes a stopped run"),
+        (["run", "digits", "--nproc", "2"], "ddpforge launch RECIPE --nproc N"),
+        (["launch", "digits", "--gpus", "2"], "write --nproc N"),
+        (["run", "digits", "--lr", "1e-3"], "--set optimizer.lr=1e-3"),
+        (["run", "digits", "--optimizer.lr=1e-3"], "write --set optimizer.lr=VALUE"),
+        (["run", "--config", "r.toml"], "the recipe follows without an option"),
+        (["check", "digits", "optimizer.lr=1e-3", "x=2"], "write --set optimizer.lr=1e-3 --set x=2"),
+    ],
+)
+def test_what_people_type_from_habit_is_answered(arguments: list[str], hint: str) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert f"= help: {hint}" in result.stderr or hint in result.stderr.partition("= help: ")[2]
+    assert "Did you mean" not in result.stderr
+
+
 def test_the_version_is_the_packages() -> None:
     assert CliRunner().invoke(main, ["--version"]).stdout == f"ddpforge, version {ddpforge.__version__}\n"
 

@@ -1,6 +1,8 @@
 """`ddpforge launch`: what it starts, and when it starts nothing. `tests/test_launch.py` really starts processes."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,23 +10,26 @@ from click.testing import CliRunner, Result
 
 from ddpforge.cli import main
 from ddpforge.errors import ExitCode
+from ddpforge.launch import Death, Ended
+from ddpforge.runfolder import RunFolder, Status
 
 
 class Launcher:
-    """Stands in for `ddpforge.launch.launch`; every run that it starts is stopped."""
+    """Stands in for `ddpforge.launch.start`; every run that it starts is stopped."""
 
     def __init__(self) -> None:
         self.started: list[tuple[list[str], int]] = []
+        self.ended = Ended(ExitCode.STOPPED)
 
-    def __call__(self, command: list[str], *, nproc: int) -> int:
+    def __call__(self, command: list[str], *, nproc: int) -> Ended:
         self.started.append((command, nproc))
-        return ExitCode.STOPPED
+        return self.ended
 
 
 @pytest.fixture(autouse=True)
 def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launcher:
     launcher = Launcher()
-    monkeypatch.setattr("ddpforge.launch.launch", launcher)
+    monkeypatch.setattr("ddpforge.launch.start", launcher)
     monkeypatch.chdir(tmp_path)
     return launcher
 
@@ -78,6 +83,65 @@ def test_a_mistake_is_told_once_and_nothing_is_started(
     assert result.stdout == ""
     assert not launcher.started
     assert not list(Path().iterdir())
+
+
+def test_a_mistake_is_told_as_json_too_where_that_is_asked_for() -> None:
+    said = json.loads(invoke("digits", "--json", "--nproc", "3").stdout)
+    assert (said["state"], said["exit_code"]) == ("failed", ExitCode.USAGE)
+    assert "cannot be dealt out evenly to 3 ranks" in said["error"]
+
+
+# ---------------------------------------------------------------------------------------------- after the end
+@pytest.fixture
+def folder() -> RunFolder:
+    """That of a run whose first rank said only that it lost touch with the second."""
+    folder = RunFolder(Path("runs/digits"))
+    folder.create(text="", resolved="", local_files={})
+    status = {
+        **{"state": "failed", "exit_code": 1, "step": 7, "samples": 9, "world_size": 2, "strategy": "ddp"},
+        **{"metrics": {"train/loss": 1.0}, "error": "rank 1: process 4711 on node ended without a word"},
+    }
+    folder.write_status(status)  # type: ignore[arg-type]
+    return folder
+
+
+def status(folder: RunFolder) -> Any:
+    found: Status | None = folder.status()
+    return found
+
+
+KILLED = Ended(1, Death(1, 9), frozenset({0}))
+
+
+def test_a_rank_that_a_signal_ended_is_named_with_the_signal(launcher: Launcher, folder: RunFolder) -> None:
+    launcher.ended = KILLED
+    result = invoke("digits", "--nproc", "2")
+    assert result.exit_code == 1
+    assert "error: rank 1 was ended by signal 9 (SIGKILL)" in result.stderr
+    assert "not enough memory" in result.stderr
+    assert status(folder)["error"] == "rank 1 was ended by signal 9 (SIGKILL)"
+    assert (status(folder)["step"], status(folder)["metrics"]) == (7, {"train/loss": 1.0})
+
+
+def test_what_a_rank_has_said_itself_counts_more_than_how_the_launcher_saw_it_end(
+    launcher: Launcher, folder: RunFolder
+) -> None:
+    report = {"token": "x", "rank": 1, "error": "KeyError: 'x'", "exit_code": 1, "symptom": False}
+    (folder.logs / "failure-rank-1.json").write_text(json.dumps(report))
+    launcher.ended = KILLED
+    before = status(folder)
+    assert "SIGKILL" not in invoke("digits", "--nproc", "2").stderr
+    assert status(folder) == before
+
+
+@pytest.mark.parametrize("spoke", [True, False])
+def test_json_is_told_by_the_launcher_where_the_first_rank_could_not(
+    launcher: Launcher, folder: RunFolder, spoke: bool
+) -> None:
+    launcher.ended = Ended(1, Death(0, 11), frozenset({0, 1} if spoke else {1}))
+    said = invoke("digits", "--nproc", "2", "--json").stdout
+    assert status(folder)["error"] == "rank 0 was ended by signal 11 (SIGSEGV)"
+    assert said == ("" if spoke else json.dumps(status(folder)) + "\n")
 
 
 def test_how_a_batch_divides_among_several_nodes_is_left_to_their_ranks(launcher: Launcher) -> None:

@@ -1,5 +1,9 @@
 """A run that has done its work ends well, every time."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,3 +29,60 @@ def test_finished_runs_of_two_ranks_all_end_with_zero(tmp_path: Path, zygote: Zy
     (tmp_path / "short.toml").write_text(RECIPE)
     ended = [zygote.run(["run", "short.toml", "--fresh"], nproc=2, cwd=tmp_path) for _ in range(runs)]
     assert [ranks.codes for ranks in ended] == [[0, 0]] * runs, next(r for r in ended if any(r.codes)).stderr
+
+
+@pytest.fixture
+def load() -> Iterator[None]:
+    """Four processes that are always busy."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    yield
+    for process in busy:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_finished_fsdp_runs_and_their_resumes_end_with_zero_on_a_busy_machine(
+    tmp_path: Path, zygote: Zygote, load: None, nproc: int
+) -> None:
+    """Under load autograd's thread may begin only when all is done; a SIGABRT that 2 of 43 resumes once ended with."""
+    (tmp_path / "short.toml").write_text(RECIPE + '[strategy]\nuse = "fsdp"\n')
+    codes = []
+    for number in range(100):
+        more = ["--fresh"] if number % 2 == 0 else ["--set", "train.length=4st"]
+        codes.append(zygote.run(["run", "short.toml", *more], nproc=nproc, cwd=tmp_path).codes)
+    assert codes == [[0] * nproc] * 100
+
+
+REGISTERED = """
+import atexit, sys
+from ddpforge.interfaces import Callback
+
+
+class Registers(Callback):
+    def on_start(self, model, world, weights):
+        atexit.register(print, "said at the end", flush=True)
+
+
+class Loud:
+    def __del__(self):
+        print("the interpreter has cleaned up", flush=True)
+
+
+sys.modules["loud"] = Loud()
+"""
+
+
+def test_one_process_ends_without_the_interpreters_clean_up_but_does_what_was_registered(tmp_path: Path) -> None:
+    """Autograd's threads are those of a single process too."""
+    (tmp_path / "short.toml").write_text(RECIPE + '[callbacks.registers]\nuse = "./registers.py:Registers"\n')
+    (tmp_path / "registers.py").write_text(REGISTERED)
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    command = [sys.executable, "-m", "ddpforge", "run", "short.toml"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "said at the end" in ended.stdout
+    assert "cleaned up" not in ended.stdout

@@ -1,0 +1,83 @@
+"""What people type who come from other tools, and what they mean here."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+import click
+
+_COMMANDS = {
+    **dict.fromkeys(("train", "fit", "start", "finetune", "pretrain"), "ddpforge run RECIPE"),
+    **dict.fromkeys(("validate", "lint", "verify", "dry-run", "dryrun"), "ddpforge check RECIPE"),
+    **dict.fromkeys(("config", "cfg", "print", "resolve"), "ddpforge show RECIPE"),
+    **dict.fromkeys(("val", "test"), "ddpforge eval RUN"),
+    **dict.fromkeys(("resume", "continue", "restart"), "ddpforge run RECIPE: the same command resumes a stopped run"),
+    **dict.fromkeys(("torchrun", "distributed", "multi"), "ddpforge launch RECIPE --nproc N"),
+    **dict.fromkeys(("checkpoint", "checkpoints"), "ddpforge ckpt ls RUN"),
+    **dict.fromkeys(("plugin", "components"), "ddpforge plugins list"),
+    **dict.fromkeys(("recipe", "list", "ls", "init", "new"), "ddpforge recipes ls, and ddpforge recipes cp NAME"),
+}
+_RANKS = ("nproc", "nproc-per-node", "gpus", "num-gpus", "devices", "num-processes", "ranks", "world-size", "n", "np")
+_RESUME = ("resume", "resume-from", "resume-from-checkpoint", "continue", "auto-resume", "load", "ckpt", "checkpoint")
+_KEYS = {
+    **dict.fromkeys(("lr", "learning-rate"), "optimizer.lr=1e-3"),
+    **dict.fromkeys(("epochs", "max-epochs", "num-epochs", "num-train-epochs"), "train.length=5ep"),
+    **dict.fromkeys(("steps", "max-steps", "num-steps", "iterations"), "train.length=1000st"),
+    **dict.fromkeys(("batch-size", "global-batch", "batch", "bs"), "train.global_batch=256"),
+    **dict.fromkeys(("micro-batch", "per-device-train-batch-size"), "train.micro_batch=32"),
+    **dict.fromkeys(("precision", "mixed-precision", "amp", "bf16"), "train.precision=bf16"),
+    "fp16": "train.precision=fp16",
+    "seed": "train.seed=1",
+    **dict.fromkeys(("name", "run-name", "exp-name", "experiment"), "name=my-run"),
+    **dict.fromkeys(("strategy", "backend"), "strategy.use=fsdp"),
+    **dict.fromkeys(("compile", "torch-compile"), "train.compile=default"),
+    **dict.fromkeys(("workers", "num-workers"), "data.workers=4"),
+    **dict.fromkeys(("wandb", "project"), "track.wandb.project=my-project"),
+}
+_OTHERS = {
+    **dict.fromkeys(("config", "cfg", "recipe", "config-file", "c", "f"), "the recipe follows without an option"),
+    **dict.fromkeys(("output", "output-dir", "out-dir", "logdir", "log-dir", "save-dir", "dir"), "write --out DIR"),
+    **dict.fromkeys(("dry-run", "dryrun", "fast-dev-run"), "`ddpforge check RECIPE --build` tries a recipe out"),
+    **dict.fromkeys(("override", "overrides", "opts", "options"), "write --set KEY=VALUE, once for each key"),
+    **dict.fromkeys(("force", "overwrite", "restart"), "write --fresh to start from scratch"),
+}
+
+
+def explained(error: click.UsageError) -> click.UsageError:
+    """A mistake on the command line, with what was probably meant instead of what is spelt alike."""
+    hints = list(_hints(error))
+    if not hints:
+        return error
+    return click.UsageError("\n  = help: ".join([error.message.rstrip(), *hints]), ctx=error.ctx)
+
+
+def _hints(error: click.UsageError) -> Iterator[str]:
+    command = error.ctx.info_name if error.ctx else ""
+    if isinstance(error, click.NoSuchOption):
+        yield from _of_option(error.option_name.lstrip("-"), str(command))
+        return
+    if found := re.search(r"No such command '([^']*)'", error.message):
+        if found[1] in _COMMANDS:
+            yield _COMMANDS[found[1]]
+        elif found[1].endswith(".toml"):
+            yield f"ddpforge run {found[1]}"
+    if found := re.search(r"unexpected extra arguments? \((.*)\)", error.message):
+        yield from _of_words(found[1].split())
+
+
+def _of_option(name: str, command: str) -> Iterator[str]:
+    known = name.replace("_", "-").lower()
+    if known in _RANKS:
+        yield "write --nproc N" if command == "launch" else "ddpforge launch RECIPE --nproc N starts several processes"
+    elif known in _RESUME:
+        yield "the same command resumes a stopped run; checkpoint.init_from begins with other weights"
+    elif known in _OTHERS:
+        yield _OTHERS[known]
+    elif known in _KEYS:
+        yield f"values of the recipe are set by --set KEY=VALUE, e.g. --set {_KEYS[known]}"
+    elif "." in name:
+        yield f"write --set {name}=VALUE"
+
+
+def _of_words(words: Sequence[str]) -> Iterator[str]:
+    if any("=" in word for word in words):
+        yield f"write {' '.join(f'--set {word}' for word in words if '=' in word)}"

@@ -1,0 +1,30 @@
+"""How a process leaves once torch has threads in it, which do not survive the interpreter's clean-up."""
+
+import atexit
+import os
+import sys
+from typing import NoReturn
+
+__all__ = ["at_once", "leave"]
+
+_threads = False
+
+
+def at_once() -> None:
+    """From here on there may be such threads: gloo's, and those of autograd, which may not even have begun."""
+    global _threads
+    _threads = True
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process; where it has such threads, or is one rank of many, without the interpreter's clean-up.
+
+    Those threads now and then abort a process that takes the long way out, which turns a finished run into a failed
+    one. What Python code has registered for the end is done all the same, but not on a rank: others wait for it.
+    """
+    if "RANK" in os.environ:
+        os._exit(code)
+    if _threads:
+        atexit._run_exitfuncs()
+        os._exit(code)
+    sys.exit(code)

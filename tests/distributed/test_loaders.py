@@ -1,0 +1,62 @@
+"""A process whose components fail ends, whatever its loader processes are doing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPE = """
+recipe = 1
+name = "{name}"
+model = {{ use = "mlp", inputs = 64, outputs = 10, hidden = [8] }}
+data.train = {{ use = "{data}", split = "test" }}
+data.workers = 1
+task = {{ use = "classification" }}
+optimizer = {{ use = "sgd", lr = 0.1 }}
+train = {{ length = "100st", global_batch = 12 }}
+{more}
+"""
+PARTS = """
+from ddpforge.datasets.digits import Digits
+from ddpforge.interfaces import Callback
+
+
+class Broken(Digits):
+    def __getitems__(self, ids):
+        raise IndexError("no such sample")
+
+
+class Raises(Callback):
+    def on_step(self, info):
+        raise KeyError("lost")
+"""
+SCRIPT = """
+import ddpforge
+
+for name in ("data", "callback"):
+    try:
+        ddpforge.run(f"{name}.toml")
+    except (IndexError, KeyError) as error:
+        print(type(error).__name__, flush=True)
+raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize("command", ["a script", "the command line"])
+def test_a_process_ends_though_its_loader_processes_leave_stopping_to_it(tmp_path: Path, command: str) -> None:
+    """They let one SIGTERM pass, and the interpreter, which waits for them in the end, sends no more than one."""
+    raises = '[callbacks.raises]\nuse = "./parts.py:Raises"'
+    (tmp_path / "data.toml").write_text(RECIPE.format(name="data", data="./parts.py:Broken", more=""))
+    (tmp_path / "callback.toml").write_text(RECIPE.format(name="callback", data="digits", more=raises))
+    (tmp_path / "parts.py").write_text(PARTS)
+    words = ["-c", SCRIPT] if command == "a script" else ["-m", "ddpforge", "run", "data.toml"]
+    ended = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    if command == "a script":
+        assert ended.stdout.split() == ["IndexError", "KeyError"], ended.stderr
+        assert ended.returncode == 7
+    else:
+        assert ended.returncode == 1
+        assert "no such sample" in ended.stderr

@@ -1,0 +1,98 @@
+"""Odd models train under every strategy as in one process, or are refused by name before the first update."""
+
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copy
+
+import pytest
+from ranks import Ranks
+from sharding import DDP, EACH, FSDP, RECIPE, ZERO, Bench
+
+SINGLE = 'use = "single"'
+NAMES = {SINGLE: "single", **{strategy: name for name, strategy in EACH.items()}}
+PARTS = """
+[model]
+use = "./odd_models.py:{name}"
+[data.train]
+use = "./parts.py:Points"
+samples = 36
+[data.eval]
+use = "./parts.py:Points"
+samples = 11
+[task]
+use = "{task}"
+"""
+GIVEN = RECIPE[RECIPE.index('use = "adamw"') : RECIPE.index("[strategy]")]
+
+
+class Odd(Bench):
+    """Trains a model of `odd_models.py` for three steps."""
+
+    def train(
+        self, model: str, strategy: str, *, optimizer: str = "adamw", task: str = "regression", fails: bool = False
+    ) -> Ranks:
+        self.recipe = RECIPE.replace(GIVEN, f'use = "{optimizer}"\nlr = 1e-2\n')
+        parts = PARTS.format(name=model, task=task)
+        nproc = 1 if strategy == SINGLE else 2
+        return self(f"{model}-{NAMES[strategy]}", strategy, parts=parts, nproc=nproc, length="3st", fails=fails)
+
+    def column_of(self, model: str, strategy: str) -> list[float]:
+        return self.column(f"{model}-{NAMES[strategy]}")
+
+
+@pytest.fixture
+def odd(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Odd:
+    copy(Path(__file__).parent.parent / "odd_models.py", tmp_path)
+    return Odd(tmp_path, ddpforge)
+
+
+@pytest.mark.parametrize(
+    ("model", "strategies"), [("Odd", [DDP, FSDP, ZERO[1]]), ("Double", [DDP, FSDP])], ids=["forms", "float64"]
+)
+def test_odd_forms_train_as_in_one_process(odd: Odd, model: str, strategies: list[str]) -> None:
+    odd.train(model, SINGLE)
+    for strategy in strategies:
+        odd.train(model, strategy)
+        assert odd.column_of(model, strategy) == pytest.approx(odd.column_of(model, SINGLE), rel=1e-5), strategy
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "said"),
+    [
+        (
+            "Double",
+            ZERO[2],
+            "parameter `layers.0.weight` is float64, and DeepSpeed keeps and updates weights in float32",
+        ),
+        ("Odd", ZERO[3], "parameter `shift` is int16, and gloo and NCCL cannot gather that under stage 3"),
+        ("Following", FSDP, "forward changes parameter `teacher.weight` of `teacher` (Linear)"),
+        ("Following", ZERO[3], "forward changes parameter `teacher.weight` of `teacher` (Linear)"),
+        ("Hooked", FSDP, "parameter `head.weight` has a gradient hook"),
+        ("Hollow", FSDP, "parameter `nothing` has no elements, and FSDP cannot shard it"),
+        ("Looked", FSDP, "`table` (Embedding) gives sparse gradients, and sharded ones are dense"),
+        ("Looked", ZERO[1], "`table` (Embedding) gives sparse gradients, and sharded ones are dense"),
+        ("Looked", DDP, "`table` (Embedding) gives sparse gradients, and AdamW does not take them"),
+    ],
+)
+def test_models_that_a_strategy_cannot_train(odd: Odd, model: str, strategy: str, said: str) -> None:
+    refused(odd.train(model, strategy, fails=True), said)
+
+
+@pytest.mark.parametrize("strategy", [FSDP, ZERO[1], ZERO[3]], ids=["fsdp", "zero1", "zero3"])
+def test_a_gradient_penalty_needs_whole_weights(odd: Odd, strategy: str) -> None:
+    """Under ZeRO-1 it trained another curve, silently."""
+    failed = odd.train("OwnSeed", strategy, task="./odd_models.py:Penalty", fails=True)
+    refused(failed, "the loss computes gradients of its own (torch.autograd.grad)")
+
+
+@pytest.mark.parametrize("name", ["Rprop", "Adafactor"])
+def test_optimizers_that_cannot_update_shards(odd: Odd, name: str) -> None:
+    failed = odd.train("OwnSeed", FSDP, optimizer=f"torch.optim:{name}", fails=True)
+    refused(failed, f"{name} cannot be used under FSDP, which shards weights")
+
+
+def refused(failed: Ranks, said: str) -> None:
+    assert set(failed.codes) <= {2, 3}
+    assert said in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert "= help:" in failed.stderr
