@@ -267,14 +267,18 @@ class AcceleratedStrategy(Strategy):
     def forward(self) -> AbstractContextManager[Any]:
         """Autocast for bf16 and fp16; nothing for fp32. Until the first update, training passes are watched."""
         if self._updated or not self._bare.training:
-            return self.precision.forward()
+            return self.autocast()
         return self._watched()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What forward passes compute in."""
+        return self.precision.forward()
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
         shards = self.contract.shards
         with (
-            self.precision.forward(),
+            self.autocast(),
             watched(
                 self._bare,
                 shards_weights="weights" in shards,

@@ -356,10 +356,10 @@ class DeepSpeed(AcceleratedStrategy):
             )
         self._reached.clear()
 
-    def forward(self) -> AbstractContextManager[Any]:
-        """Autocast, which under stage 3 keeps no copies of gathered weights; the engine's own goes by this one."""
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Under stage 3 it keeps no copies of gathered weights; the engine's own goes by this one."""
         if self.stage < 3:
-            return super().forward()
+            return super().autocast()
         return self.precision.sharded_forward(compiled=self.train.compile != "off")
 
     def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:

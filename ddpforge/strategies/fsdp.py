@@ -262,8 +262,8 @@ class FSDP(AcceleratedStrategy):
                 parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     # -- one step
-    def forward(self) -> AbstractContextManager[Any]:
-        """Autocast that keeps no copies of gathered weights."""
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Keeps no copies of gathered weights."""
         return self.precision.sharded_forward(compiled=self.train.compile != "off")
 
     def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
