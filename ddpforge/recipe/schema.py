@@ -191,6 +191,10 @@ class TrainSection(Section):
         description="How long a collective may wait for a rank before the run fails.",
     )
 
+    def per_pass(self, data_ranks: int) -> int:
+        """Samples per forward pass of one of the `data_ranks` ranks that see different data; 0: there are too many."""
+        return self.micro_batch or self.global_batch // (self.elastic_shards or data_ranks)
+
 
 class KeepSection(Section):
     """Which checkpoints outlive newer ones."""

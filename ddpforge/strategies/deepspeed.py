@@ -121,7 +121,7 @@ class DeepSpeed(AcceleratedStrategy):
         if self.offload_parameters == "nvme":
             zero["offload_param"]["max_in_cpu"] = 0  # else the first 1e9 elements stay in memory
         config = {
-            "train_micro_batch_size_per_gpu": train.micro_batch or max(1, train.global_batch // ranks),
+            "train_micro_batch_size_per_gpu": max(1, train.per_pass(ranks)),
             "gradient_accumulation_steps": 1,
             "gradient_clipping": train.clip_norm or 0.0,
             "communication_data_type": "fp32",

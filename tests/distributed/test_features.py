@@ -244,3 +244,9 @@ def test_what_a_run_says(bench: Bench) -> None:
     assert not set(said.stderr) & {"\r", "\x1b"}
     assert said.stderr.count("quiet: ddp, 12 steps, global batch 8 = 2 ranks x 1 x 4") == 1
     assert said.stderr.count("12/12") == 1
+
+
+def test_the_console_shows_the_forward_passes_that_there_are(bench: Bench) -> None:
+    """Four shards of two samples, dealt to two ranks."""
+    ranks = bench("run", train="elastic_shards = 4", length="1st")
+    assert "global batch 8 = 2 ranks x 2 x 2" in ranks.stderr
