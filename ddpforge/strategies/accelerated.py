@@ -71,6 +71,16 @@ def _backend(device: torch.device) -> dict[str, str]:
     return {"backend": _ON_GPUS} if device.type == "cuda" and "LOCAL_RANK" in os.environ else {}
 
 
+GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
+
+
+def _one_pass(train: TrainSection) -> str:
+    """What makes a step one forward pass of each rank."""
+    if train.elastic_shards:
+        return f"elastic_shards = ranks, and micro_batch = {train.global_batch} / ranks"
+    return f"micro_batch = {train.global_batch} / ranks"
+
+
 def _told_cpu() -> bool:
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
 
@@ -105,11 +115,19 @@ class AcceleratedStrategy(Strategy):
         return "cpu" if train.device == "auto" and _told_cpu() else super().device_type(train)
 
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
-        """SyncBatchNorm on a CPU."""
+        """SyncBatchNorm on a CPU, and gradients that would add up in memory of CUDA graphs."""
         if train.sync_batchnorm and device != "cuda":
             hint = "torch.nn.SyncBatchNorm has no CPU implementation; leave train.sync_batchnorm out"
             yield Refusal(
                 "train.sync_batchnorm", f"train.sync_batchnorm needs CUDA, and this run is on {device}", (hint,)
+            )
+        together = max(1, train.per_pass(self.data_ranks(ranks))) * self.data_ranks(ranks)
+        if device == "cuda" and train.compile in GRAPHS and train.global_batch > together:
+            yield Refusal(
+                "train.compile",
+                f'train.compile = "{train.compile}" replays CUDA graphs, whose memory is used again in every forward '
+                f"pass, and gradients of {train.global_batch // together} passes are to add up there",
+                ('set train.compile = "default"', f"or let each rank make one pass per step, with {_one_pass(train)}"),
             )
 
     def setup(self, train: TrainSection) -> World:

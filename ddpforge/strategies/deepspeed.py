@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import CanonicalState, Contract, Exploring, Part, Refusal, SavedTensor, Sharded, World
-from ddpforge.strategies.accelerated import AcceleratedStrategy
+from ddpforge.strategies.accelerated import GRAPHS, AcceleratedStrategy
 from ddpforge.strategies.deepspeed_extra import Offload, merge, refuse_owned
 from ddpforge.strategies.nvme import SMALLEST, Folder, is_swapped, mend_prefetch, require_io
 from ddpforge.strategies.own_state import OwnState
@@ -148,7 +148,7 @@ class DeepSpeed(AcceleratedStrategy):
             require_deepspeed()
         except StrategyError as error:
             yield Refusal("strategy.use", error.message, error.hints)
-        if self.stage == 3 and device == "cuda" and train.compile in ("reduce-overhead", "max-autotune"):
+        if self.stage == 3 and device == "cuda" and train.compile in GRAPHS:
             yield Refusal(
                 "train.compile",
                 f'train.compile = "{train.compile}" replays CUDA graphs, which need weights that stay where they are, '

@@ -21,6 +21,7 @@ from ddpforge.recipe.schema import TrainSection
 from ddpforge.strategies import accelerated, devices, zero
 from ddpforge.strategies.accelerated import AcceleratedStrategy
 from ddpforge.strategies.ddp import DDP
+from ddpforge.strategies.deepspeed import DeepSpeed
 from ddpforge.strategies.devices import check, choose_device
 from ddpforge.strategies.fsdp import FSDP
 
@@ -234,3 +235,28 @@ def test_beside_nccl_there_is_gloo_for_what_is_on_the_host(
     with pytest.raises(Told) as told:
         FSDP(cpu_offload=True).setup(train(precision="fp16"))
     assert told.value.args == (backend,)
+
+
+# ---------------------------------------------------------------------------------------------- CUDA graphs
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "device", "options", "refused"),
+    [
+        (DDP(), 2, "cuda", {}, None),
+        (DDP(), 2, "cuda", {"micro_batch": 2}, None),
+        (DDP(), 2, "cuda", {"micro_batch": 1}, "gradients of 2 passes"),
+        (DDP(), 1, "cuda", {"elastic_shards": 4}, "gradients of 4 passes"),
+        (DDP(), 2, "cpu", {"micro_batch": 1}, None),
+        (FSDP(), 2, "cuda", {}, "FSDP gathers them anew"),
+        (FSDP(), 2, "cpu", {}, None),
+        (DeepSpeed(stage=3), 2, "cuda", {}, "ZeRO stage 3 gathers them anew"),
+        (DeepSpeed(stage=2), 2, "cuda", {}, None),
+        (DeepSpeed(stage=2), 2, "cuda", {"micro_batch": 1}, "gradients of 2 passes"),
+    ],
+)
+def test_cuda_graphs_are_refused_where_memory_does_not_stay(
+    mode: str, strategy: AcceleratedStrategy, ranks: int, device: str, options: dict[str, Any], refused: str | None
+) -> None:
+    found = [refusal.message for refusal in strategy.refusals(train(compile=mode, **options), ranks, device)]
+    assert len(found) == (refused is not None)
+    assert refused is None or refused in found[0]
