@@ -393,7 +393,7 @@ _FIXED = (
 )
 _FREE = (
     *("name", "output_dir", "track", "checkpoint", "strategy", "data.workers", "data.prefetch"),
-    *("train.timeout", "train.compile", "train.eval_every", "train.eval_batch"),
+    *("train.timeout", "train.device", "train.compile", "train.eval_every", "train.eval_batch"),
 )
 # What a finished run may be asked for again with: these have no part in its result, nor in how it came about.
 _OUTSIDE = ("name", "output_dir", "track", "checkpoint", "data.workers", "data.prefetch", "train.timeout")

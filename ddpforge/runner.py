@@ -33,7 +33,7 @@ from ddpforge.interfaces import Callback, Strategy, Tracker, World
 from ddpforge.launch import record_verdict
 from ddpforge.parts import Parts
 from ddpforge.recipe import Recipe, load_recipe
-from ddpforge.recipe.batch import check_world
+from ddpforge.recipe.batch import check_world, plan_batch
 from ddpforge.registry import Registry
 from ddpforge.runfolder import (
     Change,
@@ -214,12 +214,15 @@ class Attempt:
         """Writes down that an attempt begins and starts the trackers; returns what checkpoints say of their origin."""
         step, strategy = trainer.progress.step, self.recipe.strategy.use
         attempt = self.folder.begin_attempt(step=step, **self.papers)
+        plan = plan_batch(self.recipe.train, self.world.data_size)
         facts = {
             "attempt": attempt,
             "strategy": strategy,
             "total_steps": trainer.horizon.total,
             "steps_per_epoch": trainer.horizon.steps_per_epoch,
             "world_size": self.world.size,
+            "micro_batch": plan.micro_batch,
+            "accumulation": plan.accumulation,
             "device": str(self.world.device),
             "parameters": trainer.parameters,
         }

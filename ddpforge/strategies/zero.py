@@ -86,7 +86,8 @@ def start(deepspeed: Any, model: nn.Module, optimizer: Optimizer, config: Mappin
     except Exception as error:
         raise StrategyError(f"DeepSpeed refuses its configuration: {error}") from error
 
-    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # stage 3 reads it at every pass, launcher or not
+    # DeepSpeed takes it for the number of the GPU, stage 3 at every pass; but ranks may see one GPU each.
+    os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
     with _sharing_ourselves():
         deepspeed.init_distributed(dist_init_required=False)
         if config["zero_optimization"]["stage"] == 3:

@@ -255,3 +255,9 @@ def test_a_static_graph_accumulates_and_resumes_bitwise(bench: Bench) -> None:
     bench("parts", strategy=static, train=accumulates)
     assert bench.column("static") == bench.column("plain")
     assert bench.column("parts") == bench.column("static")
+
+
+def test_the_console_shows_the_forward_passes_that_there_are(bench: Bench) -> None:
+    """Four shards of two samples, dealt to two ranks."""
+    ranks = bench("run", train="elastic_shards = 4", length="1st")
+    assert "global batch 8 = 2 ranks x 2 x 2" in ranks.stderr
