@@ -342,7 +342,7 @@ class Attempt:
         """Lets the command line show how the run stands: as the first rank that failed writes it down."""
         deadline = time.monotonic() + (0.0 if written_here or not self.world.is_main else _WRITING)
         with suppress(ForgeError):
-            while (written := self.folder.status()) is None or written["state"] not in ("failed", "diverged"):
+            while (written := self.folder.status()) in (None, self.opened.earlier) or written["state"] == "running":
                 if time.monotonic() >= deadline:
                     written = status
                     break
