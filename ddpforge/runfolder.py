@@ -195,7 +195,7 @@ class RunFolder:
         prefix = f".{self.path.name}.{gethostname()}-"
         for path in self.path.parent.glob(f"{glob.escape(prefix)}*.tmp"):
             number = path.name.removeprefix(prefix).removesuffix(".tmp")
-            if number.isdecimal() and (int(number) == os.getpid() or not Path("/proc", number).exists()):
+            if number.isdecimal() and (int(number) == os.getpid() or not _is_alive(int(number))):
                 files.remove(path)
 
     def _take(self, draft: "RunFolder") -> bool:
@@ -346,6 +346,16 @@ class RunFolder:
             files.replace(target, contents)
         files.replace(self.recipe, text.encode())
         files.replace(self.resolved, resolved.encode())
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # somebody else's
+    return True
 
 
 def _inside(name: str) -> PurePosixPath:

@@ -162,9 +162,7 @@ class Attempt:
             try:
                 trainer = self._prepare()
                 stack.enter_context(trainer.stop)  # a launcher ends the others of a rank that failed: not in mid-word
-                state = trainer.fit()
-                status = self._end(trainer, state)
-                self.strategy.close()
+                status = self._end(trainer.fit())
             except BaseException as error:
                 told = self._fail(error)
                 if told is error:
@@ -243,12 +241,13 @@ class Attempt:
         }
 
     # -- after the last one
-    def _end(self, trainer: Trainer, state: State) -> Status:
-        """Tells callbacks and trackers, then writes the verdict."""
-        if self._watch:
-            self._watch.stop()
+    def _end(self, state: State) -> Status:
+        """Tells callbacks and trackers; when all ranks have come so far, writes the verdict."""
         self._tell_callbacks(None)
         self._finish_trackers(state)
+        self.strategy.close()
+        if self._watch:
+            self._watch.stop()
         status = self._status(state)
         if self.world.is_main:
             self.folder.write_status(status)
