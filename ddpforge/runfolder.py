@@ -322,9 +322,9 @@ class RunFolder:
         return False
 
     def amend_failure(self, error: str, code: int) -> None:
-        """Replaces what `status.json` says of a failure, unless a run is going on here."""
+        """Replaces what `status.json` says of a failure, unless a run is going on here, or has ended well."""
         with suppress(EnvironmentProblem), self.claim():
-            if status := self.status():
+            if (status := self.status()) and status["state"] in ("running", "failed"):
                 self.write_status({**status, "state": "failed", "exit_code": code, "error": error})
 
     def sync_metrics(self) -> None:

@@ -269,11 +269,9 @@ class Attempt:
         state: State = "diverged" if isinstance(error, Diverged) else "failed"
         speaks = not isinstance(error, PeerFailed) and self._write_failure(state, cause or report)
 
-        for duty in (
-            *(partial(self._tell_callbacks, error) for _ in self._started),
-            partial(self._finish_trackers, state),
-        ):
-            self._try(duty)
+        while self._started:
+            self._try(partial(self._tell_callbacks, error))
+        self._try(partial(self._finish_trackers, state))
         if cause is None:
             self._attach(error, self._status(state, report), written_here=speaks)
             return error
