@@ -6,6 +6,7 @@ import faulthandler
 import logging
 import math
 import secrets
+import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,6 +17,8 @@ from os import _exit, getpid
 from pathlib import Path
 from socket import gethostname
 from typing import Any
+
+import torch
 
 from ddpforge import leaving
 from ddpforge.agree import on_main
@@ -53,6 +56,8 @@ from ddpforge.watch import Watch
 __all__ = ["Evaluation", "Outcome", "evaluate", "run"]
 
 log = logging.getLogger("ddpforge")
+
+_WRITING = 2.0  # seconds in which another rank has written status.json, when it was the first to fail
 
 
 @dataclass(frozen=True)
@@ -157,9 +162,7 @@ class Attempt:
             try:
                 trainer = self._prepare()
                 stack.enter_context(trainer.stop)  # a launcher ends the others of a rank that failed: not in mid-word
-                state = trainer.fit()
-                status = self._end(trainer, state)
-                self.strategy.close()
+                status = self._end(trainer.fit())
             except BaseException as error:
                 told = self._fail(error)
                 if told is error:
@@ -241,12 +244,13 @@ class Attempt:
         }
 
     # -- after the last one
-    def _end(self, trainer: Trainer, state: State) -> Status:
-        """Tells callbacks and trackers, then writes the verdict."""
-        if self._watch:
-            self._watch.stop()
+    def _end(self, state: State) -> Status:
+        """Tells callbacks and trackers; when all ranks have come so far, writes the verdict."""
         self._tell_callbacks(None)
         self._finish_trackers(state)
+        self.strategy.close()
+        if self._watch:
+            self._watch.stop()
         status = self._status(state)
         if self.world.is_main:
             self.folder.write_status(status)
@@ -268,17 +272,15 @@ class Attempt:
         state: State = "diverged" if isinstance(error, Diverged) else "failed"
         speaks = not isinstance(error, PeerFailed) and self._write_failure(state, cause or report)
 
-        for duty in (
-            *(partial(self._tell_callbacks, error) for _ in self._started),
-            partial(self._finish_trackers, state),
-        ):
-            self._try(duty)
+        while self._started:
+            self._try(partial(self._tell_callbacks, error))
+        self._try(partial(self._finish_trackers, state))
         if cause is None:
-            self._attach(error, self._status(state, report))
+            self._attach(error, self._status(state, report), written_here=speaks)
             return error
         self._failures.end_frozen()
         told = self._told(cause, speaks=speaks)
-        self._attach(told, self._status("failed", cause))
+        self._attach(told, self._status("failed", cause), written_here=speaks)
         return told
 
     def _write_failure(self, state: State, report: Report) -> bool:
@@ -336,11 +338,16 @@ class Attempt:
             expected = isinstance(another, ForgeError | OSError)
             log.warning("while the run was ending: %s", another, exc_info=None if expected else another)
 
-    def _attach(self, error: BaseException, status: Status) -> None:
-        """Lets the command line show how the run stands: as it is written down, if that went well."""
+    def _attach(self, error: BaseException, status: Status, *, written_here: bool) -> None:
+        """Lets the command line show how the run stands: as the first rank that failed writes it down."""
+        deadline = time.monotonic() + (0.0 if written_here or not self.world.is_main else _WRITING)
         with suppress(ForgeError):
-            written = self.folder.status()
-            status = written if written and written["state"] in ("failed", "diverged") else status
+            while (written := self.folder.status()) in (None, self.opened.earlier) or written["state"] == "running":
+                if time.monotonic() >= deadline:
+                    written = status
+                    break
+                time.sleep(0.02)
+            status = written
         error.outcome = Outcome(self.folder.path, status, self.world.is_main)  # type: ignore[attr-defined]
 
     def _status(self, state: State, report: Report | None = None, *, begun: bool = False) -> Status:
@@ -427,6 +434,9 @@ def _join(parts: Parts, *, trains: bool = True, folder: RunFolder | None = None)
     world = parts.strategy.setup(parts.recipe.train)
     leaving.at_once()
     setup_logging(world.rank)
+    if world.size > 1:
+        # What comes next may be refused on every rank: one that left now would end those that are still joining.
+        parts.strategy.total(torch.ones(())).item()
     if trains:
         check_world(parts.loaded, world.data_size)
     return world

@@ -19,11 +19,19 @@ from ddpforge.errors import StrategyError
 from ddpforge.interfaces import CanonicalState, Contract, Exploring, Part, Refusal, SavedTensor, Sharded, World
 from ddpforge.strategies.accelerated import GRAPHS, AcceleratedStrategy
 from ddpforge.strategies.deepspeed_extra import Offload, merge, refuse_owned
-from ddpforge.strategies.nvme import SMALLEST, Folder, is_swapped, mend_prefetch, require_io
+from ddpforge.strategies.nvme import SMALLEST, Folder, check_root, is_swapped, mend_prefetch, require_io
 from ddpforge.strategies.own_state import OwnState
 from ddpforge.strategies.precision import LossScaling
 from ddpforge.strategies.watch import refuse_loss
-from ddpforge.strategies.zero import Keys, ZeroWeights, import_deepspeed, keys_of, require_deepspeed, start
+from ddpforge.strategies.zero import (
+    Keys,
+    ZeroWeights,
+    import_deepspeed,
+    keys_of,
+    refuse_other_accelerator,
+    require_deepspeed,
+    start,
+)
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -165,6 +173,9 @@ class DeepSpeed(AcceleratedStrategy):
     def setup(self, train: TrainSection) -> World:
         """Joins the process group, and imports DeepSpeed for the device that it is on."""
         require_deepspeed()
+        refuse_other_accelerator(self.device_type(train))
+        if self.nvme_path is not None:
+            check_root(self.nvme_path)
         world = super().setup(train)
         self.deepspeed = import_deepspeed(world.device)
         if self.nvme_path is not None:

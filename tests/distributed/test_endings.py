@@ -51,7 +51,7 @@ class Hears(Callback):
 
     def on_end(self, error):
         self.note(f"ended: {error!r}", self.rank)
-        if self.fails == "on_end":
+        if self.fails in ("on_end", f"on_end of {self.rank}"):
             raise KeyError("end")
 """
 
@@ -92,6 +92,16 @@ def test_a_callback_that_fails_when_it_hears_of_the_end_fails_the_run(ddpforge: 
         assert heard(rank) == [*STARTED, "first ended: None", "second ended: KeyError('end')"]
     assert (status()["state"], status()["step"]) == ("failed", 4)
     assert status()["error"] in ("rank 0: KeyError: 'end'", "rank 1: KeyError: 'end'")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_run_is_done_while_a_rank_fails(ddpforge: Callable[..., Ranks], rank: int) -> None:
+    failed = ddpforge("run", "run.toml", "--set", f"callbacks.first.fails=on_end of {rank}", nproc=2, fails=True)
+    assert failed.codes == [ExitCode.FAILED] * 2
+    assert (status()["state"], status()["error"]) == ("failed", f"rank {rank}: KeyError: 'end'")
+    assert f"rank {rank}" in failed.stderr or rank == 0
+    assert failed.stderr.count("Traceback") == 1
+    assert failed.stdout == ""
 
 
 @pytest.mark.parametrize("command", ["run", "eval"])
