@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc as abc
 import inspect
 import json
+import re
 import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -367,6 +368,7 @@ _LIMITS = {
 
 def _limits(schema: Mapping[str, Any]) -> list[str]:
     limits = [text.format(schema[key]) for key, text in _LIMITS.items() if schema.get(key) not in _NO_LIMIT]
+    limits = [re.sub(r"\b1 (character|item)s$", r"1 \1", limit) for limit in limits]
     if "prefixItems" in schema:
         limits = []  # the type of a fixed number of items says how many
     for member in schema.get("anyOf", ()):
