@@ -368,7 +368,7 @@ class DeepSpeed(AcceleratedStrategy):
         self._reached.clear()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Under stage 3 it keeps no copies of gathered weights; the engine's own goes by this one."""
+        """Autocast, which under stage 3 keeps no copies of gathered weights; the engine's own goes by this one."""
         if self.stage < 3:
             return super().autocast()
         return self.precision.sharded_forward(compiled=self.train.compile != "off")

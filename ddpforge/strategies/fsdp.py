@@ -270,7 +270,7 @@ class FSDP(AcceleratedStrategy):
 
     # -- one step
     def autocast(self) -> AbstractContextManager[Any]:
-        """Keeps no copies of gathered weights."""
+        """Autocast that keeps no copies of gathered weights."""
         return self.precision.sharded_forward(compiled=self.train.compile != "off")
 
     def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
