@@ -5,6 +5,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -467,6 +468,38 @@ def test_a_damaged_newest_is_passed_over_aloud_on_every_rank(folder: Path, aloud
 
     assert on_each(folder, lambda saving, peers: step_of(saving)) == [10, 10]
     assert "shard-00000-of-00001.safetensors is damaged: it has 0 bytes" in aloud.text
+
+
+def test_each_rank_verifies_its_share_of_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are dealt out, not files: one rank may have written all of it."""
+    write(folder, checkpoint_of(20))
+    seen: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    check = manifest.check_block
+
+    def noting(path: Path, chunk: Any, number: int, block: memoryview) -> None:
+        seen[threading.current_thread().name].append((chunk.entry, number))
+        check(path, chunk, number, block)
+
+    monkeypatch.setattr(manifest, "check_block", noting)
+    alone(folder).open()
+    (every,) = seen.values()
+    seen.clear()
+    assert on_each(folder, lambda saving, peers: step_of(saving)) == [20, 20]
+    first, second = seen.values()
+    assert sorted(first + second) == sorted(every)
+    assert abs(len(first) - len(second)) <= 1
+
+
+@pytest.mark.parametrize("place", [-1, -20, -70, -130])
+def test_what_any_rank_finds_damaged_is_passed_over(folder: Path, aloud: pytest.LogCaptureFixture, place: int) -> None:
+    write(folder, checkpoint_of(10))
+    file = next(write(folder, checkpoint_of(20)).glob("shard*"))
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+    assert on_each(folder, lambda saving, peers: step_of(saving)) == [10, 10]
+    assert aloud.text.count("are not those that were written") == 1
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(folder: Path) -> None:
