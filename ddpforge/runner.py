@@ -31,6 +31,7 @@ from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed, UsageErr
 from ddpforge.failures import Failures, Peer, Report, phrase
 from ddpforge.interfaces import Callback, Strategy, Tracker, World
 from ddpforge.launch import record_verdict
+from ddpforge.memory import explained
 from ddpforge.parts import Parts
 from ddpforge.recipe import Recipe, load_recipe
 from ddpforge.recipe.batch import check_world, plan_batch
@@ -161,7 +162,7 @@ class Attempt:
                 status = self._end(trainer, state)
                 self.strategy.close()
             except BaseException as error:
-                told = self._fail(error)
+                told = self._fail(explained(error, self.recipe, self.world.data_size))
                 if told is error:
                     raise
                 raise told from error

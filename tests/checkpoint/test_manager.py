@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from checkpoint.worlds import FACTS, World, checkpoints, counted, share_of
 from torch import Tensor
 
 from ddpforge import interfaces
-from ddpforge.checkpoint import Checkpoints, Peers, Share, files, manager, manifest, retention, sharded
+from ddpforge.checkpoint import Checkpoints, Peers, Share, files, manager, manifest, retention, sharded, staging
 from ddpforge.checkpoint.contents import Held
 from ddpforge.checkpoint.retention import committed
 from ddpforge.errors import CheckpointError, ExitCode, PeerFailed, StrategyError
@@ -568,6 +569,22 @@ def test_a_smaller_process_group_than_the_world_is_named(tmp_path: Path) -> None
             Peers.of(world(1, 2), timedelta(seconds=1))
     finally:
         dist.destroy_process_group()
+
+
+def test_memory_that_cannot_be_page_locked_is_used_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, aloud: pytest.LogCaptureFixture
+) -> None:
+    """Nobody loses a checkpoint for it, and nobody tries again at every save."""
+    asked: list[int] = []
+    library = SimpleNamespace(cudaHostRegister=lambda address, size, flags: asked.append(size) or 2)
+    monkeypatch.setattr(staging, "_cuda", lambda: library)
+    memory = staging.Staging()
+    first = memory._bytes(100, locked=True)
+    assert len(first) == 100
+    assert memory._bytes(80, locked=True).data_ptr() == first.data_ptr()
+    assert len(memory._bytes(200, locked=True)) == 200
+    assert asked == [100, 200]
+    assert "100 bytes of host memory could not be page-locked (CUDA error 2)" in aloud.text
 
 
 @pytest.mark.gpu
