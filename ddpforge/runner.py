@@ -34,6 +34,7 @@ from ddpforge.errors import CheckpointError, Diverged, ExitCode, ForgeError, Pee
 from ddpforge.failures import Failures, Peer, Report, phrase
 from ddpforge.interfaces import Callback, Strategy, Tracker, World
 from ddpforge.launch import record_verdict
+from ddpforge.memory import explained
 from ddpforge.parts import Parts
 from ddpforge.recipe import Recipe, load_recipe
 from ddpforge.recipe.batch import check_world, plan_batch
@@ -164,7 +165,7 @@ class Attempt:
                 stack.enter_context(trainer.stop)  # a launcher ends the others of a rank that failed: not in mid-word
                 status = self._end(trainer.fit())
             except BaseException as error:
-                told = self._fail(error)
+                told = self._fail(explained(error, self.recipe, self.world.data_size))
                 if told is error:
                     raise
                 raise told from error
