@@ -389,9 +389,11 @@ class Strategy(ABC):
         return ()
 
     def device_type(self, train: TrainSection) -> str:
-        """What ranks on this machine compute on: "cuda" or "cpu"."""
+        """What ranks on this machine compute on, "cuda" or "cpu": what the recipe says, or a GPU where there is one."""
         import torch
 
+        if train.device != "auto":
+            return train.device
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     def data_ranks(self, ranks: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-import tomllib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,6 +27,7 @@ from ddpforge.norms import Norms
 from ddpforge.pace import Alarm, Cadence, Window, in_steps
 from ddpforge.progress import Progress
 from ddpforge.recipe.schema import Recipe
+from ddpforge.recipe.toml import loads
 from ddpforge.signals import StopRequests
 from ddpforge.statistics import Statistics
 from ddpforge.steps import Steps
@@ -467,7 +467,7 @@ def _looks_are_free(device: torch.device) -> bool:
 def _use_in(recipe: str, table: Sequence[str]) -> str | None:
     """What a table of a checkpoint's recipe uses; None where it does not say, as after an import."""
     try:
-        found: Any = tomllib.loads(recipe)
+        found: Any = loads(recipe)
         for name in (*table, "use"):
             found = found[name]
     except (ValueError, KeyError, TypeError):

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ddpforge.errors import CheckpointError, StrategyError
 from ddpforge.interfaces import CanonicalState, Contract, Part, Range, Refusal, SavedTensor, Weights, World
 from ddpforge.strategies import replicated
-from ddpforge.strategies.accelerated import AcceleratedStrategy
+from ddpforge.strategies.accelerated import GRAPHS, AcceleratedStrategy
 from ddpforge.strategies.meta import materialise
 from ddpforge.strategies.share import share
 from ddpforge.strategies.trial import tried
@@ -111,6 +111,13 @@ class FSDP(AcceleratedStrategy):
                 "strategy.cpu_offload",
                 "strategy.cpu_offload moves shards from a GPU to the host, and this run is on a CPU",
                 ("leave strategy.cpu_offload out",),
+            )
+        if device == "cuda" and train.compile in GRAPHS:
+            yield Refusal(
+                "train.compile",
+                f'train.compile = "{train.compile}" replays CUDA graphs, which need weights that stay where they are, '
+                "and FSDP gathers them anew for every pass",
+                ('set train.compile = "default", or strategy.use = "ddp"',),
             )
         if self.gather == "compute" and train.precision == "fp32":
             yield Refusal(

@@ -29,7 +29,16 @@ from ddpforge.strategies.share import share
 from ddpforge.strategies.trial import tried
 from ddpforge.strategies.watch import Guard
 
-__all__ = ["TESTED", "Keys", "ZeroWeights", "import_deepspeed", "keys_of", "require_deepspeed", "start"]
+__all__ = [
+    "TESTED",
+    "Keys",
+    "ZeroWeights",
+    "import_deepspeed",
+    "keys_of",
+    "refuse_other_accelerator",
+    "require_deepspeed",
+    "start",
+]
 
 TESTED = SpecifierSet(">=0.19.8,<0.20")  # the versions whose private parts are what this module takes them for
 _INSTALL = "pip install 'ddpforge[deepspeed]'"
@@ -52,14 +61,20 @@ def require_deepspeed() -> None:
         )
 
 
-def import_deepspeed(device: torch.device) -> Any:
-    """DeepSpeed, for ranks on `device`, with what it has to say on stderr."""
-    said = os.environ.setdefault("DS_ACCELERATOR", device.type)
-    if said != device.type:
+def refuse_other_accelerator(device: str) -> None:
+    """Raises StrategyError where DeepSpeed is told to use something else than ranks on `device` do."""
+    said = os.environ.get("DS_ACCELERATOR", device)
+    if said != device:
         raise StrategyError(
-            f"DS_ACCELERATOR={said} in the environment, and this run is on {device.type}",
+            f"DS_ACCELERATOR={said} in the environment, and this run is on {device}",
             hints=["unset DS_ACCELERATOR"],
         )
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """DeepSpeed, for ranks on `device`, with what it has to say on stderr."""
+    refuse_other_accelerator(device.type)
+    os.environ["DS_ACCELERATOR"] = device.type
     deepspeed = import_module("deepspeed")
     chosen = deepspeed.get_accelerator().device_name()
     if chosen != device.type:
@@ -86,7 +101,8 @@ def start(deepspeed: Any, model: nn.Module, optimizer: Optimizer, config: Mappin
     except Exception as error:
         raise StrategyError(f"DeepSpeed refuses its configuration: {error}") from error
 
-    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # stage 3 reads it at every pass, launcher or not
+    # DeepSpeed takes it for the number of the GPU, stage 3 at every pass; but ranks may see one GPU each.
+    os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
     with _sharing_ourselves():
         deepspeed.init_distributed(dist_init_required=False)
         if config["zero_optimization"]["stage"] == 3:

@@ -255,3 +255,24 @@ def test_a_static_graph_accumulates_and_resumes_bitwise(bench: Bench) -> None:
     bench("parts", strategy=static, train=accumulates)
     assert bench.column("static") == bench.column("plain")
     assert bench.column("parts") == bench.column("static")
+
+
+def test_the_console_shows_the_forward_passes_that_there_are(bench: Bench) -> None:
+    """Four shards of two samples, dealt to two ranks."""
+    ranks = bench("run", train="elastic_shards = 4", length="1st")
+    assert "global batch 8 = 2 ranks x 2 x 2" in ranks.stderr
+
+
+def test_full_memory_ends_a_run_with_what_to_change(bench: Bench, tmp_path: Path) -> None:
+    copy(Path(__file__).parents[1] / "odd_models.py", tmp_path)
+    (tmp_path / "run.toml").write_text(
+        RECIPE.format(name="run", model="", data="", samples=43, strategy="", length="9st", train="", more="").replace(
+            'use = "mlp"\ninputs = 4\nhidden = [8]\noutputs = 1', 'use = "./odd_models.py:Hungry"'
+        )
+    )
+    ranks = bench.ddpforge("run", "run.toml", nproc=1, fails=True)
+    assert ranks.codes == [1]
+    assert "memory is full: " in ranks.stderr
+    assert "help: set train.micro_batch = 4: the global batch stays" in ranks.stderr
+    assert "Traceback" not in ranks.stderr
+    assert "OutOfMemory: memory is full" in bench.status("run")["error"]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from ddpforge.errors import CheckpointError, StrategyError
 from ddpforge.interfaces import CanonicalState, Contract, Part, Refusal, SavedTensor, Strategy, Weights, World
+from ddpforge.strategies.devices import Agreement, choose_device
 from ddpforge.strategies.precision import precision_for
 from pydantic import Field
 from torch import Tensor, nn
@@ -89,11 +90,9 @@ class LocalSGD(Strategy):
         for refusal in self.refusals(train, int(os.environ.get("WORLD_SIZE", "1")), self.device_type(train)):
             raise StrategyError(refusal.message, hints=refusal.hints)
         rank, size, local = (int(os.environ.get(name, fallback)) for name, fallback in _LAUNCHED)
-        device = torch.device("cpu")
-        if torch.cuda.is_available():
-            if local >= torch.cuda.device_count():
-                raise StrategyError(f"local rank {local} has no GPU of its own: there are {torch.cuda.device_count()}")
-            device = torch.device("cuda", local)
+        device = choose_device(self.device_type(train), asked=train.device != "auto")
+        self._agreement = Agreement(device, timedelta(seconds=train.timeout.seconds))
+        if device.type == "cuda":
             torch.cuda.set_device(device)
         if size > 1:
             backend = "nccl" if device.type == "cuda" else "gloo"
