@@ -347,3 +347,11 @@ class Momentum(Callback):
             student = self.weights.elements(name.replace("teacher", "student"), part.region)
             part.tensor.view(-1).lerp_(student, 0.5)
         self.weights.changed()
+
+
+class SpoiltPoints(Points):
+    """Points of which one is not a number."""
+
+    def __init__(self, samples: int = 43, spoilt: int = 0) -> None:
+        super().__init__(samples)
+        self.x[spoilt] = torch.nan

@@ -39,6 +39,7 @@ class PowerSGD:
         self._state.iter = step
         self._kept = kept  # by the parameter's name: what is in no bucket yet
         self._buckets: dict[int, list[nn.Parameter]] = {}
+        self._first: dict[int, Tensor] = {}  # the factors that a bucket's parameters begin with
         self._compressed = 0  # steps since then
 
     def look_at(self, model: nn.Module) -> None:
@@ -65,8 +66,15 @@ class PowerSGD:
                 self._compressed += 1
             if bucket.index() not in self._buckets:
                 self._fill(bucket)
+            self._forget_nonfinite(bucket.index())
         reduced: Future[Tensor] = powerSGD_hook(state, bucket)
         return reduced
+
+    def _forget_nonfinite(self, index: int) -> None:
+        """Begins anew where a gradient was not finite: its step is left out, and must not spoil all that follow."""
+        self._state.error_dict[index].nan_to_num_(0.0, 0.0, 0.0)
+        factors = self._state.q_memory_dict[index]
+        self._state.q_memory_dict[index] = torch.where(factors.isfinite().all(), factors, self._first[index])
 
     # -- memory by bucket, and by parameter
     def _fill(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
@@ -76,6 +84,8 @@ class PowerSGD:
         held = {id(p): self._take(p) for p in parameters}
         factors = [held[id(p)][1] for p in self._compressible(parameters)]
         self._state.error_dict[bucket.index()] = torch.cat([held[id(p)][0].view(-1) for p in parameters])
+        fresh = [self._fresh(p)[1] for p in self._compressible(parameters)]
+        self._first[bucket.index()] = torch.cat([bucket.buffer()[:0], *(q for q in fresh if q is not None)])
         known = [factor for factor in factors if factor is not None]
         self._state.q_memory_dict[bucket.index()] = torch.cat([bucket.buffer()[:0], *known])
         size = sum(len(p) * self._rank_of(p) for p in self._compressible(parameters))

@@ -86,3 +86,13 @@ use = "regression"
 
 def read(value: Any) -> torch.Tensor:
     return value.read() if hasattr(value, "read") else torch.as_tensor(value)
+
+
+def test_powersgd_forgets_a_gradient_that_was_not_finite(bench: Callable[[str], Bench]) -> None:
+    """The step with the spoilt sample is left out, and those behind it train."""
+    powersgd = f'{DDP}\ncompression = "powersgd"\npowersgd_start = 2'
+    parts = POINTS.format(hidden="[16, 16]").replace("Points", "SpoiltPoints")
+    adam = bench("torch.optim:Adam")
+    adam("spoilt", powersgd, parts=parts, length="20st", train='on_nonfinite = "skip"')
+    norms = adam.column("spoilt", "train/grad_norm")
+    assert sum(norm is None for norm in norms) == 5  # one step in each of five epochs
