@@ -30,12 +30,14 @@ from ddpforge.recipe.origins import KeyPath, Place
 from ddpforge.recipe.report import Problem
 from ddpforge.recipe.trial import check_optimizer
 from ddpforge.registry import NotImported, Registry, where_raised
-from ddpforge.rehearsal import SMALL, Rehearsal, first_batch, own_random_numbers, rehearse
+from ddpforge.rehearsal import SMALL, Rehearsal, first_batch, own_random_numbers, rehearse, take_apart
 from ddpforge.runfolder import RunFolder
 
 __all__ = ["WEIGHTS", "Parts"]
 
 log = logging.getLogger("ddpforge")
+
+_LOCAL = "ddpforge_local_"  # how the registry names modules that are files beside a recipe
 
 WEIGHTS = 0x1217  # keeps the random numbers of initial weights apart from all others
 
@@ -246,24 +248,34 @@ class Parts:
         return found
 
     def rehearse(self) -> None:
-        """Evaluates the first samples that training will use, and notes breaches of contract.
+        """Looks at the first samples that training will use, and notes breaches of contract.
 
-        Everything else (a model may need a GPU, and a task what callbacks do) is left to the first step, and nothing is
-        done that could matter for the run: what is fetched is fetched once, loader processes fetch by themselves, and
-        the loss of an installed plugin is not called, which may do more than compute.
+        Nothing is done that could matter for the run or be noticed by it: what is fetched is fetched once, loader
+        processes fetch by themselves, and neither a plugin's loss nor a model from the recipe's own files is called, as
+        they may do more than compute. Any other error (a model may need a GPU) is left to the first step.
         """
         home = type(self.task).loss.__module__ if self._fits else ""
-        if not home.startswith(("ddpforge.tasks.", "ddpforge_local_")) or self.recipe.data.workers:
-            return
-        if self.size.all > SMALL or any(parameter.is_meta for parameter in self.model.parameters()):
+        ours = home.startswith("ddpforge.tasks.")
+        calls = self._may_call_model() and (ours or home.startswith(_LOCAL))
+        if not (ours or calls) or self.recipe.data.workers:
             return
         with self.noting("task"), own_random_numbers():
             try:
-                self._rehearse("train", _few(self._first()), None)
+                batch = _few(self._first())
+                if calls:
+                    self._rehearse("train", batch, None)
+                else:
+                    take_apart(self.task, batch)
             except ForgeError:
                 raise
             except Exception as error:
                 log.debug("the first batch could not be evaluated before training: %s", error)
+
+    def _may_call_model(self) -> bool:
+        if not self._fits or self.size.all > SMALL:
+            return False
+        local = any(type(module).__module__.startswith(_LOCAL) for module in self.model.modules())
+        return not local and not any(parameter.is_meta for parameter in self.model.parameters())
 
     def _first(self) -> Any:
         if self.is_open:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from ddpforge.firstlook import checked_loss, checked_totals, explain, name_of
 from ddpforge.interfaces import Task
 from ddpforge.tasks.forms import described
 
-__all__ = ["SMALL", "Rehearsal", "first_batch", "own_random_numbers", "rehearse"]
+__all__ = ["SMALL", "Rehearsal", "first_batch", "own_random_numbers", "rehearse", "take_apart"]
 
 SMALL = 50_000_000  # parameters of a model that a CPU evaluates in a moment
 _SAMPLES = 8
@@ -41,6 +41,21 @@ def first_batch(data: Any, *, most: int, seed: int) -> Any:
     fetching: dict[str, Any] = {"seed": seed, "workers": 0, "prefetch": 2, "pin": False}
     batches = open_data(data, global_batch=samples, share=share, shuffle=False, drop_last=False, **fetching)
     return next(iter(batches.evaluation())).data
+
+
+class _Reached(Exception):
+    """A task has come as far as the model."""
+
+
+class _NoModel(nn.Module):
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise _Reached
+
+
+def take_apart(task: Task, batch: Any) -> None:
+    """Lets a task take a batch apart, up to where it would call the model; raises what it raises before that."""
+    with suppress(_Reached):
+        task.loss(_NoModel(), batch)
 
 
 def rehearse(

@@ -132,12 +132,31 @@ def test_parts_that_fit_are_built_and_tried(parts: Callable[..., Parts]) -> None
     ],
 )
 def test_a_form_that_cannot_work_is_told_in_words(parts: Callable[..., Parts], sets: list[str], said: str) -> None:
-    (message,) = told(parts(*sets)).values()
+    (message,) = told(parts(*sets), strict=True).values()
     assert said in message
+    if sets[0].startswith("data.train.gives"):
+        (message,) = told(parts(*sets)).values()
+        assert said in message
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("mean", "returns a mean over the batch"), ("alone", "not a pair"), ("floats", "must be a Total"), ("sum", "")],
+)
+def test_a_run_tries_a_task_of_its_own_files_with_a_model_that_only_computes(
+    parts: Callable[..., Parts], how: str, said: str
+) -> None:
+    found = told(
+        parts(
+            "model={use='torch.nn:Linear', in_features=4, out_features=3}", f"task={{use='./mine.py:Odd', how='{how}'}}"
+        )
+    )
+    assert len(found) == (1 if said else 0)
+    assert all(said in message for message in found.values())
 
 
 def test_a_sum_is_no_mean(parts: Callable[..., Parts]) -> None:
-    assert told(parts("task={use='./mine.py:Odd', how='sum'}")) == {}
+    assert told(parts("task={use='./mine.py:Odd', how='sum'}"), strict=True) == {}
 
 
 def test_a_model_of_another_shape_is_left_to_the_run_but_not_by_check(parts: Callable[..., Parts]) -> None:
