@@ -10,6 +10,7 @@ from ddpforge.checkpoint.initial import load_initial
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.contract import prove
 from ddpforge.errors import UsageError
+from ddpforge.fitness import watch_batchnorm
 from ddpforge.interfaces import Callback, Tracker, World
 from ddpforge.kinds import build
 from ddpforge.optim.groups import parameter_groups
@@ -45,6 +46,7 @@ def assemble(
         blocks = find_blocks(parts.model, recipe.train.blocks)
         rework_blocks(blocks, recipe.train)
         model = strategy.wrap(parts.model, blocks)
+        watch_batchnorm(model, *training.fewest(parts.horizon.total))
         groups = parameter_groups(model, recipe.optimizer.no_decay)
     optimizer = build(parts.registry, "optimizer", recipe.optimizer, params=groups)
     model, optimizer = strategy.prepare(model, optimizer)

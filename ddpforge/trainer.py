@@ -7,7 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -331,7 +331,8 @@ class Trainer:
         seconds = self._window.seconds / max(1, self._window.steps)
         info = StepInfo(step=step, samples=self.progress.samples, lr=lr, seconds=seconds, metrics=row)
 
-        wishes = [callback.on_step(info) for callback in self.callbacks.values()]
+        with self.strategy.observing():
+            wishes = [callback.on_step(info) for callback in self.callbacks.values()]
         if row:
             for callback in self.callbacks.values():
                 row |= callback.on_log(info)
@@ -376,7 +377,8 @@ class Trainer:
             log.warning(
                 "checkpoint.keep.by: no metric is called %s, so none is best; there are %s", self.saving.keep.by, known
             )
-        wishes = [callback.on_eval(step, row) for callback in self.callbacks.values()]
+        with self.strategy.observing():
+            wishes = [callback.on_eval(step, row) for callback in self.callbacks.values()]
         self._window.go_on()
         return any(wishes)
 
@@ -386,14 +388,23 @@ class Trainer:
             raise UsageError("the recipe has no [data.eval] to evaluate on")
         self.strategy.sync_buffers(self.model)
         self.model.eval()
-        with ExitStack() as stack, torch.no_grad():
-            for callback in self.callbacks.values():
-                stack.enter_context(callback.evaluating())
+        with self._evaluating(), torch.no_grad():
             totals = self._steps.evaluate(self._noted(self.evaluation.evaluation()))
             means = self._means({**totals, **self._what_was_read()})
             self._refuse_another_stream(means)
         self.model.train()
         return {f"eval/{name}": value for name, value in self.task.finish(means).items()}
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        with ExitStack() as observed, ExitStack() as stack:
+            with self.strategy.observing():
+                for callback in self.callbacks.values():
+                    stack.enter_context(callback.evaluating())
+            try:
+                yield
+            finally:
+                observed.enter_context(self.strategy.observing())  # which the callbacks leave within
 
     def _is_best(self, step: int) -> bool:
         if self._evaluated != step or not self.saving.keep.best:

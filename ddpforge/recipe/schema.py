@@ -146,6 +146,11 @@ class TrainSection(Section):
         default=None,
         description="Samples per forward pass on one rank at evaluation; absent: as in training.",
     )
+    device: Literal["auto", "cuda", "cpu"] = Field(
+        default="auto",
+        description='What to compute on; "auto": a GPU where there is one. One that is there and cannot be used is an'
+        " error, not a run on the CPU.",
+    )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",
         description="Compute dtype; master weights and gradient reduction stay fp32. fp16 adds loss scaling.",
@@ -185,6 +190,10 @@ class TrainSection(Section):
         default=Duration(10, "m"),
         description="How long a collective may wait for a rank before the run fails.",
     )
+
+    def per_pass(self, data_ranks: int) -> int:
+        """Samples per forward pass of one of the `data_ranks` ranks that see different data; 0: there are too many."""
+        return self.micro_batch or self.global_batch // (self.elastic_shards or data_ranks)
 
 
 class KeepSection(Section):

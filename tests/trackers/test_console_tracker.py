@@ -30,10 +30,15 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
 
 
-def config(total: int | None = 300, **train: int | None) -> dict[str, Any]:
+def config(total: int | None = 300, *, accumulation: int = 4, micro_batch: int = 32) -> dict[str, Any]:
     return {
-        "train": {"length": "2h", "global_batch": 256, "micro_batch": 32, **train},
-        "run": {"total_steps": total, "world_size": 2, "strategy": "ddp"},
+        "train": {"length": "2h", "global_batch": 256},
+        "run": {
+            "total_steps": total,
+            "strategy": "ddp",
+            "accumulation": accumulation,
+            "micro_batch": micro_batch,
+        },
     }
 
 
@@ -67,7 +72,7 @@ def test_a_run_without_a_terminal_reads_like_a_log(capsys: pytest.CaptureFixture
         "10:01:32 step 257/300 (86%) loss 0.0039 64.0 step/s eta 1s",
         "10:01:32 step 300/300 (100%) loss 0.0033 64.0 step/s eta 0s",
         "eval step 300 loss 0.12 accuracy 0.975",
-        "done at step 300 after 5s loss 0.12 accuracy 0.975",
+        "done after 5s loss 0.12 accuracy 0.975",
     ]
     assert "\r" not in err
     assert "\x1b" not in err
@@ -89,7 +94,7 @@ def test_the_last_row_is_shown_even_when_training_ends_early(capsys: pytest.Capt
     train(tracker, clock, range(1, 8), seconds=1 / 64)
     tracker.finish(state="stopped", summary={})
     assert re.fullmatch(
-        rf"{STAMP} step 1/300 .*\n{STAMP} step 7/300 \(2%\) loss 0\.1429 .*\nstopped at step 7 after 0s\n",
+        rf"{STAMP} step 1/300 .*\n{STAMP} step 7/300 \(2%\) loss 0\.1429 .*\nstopped after 0s\n",
         capsys.readouterr().err.split("\n", 1)[1],
     )
 
@@ -102,7 +107,7 @@ def test_evaluations_are_shown_however_close(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_resumed_run_by_the_clock_says_so_and_has_no_eta(capsys: pytest.CaptureFixture[str]) -> None:
-    tracker, clock = started(config(total=None, micro_batch=None), resumed_at=100)
+    tracker, clock = started(config(total=None, accumulation=1, micro_batch=128), resumed_at=100)
     train(tracker, clock, range(101, 103), seconds=2.0)
     opening, first, second = capsys.readouterr().err.splitlines()
     assert opening == "digits: ddp, for 2h from step 100, global batch 256 = 2 ranks x 1 x 128"
@@ -119,9 +124,7 @@ def test_speed_is_counted_afresh_after_a_rewind(capsys: pytest.CaptureFixture[st
 
 
 def test_one_rank_is_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = config()
-    settings["run"]["world_size"] = 1
-    started(settings)
+    started(config(accumulation=8))
     assert capsys.readouterr().err == "digits: ddp, 300 steps, global batch 256 = 1 rank x 8 x 32\n"
 
 
@@ -143,7 +146,7 @@ def test_a_terminal_shows_a_bar_that_is_gone_at_the_end(monkeypatch: pytest.Monk
     shown = terminal.getvalue()
     assert "300/300" in shown
     assert "64.0 step/s eta 0s" in shown
-    assert shown.endswith("done at step 300 after 5s loss 0.12\n")
+    assert shown.endswith("done after 5s loss 0.12\n")
     assert shown.count("eval step 300 loss 0.12\n") == 1
 
 
