@@ -46,7 +46,7 @@ def assemble(
         blocks = find_blocks(parts.model, recipe.train.blocks)
         rework_blocks(blocks, recipe.train)
         model = strategy.wrap(parts.model, blocks)
-        watch_batchnorm(model, *training.fewest(parts.horizon.total))
+        watch_batchnorm(model, *parts.training.fewest(parts.horizon.total))
         groups = parameter_groups(model, recipe.optimizer.no_decay)
     optimizer = build(parts.registry, "optimizer", recipe.optimizer, params=groups)
     model, optimizer = strategy.prepare(model, optimizer)
