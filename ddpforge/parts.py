@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -13,26 +14,30 @@ from torch import nn
 from ddpforge.blocks import check_blocks, find_blocks
 from ddpforge.checkpoint.initial import find_initial
 from ddpforge.contract import Size, contract_of, count_parameters
-from ddpforge.data import Share, mix, open_data
-from ddpforge.data.streams import is_stream
+from ddpforge.data import Batches, Share, mix, open_data
+from ddpforge.data.nests import size, take
 from ddpforge.durations import Duration, Horizon
 from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PluginError, RecipeError, UsageError
 from ddpforge.fitness import check_model
-from ddpforge.interfaces import Callback, Schedule, Strategy, Task, Tracker
+from ddpforge.interfaces import Callback, Schedule, Strategy, Task, Tracker, World
 from ddpforge.kinds import build
 from ddpforge.optim.groups import parameter_groups
 from ddpforge.pace import in_steps
 from ddpforge.recipe import LoadedRecipe, Recipe
-from ddpforge.recipe.batch import BatchPlan, check_world
+from ddpforge.recipe.batch import BatchPlan, check_world, plan_batch
 from ddpforge.recipe.layers import kind_at
 from ddpforge.recipe.origins import KeyPath, Place
 from ddpforge.recipe.report import Problem
 from ddpforge.recipe.trial import check_optimizer
 from ddpforge.registry import NotImported, Registry, where_raised
-from ddpforge.rehearsal import SMALL, Rehearsal, first_batch, own_random_numbers, rehearse
+from ddpforge.rehearsal import SMALL, Rehearsal, first_batch, own_random_numbers, rehearse, take_apart
 from ddpforge.runfolder import RunFolder
 
 __all__ = ["WEIGHTS", "Parts"]
+
+log = logging.getLogger("ddpforge")
+
+_LOCAL = "ddpforge_local_"  # how the registry names modules that are files beside a recipe
 
 WEIGHTS = 0x1217  # keeps the random numbers of initial weights apart from all others
 
@@ -53,6 +58,10 @@ class Parts:
     size: Size
     horizon: Horizon
     schedule: Schedule
+
+    training: Batches
+    evaluation: Batches | None = None
+    _fits = False  # whether the task takes model and data
 
     def __init__(self, loaded: LoadedRecipe, registry: Registry) -> None:
         self.loaded, self.registry = loaded, registry
@@ -150,11 +159,10 @@ class Parts:
     def _fit(self) -> None:
         """Asks whether the model suits the data and the keys of the recipe that speak of it."""
         recipe = self.recipe
-        self._fits = False
         with self.noting("task", faults=(ValueError,)):
             for data in self.sets if hasattr(self, "task") else ():
                 self.task.check(self.model, data)
-            self._fits = True
+            self._fits = hasattr(self, "task") and bool(self.sets)
         with self.noting("train", "blocks", faults=(ValueError,)):
             check_blocks(find_blocks(self.model, recipe.train.blocks), recipe.train)
         with self.noting("optimizer", faults=(ValueError,)):
@@ -192,26 +200,101 @@ class Parts:
         drop_last = self.recipe.train.last_batch == "drop"
         return fetching | {"global_batch": batch, "share": Share(0, 1, batch), "drop_last": drop_last}
 
-    # ---------------------------------------------------------------------------------------- a few samples
-    def try_out(self, *, strict: bool = False) -> dict[str, Rehearsal]:
-        """Fetches a few samples of each dataset and evaluates them; returns what came of it, by the dataset's key.
+    # ---------------------------------------------------------------------------------------- this rank's part
+    is_open = False
 
-        Unless `strict`, only breaches of contract are noted (a model may need a GPU, and a task what callbacks do), and
-        nothing is done that could matter for the run: no stream is read, and no data that loader processes are to read.
-        """
+    def open(self, world: World) -> None:
+        """Deals the data out: this rank's part of the training data and, where there is any, of the evaluation data."""
+        recipe, train = self.recipe, self.recipe.train
+        plan = plan_batch(train, world.data_size)
+        fetching: dict[str, Any] = {
+            "seed": train.seed,
+            "workers": recipe.data.workers,
+            "prefetch": recipe.data.prefetch,
+            "pin": world.device.type == "cuda",
+        }
+        self.training = open_data(
+            self.sets[0],
+            global_batch=plan.global_batch,
+            share=Share(world.data_rank, world.data_size, plan.micro_batch, train.elastic_shards),
+            shuffle=True,
+            drop_last=train.last_batch == "drop",
+            **fetching,
+        )
+        if len(self.sets) > 1:
+            batch = train.eval_batch or plan.micro_batch
+            self.evaluation = open_data(
+                self.sets[1],
+                global_batch=batch * world.data_size,
+                share=Share(world.data_rank, world.data_size, batch),
+                shuffle=False,
+                drop_last=False,
+                **fetching,
+            )
+        self.is_open = True
+
+    # ---------------------------------------------------------------------------------------- a few samples
+    def try_out(self) -> dict[str, Rehearsal]:
+        """Fetches a few samples of each dataset and evaluates them; returns what came of it, by the dataset's key."""
         found: dict[str, Rehearsal] = {}
-        if not hasattr(self, "task") or not hasattr(self, "size") or not self._fits:
-            return found
-        on_meta = any(parameter.is_meta for parameter in self.model.parameters())
-        if not strict and (on_meta or self.size.all > SMALL):
+        if not self._fits:
             return found
         for key, data in self._built_sets.items():
-            if strict or not (self.recipe.data.workers or is_stream(data)):
-                with self.noting("task"), self._telling(f"data.{key}", strict), own_random_numbers():
-                    found[key] = self._rehearse(key, data)
+            with self.noting("task"), self._telling(f"data.{key}"), own_random_numbers():
+                batch = first_batch(data, most=self._most(key), seed=self.recipe.train.seed)
+                found[key] = self._rehearse(key, batch, self._gpu())
         if "eval" in found and type(self.task).__module__.startswith("ddpforge.tasks."):
             self._find_metrics({f"eval/{name}" for name in found["eval"].metrics})
         return found
+
+    def rehearse(self) -> None:
+        """Looks at the first samples that training will use, and notes breaches of contract.
+
+        Nothing is done that could matter for the run or be noticed by it: what is fetched is fetched once, loader
+        processes fetch by themselves, and neither a plugin's loss nor a model from the recipe's own files is called, as
+        they may do more than compute. Any other error (a model may need a GPU) is left to the first step.
+        """
+        home = type(self.task).loss.__module__ if self._fits else ""
+        ours = home.startswith("ddpforge.tasks.")
+        calls = self._may_call_model() and (ours or home.startswith(_LOCAL))
+        if not (ours or calls) or self.recipe.data.workers:
+            return
+        with self.noting("task"), own_random_numbers():
+            try:
+                batch = _few(self._first())
+                if calls:
+                    self._rehearse("train", batch, None)
+                else:
+                    take_apart(self.task, batch)
+            except ForgeError:
+                raise
+            except Exception as error:
+                log.debug("the first batch could not be evaluated before training: %s", error)
+
+    def _may_call_model(self) -> bool:
+        if not self._fits or self.size.all > SMALL:
+            return False
+        local = any(type(module).__module__.startswith(_LOCAL) for module in self.model.modules())
+        return not local and not any(parameter.is_meta for parameter in self.model.parameters())
+
+    def _first(self) -> Any:
+        if self.is_open:
+            return self.training.first().data
+        return first_batch(self._built_sets["train"], most=self._most("train"), seed=self.recipe.train.seed)
+
+    def _gpu(self) -> str | None:
+        """Where ranks will compute, if that is not where the model is."""
+        on_gpu = hasattr(self, "strategy") and self.strategy.device_type(self.recipe.train) == "cuda"
+        return "cuda" if on_gpu and torch.cuda.is_available() else None
+
+    def _most(self, key: str) -> int:
+        train = self.recipe.train
+        micro = self.plan.micro_batch if hasattr(self, "plan") else train.global_batch
+        return (train.eval_batch if key == "eval" else None) or micro
+
+    def _rehearse(self, key: str, batch: Any, device: str | None) -> Rehearsal:
+        use = "training" if key == "train" else "evaluation"
+        return rehearse(self.model, self.task, batch, use=use, precision=self.recipe.train.precision, device=device)
 
     def _find_metrics(self, known: set[str]) -> None:
         """Asks whether the metrics by which the recipe decides are there; other tasks name some only now and then."""
@@ -224,27 +307,18 @@ class Parts:
                 error = UsageError(f"no evaluation reports {metric}", hints=[f"there are {', '.join(sorted(known))}"])
                 self.note(path, error)
 
-    def _rehearse(self, key: str, data: Any) -> Rehearsal:
-        train = self.recipe.train
-        use = "training" if key == "train" else "evaluation"
-        micro = self.plan.micro_batch if hasattr(self, "plan") else train.global_batch
-        most = (train.eval_batch if key == "eval" else None) or micro
-        batch = first_batch(data, most=most, seed=train.seed)
-        return rehearse(self.model, self.task, batch, use=use, precision=train.precision)
-
     @contextmanager
-    def _telling(self, key: str, strict: bool) -> Iterator[None]:
-        """Turns an error of a component into one that says what was being tried, or leaves it to the run."""
+    def _telling(self, key: str) -> Iterator[None]:
+        """Turns an error of a component into one that says what was being tried."""
         try:
             yield
         except ForgeError:
             raise
         except Exception as error:
-            if strict:
-                raise UsageError(
-                    f"a batch of [{key}] cannot be evaluated: {type(error).__name__}: {error}",
-                    hints=[*getattr(error, "__notes__", ()), *where_raised(error)],
-                ) from error
+            raise UsageError(
+                f"a batch of [{key}] cannot be evaluated: {type(error).__name__}: {error}",
+                hints=[*getattr(error, "__notes__", ()), *where_raised(error)],
+            ) from error
 
     # ---------------------------------------------------------------------------------------- what was found
     @contextmanager
@@ -298,3 +372,11 @@ class Parts:
 def _position(problem: Problem) -> tuple[bool, str, int, int]:
     place = problem.place or Place("")
     return not place.line, place.file, place.line, place.column
+
+
+def _few(batch: Any) -> Any:
+    """The first samples of a batch, where it can be cut."""
+    try:
+        return take(batch, 0, min(size(batch), 8))
+    except ValueError:
+        return batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,11 @@ from ddpforge.firstlook import checked_loss, checked_totals, explain, name_of
 from ddpforge.interfaces import Task
 from ddpforge.tasks.forms import described
 
-__all__ = ["SMALL", "Rehearsal", "first_batch", "own_random_numbers", "rehearse"]
+__all__ = ["SMALL", "Rehearsal", "first_batch", "own_random_numbers", "rehearse", "take_apart"]
 
 SMALL = 50_000_000  # parameters of a model that a CPU evaluates in a moment
 _SAMPLES = 8
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16}  # CPUs have few kernels for fp16
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,46 @@ def first_batch(data: Any, *, most: int, seed: int) -> Any:
     return next(iter(batches.evaluation())).data
 
 
-def rehearse(model: nn.Module, task: Task, batch: Any, *, use: str, precision: str = "fp32") -> Rehearsal:
+class _Reached(Exception):
+    """A task has come as far as the model."""
+
+
+class _NoModel(nn.Module):
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise _Reached
+
+
+def take_apart(task: Task, batch: Any) -> None:
+    """Lets a task take a batch apart, up to where it would call the model; raises what it raises before that."""
+    with suppress(_Reached):
+        task.loss(_NoModel(), batch)
+
+
+def rehearse(
+    model: nn.Module, task: Task, batch: Any, *, use: str, precision: str = "fp32", device: str | None = None
+) -> Rehearsal:
     """One forward pass, in a copy of model and task; `use` is "training" or "evaluation".
+
+    It takes place on `device`, by default where the model is.
 
     Raises UsageError or PluginError where the task breaks its contract, and whatever model and task raise.
     """
     model, task = copy.deepcopy((model, task))
     model.train(use == "training")
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    form, batch = described(batch), to_device(batch, device)
+    place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device is not None and place.type != "meta":
+        place = torch.device(device)
+        model.to(place)
+    form, batch = described(batch), to_device(batch, place)
     try:
-        with _autocast(precision), own_random_numbers():
+        with _autocast(precision, place.type), own_random_numbers():
             loss, outputs = checked_loss(task, task.loss(model, batch), gradients=use == "training")
             with torch.no_grad():
                 totals = checked_totals(task, task.metrics(outputs, batch))
     except Exception as error:
         explain(error, task, form, use)
         raise
-    if device.type == "meta":
+    if place.type == "meta":
         return Rehearsal(form)
     if use == "training":
         _refuse_means(model, task, batch)
@@ -105,8 +127,9 @@ def _same(one: float, other: float) -> bool:
     return abs(one - other) <= 1e-3 * max(abs(one), abs(other))
 
 
-def _autocast(precision: str) -> Any:
-    return torch.autocast("cpu", dtype=_DTYPES[precision]) if precision in _DTYPES else nullcontext()
+def _autocast(precision: str, device: str) -> Any:
+    on_cpu = "cpu" if device == "meta" else device
+    return torch.autocast(on_cpu, dtype=_DTYPES[precision]) if precision in _DTYPES else nullcontext()
 
 
 @contextmanager

@@ -100,7 +100,7 @@ def run(
     is_new = fresh or not folder.exists()
     world = _join(parts, folder=None if fresh else folder)
     if is_new:
-        _build(parts)
+        _build(parts, world, rehearses=True)
     papers = papers_of(parts.loaded)
     with ExitStack() as claims:
         opened = on_main(
@@ -180,7 +180,7 @@ class Attempt:
         )
         self._watch = Watch(self._failures, self._give_up)
         if not self._is_built:
-            _build(self.parts)
+            _build(self.parts, self.world, rehearses=False)
         checkpoints = _checkpoints(self.folder, self.recipe, self.strategy, peers)
         checkpoint = checkpoints.open()
         if checkpoint is None and self.world.is_main:
@@ -430,7 +430,7 @@ def _join(parts: Parts, *, trains: bool = True, folder: RunFolder | None = None)
     parts.foresee(ranks=world_size(), trains=trains, folder=folder)
     if parts.found:
         parts.build(meta=True)  # nobody has joined: all that is wrong is told at once
-        parts.try_out(strict=False)
+        parts.rehearse()
     parts.report()
     world = parts.strategy.setup(parts.recipe.train)
     leaving.at_once()
@@ -443,9 +443,13 @@ def _join(parts: Parts, *, trains: bool = True, folder: RunFolder | None = None)
     return world
 
 
-def _build(parts: Parts) -> None:
+def _build(parts: Parts, world: World, *, rehearses: bool) -> None:
+    """Builds data and model; of a new run it tries out the first samples, too."""
     parts.build()
-    parts.try_out(strict=False)
+    if not parts.found:
+        parts.open(world)
+    if rehearses:
+        parts.rehearse()
     parts.report()
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from ddpforge.errors import ForgeError, RecipeError
 from ddpforge.parts import Parts
@@ -92,8 +93,11 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Part
 
 
 def told(parts: Parts, *, strict: bool = False) -> dict[str, str]:
-    """What is wrong, by key."""
-    parts.try_out(strict=strict)
+    """What is wrong, by key: what a run finds, or a check."""
+    if strict:
+        parts.try_out()
+    else:
+        parts.rehearse()
     try:
         parts.report()
     except RecipeError as error:
@@ -128,12 +132,31 @@ def test_parts_that_fit_are_built_and_tried(parts: Callable[..., Parts]) -> None
     ],
 )
 def test_a_form_that_cannot_work_is_told_in_words(parts: Callable[..., Parts], sets: list[str], said: str) -> None:
-    (message,) = told(parts(*sets)).values()
+    (message,) = told(parts(*sets), strict=True).values()
     assert said in message
+    if sets[0].startswith("data.train.gives"):
+        (message,) = told(parts(*sets)).values()
+        assert said in message
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("mean", "returns a mean over the batch"), ("alone", "not a pair"), ("floats", "must be a Total"), ("sum", "")],
+)
+def test_a_run_tries_a_task_of_its_own_files_with_a_model_that_only_computes(
+    parts: Callable[..., Parts], how: str, said: str
+) -> None:
+    found = told(
+        parts(
+            "model={use='torch.nn:Linear', in_features=4, out_features=3}", f"task={{use='./mine.py:Odd', how='{how}'}}"
+        )
+    )
+    assert len(found) == (1 if said else 0)
+    assert all(said in message for message in found.values())
 
 
 def test_a_sum_is_no_mean(parts: Callable[..., Parts]) -> None:
-    assert told(parts("task={use='./mine.py:Odd', how='sum'}")) == {}
+    assert told(parts("task={use='./mine.py:Odd', how='sum'}"), strict=True) == {}
 
 
 def test_a_model_of_another_shape_is_left_to_the_run_but_not_by_check(parts: Callable[..., Parts]) -> None:
@@ -148,12 +171,10 @@ def test_a_stream_without_a_length_is_met_with_all_that_counts_epochs(parts: Cal
 
 
 def test_random_numbers_are_what_they_were(parts: Callable[..., Parts]) -> None:
-    import torch
-
     built = parts()
     torch.manual_seed(7)
     wanted = torch.get_rng_state()
-    built.try_out(strict=True)
+    built.try_out()
     assert torch.equal(torch.get_rng_state(), wanted)
 
 
@@ -198,3 +219,27 @@ def test_a_run_says_all_of_it_and_makes_no_folder(ddpforge: Callable[..., object
 def test_the_json_of_a_check_has_keys(parts: Callable[..., Parts]) -> None:
     found = told(parts("optimizer.no_decay=['biass']"))
     assert json.dumps(list(found)) == '["optimizer.no_decay"]'
+
+
+def test_what_is_looked_at_before_training_is_fetched_once(ddpforge: Callable[..., object], tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RECIPE)
+    noted = "        open('fetched', 'a').write(f'{i}\\n')\n        x, y = torch.full"
+    (tmp_path / "mine.py").write_text(CODE.replace("        x, y = torch.full", noted))
+    ddpforge("run", "run.toml")
+    fetched = (tmp_path / "fetched").read_text().split()
+    assert len(fetched) == 4 * 8
+    assert sorted(map(int, fetched[:16])) == sorted(map(int, fetched[16:])) == list(range(16))
+
+
+def test_the_first_micro_batch_is_that_of_training() -> None:
+    from ddpforge.data import Share, open_data
+
+    fetching = {"seed": 3, "shuffle": True, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False}
+    batches = open_data(torch.arange(10), global_batch=4, share=Share(0, 1, 4), **fetching)  # type: ignore[arg-type]
+    wanted = [next(batches.training(start)).data.tolist() for start in (0, 1)]
+    assert batches.first().data.tolist() == wanted[0]
+    source = batches.training(0)
+    assert [next(source).data.tolist() for _ in (0, 1)] == wanted
+    batches.first()
+    assert next(batches.training(1)).data.tolist() == wanted[1]
+    assert next(batches.training(0)).data.tolist() == wanted[0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -69,6 +70,7 @@ class Batches:
     _workers: int
     _prefetch: int
     _pin: bool
+    _begun: list[Iterator[MicroBatch]] = field(default_factory=list)  # by `first`, and not taken over yet
 
     def fewest(self, steps: int | None) -> tuple[int, int]:
         """The sizes of the smallest micro-batch, on any rank, of a full step and of the last step of an epoch.
@@ -83,7 +85,17 @@ class Batches:
 
     def training(self, start: int) -> Iterator[MicroBatch]:
         """From step `start` on, without end, epoch after epoch."""
+        if self._begun and start == 0:
+            return self._begun.pop()
+        self._begun.clear()
         return iter(self._loader(start, one_epoch=False))
+
+    def first(self) -> MicroBatch:
+        """The first micro-batch of training, fetched once: `training(0)` then begins with the same."""
+        source = iter(self._loader(0, one_epoch=False))
+        micro = next(source)
+        self._begun[:] = [chain([micro], source)]
+        return micro
 
     def evaluation(self) -> Iterable[MicroBatch]:
         """All samples once, in their own order."""
