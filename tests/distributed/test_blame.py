@@ -214,7 +214,7 @@ class JoinsLate(Callback):
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "deepspeed"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_a_refusal_reaches_every_rank_however_late_it_joins(
     tmp_path: Path, ddpforge: Callable[..., Ranks], strategy: str
 ) -> None:
