@@ -5,10 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PLUGINS := $(wildcard plugins/*)
 
-.PHONY: run test test-all test-fast test-plugins lint clean
+.PHONY: run test test-all test-fast test-gpu test-plugins lint clean
 
-run: $(VENV)/installed    ## train the digits recipe on 2 processes
-	$(BIN)/ddpforge launch digits --nproc 2 --fresh
+run: $(VENV)/installed    ## train the digits recipe in 2 processes, on the CPU: a GPU holds one
+	$(BIN)/ddpforge launch digits --nproc 2 --fresh --set train.device=cpu
 
 test: lint                ## everything: style, types, all tests, and those of the plugins
 	$(BIN)/python -m pytest
@@ -19,6 +19,9 @@ test-plugins: $(VENV)/installed    ## each in its own folder, as its author woul
 
 test-all: lint            ## also all strategy pairs and 320 random kills: a quarter of an hour more
 	$(BIN)/python -m pytest -m "full or not full"
+
+test-gpu: $(VENV)/installed    ## what needs a CUDA device, and nothing else
+	$(BIN)/python -m pytest -m gpu
 
 test-fast: $(VENV)/installed    ## without the tests that take tens of seconds
 	$(BIN)/python -m pytest -m "not slow and not full"

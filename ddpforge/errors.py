@@ -3,6 +3,7 @@
     ForgeError                 1   training failed
     ├── UsageError             2   the command line, or a path it names, is wrong
     │   └── RecipeError        2   the recipe is wrong; carries every problem that was found
+    ├── OutOfMemory            1   of a GPU, or of the host
     ├── PeerFailed             …   another rank failed and has reported it
     ├── EnvironmentProblem     3   launcher, devices, disk or an installed package
     │   ├── PluginError        3   a component cannot be loaded, or breaks its contract
@@ -84,6 +85,10 @@ class Diverged(ForgeError):
     """A loss or gradient became non-finite and the recipe says `on_nonfinite = "stop"`."""
 
     exit_code = ExitCode.DIVERGED
+
+
+class OutOfMemory(ForgeError):
+    """Training needs more memory than there is on a GPU, or on the host."""
 
 
 class PeerFailed(ForgeError):

@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import secrets
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -277,7 +276,9 @@ class RunFolder:
     # -- contents
     def tables(self) -> dict[str, Any]:
         """The resolved recipe that the last attempt followed."""
-        return _read(self.resolved, tomllib.loads)
+        from ddpforge.recipe.toml import loads
+
+        return _read(self.resolved, loads)
 
     def lineage(self) -> list[Lineage]:
         """Which resolved recipes the run has followed, oldest first."""
@@ -402,7 +403,7 @@ _FIXED = (
 )
 _FREE = (
     *("name", "output_dir", "track", "checkpoint", "strategy", "data.workers", "data.prefetch"),
-    *("train.timeout", "train.compile", "train.eval_every", "train.eval_batch"),
+    *("train.timeout", "train.device", "train.compile", "train.eval_every", "train.eval_batch"),
 )
 # What a finished run may be asked for again with: these have no part in its result, nor in how it came about.
 _OUTSIDE = ("name", "output_dir", "track", "checkpoint", "data.workers", "data.prefetch", "train.timeout")

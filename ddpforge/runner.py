@@ -34,9 +34,10 @@ from ddpforge.errors import CheckpointError, Diverged, ExitCode, ForgeError, Pee
 from ddpforge.failures import Failures, Peer, Report, phrase
 from ddpforge.interfaces import Callback, Strategy, Tracker, World
 from ddpforge.launch import record_verdict
+from ddpforge.memory import explained
 from ddpforge.parts import Parts
 from ddpforge.recipe import Recipe, load_recipe
-from ddpforge.recipe.batch import check_world
+from ddpforge.recipe.batch import check_world, plan_batch
 from ddpforge.registry import Registry
 from ddpforge.runfolder import (
     Change,
@@ -166,7 +167,7 @@ class Attempt:
                 stack.enter_context(trainer.stop)  # a launcher ends the others of a rank that failed: not in mid-word
                 status = self._end(trainer.fit())
             except BaseException as error:
-                told = self._fail(error)
+                told = self._fail(explained(error, self.recipe, self.world.data_size))
                 if told is error:
                     raise
                 raise told from error
@@ -205,7 +206,7 @@ class Attempt:
                 f"{self.folder.path} has come to step {step}, and train.length ends at step {trainer.end}",
                 hints=[
                     "go on with it with a longer train.length, or begin anew with --fresh",
-                    "what it was at an earlier step is in its checkpoints: ddpforge ckpt list",
+                    "what it was at an earlier step is in its checkpoints: ddpforge ckpt ls",
                 ],
             )
         earlier = self.opened.earlier
@@ -217,12 +218,15 @@ class Attempt:
         """Writes down that an attempt begins and starts the trackers; returns what checkpoints say of their origin."""
         step, strategy = trainer.progress.step, self.recipe.strategy.use
         attempt = self.folder.begin_attempt(step=step, **self.papers)
+        plan = plan_batch(self.recipe.train, self.world.data_size)
         facts = {
             "attempt": attempt,
             "strategy": strategy,
             "total_steps": trainer.horizon.total,
             "steps_per_epoch": trainer.horizon.steps_per_epoch,
             "world_size": self.world.size,
+            "micro_batch": plan.micro_batch,
+            "accumulation": plan.accumulation,
             "device": str(self.world.device),
             "parameters": trainer.parameters,
         }

@@ -1,5 +1,6 @@
 """Fixtures that every test may ask for."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,12 @@ import torch
 from ranks import Ranks, Zygote
 
 PLUGINS = ",".join(path.name for path in (Path(__file__).parents[1] / "plugins").glob("*"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides GPUs, unless the tests that need one are asked for: `pytest -m gpu`. Several ranks cannot share one."""
+    if "gpu" not in config.option.markexpr or "not gpu" in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(autouse=True)

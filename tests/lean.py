@@ -30,13 +30,14 @@ class Casts(TorchDispatchMode):
 
 
 class Counting(Regression):
-    """Regression that appends a line per forward pass: training or not, copies made, copies alive."""
+    """Regression that appends a line per forward pass: class of the model, kind, copies made, copies alive."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         with Casts() as casts:
             result = super().loss(model, batch)
         with open("casts.txt", "a") as file:
-            print("train" if torch.is_grad_enabled() else "eval", len(casts.made), casts.alive(), file=file)
+            kind = "train" if torch.is_grad_enabled() else "eval"
+            print(type(model).__name__, kind, len(casts.made), casts.alive(), file=file)
         return result
 
 

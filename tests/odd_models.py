@@ -141,6 +141,21 @@ class NormedBlocks(nn.Module):
         return self.head(x)
 
 
+class Hungry(nn.Module):
+    """From the fourth training pass on it needs more memory than any machine has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 1)
+        self.passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        if self.passes > 3:
+            torch.empty(2**56)
+        return self.head(x)
+
+
 class OwnSeed(nn.Module):
     """Every rank draws other weights."""
 

@@ -94,7 +94,10 @@ def _serve() -> None:
     from importlib.metadata import entry_points
 
     modules = _IMPORTED
-    if not Path("/dev/nvidia0").exists():  # with a GPU, DeepSpeed might touch it, which a process that forks must not
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if (
+        hidden or not Path("/dev/nvidiactl").exists()
+    ):  # DeepSpeed might touch a GPU, which a process that forks must not
         os.environ["DS_ACCELERATOR"] = "cpu"
         modules = modules + _IMPORTED_BY_DEEPSPEED
     logging.disable(logging.WARNING)  # torch's, about a machine with CUDA and without a GPU

@@ -36,7 +36,7 @@ LAYERS = [
     # ------------------------------------------------------------------------ nothing below imports torch
     {"runfolder", "watch"},
     {"failures"},
-    {"agree", "checkpoint.files", "console", "environment", "launch", "leaving", "signals"},
+    {"agree", "checkpoint.files", "console", "environment", "launch", "leaving", "memory", "signals"},
     {"authoring", "pytest_options", "recipe"},
     {"registry"},
     {"options"},

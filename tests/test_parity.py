@@ -286,7 +286,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def compared(zygote: Zygote, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
     """`parity` with ranks that are forked, which is quick; `test_the_command_from_end_to_end` has the real launcher."""
 
-    def launch(command: Sequence[str], *, nproc: int, output: IO[bytes]) -> int:
+    def launch(command: Sequence[str], *, nproc: int, output: IO[bytes], variables: Any) -> int:
         ended = zygote.run(command[command.index("run") :], nproc=nproc, cwd=folder)
         output.write((ended.stdout + ended.stderr).encode())
         return next((code for code in ended.codes if code), 0)
@@ -362,6 +362,26 @@ def test_a_run_that_fails_ends_it_with_its_words_and_its_code(compared: Compare,
     assert "`./wrong_strategies.py:GivesUp` ended with exit code 3" in caught.value.message
     assert "    error: this machine has no flux capacitor" in caught.value.message
     assert not (folder / "out/3-ddp-1").exists()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "hidden"),
+    [(0, "auto", False), (1, "auto", True), (2, "auto", False), (1, "cpu", False), (1, "cuda", False)],
+)
+def test_all_are_compared_on_the_cpu_where_there_are_too_few_gpus(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: int, device: str, hidden: bool
+) -> None:
+    """One for each process of the largest run; what the recipe itself asks for, it gets, or a refusal."""
+    told: list[Any] = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("ddpforge.launch.launch", lambda *_, variables, **__: told.append(variables) or 1)
+    with pytest.raises(RunFailed):
+        parity(
+            "tiny.toml", ["single@1", "ddp@2"], ranks=1, steps=1, out=Path("out"), sets=[f"train.device={device}"],
+            say=told.append,
+        )  # fmt: skip
+    assert told[-1] == ({"CUDA_VISIBLE_DEVICES": ""} if hidden else {})
+    assert ("comparing on the CPU: 2 processes need 2 GPUs, and there is 1" in told) is hidden
 
 
 def test_stopping_a_run_stops_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:

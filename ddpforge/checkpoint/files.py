@@ -20,11 +20,12 @@ _operations = 0
 
 
 def progress() -> int:
-    """Grows whenever something was written by this process: what tells a slow disk from one that hangs."""
+    """Grows whenever this process wrote or verified something: what tells a slow disk from one that hangs."""
     return _operations
 
 
-def _proceed() -> None:
+def proceed() -> None:
+    """Notes that something was done."""
     global _operations
     _operations += 1
 
@@ -43,14 +44,14 @@ def create(path: Path) -> BinaryIO:
 def write(file: BinaryIO, data: bytes | memoryview) -> None:
     """Appends all of `data`."""
     file.write(data)
-    _proceed()
+    proceed()
 
 
 def sync(file: BinaryIO) -> None:
     """Waits until the file's contents would survive a power cut."""
     file.flush()
     os.fsync(file.fileno())
-    _proceed()
+    proceed()
 
 
 def sync_folder(path: Path) -> None:

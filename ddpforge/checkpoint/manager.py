@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ddpforge.agree import on_main
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.contents import Facts, Share
-from ddpforge.checkpoint.manifest import layout_of, read_manifest
+from ddpforge.checkpoint.manifest import layout_of, read_manifest, verify_contents
 from ddpforge.checkpoint.peers import Peers
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.sharded import Save
@@ -19,6 +19,7 @@ from ddpforge.errors import CheckpointError
 from ddpforge.recipe.schema import CheckpointSection
 
 T = TypeVar("T")
+_Flaw = tuple[str, tuple[str, ...]]  # message and hints
 log = logging.getLogger(__name__)
 
 
@@ -129,9 +130,11 @@ class Checkpoints:
         """
         if self._saving is not None:
             wait([self._saving])  # what is half-written is about to be cleared away
+        if self._peers.rank != 0:
+            self._help_to_verify()
         chosen = self._on_main(lambda: self._choose(path))
-        # Rank 0 has just verified it; the others may see the disk from another machine.
-        return None if chosen is None else Reader(chosen, verify=self._peers.rank != 0)
+        # A rank alone has just verified all of it; others have only their shares, and may see another disk.
+        return None if chosen is None else Reader(chosen, verify=self._peers.size > 1)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """True when the metric that `keep.by` names beats that of every checkpoint in the folder."""
@@ -143,12 +146,16 @@ class Checkpoints:
         return self._on_main(look)
 
     def _choose(self, path: Path | None) -> Path | None:
-        retention.clean(self.folder)
-        if path is not None:
-            read_manifest(path, verify=True)
-            return path
+        try:
+            retention.clean(self.folder)
+            if path is not None:
+                self._verify(path)
+                return path
+            path, skipped = retention.newest(self.folder, self._verify)
+        finally:
+            if self._peers.size > 1:
+                self._peers.broadcast(None)  # there is nothing more to verify
 
-        path, skipped = retention.newest(self.folder)
         for _, reason in skipped:
             log.warning("passed over: %s", reason)
         if path is None and skipped:
@@ -158,5 +165,35 @@ class Checkpoints:
             )
         return path
 
+    # One rank would take as many times as long as there are ranks, and the others would wait in vain.
+    def _verify(self, path: Path) -> None:
+        """On rank 0: raises CheckpointError unless what each rank has looked at is intact."""
+        if self._peers.size == 1:
+            retention.verify(path)
+            return
+        self._peers.broadcast(path)
+        if (flaw := self._look_together(path)) is not None:
+            message, hints = flaw
+            raise CheckpointError(message, hints=hints)
+
+    def _help_to_verify(self) -> None:
+        """On the other ranks: looks at a share of each checkpoint that rank 0 considers."""
+        while (path := self._peers.broadcast(None)) is not None:
+            self._look_together(path)
+
+    def _look_together(self, path: Path) -> _Flaw | None:
+        """The first flaw that a rank has found in its share."""
+        rank, ranks = self._peers.rank, self._peers.size
+        mine, _ = self._peers.together(lambda: _flaw(path, rank, ranks), lambda: None)
+        return next((flaw for flaw in self._peers.everyone(mine) if flaw), None)
+
     def _on_main(self, action: Callable[[], T]) -> T:
         return on_main(action, is_main=self._peers.rank == 0, broadcast=self._broadcast)
+
+
+def _flaw(path: Path, rank: int, ranks: int) -> _Flaw | None:
+    try:
+        verify_contents(path, read_manifest(path), rank=rank, ranks=ranks)
+    except CheckpointError as error:
+        return error.message, error.hints
+    return None

@@ -1,8 +1,9 @@
 """Reading, trusting and verifying what a checkpoint says it contains, without torch."""
 
 import hashlib
+import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -22,10 +23,14 @@ from ddpforge.checkpoint.schema import (
     Manifest,
     OtherFile,
     TensorEntry,
+    position_flaw,
 )
 from ddpforge.checkpoint.stored import BLOCK, DTYPES, Claim, damaged
 from ddpforge.errors import CheckpointError
+from ddpforge.recipe.toml import loads
 from ddpforge.regions import flaw, held_shape, normal
+
+_DEEPEST = 16  # levels of JSON
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -45,8 +50,40 @@ def read_manifest(path: Path, *, verify: bool = False) -> Manifest:
     manifest = read_sealed(path)
     check_files(path, manifest)
     if verify:
+        check_meaning(path, manifest)
         verify_contents(path, manifest)
     return manifest
+
+
+def check_meaning(path: Path, manifest: Manifest) -> None:
+    """Raises CheckpointError for what no run writes, though its form is right: a manifest may come from anybody."""
+    flaw = position_flaw(manifest.position)
+    for name in ("position", "loop", "lineage"):
+        if flaw is None and _depth(getattr(manifest, name)) > _DEEPEST:
+            flaw = f"{name} is nested too deeply"
+    for name, value in manifest.loop.items():
+        if flaw is None and type(value) not in (int, float):
+            flaw = f"loop.{name} is not a number"
+    try:
+        loads(manifest.recipe)
+        for name in manifest.metrics:
+            manifest.metric(name)
+    except ValueError as error:
+        flaw = flaw or f"its recipe or its metrics cannot be read: {error}"
+    if flaw:
+        raise damaged(path / MANIFEST, flaw)
+
+
+def _depth(value: object) -> int:
+    """How deeply arrays and objects are nested, without recursion."""
+    depth, level = 0, [value]
+    while level and depth <= _DEEPEST:
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [item for items in inner for item in items]
+        depth += bool(inner)
+        if not inner:
+            break
+    return depth
 
 
 def read_sealed(path: Path) -> Manifest:
@@ -172,22 +209,33 @@ def layout_of(path: Path, manifest: Manifest) -> dict[str, dict[str, Placed]]:
         raise damaged(path / MANIFEST, str(error)) from error
 
 
-def verify_contents(path: Path, manifest: Manifest) -> None:
-    """Raises CheckpointError unless every byte of the files is the one that was written."""
-    found = layout_of(path, manifest)
+def verify_contents(path: Path, manifest: Manifest, *, rank: int = 0, ranks: int = 1) -> None:
+    """Raises CheckpointError unless every byte of the files is the one that was written.
+
+    With `ranks`, looks at every so many-th block only: `ranks` ranks together look at all.
+    """
+    found, begin = layout_of(path, manifest), 0
     for file, entry in manifest.files.items():
-        verify_file(path / file, entry, found.get(file, {}))
+        placed = found.get(file, {})
+        blocks = max(1, sum(len(one.chunk.hashes) for one in placed.values()))
+        mine = range((rank - begin) % ranks, blocks, ranks)
+        if mine:
+            verify_file(path / file, entry, placed, mine)
+        begin += blocks
 
 
-def verify_file(path: Path, entry: FileEntry, placed: Mapping[str, Placed]) -> None:
-    """Raises CheckpointError unless every byte of one file is the one that was written."""
+def verify_file(path: Path, entry: FileEntry, placed: Mapping[str, Placed], blocks: range = range(sys.maxsize)) -> None:
+    """Raises CheckpointError unless the bytes of one file, or those of some of its `blocks`, are those written."""
     if isinstance(entry, OtherFile):
         check_sha256(path, entry)
         return
     begins = stored.places(path, claims_of(placed), entry.header_xxh3)
     buffer = memoryview(bytearray(min(BLOCK, entry.bytes)))
+    first = 0
     for name, chunk in placed.items():
-        _verify_chunk(path, begins[name], chunk, buffer)
+        numbers = [number for number in range(len(chunk.chunk.hashes)) if first + number in blocks]
+        _verify_blocks(path, begins[name], chunk, numbers, buffer)
+        first += len(chunk.chunk.hashes)
 
 
 def claims_of(entries: Mapping[str, Placed]) -> dict[str, Claim]:
@@ -205,11 +253,13 @@ def check_sha256(path: Path, entry: OtherFile) -> None:
         raise damaged(path, "its sha256 is not the one in the manifest")
 
 
-def _verify_chunk(path: Path, begin: int, placed: Placed, buffer: memoryview) -> None:
-    for number, start in enumerate(range(0, placed.nbytes, BLOCK)):
+def _verify_blocks(path: Path, begin: int, placed: Placed, numbers: Iterable[int], buffer: memoryview) -> None:
+    for number in numbers:
+        start = number * BLOCK
         block = buffer[: min(BLOCK, placed.nbytes - start)]
         stored.read_into(path, begin + start, block)
         check_block(path, placed.chunk, number, block)
+        files.proceed()
 
 
 def check_block(path: Path, chunk: Chunk, number: int, block: memoryview) -> None:

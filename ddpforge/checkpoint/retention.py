@@ -83,7 +83,12 @@ def check_folder(folder: Path) -> None:
             ) from error
 
 
-def newest(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+def verify(path: Path) -> None:
+    """Raises CheckpointError unless the checkpoint `path` is intact to the last byte."""
+    read_manifest(path, verify=True)
+
+
+def newest(folder: Path, verify: Callable[[Path], None] = verify) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest checkpoint that is intact to the last byte, and those passed over for it, with reasons.
 
     Those come newest first; broken ones that are older than the chosen one are left out.
@@ -93,7 +98,7 @@ def newest(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     chosen, oldest = None, 0
     for path, manifest in found:
         try:
-            read_manifest(path, verify=True)
+            verify(path)
         except CheckpointError as error:
             broken.append((path, error.message))
         else:

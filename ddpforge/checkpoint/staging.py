@@ -1,7 +1,9 @@
 """A copy of what a rank is about to write, in host memory that every save uses again."""
 
+import logging
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,13 +13,15 @@ from ddpforge.checkpoint.contents import Held
 from ddpforge.errors import CheckpointError
 from ddpforge.regions import Part
 
+log = logging.getLogger(__name__)
+
 _ALIGNMENT = 64  # bytes: of any dtype, and of a cache line
 
 _HINT = "save without a copy, while training waits: checkpoint.background = false"
 
 
 class Staging:
-    """Host memory for one copy, page-locked where there is something on a GPU.
+    """Host memory for one copy, page-locked where there is something on a GPU, if the machine allows it.
 
     The memory is taken at the first copy and grows when more is to be copied; each copy overwrites the one before.
     """
@@ -43,7 +47,7 @@ class Staging:
         return copied
 
     def _bytes(self, size: int, *, locked: bool) -> Tensor:
-        if self._memory is None or size > len(self._memory.bytes) or (locked and not self._memory.locked):
+        if self._memory is None or size > len(self._memory.bytes) or (locked and not self._memory.asked):
             self._memory = None  # first of all: there may be no room for both
             self._memory = _Memory(size, locked=locked)
         return self._memory.bytes
@@ -77,13 +81,24 @@ class _Memory:
         except RuntimeError as error:
             raise CheckpointError(f"there is no host memory for a copy of {size:,} bytes", hints=[_HINT]) from error
         # Not `pin_memory=True`, which takes up to twice the size: a power of two.
-        self.locked = locked
+        self.asked = locked
         if locked and size:
             address = self.bytes.data_ptr()
             if code := int(_cuda().cudaHostRegister(address, size, 1)):
-                message = f"{size:,} bytes of host memory could not be page-locked (CUDA error {code})"
-                raise CheckpointError(message, hints=[_HINT])
+                log.warning(
+                    "%s bytes of host memory could not be page-locked (CUDA error %d): copies for checkpoints take "
+                    "longer; `ulimit -l` says how much may be",
+                    *(f"{size:,}", code),
+                )
+                _forget_error()
+                return
             weakref.finalize(self, _unlock, address).atexit = False  # then the driver does it
+
+
+def _forget_error() -> None:
+    """CUDA keeps an error until it has been reported, be it by the next kernel, which has nothing to do with it."""
+    with suppress(RuntimeError, AssertionError):
+        torch.zeros((), device="cuda")
 
 
 def _unlock(address: int) -> None:

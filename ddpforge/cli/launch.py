@@ -49,9 +49,9 @@ def launch(
             f"`{torchrun_flags[0]}` is one argument too many", hints=["flags for torchrun follow after `--`"]
         )
 
-    nproc = nproc or _gpus() or 1
     with _told_as_json(as_json):
         loaded = load_recipe(recipe, sets=sets)
+        nproc = nproc or (loaded.recipe.train.device != "cpu" and _gpus()) or 1
         if not any(flag.startswith("--nnodes") for flag in torchrun_flags):
             check_world(loaded, nproc)
 

@@ -12,16 +12,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import IO
 
 __all__ = [
     *("Death", "Ended", "launch", "start", "threads_per_process", "torchrun_command"),
-    *("record_death", "record_verdict"),
+    *("NO_GPUS", "record_death", "record_verdict"),
 ]
 
 VERDICT = "DDPFORGE_VERDICT"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # for ranks that are to compute on the CPU whatever the recipe's parts think
 _GRACE = "600"  # seconds that ranks get for their last step and checkpoint; torchrun's own 30 are short for that
 
 
@@ -63,15 +64,27 @@ class Ended:
     ranks: frozenset[int] = frozenset()  # those that said how they ended
 
 
-def launch(command: Sequence[str], *, nproc: int, output: IO[bytes] | None = None) -> int:
+def launch(
+    command: Sequence[str],
+    *,
+    nproc: int,
+    output: IO[bytes] | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> int:
     """Runs `command`; returns 0, or the exit code of the first rank that failed; see `start`."""
-    return start(command, nproc=nproc, output=output).code
+    return start(command, nproc=nproc, output=output, variables=variables).code
 
 
-def start(command: Sequence[str], *, nproc: int, output: IO[bytes] | None = None) -> Ended:
+def start(
+    command: Sequence[str],
+    *,
+    nproc: int,
+    output: IO[bytes] | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Ended:
     """Runs `command` until it ends, which starts `nproc` ranks on this machine.
 
-    What it prints goes to `output`; by default, where this process prints.
+    What it prints goes to `output`; by default, where this process prints. `variables` join those of the environment.
 
     Launchers flatten every failure to 1, so the ranks also write their codes to a file that only this launch knows.
     SIGTERM, SIGUSR1, SIGHUP and Ctrl-C each reach the launcher as one SIGTERM, which it passes on to the ranks: they
@@ -92,7 +105,7 @@ def start(command: Sequence[str], *, nproc: int, output: IO[bytes] | None = None
     defaults = {"OMP_NUM_THREADS": str(threads_per_process(nproc)), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE}
     try:
         with tempfile.NamedTemporaryFile(prefix="ddpforge-") as verdict:
-            environment = defaults | os.environ | {VERDICT: verdict.name}
+            environment = {**defaults, **os.environ, **variables, VERDICT: verdict.name}
             # A session of its own: a terminal would send Ctrl-C to the launcher too, which gives up at the second.
             process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=output, stderr=output)
             if asked:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shutil import copytree
@@ -131,10 +131,11 @@ def parity(
     precision = runs[0].loaded.recipe.train.precision
     tolerances = TOLERANCES[precision] if tolerance is None else TOLERANCES[precision].scaled(tolerance)
     _make_empty(out)
+    variables = _variables(runs, say)
 
     for run in runs:
         say(f"{run.spec.text}: training {steps} steps on {run.spec.ranks} rank{'s' * (run.spec.ranks > 1)}")
-        run.train(start=None if run is runs[0] else runs[0].start())
+        run.train(start=None if run is runs[0] else runs[0].start(), variables=variables)
     reference = runs[0].record()
     verdicts = [Verdict(runs[0].spec, runs[0].name, reference.steps, [], reference.averages)]
     for run in runs[1:]:
@@ -143,6 +144,17 @@ def parity(
             Verdict(run.spec, run.name, record.steps, compare(record, reference, tolerances), record.averages)
         )
     return Report(recipe, precision, tolerances, verdicts)
+
+
+def _variables(runs: Sequence[_Run], say: Callable[[str], None]) -> Mapping[str, str]:
+    """What has all runs compute on the CPU if there are too few GPUs for one of them."""
+    from torch.cuda import device_count
+
+    gpus, most = device_count(), max(run.spec.ranks for run in runs)
+    if not gpus or gpus >= most or runs[0].loaded.recipe.train.device != "auto":
+        return {}
+    say(f"comparing on the CPU: {most} processes need {most} GPUs, and there {'are' if gpus > 1 else 'is'} {gpus}")
+    return launch.NO_GPUS
 
 
 def _make_empty(folder: Path) -> None:
@@ -185,8 +197,8 @@ class _Run:
         """Where the run is."""
         return RunFolder(self.out / self.name)
 
-    def train(self, *, start: Path | None) -> None:
-        """Trains, from the checkpoint `start` if there is one; raises RunFailed."""
+    def train(self, *, start: Path | None, variables: Mapping[str, str]) -> None:
+        """Trains, from the checkpoint `start` if there is one, with these environment variables; raises RunFailed."""
         if start:
             self.folder.create(**papers_of(self.loaded))
             copytree(start, self.folder.checkpoints / start.name)
@@ -194,7 +206,7 @@ class _Run:
         command = launch.torchrun_command(arguments, nproc=self.spec.ranks)
         output = self.out / f"{self.name}.log"
         with output.open("wb") as file:
-            code = launch.launch(command, nproc=self.spec.ranks, output=file)
+            code = launch.launch(command, nproc=self.spec.ranks, output=file, variables=variables)
         if code:
             raise RunFailed(self.spec, code, output.read_text(errors="replace"))
 

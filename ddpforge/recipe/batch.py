@@ -41,7 +41,7 @@ def plan_batch(train: TrainSection, data_ranks: int, *, origin: Origin | None = 
         fits = ", ".join(str(ranks) for ranks in range(1, shards + 1) if shards % ranks == 0)
         message = f"`train.elastic_shards` = {shards} cannot be dealt out evenly to {_ranks(data_ranks)}"
         raise RecipeError([Problem(message, "train.elastic_shards", place, (f"numbers of ranks that fit: {fits}",))])
-    batch, micro = train.global_batch, train.micro_batch or train.global_batch // shards
+    batch, micro = train.global_batch, train.per_pass(data_ranks)
     if micro == 0 or batch % (micro * shards):
         problem = Problem(_indivisible(train, shards), "train.global_batch", place, tuple(_ways_out(train, shards)))
         raise RecipeError([problem])

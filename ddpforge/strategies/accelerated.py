@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from ddpforge.errors import StrategyError, UsageError
 from ddpforge.interfaces import CanonicalState, Exploring, Part, Refusal, SavedTensor, Strategy, World
 from ddpforge.strategies import replicated
+from ddpforge.strategies.devices import Agreement, choose_device
 from ddpforge.strategies.own_state import OwnState
 from ddpforge.strategies.precision import precision_for
 from ddpforge.strategies.share import share
@@ -62,6 +63,28 @@ _DECIDED_BY = {
 }
 
 
+_ON_GPUS = "cuda:nccl,cpu:gloo"  # gloo for what is on the host: objects, and the shards of cpu_offload
+
+
+def _backend(device: torch.device) -> dict[str, str]:
+    """What Accelerate is told of the group where a launcher announced one; it knows what there is for CPUs."""
+    return {"backend": _ON_GPUS} if device.type == "cuda" and "LOCAL_RANK" in os.environ else {}
+
+
+GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
+
+
+def _one_pass(train: TrainSection) -> str:
+    """What makes a step one forward pass of each rank."""
+    if train.elastic_shards:
+        return f"elastic_shards = ranks, and micro_batch = {train.global_batch} / ranks"
+    return f"micro_batch = {train.global_batch} / ranks"
+
+
+def _told_cpu() -> bool:
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+
+
 class AcceleratedStrategy(Strategy):
     """A replicated model in a world that Accelerate set up.
 
@@ -88,32 +111,41 @@ class AcceleratedStrategy(Strategy):
 
     # -- before the loop
     def device_type(self, train: TrainSection) -> str:
-        """A GPU where there is one, unless `accelerate launch --cpu` says otherwise."""
-        on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
-        return "cpu" if on_cpu else super().device_type(train)
+        """What the recipe says, or `accelerate launch --cpu`, or a GPU where there is one."""
+        return "cpu" if train.device == "auto" and _told_cpu() else super().device_type(train)
 
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
-        """SyncBatchNorm on a CPU."""
+        """SyncBatchNorm on a CPU, and gradients that would add up in memory of CUDA graphs."""
         if train.sync_batchnorm and device != "cuda":
             hint = "torch.nn.SyncBatchNorm has no CPU implementation; leave train.sync_batchnorm out"
             yield Refusal(
                 "train.sync_batchnorm", f"train.sync_batchnorm needs CUDA, and this run is on {device}", (hint,)
             )
+        together = max(1, train.per_pass(self.data_ranks(ranks))) * self.data_ranks(ranks)
+        if device == "cuda" and train.compile in GRAPHS and train.global_batch > together:
+            yield Refusal(
+                "train.compile",
+                f'train.compile = "{train.compile}" replays CUDA graphs, whose memory is used again in every forward '
+                f"pass, and gradients of {train.global_batch // together} passes are to add up there",
+                ('set train.compile = "default"', f"or let each rank make one pass per step, with {_one_pass(train)}"),
+            )
 
     def setup(self, train: TrainSection) -> World:
         """Joins the gloo (CPU) or NCCL (CUDA) process group that the launcher announced, and checks its size."""
         self._refuse_contradictions(train)
-        on_cpu = self.device_type(train) == "cpu"
-        for refusal in self.refusals(train, int(os.environ.get("WORLD_SIZE", "1")), "cpu" if on_cpu else "cuda"):
+        device = choose_device(self.device_type(train), asked=train.device != "auto" or _told_cpu())
+        on_cpu = device.type == "cpu"
+        for refusal in self.refusals(train, int(os.environ.get("WORLD_SIZE", "1")), device.type):
             raise StrategyError(refusal.message, hints=refusal.hints)
         timeout = timedelta(seconds=train.timeout.seconds)
-        handlers = [InitProcessGroupKwargs(timeout=timeout), *self.handlers()]
+        self._agreement = Agreement(device, timeout)
+        handlers = [InitProcessGroupKwargs(timeout=timeout, **_backend(device)), *self.handlers()]
         with patch_environment(ACCELERATE_USE_DEEPSPEED="false", ACCELERATE_USE_FSDP="false"):
             # Accelerate forms the world and nothing more; what shards the model is handed its own options.
             self.accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=handlers)
         self._check_world()
         if self.group and not dist.is_initialized():
-            backend = "gloo" if on_cpu else "nccl"
+            backend = "gloo" if on_cpu else _ON_GPUS
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
@@ -122,16 +154,24 @@ class AcceleratedStrategy(Strategy):
             rank=state.process_index,
             size=state.num_processes,
             local_rank=max(0, state.local_process_index),
-            device=state.device,
+            device=device,
             data_rank=state.process_index,
             data_size=state.num_processes,
         )
-        idle = torch.cuda.device_count() - 1
-        if self.world.size == 1 and self.world.device.type == "cuda" and idle:
-            log.info("%d more GPUs are idle: ddpforge launch RECIPE --nproc %d", idle, idle + 1)
+        if device.type == "cuda":
+            self._look_at_gpus(train)
         self.train = train
         self.precision = precision_for(train.precision, self.world.device)
         return self.world
+
+    def _look_at_gpus(self, train: TrainSection) -> None:
+        """Says what could be faster."""
+        idle = torch.cuda.device_count() - 1
+        if self.world.size == 1 and idle:
+            log.info("%d more GPUs are idle: ddpforge launch RECIPE --nproc %d", idle, idle + 1)
+        if train.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            name = torch.cuda.get_device_name(self.world.device)
+            log.warning('%s computes bf16 by emulation, which is slow; train.precision = "fp16" is not', name)
 
     def launcher_may_say(self, train: TrainSection) -> dict[str, str]:
         """Variables of `accelerate launch` that say what the recipe says, and the value with which they do."""
@@ -145,6 +185,11 @@ class AcceleratedStrategy(Strategy):
 
     def _refuse_contradictions(self, train: TrainSection) -> None:
         """The recipe owns training, the launcher owns the world: where the launcher says otherwise, show both."""
+        if train.device == "cuda" and _told_cpu():
+            raise StrategyError(
+                'the launcher says ACCELERATE_USE_CPU=true, and the recipe train.device = "cuda"',
+                hints=["leave `--cpu` out of the launcher's flags and `accelerate config`, or train.device out"],
+            )
         for variable, wanted in self.launcher_may_say(train).items():
             said = os.environ.get(variable, wanted)
             if said.lower() not in (wanted, _SAYS_NOTHING.get(variable)):
@@ -222,7 +267,9 @@ class AcceleratedStrategy(Strategy):
         with warnings.catch_warnings():
             # torch 2.15 renamed the option by which DDP leaves buffers alone; older ones know only this name.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
-            prepared: nn.Module = self.accelerator.prepare_model(model)
+            # Accelerate would hand DDP the local rank for a device, and ranks may see one GPU each. It needs none.
+            with patch_environment(ACCELERATE_BYPASS_DEVICE_MAP="true"):
+                prepared: nn.Module = self.accelerator.prepare_model(model)
         return prepared
 
     def _share_constants(self, model: nn.Module) -> None:
@@ -238,14 +285,18 @@ class AcceleratedStrategy(Strategy):
     def forward(self) -> AbstractContextManager[Any]:
         """Autocast for bf16 and fp16; nothing for fp32. Until the first update, training passes are watched."""
         if self._updated or not self._bare.training:
-            return self.precision.forward()
+            return self.autocast()
         return self._watched()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What the precision asks for around a forward pass."""
+        return self.precision.forward()
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
         shards = self.contract.shards
         with (
-            self.precision.forward(),
+            self.autocast(),
             watched(
                 self._bare,
                 shards_weights="weights" in shards,
@@ -351,7 +402,7 @@ class AcceleratedStrategy(Strategy):
         if self.world.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.world.device)
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
     def sync_buffers(self, model: nn.Module) -> None:

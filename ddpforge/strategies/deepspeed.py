@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import CanonicalState, Contract, Exploring, Part, Refusal, SavedTensor, Sharded, World
-from ddpforge.strategies.accelerated import AcceleratedStrategy
+from ddpforge.strategies.accelerated import GRAPHS, AcceleratedStrategy
 from ddpforge.strategies.deepspeed_extra import Offload, merge, refuse_owned
 from ddpforge.strategies.nvme import SMALLEST, Folder, check_root, is_swapped, mend_prefetch, require_io
 from ddpforge.strategies.own_state import OwnState
@@ -129,7 +129,7 @@ class DeepSpeed(AcceleratedStrategy):
         if self.offload_parameters == "nvme":
             zero["offload_param"]["max_in_cpu"] = 0  # else the first 1e9 elements stay in memory
         config = {
-            "train_micro_batch_size_per_gpu": train.micro_batch or max(1, train.global_batch // ranks),
+            "train_micro_batch_size_per_gpu": max(1, train.per_pass(ranks)),
             "gradient_accumulation_steps": 1,
             "gradient_clipping": train.clip_norm or 0.0,
             "communication_data_type": "fp32",
@@ -156,7 +156,7 @@ class DeepSpeed(AcceleratedStrategy):
             require_deepspeed()
         except StrategyError as error:
             yield Refusal("strategy.use", error.message, error.hints)
-        if self.stage == 3 and device == "cuda" and train.compile in ("reduce-overhead", "max-autotune"):
+        if self.stage == 3 and device == "cuda" and train.compile in GRAPHS:
             yield Refusal(
                 "train.compile",
                 f'train.compile = "{train.compile}" replays CUDA graphs, which need weights that stay where they are, '
@@ -367,10 +367,10 @@ class DeepSpeed(AcceleratedStrategy):
             )
         self._reached.clear()
 
-    def forward(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
         """Autocast, which under stage 3 keeps no copies of gathered weights; the engine's own goes by this one."""
         if self.stage < 3:
-            return super().forward()
+            return super().autocast()
         return self.precision.sharded_forward(compiled=self.train.compile != "off")
 
     def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
@@ -409,6 +409,10 @@ class DeepSpeed(AcceleratedStrategy):
             zero.clip_grad = clip
             del update.step
             zero._hp_optimizer_states_linked = False  # there is no state yet that DeepSpeed could have a view of
+
+    def observing(self) -> AbstractContextManager[Any]:
+        """Refuses what callbacks write into parameters that DeepSpeed copies from elsewhere."""
+        return self._weights.guard.on()
 
     # -- to disk and back
     def weights(self, model: nn.Module, optimizer: Optimizer) -> ZeroWeights:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ddpforge.errors import CheckpointError, StrategyError
 from ddpforge.interfaces import CanonicalState, Contract, Part, Range, Refusal, SavedTensor, Weights, World
 from ddpforge.strategies import replicated
-from ddpforge.strategies.accelerated import AcceleratedStrategy
+from ddpforge.strategies.accelerated import GRAPHS, AcceleratedStrategy
 from ddpforge.strategies.meta import materialise
 from ddpforge.strategies.share import share
 from ddpforge.strategies.trial import refuse_closure, tried
@@ -111,6 +111,13 @@ class FSDP(AcceleratedStrategy):
                 "strategy.cpu_offload",
                 "strategy.cpu_offload moves shards from a GPU to the host, and this run is on a CPU",
                 ("leave strategy.cpu_offload out",),
+            )
+        if device == "cuda" and train.compile in GRAPHS:
+            yield Refusal(
+                "train.compile",
+                f'train.compile = "{train.compile}" replays CUDA graphs, which need weights that stay where they are, '
+                "and FSDP gathers them anew for every pass",
+                ('set train.compile = "default", or strategy.use = "ddp"',),
             )
         if self.gather == "compute" and train.precision == "fp32":
             yield Refusal(
@@ -262,7 +269,7 @@ class FSDP(AcceleratedStrategy):
                 parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     # -- one step
-    def forward(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
         """Autocast that keeps no copies of gathered weights."""
         return self.precision.sharded_forward(compiled=self.train.compile != "off")
 
@@ -296,6 +303,11 @@ class FSDP(AcceleratedStrategy):
         factor = (largest / (norm + 1e-6)).clamp(max=1.0)
         shards = _local(p.grad for p in self._trained if p.grad is not None)
         torch._foreach_mul_(shards, factor.to(shards[0].device))
+
+    def observing(self) -> AbstractContextManager[Any]:
+        """Gives gathered weights back, so that what callbacks see and write are the shards."""
+        _reshard(self._bare)
+        return nullcontext()
 
     # -- to disk and back
     def weights(self, model: nn.Module, optimizer: Optimizer) -> Weights:
@@ -331,6 +343,7 @@ class _Shards(Weights):
         # A forward pass without backward leaves gathered weights in the model, so the shards are remembered here.
         self._model = model
         self._parts = {name: _part(p) for name, p in model.named_parameters() if p.requires_grad}
+        self._frozen = {name: _part(p) for name, p in model.named_parameters() if not p.requires_grad}
 
     def changed(self) -> None:
         _reshard(self._model)

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.errors import CheckpointError, StrategyError
-from ddpforge.interfaces import CanonicalState, Part, Range, SavedTensor, Weights, World
+from ddpforge.interfaces import CanonicalState, Part, Range, Region, SavedTensor, Weights, World
 from ddpforge.strategies import replicated
 from ddpforge.strategies.nvme import SwapFiles
 from ddpforge.strategies.share import share
 from ddpforge.strategies.trial import tried
+from ddpforge.strategies.watch import Guard
 
 __all__ = [
     "TESTED",
@@ -100,7 +101,8 @@ def start(deepspeed: Any, model: nn.Module, optimizer: Optimizer, config: Mappin
     except Exception as error:
         raise StrategyError(f"DeepSpeed refuses its configuration: {error}") from error
 
-    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # stage 3 reads it at every pass, launcher or not
+    # DeepSpeed takes it for the number of the GPU, stage 3 at every pass; but ranks may see one GPU each.
+    os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
     with _sharing_ourselves():
         deepspeed.init_distributed(dist_init_required=False)
         if config["zero_optimization"]["stage"] == 3:
@@ -214,10 +216,19 @@ class ZeroWeights(Weights):
         self._parts = {name: found[name][0] for name in names.values() if name in found}
         self._places = {name: found[name][1] for name in self._parts}
         self._frozen = {names[id(p)]: part for p, part in self._frozen_parts()}
+        # Trained weights are copied from the optimizer's, and under stage 3 all are gathered anew.
+        self.guard = Guard(model, set(names.values()) if self._stage == 3 else set(self._parts))
 
     @torch.no_grad()
     def changed(self) -> None:
         """Copies the parts to where forward passes take weights from, and gathers those that are kept whole."""
+        self.guard.off = True
+        try:
+            self._changed()
+        finally:
+            self.guard.off = False
+
+    def _changed(self) -> None:
         zero = self._zero
         if self._stage < 3:
             zero.update_lp_params()
@@ -264,13 +275,26 @@ class ZeroWeights(Weights):
                 yield parameter, *_part(tuple(parameter.ds_shape), *_range(parameter), flat, held, first)
 
     def _frozen_parts(self) -> Iterator[tuple[Any, Part]]:
-        """What is not trained and cut up all the same."""
+        """What is not trained, and under stage 3 cut up all the same."""
         parameter: Any
         for parameter in self._model.parameters():
-            if hasattr(parameter, "ds_tensor") and not parameter.requires_grad:
-                start, count = _range(parameter)
-                held = self._used(parameter)[:count]
-                yield parameter, Part(held, tuple(parameter.ds_shape), Range(start, start + count))
+            if parameter.requires_grad:
+                continue
+            if self._stage < 3:
+                yield parameter, Part.whole(parameter.detach(), replica=dist.get_rank(), replicas=dist.get_world_size())
+                continue
+            start, count = _range(parameter)
+            held = self._used(parameter)[:count]
+            yield parameter, Part(held, tuple(parameter.ds_shape), Range(start, start + count))
+
+    def elements(self, name: str, region: Region) -> Tensor:
+        """As forward passes use them: below stage 3 every rank has all of them."""
+        parameter: Any = self._model.get_parameter(name)
+        if self._stage < 3:
+            return Part.whole(parameter.detach()).elements(region)
+        start, count = _range(parameter)
+        part = Part(self._used(parameter)[:count], tuple(parameter.ds_shape), Range(start, start + count))
+        return part.elements(region)
 
     def _flats(self) -> dict[Tensor, list[str]]:
         """The parameters in each tensor that the optimizer updates."""

@@ -112,7 +112,7 @@ class Worlds:
         output = self.folder / "output.log"
         with output.open("wb") as file:
             command = [*run[: run.index("ddpforge")], "ddpforge.testing.job", str(written)]
-            stopped(launch.launch(command, nproc=nproc, output=file))
+            stopped(launch.launch(command, nproc=nproc, output=file, variables=launch.NO_GPUS))
 
         for order in orders:
             order.outcome = _outcome(order, nproc)

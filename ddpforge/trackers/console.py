@@ -16,7 +16,7 @@ class ConsoleTracker(Tracker):
     """Shows the step, the training loss, the speed and the time that is left; evaluations get a line each.
 
     Without a terminal that is a line every second, then less and less often, every 30 seconds in the end.
-    Reads `config["run"]` (`total_steps`, `world_size`, `strategy`) and the batch sizes in `config["train"]`.
+    Reads `config["run"]` (`total_steps`, `strategy`, `micro_batch`, `accumulation`) and `config["train"]`.
     """
 
     def __init__(self) -> None:
@@ -109,12 +109,12 @@ def _bar(console: Console) -> Progress:
 
 def _opening(name: str, config: Mapping[str, Any], resumed_at: int | None) -> str:
     run, train = config["run"], config["train"]
-    size, batch = run["world_size"], train["global_batch"]
-    micro = train.get("micro_batch") or batch // size
+    batch, passes, micro = train["global_batch"], run["accumulation"], run["micro_batch"]
+    size = batch // (passes * micro)
     steps = f"{run['total_steps']} steps" if run["total_steps"] else f"for {train['length']}"
     start = f" from step {resumed_at}" if resumed_at else ""
     ranks = f"{size} ranks" if size > 1 else "1 rank"
-    batches = f"global batch {batch} = {ranks} x {batch // (size * micro)} x {micro}"
+    batches = f"global batch {batch} = {ranks} x {passes} x {micro}"
     return f"{name}: {run['strategy']}, {steps}{start}, {batches}"
 
 

@@ -5,10 +5,12 @@ import itertools
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from checkpoint.worlds import FACTS, World, checkpoints, counted, share_of
 from torch import Tensor
 
 from ddpforge import interfaces
-from ddpforge.checkpoint import Checkpoints, Peers, Share, files, manager, manifest, retention, sharded
+from ddpforge.checkpoint import Checkpoints, Peers, Share, files, manager, manifest, retention, sharded, staging
 from ddpforge.checkpoint.contents import Held
 from ddpforge.checkpoint.retention import committed
 from ddpforge.errors import CheckpointError, ExitCode, PeerFailed, StrategyError
@@ -469,6 +471,38 @@ def test_a_damaged_newest_is_passed_over_aloud_on_every_rank(folder: Path, aloud
     assert "shard-00000-of-00001.safetensors is damaged: it has 0 bytes" in aloud.text
 
 
+def test_each_rank_verifies_its_share_of_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are dealt out, not files: one rank may have written all of it."""
+    write(folder, checkpoint_of(20))
+    seen: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    check = manifest.check_block
+
+    def noting(path: Path, chunk: Any, number: int, block: memoryview) -> None:
+        seen[threading.current_thread().name].append((chunk.entry, number))
+        check(path, chunk, number, block)
+
+    monkeypatch.setattr(manifest, "check_block", noting)
+    alone(folder).open()
+    (every,) = seen.values()
+    seen.clear()
+    assert on_each(folder, lambda saving, peers: step_of(saving)) == [20, 20]
+    first, second = seen.values()
+    assert sorted(first + second) == sorted(every)
+    assert abs(len(first) - len(second)) <= 1
+
+
+@pytest.mark.parametrize("place", [-1, -20, -70, -130])
+def test_what_any_rank_finds_damaged_is_passed_over(folder: Path, aloud: pytest.LogCaptureFixture, place: int) -> None:
+    write(folder, checkpoint_of(10))
+    file = next(write(folder, checkpoint_of(20)).glob("shard*"))
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+    assert on_each(folder, lambda saving, peers: step_of(saving)) == [10, 10]
+    assert aloud.text.count("are not those that were written") == 1
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(folder: Path) -> None:
     for step in (10, 20):
         (write(folder, checkpoint_of(step)) / "COMMIT").unlink()
@@ -535,6 +569,22 @@ def test_a_smaller_process_group_than_the_world_is_named(tmp_path: Path) -> None
             Peers.of(world(1, 2), timedelta(seconds=1))
     finally:
         dist.destroy_process_group()
+
+
+def test_memory_that_cannot_be_page_locked_is_used_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, aloud: pytest.LogCaptureFixture
+) -> None:
+    """Nobody loses a checkpoint for it, and nobody tries again at every save."""
+    asked: list[int] = []
+    library = SimpleNamespace(cudaHostRegister=lambda address, size, flags: asked.append(size) or 2)
+    monkeypatch.setattr(staging, "_cuda", lambda: library)
+    memory = staging.Staging()
+    first = memory._bytes(100, locked=True)
+    assert len(first) == 100
+    assert memory._bytes(80, locked=True).data_ptr() == first.data_ptr()
+    assert len(memory._bytes(200, locked=True)) == 200
+    assert asked == [100, 200]
+    assert "100 bytes of host memory could not be page-locked (CUDA error 2)" in aloud.text
 
 
 @pytest.mark.gpu

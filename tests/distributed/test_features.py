@@ -244,3 +244,35 @@ def test_what_a_run_says(bench: Bench) -> None:
     assert not set(said.stderr) & {"\r", "\x1b"}
     assert said.stderr.count("quiet: ddp, 12 steps, global batch 8 = 2 ranks x 1 x 4") == 1
     assert said.stderr.count("12/12") == 1
+
+
+def test_a_static_graph_accumulates_and_resumes_bitwise(bench: Bench) -> None:
+    """DDP learns the graph in every process's first step, in which it cannot leave out the reduction."""
+    accumulates, static = "micro_batch = 2", 'compression = "bf16"\nstatic_graph = true'
+    bench("plain", strategy='compression = "bf16"', train=accumulates)
+    bench("static", strategy=static, train=accumulates)
+    bench("parts", length="5st", strategy=static, train=accumulates)
+    bench("parts", strategy=static, train=accumulates)
+    assert bench.column("static") == bench.column("plain")
+    assert bench.column("parts") == bench.column("static")
+
+
+def test_the_console_shows_the_forward_passes_that_there_are(bench: Bench) -> None:
+    """Four shards of two samples, dealt to two ranks."""
+    ranks = bench("run", train="elastic_shards = 4", length="1st")
+    assert "global batch 8 = 2 ranks x 2 x 2" in ranks.stderr
+
+
+def test_full_memory_ends_a_run_with_what_to_change(bench: Bench, tmp_path: Path) -> None:
+    copy(Path(__file__).parents[1] / "odd_models.py", tmp_path)
+    (tmp_path / "run.toml").write_text(
+        RECIPE.format(name="run", model="", data="", samples=43, strategy="", length="9st", train="", more="").replace(
+            'use = "mlp"\ninputs = 4\nhidden = [8]\noutputs = 1', 'use = "./odd_models.py:Hungry"'
+        )
+    )
+    ranks = bench.ddpforge("run", "run.toml", nproc=1, fails=True)
+    assert ranks.codes == [1]
+    assert "memory is full: " in ranks.stderr
+    assert "help: set train.micro_batch = 4: the global batch stays" in ranks.stderr
+    assert "Traceback" not in ranks.stderr
+    assert "OutOfMemory: memory is full" in bench.status("run")["error"]

@@ -21,7 +21,7 @@ def compare(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> 
     copy(Path(__file__).parent.parent / "parts.py", tmp_path)
     monkeypatch.chdir(tmp_path)
 
-    def launch(arguments: Sequence[str], *, nproc: int, output: Any) -> int:
+    def launch(arguments: Sequence[str], *, nproc: int, output: Any, variables: Any) -> int:
         ranks = zygote.run(["run", *arguments], nproc=nproc, cwd=tmp_path, timeout=300)
         output.write((ranks.stdout + ranks.stderr).encode())
         return max(map(abs, ranks.codes))

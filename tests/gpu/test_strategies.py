@@ -63,7 +63,7 @@ def test_blocks_compiled_one_by_one_train_like_eager_ones(bench: Bench, strategy
     bench.alike("compiled", "eager", rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_shards_in_host_memory_train_like_those_on_the_device(bench: Bench, precision: str) -> None:
     train = f'precision = "{precision}"'
     bench("device", FSDP, nproc=1, train=train, more=LOOKS)

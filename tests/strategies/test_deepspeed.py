@@ -57,6 +57,11 @@ def test_the_configuration_says_what_the_recipe_says() -> None:
     }
 
 
+def test_its_micro_batch_is_that_of_a_shard() -> None:
+    config = DeepSpeed().config(train(global_batch=24, elastic_shards=8), 2)
+    assert config["train_micro_batch_size_per_gpu"] == 3
+
+
 @pytest.mark.parametrize(
     ("stage", "shards"),
     [

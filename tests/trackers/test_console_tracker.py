@@ -30,10 +30,15 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
 
 
-def config(total: int | None = 300, **train: int | None) -> dict[str, Any]:
+def config(total: int | None = 300, *, accumulation: int = 4, micro_batch: int = 32) -> dict[str, Any]:
     return {
-        "train": {"length": "2h", "global_batch": 256, "micro_batch": 32, **train},
-        "run": {"total_steps": total, "world_size": 2, "strategy": "ddp"},
+        "train": {"length": "2h", "global_batch": 256},
+        "run": {
+            "total_steps": total,
+            "strategy": "ddp",
+            "accumulation": accumulation,
+            "micro_batch": micro_batch,
+        },
     }
 
 
@@ -102,7 +107,7 @@ def test_evaluations_are_shown_however_close(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_resumed_run_by_the_clock_says_so_and_has_no_eta(capsys: pytest.CaptureFixture[str]) -> None:
-    tracker, clock = started(config(total=None, micro_batch=None), resumed_at=100)
+    tracker, clock = started(config(total=None, accumulation=1, micro_batch=128), resumed_at=100)
     train(tracker, clock, range(101, 103), seconds=2.0)
     opening, first, second = capsys.readouterr().err.splitlines()
     assert opening == "digits: ddp, for 2h from step 100, global batch 256 = 2 ranks x 1 x 128"
@@ -119,9 +124,7 @@ def test_speed_is_counted_afresh_after_a_rewind(capsys: pytest.CaptureFixture[st
 
 
 def test_one_rank_is_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = config()
-    settings["run"]["world_size"] = 1
-    started(settings)
+    started(config(accumulation=8))
     assert capsys.readouterr().err == "digits: ddp, 300 steps, global batch 256 = 1 rank x 8 x 32\n"
 
 

@@ -175,7 +175,7 @@ class _Run:
         command = launch.torchrun_command([str(recipe), f"--out={worlds.folder / 'runs'}"], nproc=self.ranks)
         output = worlds.folder / f"{self.name}.log"
         with output.open("wb") as file:
-            code = stopped(launch.launch(command, nproc=self.ranks, output=file))
+            code = stopped(launch.launch(command, nproc=self.ranks, output=file, variables=launch.NO_GPUS))
         if code:
             said = output.read_text(errors="replace").replace(str(folder), str(self.case.base.resolve()))
             lines = said.rstrip().splitlines()[-_LINES:]

@@ -24,6 +24,8 @@ _CONFIG = {
         "total_steps": 6,
         "steps_per_epoch": 3,
         "world_size": 2,
+        "micro_batch": 4,
+        "accumulation": 1,
         "device": "cpu",
         "parameters": 100,
     },

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from ddpforge.errors import CheckpointError, StrategyError
 from ddpforge.interfaces import CanonicalState, Contract, Part, Refusal, SavedTensor, Strategy, Weights, World
+from ddpforge.strategies.devices import Agreement, choose_device
 from ddpforge.strategies.precision import precision_for
 from pydantic import Field
 from torch import Tensor, nn
@@ -89,11 +90,9 @@ class LocalSGD(Strategy):
         for refusal in self.refusals(train, int(os.environ.get("WORLD_SIZE", "1")), self.device_type(train)):
             raise StrategyError(refusal.message, hints=refusal.hints)
         rank, size, local = (int(os.environ.get(name, fallback)) for name, fallback in _LAUNCHED)
-        device = torch.device("cpu")
-        if torch.cuda.is_available():
-            if local >= torch.cuda.device_count():
-                raise StrategyError(f"local rank {local} has no GPU of its own: there are {torch.cuda.device_count()}")
-            device = torch.device("cuda", local)
+        device = choose_device(self.device_type(train), asked=train.device != "auto")
+        self._agreement = Agreement(device, timedelta(seconds=train.timeout.seconds))
+        if device.type == "cuda":
             torch.cuda.set_device(device)
         if size > 1:
             backend = "nccl" if device.type == "cuda" else "gloo"
@@ -254,7 +253,7 @@ class LocalSGD(Strategy):
 
     def weights(self, model: nn.Module, optimizer: Optimizer) -> Weights:
         """The weights that the ranks have in common, which change when they come together."""
-        return _Common(self._common, self._trained, self.world)
+        return _Common(self._model, self._common, self._trained, self.world)
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
         """What every rank holds alike once `sync_buffers` was called; the outer momentum is with the optimizer's."""
@@ -313,7 +312,10 @@ class LocalSGD(Strategy):
 class _Common(Weights):
     """The weights that the ranks last had in common: the same on every rank at every step."""
 
-    def __init__(self, common: Mapping[str, Tensor], used: Mapping[str, nn.Parameter], world: World) -> None:
+    def __init__(
+        self, model: nn.Module, common: Mapping[str, Tensor], used: Mapping[str, nn.Parameter], world: World
+    ) -> None:
+        super().__init__(model, world)
         self._common, self._used = common, used
         self._parts = {
             name: Part.whole(tensor, replica=world.rank, replicas=world.size) for name, tensor in common.items()

@@ -1,0 +1,53 @@
+"""What to do when memory is full."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ddpforge.errors import OutOfMemory
+
+if TYPE_CHECKING:
+    from ddpforge.recipe import Recipe
+
+__all__ = ["explained"]
+
+_FULL = re.compile(r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.I)
+
+
+def explained(error: BaseException, recipe: Recipe, data_ranks: int) -> BaseException:
+    """`error`, or where it says that memory is full an OutOfMemory that says what to change in the recipe."""
+    if not isinstance(error, RuntimeError | MemoryError) or not _says_so(error):
+        return error
+    words = str(error).partition(" See documentation")[0].strip().splitlines()
+    said = words[0] if words else "there is no more"
+    problem = OutOfMemory(f"memory is full: {said}", hints=list(_hints(recipe, data_ranks)))
+    problem.__cause__ = error
+    return problem
+
+
+def _says_so(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or bool(_FULL.search(str(error)))
+
+
+def _hints(recipe: Recipe, data_ranks: int) -> Iterator[str]:
+    """What saves most for least, first."""
+    train, strategy = recipe.train, recipe.strategy
+    micro, unit = train.per_pass(data_ranks), train.global_batch // (train.elastic_shards or data_ranks)
+    if smaller := next((size for size in range(micro // 2, 0, -1) if unit % size == 0), 0):
+        yield f"set train.micro_batch = {smaller}: the global batch stays, and with it what is computed"
+    if train.eval_batch and train.eval_batch > 1:
+        yield f"if an evaluation needed it, set train.eval_batch = {train.eval_batch // 2}"
+    if not train.activation_checkpointing:
+        yield "set train.activation_checkpointing = true: the same numbers, about a third more time"
+    if strategy.use in ("single", "ddp"):
+        yield 'set strategy.use = "fsdp": each rank holds its part of weights, gradients and optimizer state'
+    if strategy.use == "fsdp" and not strategy.options.get("cpu_offload"):
+        yield "use more ranks, or set strategy.cpu_offload = true, which is slow"
+    if strategy.use == "deepspeed" and strategy.options.get("stage", 2) != 3:
+        yield "set strategy.stage = 3: weights and gradients are sharded, too"
+    if strategy.use == "deepspeed" and strategy.options.get("offload_optimizer", "none") == "none":
+        yield 'use more ranks, or set strategy.offload_optimizer = "cpu", which is slow'
+    if train.precision == "fp32":
+        yield 'set train.precision = "bf16": activations take half'

@@ -1,0 +1,107 @@
+"""The device that a rank computes on: what the recipe asks for, beside what there is and what the other ranks have."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpforge.errors import StrategyError
+
+__all__ = ["Agreement", "choose_device"]
+
+_HIDDEN = ("", "-1", "NoDevFiles")  # what CUDA_VISIBLE_DEVICES says where GPUs are hidden on purpose
+_ON_CPU = 'to train on the CPU, set train.device = "cpu"'
+
+
+def choose_device(kind: str, *, asked: bool) -> torch.device:
+    """This rank's device of the `kind` "cuda" or "cpu".
+
+    `asked` says that somebody chose the kind, and it was not found out. Raises StrategyError for a GPU that cannot be
+    used, also where one is there and `kind` became "cpu" because of that, and for a rank without a GPU of its own.
+    """
+    if kind == "cpu" and not asked and not torch.cuda.is_available() and (sign := _sign_of_gpu()):
+        raise StrategyError(f"{sign}, and torch cannot use it: {_why_not()}", hints=[_ON_CPU])
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise StrategyError(f'train.device = "cuda", and torch cannot use a GPU: {_why_not()}', hints=[_ON_CPU])
+
+    count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+    ranks = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if ranks > count > 1:  # one GPU may be another one for each rank
+        raise StrategyError(
+            f"{ranks} processes are to share {count} GPUs, and each needs one of its own",
+            hints=[f"ddpforge launch RECIPE --nproc {count}", _ON_CPU],
+        )
+    return torch.device("cuda", local if local < count else 0)
+
+
+def _sign_of_gpu() -> str | None:
+    """What says that there is a GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return None if visible.strip() in _HIDDEN else f"CUDA_VISIBLE_DEVICES={visible} names a GPU"
+    return "this machine has a GPU" if Path("/dev/nvidiactl").exists() else None
+
+
+def _why_not() -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        return str(error).splitlines()[0]
+    return "it says nothing"
+
+
+class Agreement:
+    """What ranks tell each other of their devices before they form a group, which devices that differ could not form.
+
+    Keeps the store that they do it through, for the group will use it too.
+    """
+
+    def __init__(self, device: torch.device, timeout: timedelta) -> None:
+        """Raises StrategyError, on every rank, when ranks have devices of different kinds, or share a GPU."""
+        launched = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not all(name in os.environ for name in launched):
+            return
+        self._store, rank, size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+        self._store.set(f"ddpforge/device/{rank}", json.dumps(_describe(device)))
+        check([json.loads(self._store.get(f"ddpforge/device/{rank}")) for rank in range(size)])
+
+
+def _describe(device: torch.device) -> dict[str, Any]:
+    """What another rank must know of this one's device."""
+    gpu = None
+    if device.type == "cuda":
+        gpu = [str(torch.cuda.get_device_properties(device).uuid), os.environ.get("CUDA_VISIBLE_DEVICES"), device.index]
+    return {"kind": device.type, "host": gethostname(), "gpu": gpu}
+
+
+def check(ranks: list[Mapping[str, Any]]) -> None:
+    """Raises StrategyError unless all ranks have devices of one kind, and each a GPU of its own."""
+    kinds = {found["kind"]: (rank, found["host"]) for rank, found in reversed([*enumerate(ranks)])}
+    if len(kinds) > 1:
+        where = ", ".join(f"rank {rank} on {host} has {kind}" for kind, (rank, host) in sorted(kinds.items()))
+        raise StrategyError(
+            f"ranks compute on different devices: {where}",
+            hints=['set train.device = "cuda" to hear why a GPU is not used', _ON_CPU],
+        )
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return
+    owner: dict[str, int] = {}
+    for rank, found in enumerate(ranks):
+        if found["gpu"] and (first := owner.setdefault(json.dumps([found["host"], found["gpu"]]), rank)) != rank:
+            own = len({json.dumps(each["gpu"]) for each in ranks if each["host"] == found["host"]})
+            raise StrategyError(
+                f"ranks {first} and {rank} would share a GPU of {found['host']}, and each needs one of its own",
+                hints=[f"ddpforge launch RECIPE --nproc {own}", _ON_CPU],
+            )
