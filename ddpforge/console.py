@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from ddpforge.confidential import redact
@@ -32,9 +33,24 @@ def setup_logging(rank: int, folder: Path | None = None, level: int = logging.IN
     if folder is not None:
         path = folder / "logs" / f"rank-{rank}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(path, encoding="utf-8")
+        file = _File(path, encoding="utf-8")
         file.setFormatter(_Redacting("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(file)
+
+
+class _File(logging.FileHandler):
+    """Says once, in a line, that it cannot be written: a disk that is full is no reason for a traceback a record."""
+
+    _said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._said:
+            self._said = True
+            print(f"warning: cannot write {self.baseFilename}: {sys.exc_info()[1]}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 class _Stderr(logging.Handler):

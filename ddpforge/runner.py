@@ -99,8 +99,9 @@ def run(
     folder = RunFolder.of(parts.recipe, out)
     is_new = fresh or not folder.exists()
     world = _join(parts, folder=None if fresh else folder)
+    peers = _peers(parts.recipe, world)
     if is_new:
-        _build(parts, world, rehearses=True)
+        _on_every_rank(peers, lambda: _build(parts, world, rehearses=True))
     papers = papers_of(parts.loaded)
     with ExitStack() as claims:
         opened = on_main(
@@ -110,7 +111,7 @@ def run(
         )
         if opened.result:
             return Outcome(folder.path, opened.result, world.is_main)
-        return Attempt(folder, opened, parts, papers, world, is_built=is_new).run()
+        return Attempt(folder, opened, parts, papers, world, peers, is_built=is_new).run()
 
 
 @dataclass(frozen=True)
@@ -138,12 +139,13 @@ class Attempt:
         parts: Parts,
         papers: Papers,
         world: World,
+        peers: Peers,
         *,
         is_built: bool,
     ) -> None:
         self.folder, self.opened = folder, opened
         self.parts, self.loaded, self.recipe, self.papers = parts, parts.loaded, parts.recipe, papers
-        self.strategy, self.world, self._is_built = parts.strategy, world, is_built
+        self.strategy, self.world, self._peers, self._is_built = parts.strategy, world, peers, is_built
         self.tracker = _trackers(parts) if world.is_main else Tracker()
         self.trainer: Trainer | None = None
         self._started: list[Callback] = []  # those that have not heard how it ended
@@ -174,14 +176,12 @@ class Attempt:
     # -- up to the first step
     def _prepare(self) -> Trainer:
         """A trainer that stands where the run has come to, when everybody is told that training begins."""
-        peers = _peers(self.recipe, self.world)
-        self._failures = Failures(
-            self.folder.logs, self.opened.token, self._failures.me, peers.everyone(self._failures.me)
-        )
+        everyone = self._peers.everyone(self._failures.me)
+        self._failures = Failures(self.folder.logs, self.opened.token, self._failures.me, everyone)
         self._watch = Watch(self._failures, self._give_up)
         if not self._is_built:
             _build(self.parts, self.world, rehearses=False)
-        checkpoints = _checkpoints(self.folder, self.recipe, self.strategy, peers)
+        checkpoints = _checkpoints(self.folder, self.recipe, self.strategy, self._peers)
         checkpoint = checkpoints.open()
         if checkpoint is None and self.world.is_main:
             _mention_what_is_lost(self.folder)
@@ -441,6 +441,26 @@ def _join(parts: Parts, *, trains: bool = True, folder: RunFolder | None = None)
     if trains:
         check_world(parts.loaded, world.data_size)
     return world
+
+
+def _on_every_rank(peers: Peers, action: Callable[[], None]) -> None:
+    """Does it on all ranks. Where one fails, all do, with its exit code; those that did not fail point to it."""
+    mine: Exception | None = None
+    try:
+        action()
+    except Exception as error:
+        mine = error
+    try:
+        told = peers.everyone(None if mine is None else (phrase(mine), _exit_code(mine)))
+    except RuntimeError as error:
+        told = []
+        if mine is None:
+            raise ForgeError("another rank ended before training began: it was killed, or crashed") from error
+    if mine is not None:
+        raise mine
+    for rank, word in enumerate(told):
+        if word is not None:
+            raise PeerFailed(word[1], f"rank {rank} failed first: {word[0]}")
 
 
 def _build(parts: Parts, world: World, *, rehearses: bool) -> None:

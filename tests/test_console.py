@@ -82,6 +82,27 @@ def test_the_level_is_that_of_stderr_and_the_file_holds_everything(
     assert levels == ["DEBUG", "INFO", "WARNING", "ERROR"] * 2
 
 
+def test_a_log_that_cannot_be_written_is_named_once_and_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
+    setup_logging(0, tmp_path)
+    say_all()
+    err = capsys.readouterr().err
+    assert err.count("warning: cannot write") == 1
+    assert "No space left on device" in err
+    assert "Traceback" not in err
+    assert "error: the disk is full\n" in err
+
+
+def test_what_is_for_the_file_alone_is_not_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(0, tmp_path)
+    logger.error("a traceback", extra={"in_file_only": True})
+    assert capsys.readouterr().err == ""
+    assert "a traceback" in (tmp_path / "logs" / "rank-0.log").read_text()
+
+
 def test_setting_up_again_does_not_repeat_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(0)
     setup_logging(0, tmp_path)

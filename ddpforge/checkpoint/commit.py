@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import platform
 import secrets
 import shutil
@@ -17,6 +18,8 @@ from ddpforge.checkpoint import files, tensors
 from ddpforge.checkpoint.contents import Apart, Facts, Share
 from ddpforge.checkpoint.schema import COMMIT, LATEST, MANIFEST, MOST_TEXT, Commit, Manifest
 from ddpforge.errors import CheckpointError
+
+log = logging.getLogger("ddpforge")
 
 
 def describe(facts: Facts, share: Share, apart: Apart) -> Manifest:
@@ -59,6 +62,7 @@ class Draft:
     def begin(cls, folder: Path, step: int) -> "Draft":
         """Makes the folder to fill, and the one that it is in."""
         if not folder.is_dir():
+            log.warning("%s is not there: it is made anew, and what may have been in it is gone", folder)
             files.make_folder(folder)
             files.sync_folder(folder.parent)
         final = _unused(folder, step)

@@ -120,21 +120,26 @@ def _parse(path: Path) -> list[Row]:
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()  # a write that was cut short by a crash
 
-    rows, lost = [], 0
+    rows = []
     for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line.strip(b"\0"))
-            row["step"], row["attempt"]
-        except (ValueError, TypeError, KeyError) as error:
-            if b"\0" in line:  # never joined: the halves of two rows may look like one
-                lost += 1
-                continue
-            message = f"{path}, line {number} is not a row of metrics"
-            raise EnvironmentProblem(message, hints=["mend or remove the line, or move the file away"]) from error
-        rows.append(row)
-    if lost:
+        zeros = b"\0" in line
+        for piece in filter(bytes.strip, line.split(b"\0")):  # never joined: the halves of two rows may look like one
+            try:
+                rows.append(_row(piece))
+            except (ValueError, TypeError, KeyError) as error:
+                if not zeros:
+                    message = f"{path}, line {number} is not a row of metrics"
+                    hints = ["mend or remove the line, or move the file away"]
+                    raise EnvironmentProblem(message, hints=hints) from error
+    if any(b"\0" in line for line in lines):
         log.warning("%s has zeros in it, as a power failure leaves them: the rows that were there are lost", path)
     return rows
+
+
+def _row(text: bytes) -> Row:
+    row: Row = json.loads(text)
+    row["step"], row["attempt"]
+    return row
 
 
 def _replace(path: Path, rows: list[Row]) -> None:

@@ -155,6 +155,41 @@ def test_a_rank_that_cannot_speak_is_named_by_the_others(
     assert time.monotonic() - began < 60
 
 
+NO_DATA = """
+import os
+import signal
+from ddpforge.datasets.digits import Digits
+
+
+class Missing(Digits):
+    def __init__(self, how: str, split: str = "test") -> None:
+        super().__init__(split=split)
+        if os.environ["RANK"] == "1" and how == "raises":
+            open("not-on-this-machine")
+        if os.environ["RANK"] == "1" and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("how", ["raises", "killed"])
+def test_a_rank_that_cannot_even_begin_is_named_too(tmp_path: Path, ddpforge: Callable[..., Ranks], how: str) -> None:
+    data = f'data.train = {{ use = "./nodata.py:Missing", how = "{how}" }}'
+    text = RECIPE.partition("[callbacks.fault]")[0].replace('data.train = { use = "digits", split = "test" }', data)
+    (tmp_path / "run.toml").write_text(text)
+    (tmp_path / "nodata.py").write_text(NO_DATA)
+    ended = ddpforge("run", "run.toml", nproc=2, fails=True)
+    assert all(ended.codes)
+    if how == "raises":
+        assert ended.codes[0] == ended.codes[1]
+        assert "not-on-this-machine" in ended.stderr
+        assert "error: rank 1 failed first: " in ended.stderr
+    else:
+        assert ended.codes == [1, -signal.SIGKILL]
+        assert "error: another rank ended before training began: it was killed, or crashed" in ended.stderr
+    assert "gloo" not in ended.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 JOINS_LATE = """
 import os
 import time
@@ -179,7 +214,7 @@ class JoinsLate(Callback):
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "deepspeed"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_a_refusal_reaches_every_rank_however_late_it_joins(
     tmp_path: Path, ddpforge: Callable[..., Ranks], strategy: str
 ) -> None:

@@ -41,18 +41,28 @@ def load() -> Iterator[None]:
         process.wait()
 
 
+FSDP = RECIPE + '[strategy]\nuse = "fsdp"\n'
+SHORT, LONGER = ["run", "short.toml", "--fresh"], ["run", "short.toml", "--set", "train.length=4st"]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("nproc", [1, 2])
 def test_finished_fsdp_runs_and_their_resumes_end_with_zero_on_a_busy_machine(
-    tmp_path: Path, zygote: Zygote, load: None, nproc: int
+    tmp_path: Path, zygote: Zygote, load: None
 ) -> None:
-    """Under load autograd's thread may begin only when all is done; a SIGABRT that 2 of 43 resumes once ended with."""
-    (tmp_path / "short.toml").write_text(RECIPE + '[strategy]\nuse = "fsdp"\n')
-    codes = []
-    for number in range(100):
-        more = ["--fresh"] if number % 2 == 0 else ["--set", "train.length=4st"]
-        codes.append(zygote.run(["run", "short.toml", *more], nproc=nproc, cwd=tmp_path).codes)
-    assert codes == [[0] * nproc] * 100
+    """Under load autograd's thread may begin only when all is done; 2 of 43 resumes once ended with SIGABRT in it."""
+    (tmp_path / "short.toml").write_text(FSDP)
+    ended = [zygote.run(words, nproc=2, cwd=tmp_path) for _ in range(100) for words in (SHORT, LONGER)]
+    assert [ranks.codes for ranks in ended] == [[0, 0]] * 200, next(r for r in ended if any(r.codes)).stderr
+
+
+@pytest.mark.full
+def test_so_do_those_of_one_process_that_no_launcher_has_started(tmp_path: Path, load: None) -> None:
+    (tmp_path / "short.toml").write_text(FSDP)
+    for _ in range(20):
+        for words in (SHORT, LONGER):
+            command = [sys.executable, "-m", "ddpforge", *words]
+            ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+            assert ended.returncode == 0, ended.stderr
 
 
 REGISTERED = """

@@ -141,8 +141,18 @@ def test_rows_that_somebody_removes_during_training_are_written_again(bench: Ben
     assert bench.column("run") == bench.column("plain")
 
 
+def test_checkpoints_that_somebody_removes_during_training_are_missed(bench: Bench) -> None:
+    (bench.folder / "gone.py").write_text(GONE)
+    more = '[callbacks.gone]\nuse = "./gone.py:Gone"\nwhen = "step"\nwhat = "runs/run/checkpoints"'
+    said = bench("run", length="8st", more=f'[checkpoint]\nevery = "2st"\nbackground = false\n{more}', nproc=1)
+    assert said.stderr.count("warning: runs/run/checkpoints is not there: it is made anew") == 1
+    assert steps(bench) == [8]
+    bench("plain", length="8st", nproc=1)
+    assert "made anew" not in bench("plain", length="9st", nproc=1).stderr
+
+
 def test_a_metric_that_is_to_decide_what_is_best_and_does_not_exist_is_named(bench: Bench) -> None:
-    keep = '[checkpoint]\nkeep = { best = 1, by = "eval/acuracy" }'
+    keep = '[checkpoint]\nkeep = { best = 1, by = "eval/acuracy", mode = "max" }'
     said = bench("run", length="8st", more=keep)
     assert "checkpoint.keep.by: no metric is called eval/acuracy, so none is best; there are" in said.stderr
     assert said.stderr.count("eval/acuracy") == len(bench.column("run", "eval/loss"))

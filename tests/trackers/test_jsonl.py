@@ -163,21 +163,20 @@ def test_a_file_that_somebody_cut_is_named(tmp_path: Path, heard: pytest.LogCapt
 
 
 def test_a_page_of_zeros_costs_the_rows_in_it_and_no_more(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
-    """What a file system may leave of blocks that it had not written when the power failed."""
-    tracker = started(tmp_path)
-    for step in range(1, 301):
-        tracker.log(step, {"train/loss": float(step)})
-    file = tmp_path / "metrics.jsonl"
-    content = file.read_bytes()
-    file.write_bytes(content[:4096] + bytes(4096) + content[8192:])
-    first, last = (len(part.splitlines()) for part in (content[:4096], content[:8192]))
-    kept = [*range(1, first), *range(last + 1, 301)]
-    assert list(losses(tmp_path)) == kept
+    """What a file system may leave of blocks that it had not written when the power failed, wherever rows begin."""
+    rows = [f'{{"step": {step}, "attempt": 1, "train/loss": {step / 8}}}'.encode() for step in range(100, 300)]
+    content = b"".join(row + b"\n" for row in rows)
+    for begin in range(4000, 4000 + 2 * len(rows[0])):
+        end = begin + 4096
+        (tmp_path / "metrics.jsonl").write_bytes(content[:begin] + bytes(end - begin) + content[end:])
+        places = {100 + number: content.index(row) for number, row in enumerate(rows)}
+        kept = [step for step, at in places.items() if at + len(rows[step - 100]) <= begin or at >= end]
+        assert list(losses(tmp_path)) == kept
 
     tracker = started(tmp_path, resumed_at=300)
     tracker.log(301, {"train/loss": 301.0})
     assert list(losses(tmp_path)) == [*kept, 301]
-    assert b"\0" not in file.read_bytes()
+    assert b"\0" not in (tmp_path / "metrics.jsonl").read_bytes()
     assert "metrics.jsonl has zeros in it" in heard.text
 
 
