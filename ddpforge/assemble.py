@@ -12,6 +12,7 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.contract import prove
 from ddpforge.data import Batches, Share, open_data
 from ddpforge.errors import UsageError
+from ddpforge.fitness import watch_batchnorm
 from ddpforge.interfaces import Callback, Tracker, World
 from ddpforge.kinds import build
 from ddpforge.optim.groups import parameter_groups
@@ -48,6 +49,7 @@ def assemble(
         blocks = find_blocks(parts.model, recipe.train.blocks)
         rework_blocks(blocks, recipe.train)
         model = strategy.wrap(parts.model, blocks)
+        watch_batchnorm(model, *training.fewest(parts.horizon.total))
         groups = parameter_groups(model, recipe.optimizer.no_decay)
     optimizer = build(parts.registry, "optimizer", recipe.optimizer, params=groups)
     model, optimizer = strategy.prepare(model, optimizer)

@@ -8,7 +8,7 @@ _LOWER = re.compile(
     r"\w*(loss|error|perplexity|mae|mse)|err|ppl|bits|bp[bcd]|nll|mape|smape|wer|cer|ter|eer|fid|kid|ece|brier"
 )
 _HIGHER = re.compile(
-    r"\w*(accuracy|auc|auroc|auprc|iou)|acc|top\d+|f\d|precision|recall|specificity|sensitivity|bleu\d*|chrf|rouge\w*"
+    r"\w*(accuracy|auc|auroc|auprc|iou)|acc|top\d+|f1|f2|fbeta|precision|recall|specificity|sensitivity|bleu\d*|chrf|rouge\w*"
     r"|meteor|dice|psnr|ssim|map|ndcg|mrr|r2"
 )
 

@@ -8,12 +8,13 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from ddpforge.checkpoint.stored import DTYPES
 from ddpforge.errors import UsageError
 
-__all__ = ["check_model"]
+__all__ = ["check_model", "watch_batchnorm"]
 
 
 def check_model(model: nn.Module) -> None:
@@ -130,3 +131,35 @@ def _refuse_unsavable(model: nn.Module) -> None:
                 f"`{name}` is {_dtype(value)}, and a checkpoint holds {', '.join(DTYPES)}",
                 hints=["register_buffer(…, persistent=False), where the constructor can make it again"],
             )
+
+
+# ---------------------------------------------------------------------------------------------- model and batches
+def watch_batchnorm(model: nn.Module, full: int, last: int) -> None:
+    """Has the first training pass refuse a BatchNorm for which a later micro-batch would be too small.
+
+    `full` and `last` are the sizes of the smallest micro-batch of a full step, and of an epoch's last. A BatchNorm
+    needs two values per channel: two samples, unless each has several (pixels), which only the first batch tells.
+    """
+    if min(full, last) > 1:
+        return
+    hints = ['set train.last_batch = "drop"', "or a train.global_batch that leaves another rest"]
+    if full <= 1:
+        hints = ["set train.micro_batch to 2 or more, and train.global_batch to twice the ranks or more"]
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+            _watch(name, module, hints)
+
+
+def _watch(name: str, module: nn.Module, hints: list[str]) -> None:
+    def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if not module.training:
+            return
+        handle.remove()
+        if inputs[0].numel() == inputs[0].shape[0] * inputs[0].shape[1]:
+            raise UsageError(
+                f"{_called(name)} ({type(module).__name__}) normalises over the samples of a micro-batch, and there "
+                "are micro-batches of one sample",
+                hints=hints,
+            )
+
+    handle = module.register_forward_pre_hook(torch.compiler.disable(look))  # type: ignore[no-untyped-call]

@@ -144,7 +144,7 @@ class SavedTensor(Protocol):
 
 
 class Weights:
-    """The trainable weights as the optimizer updates them, by parameter name: as much of each as this rank holds.
+    """The weights, by parameter name: as much of each as this rank holds; trained ones as the optimizer updates them.
 
     This class is for strategies under which every rank holds every weight whole; others have a subclass. Whoever
     keeps something per weight (averages, say) keeps it in parts like these: `part.of(tensor)` is one.
@@ -156,10 +156,29 @@ class Weights:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
+        self._frozen = {
+            name: Part.whole(parameter.detach(), replica=world.rank, replicas=world.size)
+            for name, parameter in model.named_parameters()
+            if not parameter.requires_grad
+        }
 
     def parts(self) -> dict[str, Part]:
-        """This rank's parts, live and without gradients: writing into them changes the weights, see `changed`."""
+        """This rank's parts of what is trained, live and without gradients: what is written there changes the weights,
+        see `changed`."""
         return self._parts
+
+    def frozen(self) -> dict[str, Part]:
+        """The same of what is not trained: a momentum encoder, say."""
+        return self._frozen
+
+    def elements(self, name: str, region: Region) -> Tensor:
+        """The elements of a parameter, trained or frozen, that are in `region`, in one dimension.
+
+        For parameters of one shape, the region of one's part is good for the other: `elements(student, part.region)`
+        is what a teacher's `part` follows. Raises ValueError for elements that this rank does not hold.
+        """
+        part = self._parts[name] if name in self._parts else self._frozen[name]
+        return part.elements(region)
 
     def changed(self) -> None:
         """Makes forward passes use what was written into the parts; called on every rank."""
@@ -313,7 +332,7 @@ class Callback:
         """Before the first step and before a checkpoint is restored.
 
         `model` is the bare model. Where a strategy shards, its parameters are not whole: use `weights` to read or
-        write them.
+        write them, frozen ones too; writing into the model's own is refused where it would be lost.
         """
 
     def on_step(self, info: StepInfo) -> bool | None:
@@ -401,6 +420,10 @@ class Strategy(ABC):
     @abstractmethod
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Makes both ready for training; the model comes back placed on the device and synchronised over ranks."""
+
+    def observing(self) -> AbstractContextManager[Any]:
+        """Wraps callbacks: what they write into the model's parameters, past `Weights`, must count or be refused."""
+        return nullcontext()
 
     # -- one step
     def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc as abc
 import inspect
 import json
+import re
 import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -48,7 +49,7 @@ from ddpforge.interfaces import Callback, Data, Duration, Metric, Strategy, Task
 if TYPE_CHECKING:
     from ddpforge.registry import Registry
 
-__all__ = ["NESTED", "Nested", "OptionRow", "options_model", "options_table"]
+__all__ = ["NESTED", "Nested", "OptionRow", "any_options", "options_model", "options_table"]
 
 NESTED: Mapping[type, str] = {
     Callback: "callback",
@@ -103,6 +104,11 @@ def options_model(
         raise
     except Exception as problem:  # signatures and annotations run a plugin's own code
         raise PluginError(f"has a signature that cannot be read: {problem}") from problem
+
+
+def any_options() -> type[BaseModel]:
+    """The model of a component whose signature is not to be looked at."""
+    return create_model("Options", __config__=ConfigDict(extra="allow", frozen=True))
 
 
 def _fields(
@@ -362,6 +368,7 @@ _LIMITS = {
 
 def _limits(schema: Mapping[str, Any]) -> list[str]:
     limits = [text.format(schema[key]) for key, text in _LIMITS.items() if schema.get(key) not in _NO_LIMIT]
+    limits = [re.sub(r"\b1 (character|item)s$", r"1 \1", limit) for limit in limits]
     if "prefixItems" in schema:
         limits = []  # the type of a fixed number of items says how many
     for member in schema.get("anyOf", ()):

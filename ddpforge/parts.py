@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -24,10 +24,11 @@ from ddpforge.optim.groups import parameter_groups
 from ddpforge.pace import in_steps
 from ddpforge.recipe import LoadedRecipe, Recipe
 from ddpforge.recipe.batch import BatchPlan, check_world
+from ddpforge.recipe.layers import kind_at
 from ddpforge.recipe.origins import KeyPath, Place
 from ddpforge.recipe.report import Problem
 from ddpforge.recipe.trial import check_optimizer
-from ddpforge.registry import Registry, where_raised
+from ddpforge.registry import NotImported, Registry, where_raised
 from ddpforge.rehearsal import SMALL, Rehearsal, first_batch, own_random_numbers, rehearse
 from ddpforge.runfolder import RunFolder
 
@@ -58,6 +59,11 @@ class Parts:
         self.recipe: Recipe = loaded.recipe
         self._problems: list[Problem] = []
         self._errors: list[ForgeError] = []
+        self.not_imported = [  # code that the registry does not import; nothing is known of it
+            component.use
+            for path, component in self.recipe.components().items()
+            if not registry.imports(str(kind_at(path)), component.use)
+        ]
 
     # ---------------------------------------------------------------------------------------- before ranks join
     def foresee(
@@ -80,6 +86,9 @@ class Parts:
         self.trackers = self._named("track", "tracker", recipe.track.trackers)
         if hasattr(self, "strategy"):
             self._ask_strategy(ranks, device, trains=trains)
+        elif recipe.strategy.use in self.not_imported:
+            with self.noting("train", "global_batch"):
+                self.plan = check_world(self.loaded, ranks)
         if trains and recipe.checkpoint.init_from and not (folder and any(folder.checkpoints.glob("step-*"))):
             with self.noting("checkpoint", "init_from"):
                 find_initial(recipe.checkpoint.init_from)
@@ -141,10 +150,11 @@ class Parts:
     def _fit(self) -> None:
         """Asks whether the model suits the data and the keys of the recipe that speak of it."""
         recipe = self.recipe
-        with ExitStack() as stack:
-            stack.enter_context(self.noting("task", faults=(ValueError,)))
+        self._fits = False
+        with self.noting("task", faults=(ValueError,)):
             for data in self.sets if hasattr(self, "task") else ():
                 self.task.check(self.model, data)
+            self._fits = True
         with self.noting("train", "blocks", faults=(ValueError,)):
             check_blocks(find_blocks(self.model, recipe.train.blocks), recipe.train)
         with self.noting("optimizer", faults=(ValueError,)):
@@ -190,7 +200,7 @@ class Parts:
         nothing is done that could matter for the run: no stream is read, and no data that loader processes are to read.
         """
         found: dict[str, Rehearsal] = {}
-        if not hasattr(self, "task") or not hasattr(self, "size"):
+        if not hasattr(self, "task") or not hasattr(self, "size") or not self._fits:
             return found
         on_meta = any(parameter.is_meta for parameter in self.model.parameters())
         if not strict and (on_meta or self.size.all > SMALL):
@@ -199,7 +209,20 @@ class Parts:
             if strict or not (self.recipe.data.workers or is_stream(data)):
                 with self.noting("task"), self._telling(f"data.{key}", strict), own_random_numbers():
                     found[key] = self._rehearse(key, data)
+        if "eval" in found and type(self.task).__module__.startswith("ddpforge.tasks."):
+            self._find_metrics({f"eval/{name}" for name in found["eval"].metrics})
         return found
+
+    def _find_metrics(self, known: set[str]) -> None:
+        """Asks whether the metrics by which the recipe decides are there; other tasks name some only now and then."""
+        wanted: list[tuple[KeyPath, object]] = [
+            (("callbacks", name, "metric"), getattr(callback, "metric", ""))
+            for name, callback in self.callbacks.items()
+        ]
+        for path, metric in [*wanted, (("checkpoint", "keep", "by"), self.recipe.checkpoint.keep.by)]:
+            if known and str(metric).startswith("eval/") and metric not in known:
+                error = UsageError(f"no evaluation reports {metric}", hints=[f"there are {', '.join(sorted(known))}"])
+                self.note(path, error)
 
     def _rehearse(self, key: str, data: Any) -> Rehearsal:
         train = self.recipe.train
@@ -229,6 +252,9 @@ class Parts:
         """Notes an error in here, at its place in the recipe; `faults` are other exceptions that are the recipe's."""
         try:
             yield
+        except NotImported as error:
+            if error.use not in self.not_imported:  # within another component's options
+                self.not_imported.append(error.use)
         except RecipeError as error:
             self._problems += error.problems
             self._errors.append(error)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpforge.checkpoint.contents import Facts
+from ddpforge.checkpoint.schema import position_flaw
+from ddpforge.errors import CheckpointError
 
 __all__ = ["Progress"]
 
@@ -26,6 +28,11 @@ class Progress:
 
     @classmethod
     def of(cls, facts: Facts) -> Progress:
-        """Where a checkpoint was saved."""
+        """Where a checkpoint was saved; raises CheckpointError for a position that no run has."""
         stored: dict[str, Any] = dict(facts.position)
+        flaw = position_flaw(stored)
+        if flaw is None and stored.keys() != cls().to_json().keys():
+            flaw = f"position has the keys {', '.join(map(str, stored)) or 'none'}"
+        if flaw:
+            raise CheckpointError(f"the checkpoint of step {facts.step} cannot be resumed from: {flaw}")
         return cls(facts.step, facts.samples, left_out=set(stored.pop("left_out")), **stored)

@@ -83,6 +83,19 @@ class Part:
         """The same part of another tensor, which this rank holds in the same way."""
         return replace(self, tensor=tensor)
 
+    def elements(self, region: Region) -> Tensor:
+        """The elements in `region`, in one dimension and live; raises ValueError where this part lacks some."""
+        wanted = normal(self.shape, region)
+        if wanted == self.region:
+            return self.tensor.reshape(-1)
+        if not (isinstance(wanted, Range) and isinstance(self.region, Range)):
+            raise ValueError(f"of a tensor of shape {list(self.shape)}, {self.region} is held here, and not {wanted}")
+        if wanted.numel and not self.region.start <= wanted.start <= wanted.stop <= self.region.stop:
+            raise ValueError(
+                f"of a tensor of shape {list(self.shape)}, {self.region} is held here, not all of {wanted}"
+            )
+        return self.tensor.reshape(-1)[wanted.start - self.region.start :][: wanted.numel]
+
     def cut(self, start: int, stop: int) -> list[Part]:
         """The elements from `start` up to `stop`, counted in this part: one or more parts of the same tensor."""
         if start == stop:

@@ -35,6 +35,7 @@ __all__ = [
     "BrokenComponent",
     "BuildFailed",
     "Entry",
+    "NotImported",
     "RefusedOptions",
     "Registry",
     "UnknownComponent",
@@ -175,6 +176,14 @@ class BrokenComponent(PluginError):
         self.missing = missing
 
 
+class NotImported(PluginError):
+    """Code that the recipe locates, by a file or a module, and that is not to be imported."""
+
+    def __init__(self, kind: str, use: str) -> None:
+        super().__init__(f"{kind} `{use}` is not imported")
+        self.use = use
+
+
 class RefusedOptions(PluginError):
     """A component does not take its options, although each of them alone is of the right form: the recipe's fault."""
 
@@ -200,8 +209,13 @@ class Registry:
     `package.module:Name`; or `./file.py:Name`, relative to `base`, the folder of the recipe that says it.
     """
 
-    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+    def __init__(self, entries: Iterable[Entry] = (), *, imports: bool = True) -> None:
         self._entries = sorted(entries)
+        self._imports = imports  # what is not registered
+
+    def only_registered(self) -> Registry:
+        """The same, which imports no code that a recipe locates by a file or a module: it takes any options."""
+        return Registry(self._entries, imports=False)
 
     @classmethod
     def installed(cls) -> Registry:
@@ -234,9 +248,15 @@ class Registry:
             return None
         raise UnknownComponent(kind, use, self.names(kind))
 
+    def imports(self, kind: str, use: str) -> bool:
+        """Whether `load` imports what `use` names."""
+        return self._imports or self.find(kind, use) is not None
+
     def load(self, kind: str, use: str, base: Path = Path()) -> Callable[..., Any]:
         """Imports the component; raises UnknownComponent, AmbiguousComponent or BrokenComponent."""
         entry = self.find(kind, use)
+        if not self.imports(kind, use):
+            raise NotImported(kind, use)
         broken = partial(BrokenComponent, kind, use, entry=entry)
         location, _, attribute = (entry.target if entry else use).partition(":")
         if not attribute:
@@ -273,9 +293,12 @@ class Registry:
         inside is located there; where the inner component cannot be loaded, the error's type is "component"
         and its `ctx["error"]` the PluginError.
         """
-        from ddpforge.options import options_model
+        from ddpforge.options import any_options, options_model
 
-        component = self.load(kind, use, base)
+        try:
+            component = self.load(kind, use, base)
+        except NotImported:
+            return any_options()
         try:
             return options_model(component, GIVEN[kind], self, base)
         except PluginError as breach:

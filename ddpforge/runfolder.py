@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import secrets
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -195,7 +194,7 @@ class RunFolder:
         prefix = f".{self.path.name}.{gethostname()}-"
         for path in self.path.parent.glob(f"{glob.escape(prefix)}*.tmp"):
             number = path.name.removeprefix(prefix).removesuffix(".tmp")
-            if number.isdecimal() and (int(number) == os.getpid() or not Path("/proc", number).exists()):
+            if number.isdecimal() and (int(number) == os.getpid() or not _is_alive(int(number))):
                 files.remove(path)
 
     def _take(self, draft: "RunFolder") -> bool:
@@ -277,7 +276,9 @@ class RunFolder:
     # -- contents
     def tables(self) -> dict[str, Any]:
         """The resolved recipe that the last attempt followed."""
-        return _read(self.resolved, tomllib.loads)
+        from ddpforge.recipe.toml import loads
+
+        return _read(self.resolved, loads)
 
     def lineage(self) -> list[Lineage]:
         """Which resolved recipes the run has followed, oldest first."""
@@ -322,9 +323,9 @@ class RunFolder:
         return False
 
     def amend_failure(self, error: str, code: int) -> None:
-        """Replaces what `status.json` says of a failure, unless a run is going on here."""
+        """Replaces what `status.json` says of a failure, unless a run is going on here, or has ended well."""
         with suppress(EnvironmentProblem), self.claim():
-            if status := self.status():
+            if (status := self.status()) and status["state"] in ("running", "failed"):
                 self.write_status({**status, "state": "failed", "exit_code": code, "error": error})
 
     def sync_metrics(self) -> None:
@@ -346,6 +347,16 @@ class RunFolder:
             files.replace(target, contents)
         files.replace(self.recipe, text.encode())
         files.replace(self.resolved, resolved.encode())
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # somebody else's
+    return True
 
 
 def _inside(name: str) -> PurePosixPath:

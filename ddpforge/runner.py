@@ -6,6 +6,7 @@ import faulthandler
 import logging
 import math
 import secrets
+import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,6 +18,8 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
+import torch
+
 from ddpforge import leaving
 from ddpforge.agree import on_main
 from ddpforge.assemble import assemble
@@ -27,7 +30,7 @@ from ddpforge.checkpoint.retention import check_folder
 from ddpforge.confidential import redacted
 from ddpforge.console import setup_logging
 from ddpforge.environment import world_size
-from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed, UsageError
+from ddpforge.errors import CheckpointError, Diverged, ExitCode, ForgeError, PeerFailed, UsageError
 from ddpforge.failures import Failures, Peer, Report, phrase
 from ddpforge.interfaces import Callback, Strategy, Tracker, World
 from ddpforge.launch import record_verdict
@@ -54,6 +57,8 @@ from ddpforge.watch import Watch
 __all__ = ["Evaluation", "Outcome", "evaluate", "run"]
 
 log = logging.getLogger("ddpforge")
+
+_WRITING = 2.0  # seconds in which another rank has written status.json, when it was the first to fail
 
 
 @dataclass(frozen=True)
@@ -158,9 +163,7 @@ class Attempt:
             try:
                 trainer = self._prepare()
                 stack.enter_context(trainer.stop)  # a launcher ends the others of a rank that failed: not in mid-word
-                state = trainer.fit()
-                status = self._end(trainer, state)
-                self.strategy.close()
+                status = self._end(trainer.fit())
             except BaseException as error:
                 told = self._fail(explained(error, self.recipe, self.world.data_size))
                 if told is error:
@@ -242,12 +245,13 @@ class Attempt:
         }
 
     # -- after the last one
-    def _end(self, trainer: Trainer, state: State) -> Status:
-        """Tells callbacks and trackers, then writes the verdict."""
-        if self._watch:
-            self._watch.stop()
+    def _end(self, state: State) -> Status:
+        """Tells callbacks and trackers; when all ranks have come so far, writes the verdict."""
         self._tell_callbacks(None)
         self._finish_trackers(state)
+        self.strategy.close()
+        if self._watch:
+            self._watch.stop()
         status = self._status(state)
         if self.world.is_main:
             self.folder.write_status(status)
@@ -269,17 +273,15 @@ class Attempt:
         state: State = "diverged" if isinstance(error, Diverged) else "failed"
         speaks = not isinstance(error, PeerFailed) and self._write_failure(state, cause or report)
 
-        for duty in (
-            *(partial(self._tell_callbacks, error) for _ in self._started),
-            partial(self._finish_trackers, state),
-        ):
-            self._try(duty)
+        while self._started:
+            self._try(partial(self._tell_callbacks, error))
+        self._try(partial(self._finish_trackers, state))
         if cause is None:
-            self._attach(error, self._status(state, report))
+            self._attach(error, self._status(state, report), written_here=speaks)
             return error
         self._failures.end_frozen()
         told = self._told(cause, speaks=speaks)
-        self._attach(told, self._status("failed", cause))
+        self._attach(told, self._status("failed", cause), written_here=speaks)
         return told
 
     def _write_failure(self, state: State, report: Report) -> bool:
@@ -337,11 +339,16 @@ class Attempt:
             expected = isinstance(another, ForgeError | OSError)
             log.warning("while the run was ending: %s", another, exc_info=None if expected else another)
 
-    def _attach(self, error: BaseException, status: Status) -> None:
-        """Lets the command line show how the run stands: as it is written down, if that went well."""
+    def _attach(self, error: BaseException, status: Status, *, written_here: bool) -> None:
+        """Lets the command line show how the run stands: as the first rank that failed writes it down."""
+        deadline = time.monotonic() + (0.0 if written_here or not self.world.is_main else _WRITING)
         with suppress(ForgeError):
-            written = self.folder.status()
-            status = written if written and written["state"] in ("failed", "diverged") else status
+            while (written := self.folder.status()) in (None, self.opened.earlier) or written["state"] == "running":
+                if time.monotonic() >= deadline:
+                    written = status
+                    break
+                time.sleep(0.02)
+            status = written
         error.outcome = Outcome(self.folder.path, status, self.world.is_main)  # type: ignore[attr-defined]
 
     def _status(self, state: State, report: Report | None = None, *, begun: bool = False) -> Status:
@@ -428,6 +435,9 @@ def _join(parts: Parts, *, trains: bool = True, folder: RunFolder | None = None)
     world = parts.strategy.setup(parts.recipe.train)
     leaving.at_once()
     setup_logging(world.rank)
+    if world.size > 1:
+        # What comes next may be refused on every rank: one that left now would end those that are still joining.
+        parts.strategy.total(torch.ones(())).item()
     if trains:
         check_world(parts.loaded, world.data_size)
     return world
@@ -505,8 +515,7 @@ def _settle_changes(
     folder: RunFolder, changes: Sequence[Change], edited: Sequence[str], allow_change: Sequence[str]
 ) -> None:
     """Refuses what would make another run of it, unless nothing would be lost by that."""
-    check_folder(folder.checkpoints)
-    if any(folder.checkpoints.glob("step-*")):
+    if _may_have_checkpoints(folder):
         refuse_fixed(changes, allow_change)
     elif changes or edited:
         log.info("no checkpoint was saved: the new recipe counts from the first step")
@@ -514,6 +523,14 @@ def _settle_changes(
         log.info("changed since the last attempt: %s", change)
     for name in edited:
         log.info("changed since the last attempt: the code in %s", name)
+
+
+def _may_have_checkpoints(folder: RunFolder) -> bool:
+    try:
+        check_folder(folder.checkpoints)
+    except CheckpointError:
+        return True  # the attempt will say so
+    return any(folder.checkpoints.glob("step-*"))
 
 
 def _mention_what_is_lost(folder: RunFolder) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-import tomllib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -28,6 +27,7 @@ from ddpforge.norms import Norms
 from ddpforge.pace import Alarm, Cadence, Window, in_steps
 from ddpforge.progress import Progress
 from ddpforge.recipe.schema import Recipe
+from ddpforge.recipe.toml import loads
 from ddpforge.signals import StopRequests
 from ddpforge.statistics import Statistics
 from ddpforge.steps import Steps
@@ -331,7 +331,8 @@ class Trainer:
         seconds = self._window.seconds / max(1, self._window.steps)
         info = StepInfo(step=step, samples=self.progress.samples, lr=lr, seconds=seconds, metrics=row)
 
-        wishes = [callback.on_step(info) for callback in self.callbacks.values()]
+        with self.strategy.observing():
+            wishes = [callback.on_step(info) for callback in self.callbacks.values()]
         if row:
             for callback in self.callbacks.values():
                 row |= callback.on_log(info)
@@ -376,7 +377,8 @@ class Trainer:
             log.warning(
                 "checkpoint.keep.by: no metric is called %s, so none is best; there are %s", self.saving.keep.by, known
             )
-        wishes = [callback.on_eval(step, row) for callback in self.callbacks.values()]
+        with self.strategy.observing():
+            wishes = [callback.on_eval(step, row) for callback in self.callbacks.values()]
         self._window.go_on()
         return any(wishes)
 
@@ -386,14 +388,23 @@ class Trainer:
             raise UsageError("the recipe has no [data.eval] to evaluate on")
         self.strategy.sync_buffers(self.model)
         self.model.eval()
-        with ExitStack() as stack, torch.no_grad():
-            for callback in self.callbacks.values():
-                stack.enter_context(callback.evaluating())
+        with self._evaluating(), torch.no_grad():
             totals = self._steps.evaluate(self._noted(self.evaluation.evaluation()))
             means = self._means({**totals, **self._what_was_read()})
             self._refuse_another_stream(means)
         self.model.train()
         return {f"eval/{name}": value for name, value in self.task.finish(means).items()}
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        with ExitStack() as observed, ExitStack() as stack:
+            with self.strategy.observing():
+                for callback in self.callbacks.values():
+                    stack.enter_context(callback.evaluating())
+            try:
+                yield
+            finally:
+                observed.enter_context(self.strategy.observing())  # which the callbacks leave within
 
     def _is_best(self, step: int) -> bool:
         if self._evaluated != step or not self.saving.keep.best:
@@ -456,7 +467,7 @@ def _looks_are_free(device: torch.device) -> bool:
 def _use_in(recipe: str, table: Sequence[str]) -> str | None:
     """What a table of a checkpoint's recipe uses; None where it does not say, as after an import."""
     try:
-        found: Any = tomllib.loads(recipe)
+        found: Any = loads(recipe)
         for name in (*table, "use"):
             found = found[name]
     except (ValueError, KeyError, TypeError):

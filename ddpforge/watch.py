@@ -13,6 +13,7 @@ __all__ = ["Watch"]
 log = logging.getLogger("ddpforge")
 
 _LOOK = 1.0  # seconds between two looks
+_PATIENCE = 5.0
 _GRACE = 10.0  # seconds that a rank has to notice by itself that another one failed
 
 
@@ -42,7 +43,7 @@ class Watch:
         """The thread that trains has noticed, or is done; where the process is being ended, this does not return."""
         self._stopped.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(_PATIENCE)  # it may be looking at a disk that hangs
 
     def _run(self) -> None:
         while not self._stopped.wait(self._look):

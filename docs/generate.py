@@ -141,7 +141,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _code(text: str) -> str:
-    return f"`{text}`"
+    return "*(none)*" if text == "unset" else f"`{text}`"
 
 
 BLOCKS: Mapping[str, Callable[[], str]] = {

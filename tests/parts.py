@@ -313,3 +313,37 @@ class CountsReductions(DDP):
 
         prepared.register_comm_hook(None, hook)  # type: ignore[operator]
         return prepared
+
+
+class Taught(nn.Module):
+    """A student beside a frozen teacher of the same form, whose output the student also sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 1))
+        self.teacher = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 1)).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.student(x) + self.teacher(x)
+
+
+class Momentum(Callback):
+    """The teacher follows the student: in the parts that ranks hold, or straight in the model's parameters."""
+
+    def __init__(self, straight: bool = False) -> None:
+        self.straight = straight
+
+    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
+        self.model, self.weights = model, weights
+
+    @torch.no_grad()
+    def on_step(self, info: StepInfo) -> None:
+        if self.straight:
+            pairs = zip(self.model.teacher.parameters(), self.model.student.parameters(), strict=True)
+            for teacher, student in pairs:
+                teacher.data.mul_(0.5).add_(student.data, alpha=0.5)
+            return
+        for name, part in self.weights.frozen().items():
+            student = self.weights.elements(name.replace("teacher", "student"), part.region)
+            part.tensor.view(-1).lerp_(student, 0.5)
+        self.weights.changed()

@@ -450,3 +450,32 @@ def test_any_nest_of_tensors_moves() -> None:
     assert moved.data["x"][0].device == meta
     assert moved.data["x"][1][0].device == meta
     assert moved.data["x"][1][1] == "text"
+
+
+@pytest.mark.parametrize(
+    ("samples", "ranks", "micro", "steps", "expected"),
+    [
+        (24, 2, 2, None, (2, 2)),
+        (25, 2, 2, None, (2, 0)),  # the other rank has a stand-in
+        (27, 2, 2, None, (2, 1)),
+        (27, 2, 2, 3, (2, 2)),  # ends before the epoch does
+        (27, 2, 2, 4, (2, 1)),
+        (27, 1, 8, None, (8, 3)),
+    ],
+)
+def test_the_smallest_micro_batches(
+    samples: int, ranks: int, micro: int, steps: int | None, expected: tuple[int, int]
+) -> None:
+    for rank in range(ranks):
+        batches = open_data(
+            list(range(samples)),
+            global_batch=8,
+            share=Share(rank, ranks, micro),
+            seed=0,
+            shuffle=True,
+            drop_last=False,
+            workers=0,
+            prefetch=2,
+            pin=False,
+        )
+        assert batches.fewest(steps) == expected

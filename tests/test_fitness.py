@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.errors import UsageError
-from ddpforge.fitness import check_model
+from ddpforge.fitness import check_model, watch_batchnorm
 
 
 class Model(nn.Module):
@@ -97,3 +97,26 @@ def test_odd_and_fine(model: nn.Module) -> None:
     check_model(model)
     with torch.device("meta"):
         check_model(Model())
+
+
+# ---------------------------------------------------------------------------------------------- BatchNorm
+FLAT, IMAGE = torch.randn(4, 3), torch.randn(4, 3, 2, 2)
+
+
+@pytest.mark.parametrize(("full", "last", "hint"), [(4, 1, "last_batch"), (4, 0, "last_batch"), (1, 1, "micro_batch")])
+def test_batchnorm_over_single_samples_is_refused_in_the_first_pass(full: int, last: int, hint: str) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    watch_batchnorm(model, full, last)
+    model.eval()(FLAT)
+    with pytest.raises(UsageError, match=r"`0` \(BatchNorm1d\) normalises over the samples") as refused:
+        model.train()(FLAT)
+    assert hint in refused.value.hints[0]
+
+
+def test_batchnorm_over_pixels_and_larger_batches_is_fine() -> None:
+    pixels, samples = nn.BatchNorm2d(3), nn.BatchNorm1d(3)
+    watch_batchnorm(pixels, 4, 1)
+    watch_batchnorm(samples, 4, 2)
+    pixels(IMAGE)
+    samples(FLAT)
+    assert not pixels._forward_pre_hooks

@@ -41,3 +41,9 @@ def test_bad_steps_in_a_row_are_counted_over_looks(bad: float) -> None:
     norms.add(5, torch.tensor(0.0))
     assert norms.look() == []
     assert norms.nonfinite_in_a_row == 0
+
+
+def test_a_bad_first_step_is_one_in_a_row() -> None:
+    norms = noted(math.nan)
+    assert norms.look() == [1]
+    assert norms.nonfinite_in_a_row == 1

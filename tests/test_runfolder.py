@@ -272,6 +272,17 @@ def test_on_a_full_disk_the_status_is_written_where_the_old_one_is(
     assert str(found["error"]).startswith("xxx")
 
 
+@pytest.mark.parametrize(
+    ("state", "amended"), [("running", True), ("failed", True), ("done", False), ("stopped", False)]
+)
+def test_a_failure_is_amended_and_nothing_else(folder: RunFolder, state: str, amended: bool) -> None:
+    before = status_of(state=state)
+    folder.write_status(before)
+    folder.amend_failure("rank 1 was ended by signal 9 (SIGKILL)", 1)
+    failed = {"state": "failed", "exit_code": 1, "error": "rank 1 was ended by signal 9 (SIGKILL)"}
+    assert folder.status() == (before | failed if amended else before)
+
+
 def test_what_metrics_are_written_so_far_is_on_the_disk_when_synced(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

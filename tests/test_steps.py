@@ -12,7 +12,7 @@ from doubles import Line, Plain
 from torch import Tensor, nn
 
 from ddpforge.data import MicroBatch
-from ddpforge.errors import PluginError
+from ddpforge.errors import PluginError, StrategyError
 from ddpforge.interfaces import Task, Total
 from ddpforge.statistics import Statistics
 from ddpforge.steps import Steps
@@ -129,6 +129,126 @@ def test_evaluation_adds_up_in_float64_too_and_leaves_stand_ins_out() -> None:
 def test_a_metric_that_is_no_total_is_named(wrong: Any) -> None:
     with pytest.raises(PluginError, match=r"metric `it` is a .*, and must be a Total"):
         run(Line(), Plainly(lambda _: wrong), [micro([1.0])])
+
+
+def test_totals_do_not_change_when_a_graph_reuses_its_outputs() -> None:
+    """One float64 tensor for every batch, as CUDA graphs give: 1 + 2 and not 2 + 2."""
+    kept = torch.zeros((), dtype=torch.float64)
+    totals, _ = run(
+        Line(), Plainly(lambda outputs: Total(kept.copy_(outputs.detach().sum()), 1)), [micro([1.0]), micro([2.0])]
+    )
+    assert totals["it"].sum.item() == 3.0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_gradient_is_that_of_the_mean_over_the_steps_samples(ranks: int) -> None:
+    """A rank has 1 and 5 of a step of eight samples: 6 / 8, times the ranks over which strategies take the mean."""
+    _, norm = run(Line(), Plainly(), [micro([1.0], step=8), micro([5.0], step=8)], Plain(ranks=ranks))
+    assert norm.item() == pytest.approx(ranks * 6 / 8)
+
+
+# ---------------------------------------------------------------------------------------------- several passes
+class Explores(Plain):
+    """Notes in which order an optimizer of several passes is asked for what; explores when the gradient is finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def explore(self, model: nn.Module, optimizer: Any) -> Tensor:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        self.norms.append(norm.item())
+        if norm.isfinite():
+            optimizer.explore(norm.item())
+        for parameter in model.parameters():
+            parameter.grad = None
+        return norm
+
+    def step(self, model: nn.Module, optimizer: Any) -> Tensor:
+        norm = super().step(model, optimizer)
+        self.norms.append(norm.item())
+        return norm
+
+    def weights(self, model: nn.Module, optimizer: Any) -> Any:
+        return SimpleNamespace(changed=lambda: self.events.append("changed"))
+
+
+class Wanders:
+    """An optimizer that looks at gradients in `passes` places."""
+
+    def __init__(self, passes: int, events: list[str]) -> None:
+        self.passes, self.events = passes, events
+
+    def explore(self, norm: float) -> None:
+        self.events.append("explore")
+
+    def restore(self) -> None:
+        self.events.append("restore")
+
+    def step(self) -> None:
+        self.events.append("update")
+
+    def zero_grad(self) -> None: ...
+
+
+class Dropped(Normed):
+    """Draws as many random numbers as it has samples, and forgets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.drawn.append(torch.rand(()).item())
+        super().forward(x)  # for the running mean
+        return self.w * x
+
+
+def passes(number: int, batches: list[MicroBatch], task: Task | None = None) -> tuple[Explores, Dropped, Any]:
+    strategy, model = Explores(), Dropped()
+    optimizer: Any = Wanders(number, strategy.events)
+    steps = Steps(strategy.world, strategy, task or Plainly(), model, optimizer, Statistics(None), seed=0, skips=False)
+    return strategy, model, steps.train(1, batches[0], iter(batches), measure=True)
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_every_pass_sees_the_whole_step_with_the_same_random_numbers(number: int) -> None:
+    measured: list[float] = []
+
+    def metric(outputs: Tensor) -> Total:
+        measured.append(outputs.sum().item())
+        return Total(outputs.sum(), len(outputs))
+
+    batches = [micro([1.0, 2.0], step=4), micro([3.0, 6.0], step=4, number=1)]
+    strategy, model, (totals, norm) = passes(number, batches, Plainly(metric))
+    assert strategy.events == ["explore"] * (number - 1) + ["restore", "step", "update"]
+    assert strategy.norms == [3.0] * number
+    assert norm.item() == 3.0
+    assert model.drawn == model.drawn[:2] * number
+    assert model.drawn[0] != model.drawn[1]
+    assert (totals["it"].sum.item(), totals["it"].count) == (12.0, 4)  # of the first pass alone
+    assert measured == [3.0, 9.0]
+    assert model.norm.num_batches_tracked is not None
+    assert model.norm.num_batches_tracked.item() == 2
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_bad_gradient_in_any_pass_ends_the_step_without_an_update(number: int) -> None:
+    strategy, _, (_, norm) = passes(number, [micro([float("nan"), 1.0])])
+    assert strategy.events == ["restore", "changed"]
+    assert not norm.isfinite()
+
+
+def test_one_pass_needs_nothing_to_explore() -> None:
+    strategy, _, _ = passes(1, [micro([1.0, 2.0])])
+    assert strategy.events == ["step", "update"]
+
+
+def test_a_strategy_that_cannot_explore_refuses_an_optimizer_that_does() -> None:
+    plain, model = Plain(), Line()
+    optimizer: Any = Wanders(2, [])
+    with pytest.raises(StrategyError, match="Wanders makes 2 passes per step, and Plain is for optimizers that make"):
+        Steps(plain.world, plain, Plainly(), model, optimizer, Statistics(None), seed=0, skips=False)
 
 
 # ---------------------------------------------------------------------------------------------- stand-ins

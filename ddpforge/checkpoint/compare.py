@@ -1,11 +1,12 @@
 """What is different between two checkpoints, tensor by tensor."""
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from ddpforge.checkpoint.listing import metrics, plain
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.schema import SECTIONS, Manifest, Section
 from ddpforge.errors import CheckpointError
+from ddpforge.recipe.toml import loads
 from ddpforge.runfolder import Change, recipe_changes
 
 _STRIDE = 1 << 22  # elements that are compared at a time, in float64
@@ -105,8 +107,8 @@ def _state(manifest: Manifest) -> dict[str, Any]:
 
 def _recipe(reader: Reader) -> dict[str, Any]:
     try:
-        return tomllib.loads(reader.manifest.recipe)
-    except tomllib.TOMLDecodeError as error:
+        return loads(reader.manifest.recipe)
+    except ValueError as error:
         raise CheckpointError(f"the recipe in {reader.path} cannot be read: {error}") from error
 
 
@@ -137,10 +139,24 @@ def _tensor(one: Reader, other: Reader, section: Section, name: str) -> Iterator
     if one.shape(section, name) != other.shape(section, name):
         yield TensorDifference(section=section, name=name, note=note)
         return
+    for reader in (one, other):
+        _refuse_too_large(reader, section, name)
     elements, absolute, relative = _distance(one.read(section, name), other.read(section, name))
     if elements or note:
         yield TensorDifference(
             section=section, name=name, note=note, elements=elements, absolute=absolute, relative=relative
+        )
+
+
+def _refuse_too_large(reader: Reader, section: Section, name: str) -> None:
+    """Raises CheckpointError for a tensor that does not fit into memory twice."""
+    needed = 2 * prod(reader.shape(section, name)) * reader.dtype(section, name).itemsize
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise CheckpointError(
+            f"{name} ({section}) of {reader.path} cannot be compared: that takes {needed:,} bytes of memory, and "
+            f"{free:,} are free",
+            hints=["compare on a machine with more memory"],
         )
 
 

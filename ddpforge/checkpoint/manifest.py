@@ -23,10 +23,14 @@ from ddpforge.checkpoint.schema import (
     Manifest,
     OtherFile,
     TensorEntry,
+    position_flaw,
 )
 from ddpforge.checkpoint.stored import BLOCK, DTYPES, Claim, damaged
 from ddpforge.errors import CheckpointError
+from ddpforge.recipe.toml import loads
 from ddpforge.regions import flaw, held_shape, normal
+
+_DEEPEST = 16  # levels of JSON
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -46,8 +50,40 @@ def read_manifest(path: Path, *, verify: bool = False) -> Manifest:
     manifest = read_sealed(path)
     check_files(path, manifest)
     if verify:
+        check_meaning(path, manifest)
         verify_contents(path, manifest)
     return manifest
+
+
+def check_meaning(path: Path, manifest: Manifest) -> None:
+    """Raises CheckpointError for what no run writes, though its form is right: a manifest may come from anybody."""
+    flaw = position_flaw(manifest.position)
+    for name in ("position", "loop", "lineage"):
+        if flaw is None and _depth(getattr(manifest, name)) > _DEEPEST:
+            flaw = f"{name} is nested too deeply"
+    for name, value in manifest.loop.items():
+        if flaw is None and type(value) not in (int, float):
+            flaw = f"loop.{name} is not a number"
+    try:
+        loads(manifest.recipe)
+        for name in manifest.metrics:
+            manifest.metric(name)
+    except ValueError as error:
+        flaw = flaw or f"its recipe or its metrics cannot be read: {error}"
+    if flaw:
+        raise damaged(path / MANIFEST, flaw)
+
+
+def _depth(value: object) -> int:
+    """How deeply arrays and objects are nested, without recursion."""
+    depth, level = 0, [value]
+    while level and depth <= _DEEPEST:
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [item for items in inner for item in items]
+        depth += bool(inner)
+        if not inner:
+            break
+    return depth
 
 
 def read_sealed(path: Path) -> Manifest:

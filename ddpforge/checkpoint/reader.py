@@ -69,7 +69,7 @@ class Reader:
     def _guarded(self, action: Callable[[], T]) -> T:
         try:
             return action()
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise damaged(self.path / MANIFEST, str(error)) from error
 
     # -- tensors

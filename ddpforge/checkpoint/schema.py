@@ -13,6 +13,7 @@ COMMIT holds the manifest's hash and the manifest those of everything else: one 
 """
 
 import re
+from collections.abc import Mapping
 from math import prod
 from typing import Annotated, Literal, get_args
 
@@ -52,7 +53,7 @@ class Commit(Table):
     manifest_sha256: str
 
 
-Natural = Annotated[int, Field(ge=0)]
+Natural = Annotated[int, Field(ge=0, lt=1 << 63)]
 FileName = Annotated[str, AfterValidator(_plain_name)]
 Shape = Annotated[tuple[Natural, ...], Field(max_length=64), AfterValidator(_possible)]
 Section = Literal["model", "optimizer", "callbacks"]
@@ -192,3 +193,16 @@ class FirstManifest(_Facts):
         }
         facts = {name: getattr(self, name) for name in _Facts.model_fields if name != "version"}
         return Manifest(**facts, files=dict(self.files), tensors=tensors)
+
+
+def position_flaw(position: Mapping[str, object]) -> str | None:
+    """What is wrong with what a checkpoint says of where training stood, if anything is."""
+    kinds: dict[str, tuple[type, ...]] = {"seconds": (int, float), "skipped": (int,), "left_out": (list,)}
+    for key, value in position.items():
+        if type(value) not in kinds.get(key, (type(value),)):
+            return f"position.{key} cannot be a {type(value).__name__}"
+        numbers = value if isinstance(value, list) and key in kinds else [value] if key in kinds else []
+        wanted = (int,) if key == "left_out" else (int, float)
+        if not all(isinstance(x, wanted) and type(x) is not bool and 0 <= x < 1 << 63 for x in numbers):
+            return f"position.{key} holds what no run has"
+    return None

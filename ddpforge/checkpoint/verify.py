@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from ddpforge.checkpoint.manifest import check_listed, check_size, layout_of, read_sealed, verify_file
+from ddpforge.checkpoint.manifest import check_listed, check_meaning, check_size, layout_of, read_sealed, verify_file
 from ddpforge.checkpoint.schema import COMMIT, MANIFEST
 from ddpforge.errors import CheckpointError
 
@@ -24,6 +24,7 @@ def damages(path: Path) -> list[Damage]:
         manifest = read_sealed(path)
         check_listed(path, manifest)
         found = layout_of(path, manifest)
+        check_meaning(path, manifest)
     except CheckpointError as error:
         return [Damage(COMMIT if str(path / COMMIT) in error.message else MANIFEST, _reason(error))]
 

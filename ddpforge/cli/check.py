@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ddpforge.cli.options import device_option, json_option, ranks_option, recipe_argument, sets_option
-from ddpforge.errors import ForgeError, RecipeError
+from ddpforge.cli.options import device_option, imports_option, json_option, ranks_option, recipe_argument, sets_option
+from ddpforge.errors import ForgeError, RecipeError, UsageError
 
 if TYPE_CHECKING:
     from ddpforge.parts import Parts
@@ -24,38 +24,44 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Also build every component, with a large model on the meta device, and evaluate a few samples.",
 )
+@imports_option
 @json_option
-def check(recipe: str, sets: Sequence[str], ranks: int, device: str | None, builds: bool, as_json: bool) -> None:
+def check(
+    recipe: str, sets: Sequence[str], ranks: int, device: str | None, builds: bool, imports: bool, as_json: bool
+) -> None:
     """Validate RECIPE (a file or a bundled recipe's name) without starting anything.
 
-    Imports the code that the recipe names. What only data and model can tell is found by --build, and by `run` before
-    it trains.
+    This imports the code that the recipe names, which runs what stands at the top of it. What only data and model can
+    tell is found by --build, and by `run` before it trains.
     """
+    if builds and not imports:
+        raise UsageError("--build runs the code that --no-import is not to import", hints=["leave one of them out"])
     if not as_json:
-        click.echo(f"{recipe}: ok, {_check(recipe, sets, ranks, device, builds)}")
+        click.echo(f"{recipe}: ok, {_check(recipe, sets, ranks, device, builds, imports)}")
         return
     try:
-        _check(recipe, sets, ranks, device, builds)
+        _check(recipe, sets, ranks, device, builds, imports)
     except ForgeError as error:
         click.echo(json.dumps({"ok": False, "problems": _problems(error)}))
         raise SystemExit(int(error.exit_code)) from None
     click.echo(json.dumps({"ok": True, "problems": []}))
 
 
-def _check(recipe: str, sets: Sequence[str], ranks: int, device: str | None, builds: bool) -> str:
+def _check(recipe: str, sets: Sequence[str], ranks: int, device: str | None, builds: bool, imports: bool) -> str:
     """What the recipe amounts to; raises ForgeError when it cannot be run."""
     from ddpforge.parts import Parts
     from ddpforge.recipe import load_recipe
     from ddpforge.registry import Registry
     from ddpforge.runfolder import RunFolder
 
-    registry = Registry.installed()
+    registry = Registry.installed() if imports else Registry.installed().only_registered()
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     parts = Parts(loaded, registry)
     parts.foresee(ranks=ranks, device=device, folder=RunFolder.of(loaded.recipe))
     built = _build(parts) if builds else ""
     parts.report()
-    return f"{parts.plan}{built}"
+    skipped = f"; not imported, nor checked: {', '.join(parts.not_imported)}" if parts.not_imported else ""
+    return f"{parts.plan}{skipped}{built}"
 
 
 def _build(parts: "Parts") -> str:

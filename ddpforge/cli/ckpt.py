@@ -49,7 +49,7 @@ def _say(line: str) -> None:
 def ls(run: str, as_json: bool) -> None:
     """List the checkpoints of RUN, newest first, then those that are broken, with the reason.
 
-    Their files are looked at but not read: `ckpt verify` does that. Metrics are the one that decides what is best, and
+    Their files are looked at but not read: `ckpt verify` does that. Shown are the metric that decides what is best and
     those of the evaluation.
     """
     from ddpforge.checkpoint.listing import Place, notable, rows
@@ -174,7 +174,7 @@ def _print_tensors(listed: Sequence["Tensor"]) -> None:
 def verify(source: str, step: int | None, every: bool, as_json: bool) -> None:
     """Read every byte of the newest checkpoint, of one, or of all; name each file that is missing or damaged.
 
-    Also says which checkpoint a run would go on from. Exit codes: 0 intact, 1 damaged, 2 there is none.
+    Also says which checkpoint a run would resume from. Exit codes: 0 intact, 1 damaged, 2 there is none.
     """
     from ddpforge.checkpoint.listing import Place, find, is_checkpoint, newest_first
     from ddpforge.checkpoint.verify import damages
@@ -208,7 +208,7 @@ def verify(source: str, step: int | None, every: bool, as_json: bool) -> None:
         ]
         click.echo(json.dumps({"checkpoints": listed, **({} if alone else {"resumes": resumes and str(resumes)})}))
     elif not alone:
-        click.echo(f"a run would go on from {resumes.name}" if resumes else "a run could not go on: none is intact")
+        click.echo(f"a run would resume from {resumes.name}" if resumes else "a run could not resume: none is intact")
     sys.exit(ExitCode.FAILED if any(known.values()) else ExitCode.DONE)
 
 
@@ -240,8 +240,8 @@ def diff(a: str, b: str, as_json: bool) -> None:
     """Compare two checkpoints: recipe, position, and every tensor of model, optimizer and callbacks.
 
     A and B are checkpoints' folders, or RUN (the newest), RUN:STEP or RUN:best. Layout and number of ranks do not
-    matter. Exit codes: 0 equal, 1 different, 2 no such checkpoint, 3 one is damaged. Who saved a checkpoint, when and
-    with what, metrics, and recipe keys that do not matter for the result are shown, and make no difference.
+    matter. Exit codes: 0 equal, 1 different, 2 no such checkpoint, 3 one is damaged. Provenance, metrics and recipe
+    keys that cannot change the result are listed but do not count as differences.
     """
     from ddpforge.checkpoint.compare import compare
     from ddpforge.checkpoint.listing import parse
@@ -334,7 +334,9 @@ def _finite(value: Any) -> Any:
     metavar="PATTERN=REPLACEMENT",
     help=r"Rename tensors, by a regular expression: --map '^module\.='; repeatable, applied in order.",
 )
-@click.option("--step", type=click.IntRange(min=0), help="The step it is of; default: what SOURCE says, or 0.")
+@click.option(
+    "--step", type=click.IntRange(min=0), help="Step number for the checkpoint; default: what SOURCE says, or 0."
+)
 @click.option("--samples", type=click.IntRange(min=0), help="The samples trained on; default: what SOURCE says, or 0.")
 @json_option
 def import_(

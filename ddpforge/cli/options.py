@@ -30,6 +30,13 @@ ranks_option = click.option(
 device_option = click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), help="Check for ranks on this device; default: what is here."
 )
+imports_option = click.option(
+    "--import/--no-import",
+    "imports",
+    default=True,
+    help="Import the code that the recipe locates by a file or a module, which runs it; without it, its options are "
+    "not checked.",
+)
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""`ddpforge parity`: train a recipe under several strategies, and say where they come apart."""
+"""`ddpforge parity`: train a recipe under several strategies, and report where they diverge."""
 
 import json
 import math
@@ -39,7 +39,8 @@ _COLUMNS = {"train/loss": "loss", "train/grad_norm": "gradient norm", "weights":
     "--tolerance",
     type=click.FloatRange(0, 1, min_open=True),
     metavar="X",
-    help="Relative difference of the loss that is no drift, the others in proportion; default: by train.precision.",
+    help="Largest relative loss difference that counts as rounding; the other tolerances scale with it; default: by "
+    "train.precision.",
 )
 @click.option(
     "-o",

@@ -128,7 +128,7 @@ def show(name: str, kind: str | None, as_json: bool) -> None:
     type=click.Path(file_okay=False, path_type=Path),
     default=".",
     metavar="DIR",
-    help="Where to put the plugin's folder; default: here.",
+    help="Parent folder for the plugin; default: the current folder.",
 )
 def new(kind: str, name: str, folder: Path) -> None:
     """Write a complete plugin, with tests that pass, into the new folder NAME.

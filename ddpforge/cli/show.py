@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ddpforge.cli.options import device_option, json_option, ranks_option, recipe_argument, sets_option
+from ddpforge.cli.options import device_option, imports_option, json_option, ranks_option, recipe_argument, sets_option
 
 if TYPE_CHECKING:
     from ddpforge.interfaces import Contract
@@ -21,11 +21,12 @@ _WIDEST = 48  # columns before the comments; longer values push theirs to the ri
 @sets_option
 @ranks_option
 @device_option
+@imports_option
 @json_option
-def show(recipe: str, sets: Sequence[str], ranks: int, device: str | None, as_json: bool) -> None:
+def show(recipe: str, sets: Sequence[str], ranks: int, device: str | None, imports: bool, as_json: bool) -> None:
     """Print RECIPE resolved, with all defaults, and where each value came from. The output is a recipe too.
 
-    Imports the code that the recipe names.
+    This imports the code that the recipe names, which runs what stands at the top of it.
     """
     from ddpforge.contract import contract_of
     from ddpforge.parts import Parts
@@ -33,22 +34,28 @@ def show(recipe: str, sets: Sequence[str], ranks: int, device: str | None, as_js
     from ddpforge.registry import Registry
     from ddpforge.runfolder import RunFolder
 
-    registry = Registry.installed()
+    registry = Registry.installed() if imports else Registry.installed().only_registered()
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     parts = Parts(loaded, registry)
     parts.foresee(ranks=ranks, device=device, folder=RunFolder.of(loaded.recipe))
     parts.report()
-    plan, strategy = parts.plan, parts.strategy
-    contract = contract_of(strategy)
-    generated = strategy.generated(loaded.recipe.train, ranks)
+    contract = contract_of(parts.strategy) if hasattr(parts, "strategy") else None
+    generated = parts.strategy.generated(loaded.recipe.train, ranks) if contract else {}
 
     if as_json:
-        facts = {"batch": asdict(plan), "contract": asdict(contract), "generated": generated}
+        facts = {
+            "batch": asdict(parts.plan),
+            "contract": asdict(contract) if contract else None,
+            "generated": generated,
+            "not_imported": parts.not_imported,
+        }
         click.echo(json.dumps(_as_dict(loaded) | facts, indent=2))
         return
     click.echo(_annotated(loaded))
-    click.echo(f"\n# batch: {plan}")
-    for name, promise in _promises(contract, ranks):
+    click.echo(f"\n# batch: {parts.plan}")
+    for use in parts.not_imported:
+        click.echo(f"# not imported, nor are its options checked: {use}")
+    for name, promise in _promises(contract, ranks) if contract else ():
         click.echo(f"# {loaded.recipe.strategy.use} {name}: {promise}")
     for name, config in generated.items():
         text = f"{name}: {json.dumps(config, indent=2)}"

@@ -70,6 +70,17 @@ class Batches:
     _prefetch: int
     _pin: bool
 
+    def fewest(self, steps: int | None) -> tuple[int, int]:
+        """The sizes of the smallest micro-batch, on any rank, of a full step and of the last step of an epoch.
+
+        Both are the same in a run of `steps` that does not come to the end of an epoch, or where that is not known.
+        """
+        order, full = self._order, self._order.share.fewest(self._order.global_batch)
+        rest = order.samples % order.global_batch
+        if not rest or order.drop_last or (steps is not None and steps < order.steps_per_epoch):
+            return full, full
+        return full, order.share.fewest(rest)
+
     def training(self, start: int) -> Iterator[MicroBatch]:
         """From step `start` on, without end, epoch after epoch."""
         return iter(self._loader(start, one_epoch=False))

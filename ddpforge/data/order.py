@@ -89,6 +89,10 @@ class Share(NamedTuple):
             found += [range(a, b) for a, b in pairwise(cuts)]
         return found
 
+    def fewest(self, samples: int) -> int:
+        """The size of the smallest micro-batch that any rank gets of a step of `samples`."""
+        return min(len(part) for rank in range(self.ranks) for part in self._replace(rank=rank).deal(samples))
+
     def whose(self, number: int, micro_batches: int) -> tuple[int, int]:
         """Of micro-batch `number` among this rank's `micro_batches`: its shard, and its number in there."""
         shard, within = divmod(number, micro_batches // len(self.shards))

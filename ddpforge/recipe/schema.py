@@ -122,7 +122,7 @@ class TrainSection(Section):
         description='How long to train: epochs "5ep", steps "1000st" or wall time "2h".',
     )
     global_batch: Count = Field(
-        description="Samples per optimizer step, over all ranks. The invariant of a run.",
+        description="Samples per optimizer step, over all ranks. Fixed for the life of a run.",
     )
     micro_batch: Count | None = Field(
         default=None,
@@ -130,9 +130,9 @@ class TrainSection(Section):
     )
     elastic_shards: Count | None = Field(
         default=None,
-        description="Compute on any number of ranks that divides this one what so many ranks would: dropout,"
-        " augmentation and BatchNorm statistics no longer depend on the ranks. Costs forward passes of"
-        " global_batch / elastic_shards samples at most.",
+        description="Make results independent of the number of ranks: every step is computed as if on this many ranks,"
+        " on any number that divides it, dropout, augmentation and BatchNorm statistics included. Costs forward passes"
+        " of global_batch / elastic_shards samples at most.",
     )
     last_batch: Literal["keep", "drop"] = Field(
         default="keep",
@@ -201,7 +201,7 @@ class KeepSection(Section):
 
     last: Count = Field(default=2, description="How many of the newest to keep.")
     every: TrainingTime | None = Field(
-        default=None, description='Keep those at every so many epochs or steps, e.g. "10ep"; absent: none of them.'
+        default=None, description='Also keep one checkpoint every N epochs or steps, e.g. "10ep"; absent: none of them.'
     )
     best: int = Field(default=0, ge=0, le=1000, description="How many of the best to keep, judged by `by`.")
     by: Annotated[str, AfterValidator(_metric)] | None = Field(
@@ -224,7 +224,7 @@ class CheckpointSection(Section):
     layout: Literal["sharded", "full"] = Field(
         default="sharded",
         description='"sharded": every rank writes what it holds; "full" adds one file with the whole model, for other'
-        " tools. Either resumes anywhere.",
+        " tools. Both can be resumed under any strategy.",
     )
     background: bool = Field(
         default=True, description="Write while training goes on, from a copy of the state in host memory."
@@ -256,7 +256,7 @@ class Recipe(Section):
     """A whole run, validated. Built by `load_recipe`, which also gives it as plain tables."""
 
     recipe: Literal[1] = Field(
-        description="The version of the recipe's form: write `recipe = 1` as the first line.",
+        description="The recipe format version: write `recipe = 1` as the first line.",
     )
     name: Annotated[str, AfterValidator(_name)] = Field(
         min_length=1, description="The run's name and the name of its folder."

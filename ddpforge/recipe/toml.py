@@ -14,6 +14,9 @@ from ddpforge.recipe.origins import KeyPath, Place, Source
 from ddpforge.recipe.report import Problem, dotted, kind_of, printable
 
 _DEEPEST = 16
+_MOST = 4 << 20  # characters
+# tomllib takes time with the square of a key's parts
+_TOO_DOTTED = re.compile(rf"""(?:(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){{{4 * _DEEPEST},}}""")
 _TOO_DEEP = re.compile(rf"(?:[\[{{][^\[\]{{}}]*){{{_DEEPEST + 1}}}")  # brackets opened and not closed
 _WHERE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)")
 _LOWER_CASE = {"True": "true", "False": "false", "yes": "true", "no": "false", "on": "true", "off": "false"}
@@ -40,8 +43,27 @@ def read(path: Path, label: str) -> Source:
         raise RecipeError([problem]) from error
 
 
+def loads(text: str) -> Table:
+    """The tables of a text that may be anything; raises ValueError for what is no TOML, or beyond all measure."""
+    if len(text) > _MOST:
+        raise ValueError(f"it has {len(text):,} characters, more than any recipe")
+    if _TOO_DOTTED.search(text):
+        raise ValueError("a key in it has more parts than any recipe's")
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def parse(source: Source) -> Table:
     """The tables of one text. Raises RecipeError for bad syntax and for values that no recipe can hold."""
+    if len(source.text) > _MOST:
+        raise RecipeError(
+            [Problem(f"too long for a recipe: {len(source.text):,} characters", place=Place(source.label))]
+        )
+    if dotted_key := _TOO_DOTTED.search(source.text):
+        place = source.at(*dotted_key.span())
+        raise RecipeError([Problem(f"nested too deeply: at most {_DEEPEST} levels", place=place)])
     try:
         table = tomllib.loads(source.text)
     except RecursionError as error:

@@ -6,6 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from ddpforge.errors import PluginError, RecipeError
+from ddpforge.registry import NotImported
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -22,6 +23,8 @@ def check_optimizer(loaded: LoadedRecipe, registry: Registry) -> None:
     group = {"params": [torch.nn.Parameter(torch.zeros(2, 2))]}
     try:
         optimizer = registry.build("optimizer", loaded.recipe.optimizer, params=[group])
+    except NotImported:
+        raise
     except PluginError as error:
         problem = loaded.problem(("optimizer",), error.message, *error.hints)
         raise RecipeError([problem]) from error

@@ -139,7 +139,7 @@ class _Validation:
 
         version = shaped.get("recipe", 1)
         if version != 1 or isinstance(version, bool | float):  # for pydantic, true is 1 as well
-            hint = "it is the version of the recipe's form: this ddpforge reads version 1"
+            hint = "it is the recipe format version: this ddpforge reads version 1"
             self.explainer.add(("recipe",), f"`recipe` must be 1, not {shown(version)}", hint)
             shaped["recipe"] = 1
         try:

@@ -289,7 +289,7 @@ class AcceleratedStrategy(Strategy):
         return self._watched()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """What forward passes compute in."""
+        """What the precision asks for around a forward pass."""
         return self.precision.forward()
 
     @contextmanager

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, KwargsHandler
+from accelerate.utils import DistributedDataParallelKwargs, KwargsHandler
 from pydantic import Field
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import CanonicalState, Contract, Part, SavedTensor
 from ddpforge.strategies.accelerated import AcceleratedStrategy
+from ddpforge.strategies.hold_back import HoldBack
 from ddpforge.strategies.powersgd import PowerSGD
 
 __all__ = ["DDP"]
 
-_HOOKS = {
-    "none": (DDPCommunicationHookType.NO, "float32"),
-    "fp16": (DDPCommunicationHookType.FP16, "float16"),
-    "bf16": (DDPCommunicationHookType.BF16, "bfloat16"),
-    "powersgd": (DDPCommunicationHookType.NO, "float32, of a low-rank approximation"),  # has a hook of its own
+_HOOKS: dict[str, tuple[Callable[..., Any] | None, str]] = {
+    "none": (None, "float32"),
+    "fp16": (default_hooks.fp16_compress_hook, "float16"),
+    "bf16": (default_hooks.bf16_compress_hook, "bfloat16"),
+    "powersgd": (None, "float32, of a low-rank approximation"),  # its hook has a memory, see `PowerSGD`
 }
 
 
@@ -69,7 +72,8 @@ class DDP(AcceleratedStrategy):
     ) -> None:
         super().__init__()
         self.allows_unused_parameters = find_unused_parameters or static_graph  # type: ignore[misc]
-        hook, reduce_dtype = _HOOKS[compression]
+        self._hook, reduce_dtype = _HOOKS[compression]
+        self._holds_back: HoldBack | None = None
         self.contract = replace(self.contract, reduce_dtype=reduce_dtype)
         self._powersgd_options = (powersgd_rank, powersgd_start) if compression == "powersgd" else None
         self._powersgd: PowerSGD | None = None
@@ -80,7 +84,6 @@ class DDP(AcceleratedStrategy):
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
-            comm_hook=hook,
         )
 
     def handlers(self) -> list[KwargsHandler]:
@@ -98,13 +101,24 @@ class DDP(AcceleratedStrategy):
     def distributed(self, model: nn.Module) -> nn.Module:
         """The model as a DistributedDataParallel, with the communication hook that the recipe asks for."""
         prepared = super().distributed(model)
-        if self._powersgd_options and isinstance(prepared, DistributedDataParallel):
+        if not isinstance(prepared, DistributedDataParallel):
+            return prepared
+        if self._powersgd_options:
             self._powersgd = PowerSGD(*self._powersgd_options, self.world)
-            self._powersgd.attach(prepared)
+            self._powersgd.look_at(model)
+            self._hook = self._powersgd.reduce
+        if self.options.static_graph:
+            self._holds_back = HoldBack(self._hook or default_hooks.allreduce_hook)
+            self._hook = self._holds_back.reduce
+        if self._hook is not None:
+            prepared.register_comm_hook(None, self._hook)
         return prepared
 
     def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
         """Holds the all-reduce back until the step's last micro-batch."""
+        if self._holds_back is not None:
+            self._holds_back.held = not last
+            return nullcontext()
         if last or not isinstance(model, DistributedDataParallel):
             return nullcontext()
         held: AbstractContextManager[Any] = model.no_sync()

@@ -19,11 +19,19 @@ from ddpforge.errors import StrategyError
 from ddpforge.interfaces import CanonicalState, Contract, Exploring, Part, Refusal, SavedTensor, Sharded, World
 from ddpforge.strategies.accelerated import GRAPHS, AcceleratedStrategy
 from ddpforge.strategies.deepspeed_extra import Offload, merge, refuse_owned
-from ddpforge.strategies.nvme import SMALLEST, Folder, is_swapped, mend_prefetch, require_io
+from ddpforge.strategies.nvme import SMALLEST, Folder, check_root, is_swapped, mend_prefetch, require_io
 from ddpforge.strategies.own_state import OwnState
 from ddpforge.strategies.precision import LossScaling
 from ddpforge.strategies.watch import refuse_loss
-from ddpforge.strategies.zero import Keys, ZeroWeights, import_deepspeed, keys_of, require_deepspeed, start
+from ddpforge.strategies.zero import (
+    Keys,
+    ZeroWeights,
+    import_deepspeed,
+    keys_of,
+    refuse_other_accelerator,
+    require_deepspeed,
+    start,
+)
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -165,6 +173,9 @@ class DeepSpeed(AcceleratedStrategy):
     def setup(self, train: TrainSection) -> World:
         """Joins the process group, and imports DeepSpeed for the device that it is on."""
         require_deepspeed()
+        refuse_other_accelerator(self.device_type(train))
+        if self.nvme_path is not None:
+            check_root(self.nvme_path)
         world = super().setup(train)
         self.deepspeed = import_deepspeed(world.device)
         if self.nvme_path is not None:
@@ -357,7 +368,7 @@ class DeepSpeed(AcceleratedStrategy):
         self._reached.clear()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Under stage 3 it keeps no copies of gathered weights; the engine's own goes by this one."""
+        """Autocast, which under stage 3 keeps no copies of gathered weights; the engine's own goes by this one."""
         if self.stage < 3:
             return super().autocast()
         return self.precision.sharded_forward(compiled=self.train.compile != "off")
@@ -398,6 +409,10 @@ class DeepSpeed(AcceleratedStrategy):
             zero.clip_grad = clip
             del update.step
             zero._hp_optimizer_states_linked = False  # there is no state yet that DeepSpeed could have a view of
+
+    def observing(self) -> AbstractContextManager[Any]:
+        """Refuses what callbacks write into parameters that DeepSpeed copies from elsewhere."""
+        return self._weights.guard.on()
 
     # -- to disk and back
     def weights(self, model: nn.Module, optimizer: Optimizer) -> ZeroWeights:

@@ -270,7 +270,7 @@ class FSDP(AcceleratedStrategy):
 
     # -- one step
     def autocast(self) -> AbstractContextManager[Any]:
-        """Keeps no copies of gathered weights."""
+        """Autocast that keeps no copies of gathered weights."""
         return self.precision.sharded_forward(compiled=self.train.compile != "off")
 
     def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
@@ -303,6 +303,11 @@ class FSDP(AcceleratedStrategy):
         factor = (largest / (norm + 1e-6)).clamp(max=1.0)
         shards = _local(p.grad for p in self._trained if p.grad is not None)
         torch._foreach_mul_(shards, factor.to(shards[0].device))
+
+    def observing(self) -> AbstractContextManager[Any]:
+        """Gives gathered weights back, so that what callbacks see and write are the shards."""
+        _reshard(self._bare)
+        return nullcontext()
 
     # -- to disk and back
     def weights(self, model: nn.Module, optimizer: Optimizer) -> Weights:
@@ -338,6 +343,7 @@ class _Shards(Weights):
         # A forward pass without backward leaves gathered weights in the model, so the shards are remembered here.
         self._model = model
         self._parts = {name: _part(p) for name, p in model.named_parameters() if p.requires_grad}
+        self._frozen = {name: _part(p) for name, p in model.named_parameters() if not p.requires_grad}
 
     def changed(self) -> None:
         _reshard(self._model)

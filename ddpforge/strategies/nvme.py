@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ddpforge.errors import StrategyError
 
-__all__ = ["SMALLEST", "Folder", "SwapFiles", "is_swapped", "mend_prefetch", "require_io"]
+__all__ = ["SMALLEST", "Folder", "SwapFiles", "check_root", "is_swapped", "mend_prefetch", "require_io"]
 
 SMALLEST = 1 << 20  # bytes: what is smaller, DeepSpeed leaves in memory
 
@@ -37,6 +37,15 @@ def require_io() -> None:
         ) from error
 
 
+def check_root(root: Path) -> None:
+    """Raises StrategyError unless `root` is a folder that can be written to."""
+    if not root.is_dir() or not os.access(root, os.W_OK | os.X_OK):
+        raise StrategyError(
+            f"strategy.nvme_path = {root}: there is no folder that can be written to",
+            hints=["name an existing folder on a local NVMe disk"],
+        )
+
+
 class Folder:
     """A folder under `root` that no other process uses, for as long as this one lives.
 
@@ -45,11 +54,7 @@ class Folder:
     """
 
     def __init__(self, root: Path) -> None:
-        if not root.is_dir() or not os.access(root, os.W_OK | os.X_OK):
-            raise StrategyError(
-                f"strategy.nvme_path = {root}: there is no folder that can be written to",
-                hints=["name an existing folder on a local NVMe disk"],
-            )
+        check_root(root)
         for number in count():
             self.path = root / f"ddpforge-{number}"
             self.path.mkdir(exist_ok=True)

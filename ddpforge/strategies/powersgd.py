@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, _should_compress, powerSGD_hook
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Part, Range, World
@@ -42,9 +41,9 @@ class PowerSGD:
         self._buckets: dict[int, list[nn.Parameter]] = {}
         self._compressed = 0  # steps since then
 
-    def attach(self, model: DistributedDataParallel) -> None:
-        """Makes DDP reduce its gradients with this."""
-        named = model.module.named_parameters()
+    def look_at(self, model: nn.Module) -> None:
+        """Takes note of the parameters whose gradients it is to reduce."""
+        named = model.named_parameters()
         self._trained = {name: parameter for name, parameter in named if parameter.requires_grad}
         self._names = {id(parameter): name for name, parameter in self._trained.items()}
         for name, parameter in self._trained.items():
@@ -53,10 +52,10 @@ class PowerSGD:
                     f"parameter `{name}` is a scalar, and PowerSGD compresses matrices",
                     hints=["give it the shape [1]", 'or set strategy.compression = "none"'],
                 )
-        model.register_comm_hook(None, self._reduce)
 
     # DDP looks at these annotations, which must not be text: no `from __future__ import annotations` here.
-    def _reduce(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    def reduce(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        """Called by DDP with each bucket of a backward pass."""
         state = self._state
         if state.iter >= state.start_powerSGD_iter:
             if bucket.index() == 0:  # no bucket is on its way

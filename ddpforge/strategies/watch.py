@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -16,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpforge.errors import StrategyError, UsageError
 
-__all__ = ["Memory", "refuse_loss", "watched", "written"]
+__all__ = ["Guard", "refuse_loss", "watched"]
 
 _SHARDING = ("torch.distributed.", "deepspeed.")
-_EMBEDDINGS = {torch.ops.aten.embedding.default: 4, torch.ops.aten._embedding_bag.default: 5}  # where `sparse` stands
+_BETWEEN = ("torch.", f"{__name__}.")  # modules through which a call comes here
+_EMBEDDINGS = {nn.functional.embedding, nn.functional.embedding_bag}
 
 
 @contextmanager
@@ -34,8 +36,9 @@ def watched(model: nn.Module, *, shards_weights: bool, shards_gradients: bool, e
     with ExitStack() as stack:
         stack.enter_context(_replaced(model))
         if eager:
-            stack.enter_context(_Writes(model, sparse=shards_weights or shards_gradients))
-            stack.enter_context(_Calls(model, sharded=shards_weights or shards_gradients))
+            stack.enter_context(_Writes(model, partial(_refuse_write, model)))
+            stack.enter_context(_Setters(model, partial(_refuse_write, model)))
+            stack.enter_context(_Gradients(model, sharded=shards_weights or shards_gradients))
         yield
     for name, parameter in model.named_parameters():
         if not shards_weights and versions[name] != parameter._version:  # gathered weights are made anew
@@ -44,7 +47,7 @@ def watched(model: nn.Module, *, shards_weights: bool, shards_gradients: bool, e
 
 def _is_mover(frame: FrameType | None) -> bool:
     """Whether this is called by what may move a parameter: what shards, and a module on its way to a device."""
-    while frame is not None and (name := f"{frame.f_globals.get('__name__', '')}.").startswith("torch."):
+    while frame is not None and (name := f"{frame.f_globals.get('__name__', '')}.").startswith(_BETWEEN):
         if name.startswith(_SHARDING) or frame.f_code.co_name == "_apply":
             return True
         frame = frame.f_back
@@ -81,14 +84,15 @@ def _refuse_write(model: nn.Module, name: str) -> NoReturn:
 
 
 # ---------------------------------------------------------------------------------------------- writes
-class Memory:
-    """Where the parameters of `model` are now."""
+class _Memory:
+    """Where the parameters of `model` are now, of those that `chosen` names."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, chosen: Container[str] | None = None) -> None:
         self._held: dict[int, list[tuple[str, Tensor]]] = {}
         for name, parameter in model.named_parameters():
-            tensor = getattr(parameter, "_local_tensor", parameter)
-            self._held.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
+            if chosen is None or name in chosen:
+                tensor = getattr(parameter, "_local_tensor", parameter)
+                self._held.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
 
     def owner(self, tensor: Tensor) -> str | None:
         """The name of the parameter that a tensor is (a view of), if there is one."""
@@ -100,7 +104,7 @@ class Memory:
         return None
 
 
-def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors that an operator writes into."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -109,43 +113,93 @@ def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iter
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operator, also those on `parameter.data`."""
+    """Sees every operator that writes into a parameter, also into `parameter.data`, and gives its name to `refuse`."""
 
-    def __init__(self, model: nn.Module, *, sparse: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        refuse: Callable[[str], None],
+        chosen: Container[str] | None = None,
+        *,
+        callbacks: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._model, self._sparse = model, sparse
+        self._model, self._refuse, self._chosen = model, refuse, chosen
+        self._once = self._empty = callbacks  # what is not gathered is empty, and written into all the same
+        self._memory: _Memory | None = None  # look up once where parameters are; else they may move
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            targets = [tensor for tensor in written(func, args, kwargs) if not hasattr(tensor, "_local_tensor")]
-            memory = Memory(self._model) if targets else None
-            for tensor in targets:
-                if memory and tensor.numel() and (name := memory.owner(tensor)):
-                    _refuse_write(self._model, name)
-        place = _EMBEDDINGS.get(func)
-        if self._sparse and place and len(args) > place and args[place] is True:
-            self._refuse_sparse(args[0])
+            for tensor in _written(func, args, kwargs):
+                if hasattr(tensor, "_local_tensor") or not (tensor.numel() or self._empty):
+                    continue
+                if (name := self._found().owner(tensor)) and not _is_mover(sys._getframe(1)):
+                    self._refuse(name)
         return func(*args, **kwargs)
 
-    def _refuse_sparse(self, weight: Tensor) -> None:
-        if name := Memory(self._model).owner(weight):
+    def _found(self) -> _Memory:
+        memory = self._memory or _Memory(self._model, self._chosen)
+        self._memory = memory if self._once else None
+        return memory
+
+
+class _Setters(TorchFunctionMode):
+    """Sees `parameter.data = …`, and gives the parameter's name to `refuse`."""
+
+    def __init__(self, model: nn.Module, refuse: Callable[[str], None], chosen: Container[str] | None = None) -> None:
+        super().__init__()
+        self._model, self._refuse, self._chosen = model, refuse, chosen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
+            self._look(args[0], sys._getframe(1))
+        return func(*args, **(kwargs or {}))
+
+    def _look(self, tensor: Tensor, caller: FrameType) -> None:
+        if isinstance(tensor, nn.Parameter) and not _is_mover(caller):
+            for name, parameter in self._model.named_parameters():
+                if parameter is tensor and (self._chosen is None or name in self._chosen):
+                    self._refuse(name)
+
+
+class Guard:
+    """Refuses what callbacks write into a model's parameters where it would be lost; `off` while `Weights` does it."""
+
+    def __init__(self, model: nn.Module, lost: Container[str]) -> None:
+        self._model, self._lost, self.off = model, lost, False
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Watches what is done within."""
+        with (
+            _Writes(self._model, self._refuse, self._lost, callbacks=True),
+            _Setters(self._model, self._refuse, self._lost),
+        ):
+            yield
+
+    def _refuse(self, name: str) -> None:
+        if not self.off:
             raise StrategyError(
-                f"parameter `{name}` gets sparse gradients, and sharded ones are dense",
-                hints=["leave out `sparse = True` of the embedding", 'or set strategy.use = "ddp"'],
+                f"a callback writes into parameter `{name}` of the model, and the optimizer or other ranks hold it "
+                "elsewhere: it would be lost",
+                hints=[
+                    "write into `weights.parts()`, or `weights.frozen()`, which `on_start` is given, and call "
+                    "`weights.changed()`"
+                ],
             )
 
 
-class _Calls(TorchFunctionMode):
-    """Sees what python calls: `parameter.data = …`, and gradients within the loss."""
+# ---------------------------------------------------------------------------------------------- gradients
+class _Gradients(TorchFunctionMode):
+    """Refuses gradients that the loss computes itself, and sparse ones where they are sharded."""
 
     def __init__(self, model: nn.Module, *, sharded: bool) -> None:
         super().__init__()
         self._model, self._sharded = model, sharded
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
-            self._look_at_setter(args[0], sys._getframe(1))
+        kwargs = kwargs or {}
         if func is torch.Tensor.backward or func is torch.autograd.backward:
             raise UsageError(
                 "the task's loss calls backward itself, and the strategy does it again",
@@ -157,13 +211,17 @@ class _Calls(TorchFunctionMode):
                 "sharded that is taken for the backward pass of the step",
                 hints=['set strategy.use = "ddp"'],
             )
-        return func(*args, **(kwargs or {}))
+        if self._sharded and func in _EMBEDDINGS and kwargs.get("sparse"):
+            for tensor in args[:2]:  # the weight is the first or the second
+                self._refuse_sparse(tensor)
+        return func(*args, **kwargs)
 
-    def _look_at_setter(self, tensor: Tensor, caller: FrameType) -> None:
-        if isinstance(tensor, nn.Parameter) and not _is_mover(caller):
-            for name, parameter in self._model.named_parameters():
-                if parameter is tensor:
-                    _refuse_write(self._model, name)
+    def _refuse_sparse(self, weight: Tensor) -> None:
+        if name := _Memory(self._model).owner(weight):
+            raise StrategyError(
+                f"parameter `{name}` gets sparse gradients, and sharded ones are dense",
+                hints=["leave out `sparse = True` of the embedding", 'or set strategy.use = "ddp"'],
+            )
 
 
 # ---------------------------------------------------------------------------------------------- the loss

@@ -22,13 +22,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.errors import CheckpointError, StrategyError
-from ddpforge.interfaces import CanonicalState, Part, Range, SavedTensor, Weights, World
+from ddpforge.interfaces import CanonicalState, Part, Range, Region, SavedTensor, Weights, World
 from ddpforge.strategies import replicated
 from ddpforge.strategies.nvme import SwapFiles
 from ddpforge.strategies.share import share
 from ddpforge.strategies.trial import tried
+from ddpforge.strategies.watch import Guard
 
-__all__ = ["TESTED", "Keys", "ZeroWeights", "import_deepspeed", "keys_of", "require_deepspeed", "start"]
+__all__ = [
+    "TESTED",
+    "Keys",
+    "ZeroWeights",
+    "import_deepspeed",
+    "keys_of",
+    "refuse_other_accelerator",
+    "require_deepspeed",
+    "start",
+]
 
 TESTED = SpecifierSet(">=0.19.8,<0.20")  # the versions whose private parts are what this module takes them for
 _INSTALL = "pip install 'ddpforge[deepspeed]'"
@@ -51,14 +61,20 @@ def require_deepspeed() -> None:
         )
 
 
-def import_deepspeed(device: torch.device) -> Any:
-    """DeepSpeed, for ranks on `device`, with what it has to say on stderr."""
-    said = os.environ.setdefault("DS_ACCELERATOR", device.type)
-    if said != device.type:
+def refuse_other_accelerator(device: str) -> None:
+    """Raises StrategyError where DeepSpeed is told to use something else than ranks on `device` do."""
+    said = os.environ.get("DS_ACCELERATOR", device)
+    if said != device:
         raise StrategyError(
-            f"DS_ACCELERATOR={said} in the environment, and this run is on {device.type}",
+            f"DS_ACCELERATOR={said} in the environment, and this run is on {device}",
             hints=["unset DS_ACCELERATOR"],
         )
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """DeepSpeed, for ranks on `device`, with what it has to say on stderr."""
+    refuse_other_accelerator(device.type)
+    os.environ["DS_ACCELERATOR"] = device.type
     deepspeed = import_module("deepspeed")
     chosen = deepspeed.get_accelerator().device_name()
     if chosen != device.type:
@@ -200,10 +216,19 @@ class ZeroWeights(Weights):
         self._parts = {name: found[name][0] for name in names.values() if name in found}
         self._places = {name: found[name][1] for name in self._parts}
         self._frozen = {names[id(p)]: part for p, part in self._frozen_parts()}
+        # Trained weights are copied from the optimizer's, and under stage 3 all are gathered anew.
+        self.guard = Guard(model, set(names.values()) if self._stage == 3 else set(self._parts))
 
     @torch.no_grad()
     def changed(self) -> None:
         """Copies the parts to where forward passes take weights from, and gathers those that are kept whole."""
+        self.guard.off = True
+        try:
+            self._changed()
+        finally:
+            self.guard.off = False
+
+    def _changed(self) -> None:
         zero = self._zero
         if self._stage < 3:
             zero.update_lp_params()
@@ -250,13 +275,26 @@ class ZeroWeights(Weights):
                 yield parameter, *_part(tuple(parameter.ds_shape), *_range(parameter), flat, held, first)
 
     def _frozen_parts(self) -> Iterator[tuple[Any, Part]]:
-        """What is not trained and cut up all the same."""
+        """What is not trained, and under stage 3 cut up all the same."""
         parameter: Any
         for parameter in self._model.parameters():
-            if hasattr(parameter, "ds_tensor") and not parameter.requires_grad:
-                start, count = _range(parameter)
-                held = self._used(parameter)[:count]
-                yield parameter, Part(held, tuple(parameter.ds_shape), Range(start, start + count))
+            if parameter.requires_grad:
+                continue
+            if self._stage < 3:
+                yield parameter, Part.whole(parameter.detach(), replica=dist.get_rank(), replicas=dist.get_world_size())
+                continue
+            start, count = _range(parameter)
+            held = self._used(parameter)[:count]
+            yield parameter, Part(held, tuple(parameter.ds_shape), Range(start, start + count))
+
+    def elements(self, name: str, region: Region) -> Tensor:
+        """As forward passes use them: below stage 3 every rank has all of them."""
+        parameter: Any = self._model.get_parameter(name)
+        if self._stage < 3:
+            return Part.whole(parameter.detach()).elements(region)
+        start, count = _range(parameter)
+        part = Part(self._used(parameter)[:count], tuple(parameter.ds_shape), Range(start, start + count))
+        return part.elements(region)
 
     def _flats(self) -> dict[Tensor, list[str]]:
         """The parameters in each tensor that the optimizer updates."""

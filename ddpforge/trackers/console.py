@@ -53,12 +53,15 @@ class ConsoleTracker(Tracker):
         self._step, self._first, self._waiting = step, None, None
 
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
-        """Shows the last row if that is still to be done, and prints how the run ended."""
+        """Shows the last row if that is still to be done, and prints how the run ended.
+
+        Not at which step: a run that is stopped may have come further than its last row.
+        """
         if self._waiting:
             self._show(self._waiting)
         self._bar.stop()
         took = _span(self.clock() - self._started)
-        self._print(f"{state} at step {self._step} after {took} {_evaluation(summary)}".rstrip())
+        self._print(f"{state} after {took} {_evaluation(summary)}".rstrip())
 
     def _is_due(self) -> bool:
         now = self.clock()

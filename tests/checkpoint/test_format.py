@@ -3,10 +3,12 @@
 import json
 import math
 import pickle
+import re
 import struct
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,10 @@ from checkpoint.doubles import Bomb, Checkpoint, checkpoint_of, read, reseal, sa
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ddpforge.checkpoint.compare import compare
 from ddpforge.checkpoint.manifest import read_manifest
+from ddpforge.checkpoint.retention import newest
+from ddpforge.checkpoint.verify import damages
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState
 
@@ -343,3 +348,51 @@ def test_no_file_of_a_checkpoint_can_run_code(folder: Path, name: str, sealed: b
     with pytest.raises(CheckpointError, match=name):
         read(path)
     assert not (folder / "marker").exists()
+
+
+def nested(depth: int) -> Any:
+    """Arrays in arrays."""
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"recipe": ".".join(["a"] * 100_000) + " = 1"}, "a key in it has more parts than any recipe's"),
+        ({"recipe": "[" + '"a" . ' * 100_000 + "a]"}, "a key in it has more parts than any recipe's"),
+        ({"recipe": "a = 1 #" + "x" * (5 << 20)}, "more than any recipe"),
+        ({"recipe": "a = " + "[" * 100_000}, "nested too deeply|its recipe or its metrics"),
+        ({"recipe": "what is this"}, "its recipe or its metrics cannot be read"),
+        ({"position": {"left_out": nested(100)}}, "position"),
+        ({"position": {"left_out": "12"}}, r"position\.left_out cannot be a str"),
+        ({"position": {"left_out": [-1]}}, r"position\.left_out holds what no run has"),
+        ({"position": {"left_out": [True]}}, r"position\.left_out holds what no run has"),
+        ({"position": {"seconds": "1"}}, r"position\.seconds cannot be a str"),
+        ({"position": {"skipped": -1}}, r"position\.skipped holds what no run has"),
+        ({"position": {"other": nested(100)}}, "position is nested too deeply"),
+        ({"lineage": [nested(100)]}, "lineage is nested too deeply"),
+        ({"loop": {"loss_scale": "high"}}, r"loop\.loss_scale is not a number"),
+        ({"metrics": {"eval/loss": "abc"}}, "its recipe or its metrics cannot be read"),
+        ({"metrics": {"eval/loss": {"dtype": "float", "value": "abc"}}}, "its recipe or its metrics cannot be read"),
+        ({"step": 10**40}, "step"),
+    ],
+)
+def test_what_no_run_writes_is_damage_and_passed_over(folder: Path, change: dict[str, Any], complaint: str) -> None:
+    write(folder, checkpoint_of(5))
+    path = write(folder, checkpoint_of(7))
+    reseal(path, lambda manifest: manifest.update(change))
+    (found,) = damages(path)
+    assert re.search(complaint, found.problem), found.problem
+    chosen, _ = newest(folder)
+    assert chosen is not None
+    assert chosen != path
+
+
+def test_a_tensor_that_no_memory_holds_is_not_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [write(folder, checkpoint_of(step)) for step in (5, 7)]
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=8))
+    with pytest.raises(CheckpointError, match=r"cannot be compared: that takes .* bytes of memory, and 8 are free"):
+        compare(*paths)

@@ -80,7 +80,7 @@ def problems(*arguments: str) -> dict[str, str]:
         (["train.compile_blocks=true"], "train.compile_blocks", "has no effect"),
         (["task.use=regression", "task.delta=2.0"], "task.delta", "delta belongs to"),
         (
-            ["callbacks.early_stopping.metric=eval/f7", "callbacks.early_stopping.patience=1"],
+            ["callbacks.early_stopping.metric=eval/score", "callbacks.early_stopping.patience=1"],
             "callbacks.early_stopping",
             "set mode",
         ),
@@ -107,11 +107,20 @@ def test_build_finds_what_only_data_and_model_tell_and_all_of_it_at_once() -> No
     assert _check("digits", *WRONG).exit_code == 0
     found = problems("--build", "--set", "train.sync_batchnorm=true", "--device", "cpu", *WRONG)
     assert found.keys() == {
-        *("train.blocks", "optimizer.no_decay", "model.classes", "schedule.milestones", "train.sync_batchnorm")
+        *("train.blocks", "optimizer.no_decay", "model.classes", "schedule", "train.sync_batchnorm")
     }
     assert "the model has no Nope" in found["train.blocks"]
     assert "`biass` matches no parameter" in found["optimizer.no_decay"]
     assert "set model.classes = 10" in found["model.classes"]
+
+
+def test_build_finds_metrics_that_no_evaluation_reports() -> None:
+    keep = ("--set", "checkpoint.keep.best=1", "--set", "checkpoint.keep.by=eval/f1")
+    stop = ("--set", "callbacks.early_stopping.metric=eval/acuracy", "--set", "callbacks.early_stopping.patience=1")
+    mode = ("--set", "callbacks.early_stopping.mode=max")
+    found = problems("--build", *keep, *stop, *mode)
+    assert found["checkpoint.keep.by"] == "no evaluation reports eval/f1"
+    assert found["callbacks.early_stopping.metric"] == "no evaluation reports eval/acuracy"
 
 
 def test_build_says_what_the_recipe_amounts_to() -> None:
@@ -120,6 +129,23 @@ def test_build_says_what_the_recipe_amounts_to() -> None:
     assert lines[2].endswith(" steps")
     assert lines[3].startswith("  [data.train] gives a tuple (float32 [8, 1, 8, 8], int64 [8]), loss 2.")
     assert lines[4].startswith("  [data.eval] gives a tuple (float32 [8, 1, 8, 8], int64 [8]), loss 2.")
+
+
+def test_code_that_is_not_to_run_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("evil.py").write_text('open("ran", "w").close()\ndef Net(width: int): ...\ndef ddp(): ...\n')
+    sets = ("--set", "model={use='./evil.py:Net', wide=3}", "--set", "strategy.use=./evil.py:ddp")
+    shown = _check("digits", "--no-import", *sets)
+    assert (shown.exit_code, Path("ran").exists()) == (0, False), shown.output
+    assert "not imported, nor checked: ./evil.py:Net, ./evil.py:ddp" in shown.stdout
+    seen = CliRunner().invoke(main, ["show", "digits", "--no-import", *sets])
+    assert (seen.exit_code, Path("ran").exists()) == (0, False), seen.output
+    assert "wide = 3" in seen.stdout
+    assert "# not imported, nor are its options checked: ./evil.py:Net" in seen.stdout
+    assert _check("digits", "--no-import", "--set", "train.sync_batchnorm=true", "--device", "cpu").exit_code == 2
+    assert _check("digits", "--no-import", "--build").exit_code == 2
+    assert _check("digits", *sets).exit_code == 2
+    assert Path("ran").exists()
 
 
 def test_a_file_that_is_not_there_is_a_problem_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

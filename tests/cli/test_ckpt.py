@@ -288,7 +288,7 @@ def test_every_damaged_file_is_named_and_what_a_run_would_take(run: RunFolder) -
     text = call("verify", "digits", "--all", code=1).stdout
     assert f"{path_of(run, 3)}: damaged\n  {shard.name}: the contents of" in text
     assert "  rank-00000.json: it cannot be read (No such file or directory)" in text
-    assert f"a run would go on from {path_of(run, 2).name}" in text
+    assert f"a run would resume from {path_of(run, 2).name}" in text
     call("verify", "digits", "--step", "2")
 
 
@@ -311,7 +311,7 @@ def test_when_nothing_is_intact_that_is_said(run: RunFolder) -> None:
         (path / "COMMIT").write_text("{}")
 
     assert said("verify", "digits", code=1)["resumes"] is None
-    assert "a run could not go on: none is intact" in call("verify", "digits", code=1).stdout
+    assert "a run could not resume: none is intact" in call("verify", "digits", code=1).stdout
 
 
 # ---------------------------------------------------------------------------------------------- diff

@@ -1,6 +1,7 @@
 """`ddpforge run`: what it says, what it leaves behind, how it goes on, and how it refuses."""
 
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -156,6 +157,16 @@ def test_a_run_that_has_not_trained_yet_takes_the_mended_recipe(folder: Path, dd
     assert 'fails.py:Fails" → "digits"' in mended.stderr
     assert status()["state"] == "done"
     assert tomllib.loads(Path("runs/tiny/recipe.resolved.toml").read_text())["train"]["seed"] == 0
+
+
+def test_a_run_that_is_stopped_names_one_step(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
+    """The one that it was saved at, not that of its last row."""
+    copy(Path(__file__).parent.parent / "parts.py", folder)
+    stop = ["--set=callbacks.stop.use=./parts.py:StopAt", "--set=callbacks.stop.step=6", "--set=callbacks.stop.rank=0"]
+    said = ddpforge("run", "tiny.toml", *stop, "--set=train.length=90st", "--set=track.every=4st", fails=True)
+    assert said.codes == [ExitCode.STOPPED]
+    assert said.stdout == f"runs/tiny: stopped at step {status()['step']}\n"
+    assert set(re.findall(r"at step (\d+)", said.stdout + said.stderr)) == {str(status()["step"])}
 
 
 def test_fresh_keeps_the_earlier_run_under_another_name(ddpforge: Callable[..., Ranks]) -> None:

@@ -155,6 +155,44 @@ def test_a_rank_that_cannot_speak_is_named_by_the_others(
     assert time.monotonic() - began < 60
 
 
+JOINS_LATE = """
+import os
+import time
+
+import torch.distributed.distributed_c10d as c10d
+from ddpforge.interfaces import Callback
+
+if os.environ["RANK"] == "1":
+    real = c10d._new_process_group_helper
+
+    def late(size, rank, ranks, backend, store, *arguments, **options):
+        made = real(size, rank, ranks, backend, store, *arguments, **options)
+        time.sleep(2)
+        store.add("here", 1)  # rank 0 has the store
+        return made
+
+    c10d._new_process_group_helper = late
+
+
+class JoinsLate(Callback):
+    pass
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "deepspeed"])
+def test_a_refusal_reaches_every_rank_however_late_it_joins(
+    tmp_path: Path, ddpforge: Callable[..., Ranks], strategy: str
+) -> None:
+    """A rank that had joined and left at once would end those that are still joining: with code 1 and gloo's words."""
+    (tmp_path / "run.toml").write_text(RECIPE.replace("./faults.py:Fault", "./late.py:JoinsLate"))
+    (tmp_path / "late.py").write_text(JOINS_LATE)
+    sets = (f"--set=strategy.use={strategy}", '--set=train.blocks=["Nope"]', "--set=train.timeout=1m")
+    refused = ddpforge("run", "run.toml", *sets, nproc=2, fails=True)
+    assert refused.codes == [ExitCode.USAGE] * 2, refused.stderr
+    assert "train.blocks: the model has no Nope" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
 @pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_in_a_save_is_waited_for_as_long_as_any_other(faulty: Faulty, background: str) -> None:
     sets = ("--set=checkpoint.every=4st", f"--set=checkpoint.background={background}")

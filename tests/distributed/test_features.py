@@ -246,6 +246,17 @@ def test_what_a_run_says(bench: Bench) -> None:
     assert said.stderr.count("12/12") == 1
 
 
+def test_a_static_graph_accumulates_and_resumes_bitwise(bench: Bench) -> None:
+    """DDP learns the graph in every process's first step, in which it cannot leave out the reduction."""
+    accumulates, static = "micro_batch = 2", 'compression = "bf16"\nstatic_graph = true'
+    bench("plain", strategy='compression = "bf16"', train=accumulates)
+    bench("static", strategy=static, train=accumulates)
+    bench("parts", length="5st", strategy=static, train=accumulates)
+    bench("parts", strategy=static, train=accumulates)
+    assert bench.column("static") == bench.column("plain")
+    assert bench.column("parts") == bench.column("static")
+
+
 def test_the_console_shows_the_forward_passes_that_there_are(bench: Bench) -> None:
     """Four shards of two samples, dealt to two ranks."""
     ranks = bench("run", train="elastic_shards = 4", length="1st")

@@ -209,15 +209,21 @@ def test_another_optimizer_starts_afresh(ddpforge: Callable[..., Ranks], tmp_pat
     assert "afresh" not in on.stderr
 
 
-def test_a_run_that_has_come_further_than_it_should_is_evaluated_and_says_so(
+def test_a_stopped_run_may_end_where_it_was_stopped_and_is_evaluated_then_but_not_earlier(
     ddpforge: Callable[..., Ranks], tmp_path: Path
 ) -> None:
     bench = Bench(tmp_path, ddpforge)
     stop = '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = 6\nrank = 0'
     assert set(bench("run", length="30st", train='eval_every = "30st"', more=stop, fails=True).codes) == {75}
     assert bench.column("run", "eval/loss") == []
-    said = bench("run", length="6st", train='eval_every = "30st"', more=stop)
-    assert "is beyond train.length: there is nothing to train" in said.stderr
+    reached = RunFolder(tmp_path / "runs/run").status()["step"]  # type: ignore[index]
+
+    refused = bench("run", length=f"{reached - 1}st", train='eval_every = "30st"', more=stop, fails=True)
+    assert set(refused.codes) == {ExitCode.USAGE}
+    assert f"has come to step {reached}, and train.length ends at step {reached - 1}" in refused.stderr
+    assert RunFolder(tmp_path / "runs/run").status()["state"] == "stopped"  # type: ignore[index]
+
+    bench("run", length=f"{reached}st", train='eval_every = "30st"', more=stop)
     assert len(bench.column("run", "eval/loss")) == 1
 
 

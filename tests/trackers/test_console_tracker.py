@@ -72,7 +72,7 @@ def test_a_run_without_a_terminal_reads_like_a_log(capsys: pytest.CaptureFixture
         "10:01:32 step 257/300 (86%) loss 0.0039 64.0 step/s eta 1s",
         "10:01:32 step 300/300 (100%) loss 0.0033 64.0 step/s eta 0s",
         "eval step 300 loss 0.12 accuracy 0.975",
-        "done at step 300 after 5s loss 0.12 accuracy 0.975",
+        "done after 5s loss 0.12 accuracy 0.975",
     ]
     assert "\r" not in err
     assert "\x1b" not in err
@@ -94,7 +94,7 @@ def test_the_last_row_is_shown_even_when_training_ends_early(capsys: pytest.Capt
     train(tracker, clock, range(1, 8), seconds=1 / 64)
     tracker.finish(state="stopped", summary={})
     assert re.fullmatch(
-        rf"{STAMP} step 1/300 .*\n{STAMP} step 7/300 \(2%\) loss 0\.1429 .*\nstopped at step 7 after 0s\n",
+        rf"{STAMP} step 1/300 .*\n{STAMP} step 7/300 \(2%\) loss 0\.1429 .*\nstopped after 0s\n",
         capsys.readouterr().err.split("\n", 1)[1],
     )
 
@@ -146,7 +146,7 @@ def test_a_terminal_shows_a_bar_that_is_gone_at_the_end(monkeypatch: pytest.Monk
     shown = terminal.getvalue()
     assert "300/300" in shown
     assert "64.0 step/s eta 0s" in shown
-    assert shown.endswith("done at step 300 after 5s loss 0.12\n")
+    assert shown.endswith("done after 5s loss 0.12\n")
     assert shown.count("eval step 300 loss 0.12\n") == 1
 
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -77,9 +78,8 @@ def test_metrics_that_cannot_be_written_do_stop_the_run(tmp_path: Path) -> None:
     trackers.log(1, {"train/loss": 0.5})
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]
 
-    (tmp_path / "metrics.jsonl").unlink()
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(EnvironmentProblem, match="No space left"):
+    rmtree(tmp_path)
+    with pytest.raises(EnvironmentProblem, match=r"cannot write .*metrics\.jsonl: No such file"):
         trackers.log(2, {"train/loss": 0.5})
 
 

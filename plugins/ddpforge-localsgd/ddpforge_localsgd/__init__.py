@@ -253,7 +253,7 @@ class LocalSGD(Strategy):
 
     def weights(self, model: nn.Module, optimizer: Optimizer) -> Weights:
         """The weights that the ranks have in common, which change when they come together."""
-        return _Common(self._common, self._trained, self.world)
+        return _Common(self._model, self._common, self._trained, self.world)
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
         """What every rank holds alike once `sync_buffers` was called; the outer momentum is with the optimizer's."""
@@ -312,7 +312,10 @@ class LocalSGD(Strategy):
 class _Common(Weights):
     """The weights that the ranks last had in common: the same on every rank at every step."""
 
-    def __init__(self, common: Mapping[str, Tensor], used: Mapping[str, nn.Parameter], world: World) -> None:
+    def __init__(
+        self, model: nn.Module, common: Mapping[str, Tensor], used: Mapping[str, nn.Parameter], world: World
+    ) -> None:
+        super().__init__(model, world)
         self._common, self._used = common, used
         self._parts = {
             name: Part.whole(tensor, replica=world.rank, replicas=world.size) for name, tensor in common.items()
