@@ -206,7 +206,7 @@ class Attempt:
                 f"{self.folder.path} has come to step {step}, and train.length ends at step {trainer.end}",
                 hints=[
                     "go on with it with a longer train.length, or begin anew with --fresh",
-                    "what it was at an earlier step is in its checkpoints: ddpforge ckpt list",
+                    "what it was at an earlier step is in its checkpoints: ddpforge ckpt ls",
                 ],
             )
         earlier = self.opened.earlier
