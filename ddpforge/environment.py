@@ -8,6 +8,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from ddpforge.confidential import redact, redacted
@@ -28,7 +29,9 @@ def describe_environment() -> dict[str, Any]:
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)),
         "packages": {name: _version(name) for name in _PACKAGES},
+        "cuda": _cuda(sys.modules.get("torch")),
         "git": _git(),
         "environment": {
             name: redact(value)
@@ -49,6 +52,30 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _cuda(torch: Any) -> dict[str, Any] | None:
+    """The GPUs of this process and the libraries that drive them; None where it uses none."""
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return {
+        "gpus": [{"name": gpu.name, "memory": gpu.total_memory} for gpu in found],
+        "driver": _driver(),
+        "runtime": torch.version.cuda or torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
+    }
+
+
+def _driver() -> str | None:
+    """The version of the NVIDIA driver, as the kernel tells it."""
+    try:
+        said = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    version = re.search(r"\b\d+\.\d+(\.\d+)?\b", said)
+    return version[0] if version else None
 
 
 def _git() -> dict[str, Any] | None:

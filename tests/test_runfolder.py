@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from ddpforge.checkpoint import files
 from ddpforge.environment import describe_environment
@@ -336,6 +337,30 @@ def test_the_environment_is_recorded_without_secrets(folder: RunFolder, monkeypa
     assert "hush" not in text
     assert recorded["packages"].keys() >= {"torch", "accelerate", "ddpforge"}
     assert recorded["command"] == sys.argv
+
+
+def test_the_environment_knows_the_gpus_and_what_drives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = describe_environment()
+    assert found["cpus"] == len(os.sched_getaffinity(0))
+    assert found["cuda"] is None
+
+    gpu = SimpleNamespace(name="NVIDIA H100", total_memory=85_000_000_000)
+    for name, value in (("is_initialized", True), ("device_count", 2), ("get_device_properties", gpu)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92400)
+    kernel = (
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version: gcc 12.2.0"
+    )
+    monkeypatch.setattr("ddpforge.environment.Path", lambda path: SimpleNamespace(read_text=lambda: kernel))
+    assert describe_environment()["cuda"] == {
+        "gpus": [{"name": "NVIDIA H100", "memory": 85_000_000_000}] * 2,
+        "driver": "580.95.05",
+        "runtime": "13.0",
+        "cudnn": 92400,
+        "nccl": "2.30.7",
+    }
 
 
 def test_the_environment_knows_the_commit_and_whether_it_was_changed(

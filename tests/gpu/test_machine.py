@@ -1,0 +1,108 @@
+"""A machine with a GPU: whose it is, what fits into it, what is written down of it. Run with `pytest -m gpu`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copy
+
+import pytest
+import torch
+from ranks import Ranks
+from sharding import DDP, FSDP, ZERO, Bench
+from torch import Tensor, nn
+
+from ddpforge.blocks import rework_blocks
+from ddpforge.optim.optimizers import sgd
+from ddpforge.recipe.schema import TrainSection
+from ddpforge.strategies.precision import precision_for
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
+    for name in ("lean.py", "odd_models.py"):
+        copy(Path(__file__).parents[1] / name, tmp_path)
+    return Bench(tmp_path, ddpforge)
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP, ZERO[2]], ids=["ddp", "fsdp", "zero2"])
+def test_more_processes_than_gpus_are_refused(bench: Bench, strategy: str) -> None:
+    ranks = bench("two", strategy, nproc=torch.cuda.device_count() + 1, fails=True)
+    assert set(ranks.codes) == {3}
+    assert "and each needs one of its own" in ranks.stderr
+    assert "Traceback" not in ranks.stderr
+
+
+def test_a_rank_that_sees_one_gpu_trains_on_it_whatever_its_number(bench: Bench) -> None:
+    env = {"CUDA_VISIBLE_DEVICES": "0", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
+    for name, strategy in (("ddp", DDP), ("zero", ZERO[3])):
+        bench(name, strategy, nproc=1, env=env)
+        assert json.loads((bench.folder / f"runs/{name}/status.json").read_text())["state"] == "done"
+
+
+def test_the_recipe_may_say_cpu(bench: Bench) -> None:
+    bench("cpu", nproc=2, train='device = "cpu"')
+    assert json.loads((bench.folder / "runs/cpu/env.json").read_text())["cuda"] is None
+
+
+def test_env_json_names_the_gpu(bench: Bench) -> None:
+    bench("run", nproc=1)
+    found = json.loads((bench.folder / "runs/run/env.json").read_text())["cuda"]
+    assert found["gpus"][0]["name"] == torch.cuda.get_device_name(0)
+    assert found["driver"]
+    assert found["nccl"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_may_begin_in_a_step_that_is_left_out(precision: str, nesterov: bool) -> None:
+    weight = nn.Parameter(torch.ones(4096, device="cuda"))
+    _ = [torch.full((4096,), 7e3, device="cuda") for _ in range(40)]  # what memory is found to hold
+    optimizer = sgd([{"params": [weight]}], lr=0.1, momentum=0.9, nesterov=nesterov)
+    kind = precision_for(precision, weight.device)  # type: ignore[arg-type]
+    for gradient in (torch.inf, 1.0, 1.0):
+        kind.backward((weight * gradient).sum())
+        kind.unscale(optimizer)
+        kind.update(optimizer, torch.nn.utils.get_total_norm([weight.grad]))  # type: ignore[list-item]
+        weight.grad = None
+    torch.testing.assert_close(weight.detach(), torch.full_like(weight, 1 - (0.461 if nesterov else 0.29)))
+
+
+def test_a_recomputed_block_called_with_keywords_drops_the_same(bench: Bench) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm, self.drop = nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.5)
+
+        def forward(self, *, x: Tensor) -> Tensor:
+            return self.drop(self.norm(self.layer(x)).relu())
+
+    def trained(**options: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        block = Block().cuda()
+        rework_blocks([block], TrainSection.model_validate({"length": "1st", "global_batch": 1} | options))
+        torch.manual_seed(1)
+        block(x=torch.randn(32, 64, device="cuda")).square().sum().backward()
+        return [*(parameter.grad for parameter in block.parameters()), *block.buffers()]  # type: ignore[list-item]
+
+    for kept, recomputed in zip(trained(), trained(activation_checkpointing=True), strict=True):
+        torch.testing.assert_close(recomputed, kept)
+
+
+def test_full_memory_is_told_with_what_to_change(bench: Bench) -> None:
+    parts = """
+[model]
+use = "./odd_models.py:Hungry"
+[data.train]
+use = "./parts.py:Points"
+[task]
+use = "regression"
+"""
+    ranks = bench("run", nproc=1, parts=parts, fails=True)
+    assert ranks.codes == [1]
+    assert "memory is full: " in ranks.stderr
+    assert "train.micro_batch = 1" in ranks.stderr
