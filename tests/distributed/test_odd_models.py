@@ -87,8 +87,14 @@ def test_a_gradient_penalty_needs_whole_weights(odd: Odd, strategy: str) -> None
 
 @pytest.mark.parametrize("name", ["Rprop", "Adafactor"])
 def test_optimizers_that_cannot_update_shards(odd: Odd, name: str) -> None:
-    failed = odd.train("OwnSeed", FSDP, optimizer=f"torch.optim:{name}", fails=True)
-    refused(failed, f"{name} cannot be used under FSDP, which shards weights")
+    """Which those are depends on torch: 2.15 updates shards with Rprop. Then they train as under DDP."""
+    use = f"torch.optim:{name}"
+    trained = odd.train("OwnSeed", FSDP, optimizer=use, fails=True)
+    if any(trained.codes):
+        refused(trained, f"{name} cannot be used under FSDP, which shards weights")
+        return
+    odd.train("OwnSeed", DDP, optimizer=use)
+    assert odd.column_of("OwnSeed", FSDP) == pytest.approx(odd.column_of("OwnSeed", DDP), rel=1e-5)
 
 
 def refused(failed: Ranks, said: str) -> None:

@@ -257,6 +257,7 @@ def test_beside_nccl_there_is_gloo_for_what_is_on_the_host(
 def test_cuda_graphs_are_refused_where_memory_does_not_stay(
     mode: str, strategy: AcceleratedStrategy, ranks: int, device: str, options: dict[str, Any], refused: str | None
 ) -> None:
-    found = [refusal.message for refusal in strategy.refusals(train(compile=mode, **options), ranks, device)]
+    messages = [refusal.message for refusal in strategy.refusals(train(compile=mode, **options), ranks, device)]
+    found = [message for message in messages if "CUDA graphs" in message]  # ZeRO-3 has more to say with old torch
     assert len(found) == (refused is not None)
     assert refused is None or refused in found[0]
