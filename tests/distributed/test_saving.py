@@ -153,6 +153,7 @@ def test_checkpoints_that_somebody_removes_during_training_are_missed(bench: Ben
 
 def test_a_metric_that_is_to_decide_what_is_best_and_does_not_exist_is_named(bench: Bench) -> None:
     keep = '[checkpoint]\nkeep = { best = 1, by = "eval/acuracy", mode = "max" }'
-    said = bench("run", length="8st", more=keep)
-    assert "checkpoint.keep.by: no metric is called eval/acuracy, so none is best; there are" in said.stderr
-    assert said.stderr.count("eval/acuracy") == len(bench.column("run", "eval/loss"))
+    refused = bench("run", length="8st", more=keep, fails=True)
+    assert set(refused.codes) == {ExitCode.USAGE}
+    assert refused.stderr.count("no evaluation reports eval/acuracy") == 1
+    assert not (bench.folder / "runs").exists()
