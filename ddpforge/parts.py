@@ -16,6 +16,7 @@ from ddpforge.checkpoint.initial import find_initial
 from ddpforge.contract import Size, contract_of, count_parameters
 from ddpforge.data import Batches, Share, mix, open_data
 from ddpforge.data.nests import size, take
+from ddpforge.data.randomness import own_random_numbers
 from ddpforge.durations import Duration, Horizon
 from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PluginError, RecipeError, UsageError
 from ddpforge.fitness import check_model
@@ -30,8 +31,9 @@ from ddpforge.recipe.origins import KeyPath, Place
 from ddpforge.recipe.report import Problem
 from ddpforge.recipe.trial import check_optimizer
 from ddpforge.registry import NotImported, Registry, where_raised
-from ddpforge.rehearsal import SMALL, Rehearsal, first_batch, own_random_numbers, rehearse, take_apart
+from ddpforge.rehearsal import Rehearsal, first_batch, rehearse, take_apart
 from ddpforge.runfolder import RunFolder
+from ddpforge.sums import SMALL
 
 __all__ = ["WEIGHTS", "Parts"]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,16 +12,15 @@ import torch
 from torch import nn
 
 from ddpforge.data import Share, open_data, to_device
-from ddpforge.data.nests import size, take
-from ddpforge.data.randomness import RandomState
-from ddpforge.errors import UsageError
-from ddpforge.firstlook import checked_loss, checked_totals, explain, name_of
+from ddpforge.data.nests import size
+from ddpforge.data.randomness import own_random_numbers
+from ddpforge.firstlook import checked_loss, checked_totals, explain
 from ddpforge.interfaces import Task
+from ddpforge.sums import refuse_mean
 from ddpforge.tasks.forms import described
 
-__all__ = ["SMALL", "Rehearsal", "first_batch", "own_random_numbers", "rehearse", "take_apart"]
+__all__ = ["Rehearsal", "first_batch", "rehearse", "take_apart"]
 
-SMALL = 50_000_000  # parameters of a model that a CPU evaluates in a moment
 _SAMPLES = 8
 _DTYPES = {"bf16": torch.bfloat16}  # CPUs have few kernels for fp16
 
@@ -85,58 +84,13 @@ def rehearse(
     if place.type == "meta":
         return Rehearsal(form)
     if use == "training":
-        _refuse_means(model, task, batch)
+        refuse_mean(model, task, batch)
     means = {name: float(total.sum) / max(float(total.count), 1e-12) for name, total in totals.items()}
     counted = task.count(batch)
     items = size(batch) if counted is None else float(counted)
     return Rehearsal(form, task.finish({"loss": float(loss.detach()) / max(items, 1e-12)} | means))
 
 
-def _refuse_means(model: nn.Module, task: Task, batch: Any) -> None:
-    """Raises UsageError for a loss that is a mean: that of a batch is then not the sum over its two halves.
-
-    Losses that are neither (samples of a batch may be compared with each other) are their author's business.
-    """
-    model.eval()  # samples must not depend on their neighbours
-    try:
-        half = size(batch) // 2
-        parts = [take(batch, 0, half), take(batch, half, 2 * half), take(batch, 0, 2 * half)]
-        first, second, whole = (_loss(model, task, part) for part in parts)
-        again = _loss(model, task, parts[-1], seed=1)
-        items = [task.count(part) for part in parts]
-    except Exception:
-        return  # not every task takes any cut
-    if half == 0 or whole != again or not _same(2 * whole, first + second) or _same(whole, first + second):
-        return
-    if items[2] is not None and not _same(float(items[2]), sum(float(each or 0) for each in items[:2])):
-        return  # its items are batches: the mean over one is the sum over its items
-    raise UsageError(
-        f"{name_of(task)}.loss returns a mean over the batch: {whole:.6g} for {2 * half} samples, and {first:.6g} and "
-        f"{second:.6g} for its halves",
-        hints=['return the sum, e.g. with reduction="sum": ddpforge divides by the items of the whole global batch'],
-    )
-
-
-def _loss(model: nn.Module, task: Task, batch: Any, *, seed: int = 0) -> float:
-    with own_random_numbers(), torch.no_grad():
-        torch.manual_seed(seed)
-        return float(task.loss(model, batch)[0])
-
-
-def _same(one: float, other: float) -> bool:
-    return abs(one - other) <= 1e-3 * max(abs(one), abs(other))
-
-
 def _autocast(precision: str, device: str) -> Any:
     on_cpu = "cpu" if device == "meta" else device
     return torch.autocast(on_cpu, dtype=_DTYPES[precision]) if precision in _DTYPES else nullcontext()
-
-
-@contextmanager
-def own_random_numbers() -> Iterator[None]:
-    """Leaves python's, numpy's and torch's generators as they were."""
-    state = RandomState.now()
-    try:
-        yield
-    finally:
-        state.resume()

@@ -401,9 +401,19 @@ def evaluate(folder: RunFolder, checkpoint: Path, *, sets: Sequence[str] = ()) -
     with _hearing_how_it_ends() as started:
         trainer = assemble(parts, world, checkpoints, Tracker(), started=started)
         trainer.restore(Reader(checkpoint))
+        if world.is_main:
+            log.info("%s", _what_is_evaluated(checkpoint, parts))
         metrics = trainer.evaluate()
     parts.strategy.close()
     return Evaluation(trainer.progress.step, metrics, world.is_main)
+
+
+def _what_is_evaluated(checkpoint: Path, parts: Parts) -> str:
+    """Which checkpoint, with whose weights, on how many samples."""
+    averaging = [name for name, one in parts.callbacks.items() if type(one).evaluating is not Callback.evaluating]
+    weights = f", with the weights of {', '.join(averaging)}" if averaging else ""
+    samples = f", on {len(parts.sets[-1]):,} samples" if hasattr(parts.sets[-1], "__len__") else ""
+    return f"evaluating {checkpoint}{weights}{samples}"
 
 
 @contextmanager

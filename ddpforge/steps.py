@@ -16,6 +16,7 @@ from ddpforge.errors import PluginError, StrategyError
 from ddpforge.firstlook import FirstLook, checked_total
 from ddpforge.interfaces import Exploring, Strategy, Task, Total, World
 from ddpforge.statistics import Buffers, Statistics, unchanged
+from ddpforge.sums import refuse_mean
 
 __all__ = ["Steps"]
 
@@ -26,7 +27,8 @@ class Steps:
     """The steps of one rank, which gives what it returns to the ranks together: its totals, not means.
 
     Totals are the loss and, where they are measured, the task's metrics. `skips` says that training goes on after a
-    step whose gradient is not finite: such a step leaves buffers as they were, too.
+    step whose gradient is not finite: such a step leaves buffers as they were, too. `compares` has the first loss of
+    all compared with those of its halves: a mean for a sum is refused.
     """
 
     def __init__(
@@ -40,11 +42,12 @@ class Steps:
         *,
         seed: int,
         skips: bool,
+        compares: bool = False,
     ) -> None:
         self._world, self._strategy, self._task = world, strategy, task
         self._model, self._optimizer, self._statistics = model, optimizer, statistics
         self._bare = strategy.unwrap(model)
-        self._seed, self._skips = seed, skips
+        self._seed, self._skips, self._compares = seed, skips, compares
         self._look = FirstLook(task)
         self._passes: int = getattr(optimizer, "passes", 1)
         if self._passes > 1 and type(strategy).explore is Strategy.explore:
@@ -111,8 +114,12 @@ class Steps:
         return batches, self._strategy.total(mine)
 
     def _micro_step(self, step: int, micro: MicroBatch, items: Tensor | int, *, measure: bool) -> dict[str, Total]:
-        seed_all(mix(self._seed, _FORWARD, step, micro.number, micro.shard), self._world.device)
         batch = to_device(micro.data, self._world.device)
+        if self._compares and step == 1:
+            self._compares = False
+            with self._strategy.forward():
+                refuse_mean(self._bare, self._task, batch)
+        seed_all(mix(self._seed, _FORWARD, step, micro.number, micro.shard), self._world.device)
         with ExitStack() as stack:
             if not micro.samples:
                 stack.enter_context(unchanged(self._bare))  # a stand-in is no data: statistics must not count it

@@ -31,6 +31,7 @@ from ddpforge.recipe.toml import loads
 from ddpforge.signals import StopRequests
 from ddpforge.statistics import Statistics
 from ddpforge.steps import Steps
+from ddpforge.sums import SMALL
 
 __all__ = ["Trainer"]
 
@@ -103,7 +104,10 @@ class Trainer:
         self._evaluated: int | None = None
         statistics = Statistics(model if recipe.train.elastic_shards else None)
         skips = recipe.train.on_nonfinite == "skip" or recipe.train.precision == "fp16"
-        self._steps = Steps(world, strategy, task, model, optimizer, statistics, seed=recipe.train.seed, skips=skips)
+        whole = "weights" not in strategy.contract.shards and recipe.train.compile == "off" and parameters <= SMALL
+        self._steps = Steps(
+            world, strategy, task, model, optimizer, statistics, seed=recipe.train.seed, skips=skips, compares=whole
+        )
         self._means = Means(world, strategy.total)
         self._norms = Norms()
         self._rollbacks = 0

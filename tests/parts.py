@@ -248,6 +248,14 @@ class ByParity(Task):
         return found
 
 
+class MeanOfLosses(SumOfLosses):
+    """Forgets that a loss is a sum."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        losses = model(batch)
+        return losses.mean(), losses
+
+
 class WeighedSamples(Task):
     """The sample x weighs x / 10: its loss is that of the model, times that."""
 

@@ -30,6 +30,7 @@ LAYERS = [
     {"rehearsal"},
     {"trainer"},
     {"progress", "steps"},
+    {"sums"},
     {"fitness"},
     {"blocks", "checkpoint", "contract", "data", "firstlook", "kinds", "means", "norms", "pace", "statistics"},
     {"recompute"},

@@ -12,7 +12,7 @@ from doubles import Line, Plain
 from torch import Tensor, nn
 
 from ddpforge.data import MicroBatch
-from ddpforge.errors import PluginError, StrategyError
+from ddpforge.errors import PluginError, StrategyError, UsageError
 from ddpforge.interfaces import Task, Total
 from ddpforge.statistics import Statistics
 from ddpforge.steps import Steps
@@ -145,6 +145,35 @@ def test_the_gradient_is_that_of_the_mean_over_the_steps_samples(ranks: int) -> 
     """A rank has 1 and 5 of a step of eight samples: 6 / 8, times the ranks over which strategies take the mean."""
     _, norm = run(Line(), Plainly(), [micro([1.0], step=8), micro([5.0], step=8)], Plain(ranks=ranks))
     assert norm.item() == pytest.approx(ranks * 6 / 8)
+
+
+class Means(Plainly):
+    """Forgets that a loss is a sum."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        outputs = model(batch[0])
+        return outputs.mean(), outputs
+
+
+def compared(task: Task, step: int = 1) -> Line:
+    strategy, model = Plain(), Line()
+    steps = Steps(strategy.world, strategy, task, model, IDLE, Statistics(None), seed=0, skips=False, compares=True)
+    for number in (0, 1):
+        steps.train(step, first := micro([1.0, 2.0, 3.0, 4.0], number=number), [first], measure=False)
+    return model
+
+
+def test_a_loss_that_is_a_mean_is_refused_in_the_first_step() -> None:
+    """2.5 for all four samples, and 1.5 and 3.5 for its halves."""
+    with pytest.raises(
+        UsageError, match=r"Means\.loss returns a mean over the batch: 2.5 for 4 samples, and 1.5 and 3.5"
+    ):
+        compared(Means())
+    compared(Means(), step=2)  # a resumed run has been looked at
+
+
+def test_the_look_at_a_loss_leaves_no_trace_in_the_model() -> None:
+    assert compared(Plainly()).modes == [True, True]
 
 
 # ---------------------------------------------------------------------------------------------- several passes

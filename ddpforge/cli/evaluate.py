@@ -28,4 +28,4 @@ def evaluate(run: str, step: int | None, best: bool, sets: tuple[str, ...], as_j
             found = evaluate_run(folder, choose(folder, step=step, best=best), sets=sets)
         if found.is_main:
             numbers = "  ".join(f"{name} {value:.6g}" for name, value in found.metrics.items())
-            click.echo(json.dumps(found.as_dict()) if as_json else f"step {found.step}  {numbers}")
+            click.echo(json.dumps(found.as_dict()) if as_json else f"{folder.path} at step {found.step}: {numbers}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["RandomState", "mix", "seed_all"]
+__all__ = ["RandomState", "mix", "own_random_numbers", "seed_all"]
 
 _MASK = (1 << 64) - 1
 
@@ -62,3 +64,13 @@ class RandomState:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.default_generator.set_state(self._torch)
+
+
+@contextmanager
+def own_random_numbers() -> Iterator[None]:
+    """Leaves python's, numpy's and torch's generators as they were."""
+    state = RandomState.now()
+    try:
+        yield
+    finally:
+        state.resume()

@@ -163,7 +163,7 @@ def _stored(name: str, split: str, root: Path, download: bool) -> datasets.Visio
                 hints=[
                     f'several processes must not download at once; fetch it first: python -c "{fetch}"'
                     if download
-                    else "set download = true"
+                    else "fetch it once, in one process: --set data.train.download=true --set data.eval.download=true"
                 ],
             ) from error
 

@@ -81,8 +81,12 @@ def test_a_checkpoint_can_be_chosen(ddpforge: Callable[..., Ranks]) -> None:
 
 def test_people_get_a_line_with_every_metric(ddpforge: Callable[..., Ranks]) -> None:
     metrics = reported()[6]
-    said = ddpforge("eval", "tiny").stdout
-    assert said == f"step 6  eval/loss {metrics['eval/loss']:.6g}  eval/accuracy {metrics['eval/accuracy']:.6g}\n"
+    ranks = ddpforge("eval", "tiny")
+    said = ranks.stdout
+    numbers = f"eval/loss {metrics['eval/loss']:.6g}  eval/accuracy {metrics['eval/accuracy']:.6g}"
+    assert said == f"runs/tiny at step 6: {numbers}\n"
+    assert "evaluating runs/tiny/checkpoints/step-000000006-" in ranks.stderr
+    assert "on 360 samples" in " ".join(ranks.stderr.split())
 
 
 def test_other_data_can_be_named_and_nothing_is_written(folder: Path, ddpforge: Callable[..., Ranks]) -> None:

@@ -323,6 +323,17 @@ def test_metrics_are_put_together_by_name(tmp_path: Path, run: Run, nproc: int) 
     assert (evaluation["eval/even"], evaluation["eval/odd"]) == (1.0, 2.0)
 
 
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_mean_for_a_sum_is_refused_before_the_first_update(tmp_path: Path, run: Run, nproc: int) -> None:
+    options = {"model": "start = 1.0", "strategy": DDP, "train": "", "batch": 4, "length": "9st", "more": ""}
+    text = RECIPE.replace("SumOfLosses", "MeanOfLosses").format(values=[1.0, 2.0, 3.0, 4.0], **options)
+    (tmp_path / "run.toml").write_text(text)
+    failed = run.ddpforge("run", "run.toml", nproc=nproc, fails=True)
+    assert set(failed.codes) == {2}
+    assert "MeanOfLosses.loss returns a mean over the batch" in failed.stderr
+    assert run.status()["step"] == 0
+
+
 @each_strategy
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_samples_may_weigh_less_than_one(tmp_path: Path, run: Run, nproc: int, strategy: str) -> None:

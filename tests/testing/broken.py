@@ -256,6 +256,16 @@ class Endless(IterableDataset[tuple[Tensor, int]]):
             yield torch.full((64,), float(index)), index % 10
 
 
+class Empty:
+    """Holds nothing."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        raise IndexError(index)
+
+
 class IsALoader(Endless):
     """A stream that a loader deals out."""
 

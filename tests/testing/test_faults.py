@@ -39,6 +39,7 @@ def line_of(text: str) -> int:
         ("Restless", "deterministic", "the same samples when built twice from one seed"),
         ("SecretlyRandom", "deterministic", "no random numbers where `random = False` says so"),
         ("NotPicklable", "picklable", "for loader processes"),
+        ("Empty", "each-sample-once", "expected  at least one sample\nfound     Empty of length 0"),
         ("IsALoader", "each-sample-once", "a DataLoader, which IsALoader reads, is a loader, not a dataset"),
         ("LosesSamples", "each-sample-once", "a batch of 3 for 4 samples"),
         ("AveragesPerBatch", "loss-is-a-sum", "it averages within a batch"),

@@ -44,6 +44,8 @@ def batches(
     data: Any, *, rank: int = 0, ranks: int = 1, micro: int = 4, shuffle: bool = False, seed: int = 0
 ) -> Iterator[Any]:
     """What a rank is given of one pass, a batch of up to `micro` samples at a time; stand-ins left out."""
+    if not is_stream(data) and not len(data):
+        raise Breach("at least one sample", f"{type(data).__name__} of length 0", where=source_of(type(data)))
     opened = open_data(
         data if is_stream(data) else Window(data),
         global_batch=8,
