@@ -86,7 +86,7 @@ def by_hand(
 @each_strategy
 @pytest.mark.parametrize("passes", [2, 3])
 def test_the_curve_is_that_of_the_formula(run: Run, strategy: str, passes: int) -> None:
-    """Five samples in micro-batches of one on two ranks: accumulation, and a stand-in on rank 1."""
+    """Five samples in micro-batches of one on two ranks: accumulation, and a stand-in on rank 0."""
     run(strategy=strategy, optimizer=f"passes = {passes}")
     *steps, (end, _) = by_hand(3, passes=passes)
     torch.testing.assert_close(run.saved()["weight"], end)
@@ -96,7 +96,7 @@ def test_the_curve_is_that_of_the_formula(run: Run, strategy: str, passes: int) 
     losses = [0.5 * ((w - 4).square() + 8).sum().item() for w, _ in steps]
     assert [row["train/loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
     assert [row["samples"] for row in rows] == [5, 10, 15]
-    assert run.saved()["seen"] == 9  # three micro-batches per step on rank 0, counted in the first pass only
+    assert run.saved()["seen"] == 6  # two samples per step on rank 0, counted in the first pass only
 
 
 def test_replicas_of_shards_and_one_process(run: Run) -> None:
