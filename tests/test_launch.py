@@ -429,6 +429,39 @@ def test_the_launchers_signals_are_its_own_again_afterwards() -> None:
     assert after == before
 
 
+@pytest.fixture
+def _nohup() -> Iterator[None]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_nohup")
+def test_under_nohup_a_launch_outlives_its_terminal() -> None:
+    """Of the two signals only the second is a request to stop, and the launch ends as if it had been the first."""
+    script = "os.kill(os.getppid(), signal.SIGHUP); os.kill(os.getppid(), signal.SIGUSR1); signal.pause()"
+    assert launch(pretend(script), nproc=1) == 128 + signal.SIGUSR1
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+
+
+@pytest.mark.parametrize(
+    ("shell", "asked", "expected"), [({}, {}, "600"), ({GRACE: "5"}, {}, "5"), ({GRACE: "5"}, {GRACE: "7"}, "7")]
+)
+def test_ranks_get_ten_minutes_to_save_unless_the_environment_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: dict[str, str], asked: dict[str, str], expected: str
+) -> None:
+    """torchrun kills those that it has asked to stop after 30 seconds by itself."""
+    monkeypatch.delenv(GRACE, raising=False)
+    for name, value in shell.items():
+        monkeypatch.setenv(name, value)
+    with (tmp_path / "said").open("wb") as output:
+        assert launch(pretend(f"print(os.environ[{GRACE!r}])"), nproc=1, output=output, variables=asked) == 0
+    assert (tmp_path / "said").read_text() == f"{expected}\n"
+
+
 # ---------------------------------------------------------------------------------------------- command lines
 def test_torchrun_stands_alone_unless_a_rendezvous_is_named() -> None:
     alone = torchrun_command(["r.toml"], nproc=2)

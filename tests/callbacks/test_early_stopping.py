@@ -24,6 +24,10 @@ def test_more_is_better_for_accuracies() -> None:
     assert stops_at(EarlyStopping("eval/accuracy", patience=2), [0.5, 0.6, 0.7, 0.6, 0.65]) == 5
 
 
+def test_less_is_better_for_mean_absolute_errors() -> None:
+    assert stops_at(EarlyStopping("eval/mae", patience=2), [3.0, 2.0, 2.5, 2.0]) == 4
+
+
 def test_mode_decides_for_any_other_metric() -> None:
     assert stops_at(EarlyStopping("eval/reward", patience=1, mode="max"), [1.0, 2.0, 1.0]) == 3
     assert stops_at(EarlyStopping("eval/accuracy", patience=1, mode="min"), [1.0, 2.0]) == 2

@@ -503,6 +503,29 @@ def test_what_any_rank_finds_damaged_is_passed_over(folder: Path, aloud: pytest.
     assert aloud.text.count("are not those that were written") == 1
 
 
+@pytest.mark.parametrize(("ranks", "seen"), [(2, True), (1, False)])
+def test_each_of_several_ranks_verifies_what_it_reads_for_it_may_see_another_disk(
+    folder: Path, ranks: int, seen: bool
+) -> None:
+    """One rank alone has just verified all of it, and reads without doing so again."""
+    path = write(folder, checkpoint_of(20))
+
+    def act(saving: Checkpoints, peers: Peers) -> float:
+        reader = saving.open()
+        assert reader is not None
+        peers.gather(None)  # all have opened it
+        shard = next(path.glob("shard*"))
+        content = bytearray(shard.read_bytes())
+        if peers.rank == peers.size - 1:
+            content[len(content) - 100 :] = bytes(100)
+            shard.write_bytes(content)
+        peers.gather(None)
+        return float(reader.read("model", "layer.weight").sum())
+
+    for result in on_each(folder, act, ranks=ranks):
+        assert isinstance(result, CheckpointError) is seen, result
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(folder: Path) -> None:
     for step in (10, 20):
         (write(folder, checkpoint_of(step)) / "COMMIT").unlink()

@@ -19,9 +19,10 @@ import pytest
 from checkpoint.doubles import FAILURES, Disk, Killed, checkpoint_of, read, state_of, steps_in
 from checkpoint.worlds import World, checkpoints, share_of
 
-from ddpforge.checkpoint import Peers
+from ddpforge.checkpoint import Checkpoints, Peers
 from ddpforge.checkpoint.retention import clean, newest
 from ddpforge.errors import CheckpointError
+from ddpforge.recipe.schema import CheckpointSection
 
 ORDERS = [(0, 1), (1, 0)]
 SHARDED: dict[str, Any] = {"background": False}
@@ -120,6 +121,23 @@ def test_a_save_that_has_returned_survives_a_power_cut_thanks_to_its_fsyncs(
         disk.lose_power()
 
     assert state_of(folder) == survivor
+
+
+def test_what_another_machine_wrote_is_on_its_disk_before_the_checkpoint_counts(folder: Path) -> None:
+    """The names too: that rank 0 syncs the folder does nothing for the disk of rank 1."""
+    disk, checkpoint = Disk(0, "power, names lost", rank=1), checkpoint_of(1)
+
+    def act(peers: Peers) -> Path:
+        section = CheckpointSection.model_validate(SHARDED)
+        saving = Checkpoints(folder, section, peers=peers, broadcast=peers.broadcast, before_commit=disk.lose_power)
+        saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
+        return saving.wait()
+
+    with pytest.MonkeyPatch.context() as patch:
+        disk.install(patch)
+        World(2).run(act)
+    assert disk.count > 3
+    assert state_of(folder) == 1
 
 
 RANK = """

@@ -103,3 +103,38 @@ def test_a_weight_whose_first_gradient_comes_later_begins_then(precision: Callab
     for gradient in (1.0, 2.0, 1.0):
         alone.step(gradient, None)
     assert late.values()[0] == pytest.approx(alone.values()[0], rel=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------- the scale of fp16
+def test_overflows_are_excused_until_the_loss_is_no_longer_scaled_up() -> None:
+    """It starts at 2^16 and each overflow halves it: one at a scale of 1 is none of the scale."""
+    training = Training(LossScaling(CPU), OPTIMIZERS["no momentum"])
+    excused = []
+    for _ in range(17):
+        training.step(torch.inf, torch.inf)
+        excused.append(training.precision.overflowed())
+    assert excused == [True] * 16 + [False]
+    assert training.precision.state()["loss_scale"] == 0.5
+
+
+@pytest.mark.parametrize("precision", [PRECISIONS["fp32 on a CPU"], lambda: Precision(CPU, torch.bfloat16)])
+def test_without_scaling_nothing_is_excused(precision: Callable[[], Precision]) -> None:
+    training = Training(precision(), OPTIMIZERS["no momentum"])
+    training.step(torch.inf, torch.inf)
+    assert not training.precision.overflowed()
+    assert training.precision.state() == {}
+
+
+def test_a_resumed_run_raises_the_scale_at_the_step_at_which_it_would_have_been_raised() -> None:
+    first, second = LossScaling(CPU), LossScaling(CPU)
+    for scaling in (first, second):
+        scaling.scaler.set_growth_interval(4)
+    stopped, resumed = Training(first, OPTIMIZERS["no momentum"]), Training(second, OPTIMIZERS["no momentum"])
+    for gradient in (torch.inf, 1.0, 1.0, 1.0):
+        stopped.step(gradient, gradient)
+    assert first.state() == {"loss_scale": 2.0**15, "loss_scale_growth_tracker": 3}
+
+    second.load_state(first.state())
+    assert second.state() == first.state()
+    resumed.step(1.0, 1.0)
+    assert second.state() == {"loss_scale": 2.0**16, "loss_scale_growth_tracker": 0}

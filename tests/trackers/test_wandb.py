@@ -23,6 +23,7 @@ from wandb_stub import Fault, WandbStub
 
 from ddpforge.interfaces import Tracker
 from ddpforge.registry import Registry
+from ddpforge.trackers import wandb as wandb_tracker
 from ddpforge.trackers.several import Several
 from ddpforge.trackers.wandb import WandbTracker
 
@@ -311,6 +312,41 @@ def test_a_server_that_refuses_connections(server: WandbStub, folder: Path, capl
     assert losses(history(*segments(folder))) == {1: 1.1, 2: 2.1, 3: 3.1}
 
 
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was connected to, and for how long at most; nobody is reached, for wandb's own login would be."""
+    import wandb
+
+    found: list[Any] = []
+
+    def connect(address: tuple[str, int], timeout: float | None = None) -> None:
+        found.append((address, timeout))
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(wandb_tracker.socket, "create_connection", connect)
+    monkeypatch.setattr(wandb, "login", lambda **_: True)
+    return found
+
+
+@pytest.mark.parametrize(("url", "port"), [("http://wandb.example", 80), ("https://wandb.example", 443)])
+def test_a_server_that_does_not_answer_costs_two_seconds(url: str, port: int, probes: list[Any]) -> None:
+    import wandb
+
+    with pytest.raises(wandb.Error, match=rf"{url} cannot be reached \(timed out\)"):
+        wandb_tracker._check_server(wandb.Settings(mode="online", base_url=url))
+    assert probes == [(("wandb.example", port), 2)]
+
+
+def test_behind_a_proxy_the_server_itself_need_not_answer(probes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    wandb_tracker._check_server(wandb.Settings(mode="online", base_url="https://wandb.example"))
+    assert probes == []
+    with pytest.raises(wandb.Error, match="cannot be reached"):  # that proxy is for https
+        wandb_tracker._check_server(wandb.Settings(mode="online", base_url="http://wandb.example"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["500", "hang"])
 def test_a_server_that_fails_or_never_answers(
@@ -351,3 +387,18 @@ def test_the_death_of_wandbs_process_costs_the_tracker_and_nothing_else(
     log(tracker, range(20, 1000))
     finish(tracker)
     assert only_line(caplog).startswith("tracker wandb failed and is off from here on: ConnectionResetError")
+
+
+def test_a_row_that_wandb_does_not_take_leaves_no_process_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left to its exit hook, it would print a traceback when the run is over."""
+
+    def refuse(row: Table) -> None:
+        raise ConnectionResetError("Connection lost")
+
+    tracker = WandbTracker(project="forge", mode="offline")
+    start(tracker, folder)
+    (core,) = (child for child in psutil.Process().children() if child.name() == "wandb-core")
+    monkeypatch.setattr(tracker._run, "log", refuse)
+    with pytest.raises(ConnectionResetError):
+        tracker.log(1, {"train/loss": 1.0})
+    assert not core.is_running()
