@@ -113,6 +113,7 @@ def start(deepspeed: Any, model: nn.Module, optimizer: Optimizer, config: Mappin
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
         )
+    del engine.training  # it would be true for ever; without it the engine answers with the model's
     return engine
 
 

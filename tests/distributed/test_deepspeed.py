@@ -28,7 +28,14 @@ each_stage = pytest.mark.parametrize("stage", ZERO)
 PARTS = """
 import torch
 from torch import nn
-from ddpforge.interfaces import Callback
+from ddpforge.interfaces import Callback, Task
+
+class Mode(Task):
+    \"\"\"Its loss is 1 per sample in training and 2 in evaluation.\"\"\"
+
+    def loss(self, model, batch):
+        outputs = model(batch[0])
+        return 0.0 * outputs.sum() + len(outputs) * (1.0 if model.training else 2.0), outputs
 
 class Everything(nn.Module):
     \"\"\"Frozen parameters of several dtypes, tied ones, a scalar, buffers, sizes that ranks do not divide.\"\"\"
@@ -135,6 +142,14 @@ def test_options_that_only_save_memory_or_time_do_not_change_the_curve(bench: Be
     ):
         bench(name, strategy, nproc=nproc, length="12st", more=EMA)
         bench.alike(name, "one")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_task_is_told_whether_the_model_trains(bench: Bench, stage: int) -> None:
+    parts = POINTS.format(model="own.py:Loud").replace('use = "regression"', 'use = "./own.py:Mode"')
+    bench("run", ZERO[stage], nproc=1, parts=parts, length="8st")
+    assert set(bench.column("run", "train/loss")) == {1.0}
+    assert set(bench.column("run", "eval/loss")) == {2.0}
 
 
 @each_stage
