@@ -225,16 +225,6 @@ class ShowTimeouts(Callback):
     """Writes how long the collectives of each group of ranks may wait, in seconds, after the second step."""
 
     def on_step(self, info: StepInfo) -> None:
-        if info.step == 2 and os.environ.get("RANK", "0") == "0":
-            groups = [*dist.distributed_c10d._world.pg_map]
-            waits = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
-            Path("timeouts.json").write_text(json.dumps(waits))
-
-
-class ShowTimeouts(Callback):
-    """Writes how long the collectives of each group of ranks may wait, in seconds, after the second step."""
-
-    def on_step(self, info: StepInfo) -> None:
         if info.step == 2 and os.environ["RANK"] == "0":
             groups = [*dist.distributed_c10d._world.pg_map]
             waits = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
