@@ -3,6 +3,7 @@
 Recipes in tests name them as `./parts.py:Name`; the fixture `write_recipe` puts this file beside the recipe.
 """
 
+import json
 import os
 import signal
 import threading
@@ -218,6 +219,16 @@ class ShowBuffers(Callback):
         with open(f"mean-{self.rank}.txt", "w") as file:
             file.write(str(mean.item()))
         return nullcontext()
+
+
+class ShowTimeouts(Callback):
+    """Writes how long the collectives of each group of ranks may wait, in seconds, after the second step."""
+
+    def on_step(self, info: StepInfo) -> None:
+        if info.step == 2 and os.environ["RANK"] == "0":
+            groups = [*dist.distributed_c10d._world.pg_map]
+            waits = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+            Path("timeouts.json").write_text(json.dumps(waits))
 
 
 class FailAt(Callback):

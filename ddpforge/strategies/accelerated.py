@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -163,6 +163,14 @@ class AcceleratedStrategy(Strategy):
         self.train = train
         self.precision = precision_for(train.precision, self.world.device)
         return self.world
+
+    def limit_waiting(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Makes `train.timeout` hold in groups that a library has formed, which have torch's own timeout."""
+        timeout = timedelta(seconds=self.train.timeout.seconds)
+        c10d: Any = dist.distributed_c10d
+        set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # its older name
+        for group in groups:
+            set_timeout(timeout, group)
 
     def _look_at_gpus(self, train: TrainSection) -> None:
         """Says what could be faster."""

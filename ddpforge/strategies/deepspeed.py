@@ -224,6 +224,7 @@ class DeepSpeed(AcceleratedStrategy):
         config = self.config(self.train, self.world.size)
         self._fit_buffers(config["zero_optimization"], keys)
         self.engine = start(self.deepspeed, model, optimizer, config, self.world)
+        self.limit_waiting([self.engine.data_parallel_group])
         if self.offload_parameters == "nvme":
             mend_prefetch(self._parameters)
         self.check(self.engine)

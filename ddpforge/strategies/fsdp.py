@@ -130,6 +130,7 @@ class FSDP(AcceleratedStrategy):
         """Joins the process group and lays the ranks out as replicas × shards."""
         world = super().setup(train)
         self.mesh = self._mesh(world)
+        self.limit_waiting(self.mesh.get_all_groups())
         return world
 
     def _mesh(self, world: World) -> DeviceMesh:

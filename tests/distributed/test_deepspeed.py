@@ -66,6 +66,18 @@ class Empty(nn.Module):
     def forward(self, x):
         return self.head(x) + self.nothing.sum()
 
+class Dwindling(nn.Module):
+    \"\"\"From its third pass on it leaves out a layer.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.late = nn.Linear(4, 1), nn.Linear(4, 1)
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += self.training
+        return self.head(x) + self.late(x) if self.passes < 3 else self.head(x)
+
 class Loud(nn.Module):
     \"\"\"Its losses, and so its gradients, are in the thousands.\"\"\"
 
@@ -185,7 +197,9 @@ def test_fp16_skips_the_steps_that_ddp_skips_and_goes_on_with_its_scale(bench: B
         assert scale(f"zero{stage}") == scale("ddp") < 2**16
     assert bench.column("ddp", "train/skipped_steps")[-1] >= 2
 
-    stopped = bench("parts", ZERO[2], **options, more=STOP.format(step=1), fails=True)
+    skipped = int(bench.column("ddp", "train/skipped_steps")[-1])  # all of them at the beginning: the next fits
+    assert bench.column("ddp", "train/skipped_steps").count(skipped) > 1
+    stopped = bench("parts", ZERO[2], **options, more=STOP.format(step=skipped), fails=True)
     assert set(stopped.codes) == {75}
     bench("parts", ZERO[2], **options)
     assert bench.column("parts") == bench.column("zero2")
@@ -372,6 +386,7 @@ def test_disk_that_would_hold_nothing_is_refused(bench: Bench, asynchronous_io: 
     [
         ("odd_models.py:Half", "`head.weight` is bfloat16, and DeepSpeed promises float32 master weights"),  # trap 26
         ("odd_models.py:BySample", "got no gradient on rank"),  # trap 30
+        ("own.py:Dwindling", "`late.weight` and 1 more got no gradient on rank"),
         ("own.py:Empty", "parameter `nothing` has no elements"),
     ],
 )

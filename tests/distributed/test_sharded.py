@@ -120,3 +120,13 @@ def test_a_strategy_that_does_not_keep_its_contract_is_found(bench: Bench) -> No
     failed = bench("run", 'use = "./lying.py:Lying"', fails=True)
     assert set(failed.codes) == {3}
     assert "Lying promises 1 copy of the 6,976 trainable weights among 2 ranks, and they hold 13,952" in failed.stderr
+
+
+# ---------------------------------------------------------------------------------------------- how long ranks wait
+@pytest.mark.parametrize("strategy", [DDP, HSDP, ZERO[2]], ids=["ddp", "hsdp", "zero2"])
+def test_the_recipes_timeout_holds_in_every_group_of_ranks(bench: Bench, strategy: str) -> None:
+    """Also in those that FSDP forms for replicas and DeepSpeed for itself, where torch would wait for 30 minutes."""
+    timeouts = '[callbacks.timeouts]\nuse = "./parts.py:ShowTimeouts"'
+    bench("run", strategy, length="6st", train='timeout = "7m"', more=timeouts)
+    waits = json.loads((bench.folder / "timeouts.json").read_text())
+    assert set(waits) == {420.0}
