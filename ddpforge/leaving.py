@@ -2,10 +2,14 @@
 
 import atexit
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
-__all__ = ["at_once", "leave"]
+__all__ = ["at_once", "leave", "nobody_leaves"]
 
 _threads = False
 
@@ -24,7 +28,18 @@ def leave(code: int) -> NoReturn:
     """
     if "RANK" in os.environ:
         os._exit(code)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would complain of loader processes that are ended now
     if _threads:
         atexit._run_exitfuncs()
         os._exit(code)
     sys.exit(code)
+
+
+@contextmanager
+def nobody_leaves() -> Iterator[None]:
+    """Makes a RuntimeError of a component's sys.exit, which would end the process as if that were the run's verdict."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"a component called sys.exit({error.code!r}), where it should raise an error") from error

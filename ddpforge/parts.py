@@ -181,6 +181,9 @@ class Parts:
             for path, duration in self._cadences():
                 with self.noting(*path):
                     in_steps(".".join(path), duration, counted)
+        if "eval" in self._built_sets:
+            with self.noting("data", "eval"):
+                open_data(self._built_sets["eval"], **self._opened(1))
         if hasattr(self, "horizon"):
             with self.noting("schedule"):
                 self.schedule = build(self.registry, "schedule", recipe.schedule, horizon=self.horizon)
@@ -242,6 +245,8 @@ class Parts:
         if not self._fits:
             return found
         for key, data in self._built_sets.items():
+            if hasattr(data, "__len__") and not len(data):
+                continue  # which was told when steps were counted
             with self.noting("task"), self._telling(f"data.{key}"), own_random_numbers():
                 batch = first_batch(data, most=self._most(key), seed=self.recipe.train.seed)
                 found[key] = self._rehearse(key, batch, self._gpu())

@@ -193,7 +193,7 @@ class RefusedOptions(PluginError):
 class BuildFailed(PluginError):
     """The code of a component failed while it was built, and did not say so on purpose; `trace` shows where."""
 
-    def __init__(self, kind: str, use: str, error: Exception) -> None:
+    def __init__(self, kind: str, use: str, error: BaseException) -> None:
         super().__init__(
             f"{kind} `{use}` raised {type(error).__name__} while it was built: {redact(str(error))}",
             hints=where_raised(error),
@@ -315,7 +315,8 @@ class Registry:
         """Calls the component with its validated options, and with those of `given` that its signature names.
 
         Raises RefusedOptions when the component refuses its options, with a TypeError or ValueError that it raises
-        itself, and BuildFailed for such an error from elsewhere; any other exception of its own passes.
+        itself, and BuildFailed for such an error from elsewhere and for a sys.exit; any other exception of its own
+        passes.
         """
         function = self.load(kind, component.use, component.base)
         if taken := sorted(component.options.keys() & GIVEN[kind]):
@@ -328,6 +329,8 @@ class Registry:
         accepted = inspect.signature(function).parameters
         try:
             return function(**options, **{name: value for name, value in given.items() if name in accepted})
+        except SystemExit as error:  # would end the process with an exit code of its own
+            raise BuildFailed(kind, component.use, error) from error
         except (TypeError, ValueError) as error:
             if not _on_purpose(error, function):
                 raise BuildFailed(kind, component.use, error) from error
@@ -398,7 +401,7 @@ def where_raised(error: BaseException) -> list[str]:
     return lines[-1:]
 
 
-def _trace(error: Exception) -> str:
+def _trace(error: BaseException) -> str:
     import traceback
 
     skipped = len(list(traceback.walk_tb(error.__traceback__))) - len(_frames(error))

@@ -81,6 +81,7 @@ class Outcome:
         return f"{self.folder}: {self.status['state']} at step {self.status['step']}{numbers}"
 
 
+@leaving.nobody_leaves()
 def run(
     source: str | Path,
     *,
@@ -163,9 +164,10 @@ class Attempt:
         with ExitStack() as stack:
             stack.callback(lambda: self._failures.local.close())
             try:
-                trainer = self._prepare()
-                stack.enter_context(trainer.stop)  # a launcher ends the others of a rank that failed: not in mid-word
-                status = self._end(trainer.fit())
+                with leaving.nobody_leaves():
+                    trainer = self._prepare()
+                    stack.enter_context(trainer.stop)  # a launcher ends the others of a rank that failed: not mid-word
+                    status = self._end(trainer.fit())
             except BaseException as error:
                 told = self._fail(explained(error, self.recipe, self.world.data_size))
                 if told is error:
@@ -387,6 +389,7 @@ class Evaluation:
         return {"step": self.step} | {name: x if math.isfinite(x) else None for name, x in self.metrics.items()}
 
 
+@leaving.nobody_leaves()
 def evaluate(folder: RunFolder, checkpoint: Path, *, sets: Sequence[str] = ()) -> Evaluation:
     """Evaluates one of a run's checkpoints on the recipe's `[data.eval]`; called on every rank.
 

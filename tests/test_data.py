@@ -437,6 +437,11 @@ def test_a_dataset_smaller_than_a_dropped_batch_is_refused() -> None:
         deal(Numbers(3), batch=4, micro=4, drop_last=True)
 
 
+def test_an_empty_dataset_is_called_empty() -> None:
+    with pytest.raises(PluginError, match="Numbers is empty: it has no samples"):
+        deal(Numbers(0), batch=4, micro=4)
+
+
 def test_an_empty_stream_is_refused_instead_of_searched_for_ever() -> None:
     with pytest.raises(PluginError, match="NumberStream holds less than one batch"):
         next(deal(NumberStream(0), batch=2, micro=2).training(0))

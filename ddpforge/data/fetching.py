@@ -163,9 +163,12 @@ def open_data(
         drop_last=drop_last,
     )
     steps = None if samples is None else order.steps_per_epoch
+    if samples == 0:
+        raise PluginError(f"{type(data).__name__} is empty: it has no samples")
     if steps == 0:
         raise PluginError(
-            f"{type(data).__name__} holds {samples} samples, less than one global batch of {global_batch}",
-            hints=['lower train.global_batch, or set train.last_batch = "keep"' if samples else "the dataset is empty"],
+            f"{type(data).__name__} holds {samples} sample{'s' * (samples != 1)}, less than one global batch of "
+            f"{global_batch}",
+            hints=['lower train.global_batch, or set train.last_batch = "keep"'],
         )
     return Batches(steps, data, order, workers, prefetch, pin)

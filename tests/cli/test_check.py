@@ -114,6 +114,17 @@ def test_build_finds_what_only_data_and_model_tell_and_all_of_it_at_once() -> No
     assert "set model.classes = 10" in found["model.classes"]
 
 
+def test_build_finds_empty_evaluation_data_where_the_recipe_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("parts.py").write_text("class Empty(list):\n    pass\n")
+    result = _check("digits", "--build", "--set", "data.eval={use = './parts.py:Empty'}")
+    assert result.exit_code == 3
+    assert "error: Empty is empty: it has no samples\n --> --set:1:" in result.stderr
+    assert "[task]" not in result.stderr
+
+
 def test_build_finds_metrics_that_no_evaluation_reports() -> None:
     keep = ("--set", "checkpoint.keep.best=1", "--set", "checkpoint.keep.by=eval/f1")
     stop = ("--set", "callbacks.early_stopping.metric=eval/acuracy", "--set", "callbacks.early_stopping.patience=1")

@@ -227,6 +227,33 @@ def test_json_is_one_object_also_when_a_run_fails_and_components_print(
     assert "hello from rank 0" in said.stderr
 
 
+LEAVES = """\
+import sys
+from ddpforge.interfaces import Callback
+
+class Leaves(Callback):
+    def __init__(self, *, at: str):
+        self.at = at
+        if at == "build":
+            sys.exit(0)
+
+    def on_step(self, info):
+        sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("at", ["build", "step"])
+def test_a_component_that_leaves_the_process_has_failed(folder: Path, ddpforge: Callable[..., Ranks], at: str) -> None:
+    Path("leaves.py").write_text(LEAVES)
+    sets = ("--set", "callbacks.leaves.use=./leaves.py:Leaves", "--set", f"callbacks.leaves.at={at}")
+    said = ddpforge("run", "tiny.toml", "--json", *sets, fails=True)
+    told = json.loads(said.stdout)
+    code = ExitCode.ENVIRONMENT if at == "build" else ExitCode.FAILED
+    assert (told["state"], told["exit_code"], said.codes) == ("failed", code, [code])
+    assert "SystemExit" in told["error"] or "sys.exit(0)" in told["error"]
+    assert "leaves.py" in said.stderr  # where
+
+
 def test_json_is_one_object_also_when_the_recipe_is_wrong() -> None:
     result = invoke("tiny.toml", "--json", "--set", "train.lenght=1ep")
     said = json.loads(result.stdout)

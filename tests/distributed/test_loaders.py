@@ -60,3 +60,24 @@ def test_a_process_ends_though_its_loader_processes_leave_stopping_to_it(tmp_pat
     else:
         assert ended.returncode == 1
         assert "no such sample" in ended.stderr
+
+
+LEAVES = """
+import atexit
+import signal
+import subprocess
+from ddpforge import leaving
+
+signal.signal(signal.SIGCHLD, lambda *_: print("a loader process is killed"))
+atexit.register(subprocess.run, ["true"])
+{threads}
+leaving.leave(5)
+"""
+
+
+@pytest.mark.parametrize("threads", ["", "leaving.at_once()"])
+def test_nobody_complains_of_loader_processes_that_end_with_their_rank(threads: str) -> None:
+    """Torch does in its handler of SIGCHLD, in place of what the run had to say last."""
+    script = [sys.executable, "-c", LEAVES.format(threads=threads)]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.stdout, ended.returncode) == ("", 5), ended.stderr
