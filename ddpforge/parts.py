@@ -270,7 +270,9 @@ class Parts:
             try:
                 batch = _few(self._first())
                 if calls:
-                    self._rehearse("train", batch, None)
+                    metrics = self._rehearse("train", batch, None).metrics
+                    if ours and self.recipe.data.eval:
+                        self._find_metrics({f"eval/{name}" for name in metrics})
                 else:
                     take_apart(self.task, batch)
             except ForgeError:

@@ -190,9 +190,9 @@ def test_deepspeed_takes_the_gpu_that_a_rank_sees(monkeypatch: pytest.MonkeyPatc
     told: list[str] = []
     monkeypatch.setenv("LOCAL_RANK", "3")
 
-    def initialize(**_: Any) -> tuple[str]:
+    def initialize(**_: Any) -> tuple[SimpleNamespace]:
         told.append(os.environ["LOCAL_RANK"])
-        return ("engine",)
+        return (SimpleNamespace(training=True),)
 
     library = SimpleNamespace(DeepSpeedConfig=lambda _: None, init_distributed=lambda **_: None, initialize=initialize)
     monkeypatch.setattr(zero, "_share", lambda tensors, device: None)
