@@ -1,5 +1,6 @@
 """Fixtures that every test may ask for."""
 
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -22,6 +23,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def _no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     """What these tests expect does not depend on which plugins are installed beside ddpforge."""
     monkeypatch.setenv("DDPFORGE_DISABLE_PLUGINS", PLUGINS)
+
+
+@pytest.fixture(autouse=True)
+def _untouched_logger() -> Iterator[None]:
+    """A run in the tests' own process directs the logger: the next test must not find it so."""
+    logger = logging.getLogger("ddpforge")
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield
+    for handler in set(logger.handlers) - set(handlers):
+        handler.close()
+    logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,10 @@ logger = logging.getLogger("ddpforge")
 
 
 @pytest.fixture(autouse=True)
-def _untouched_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GROUP_WORLD_SIZE", "SLURM_NNODES"):
         monkeypatch.delenv(name, raising=False)
-    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
     logger.handlers.clear()
-    yield
-    for handler in logger.handlers:
-        handler.close()
-    logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
 
 
 def say_all() -> None:

@@ -167,4 +167,4 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         message = f"cannot write {path}: {error.strerror}"
-        raise EnvironmentProblem(message, hints=["is the disk full, or the folder read-only?"]) from error
+        raise EnvironmentProblem(message, hints=["is the disk full, the folder read-only, or removed?"]) from error
