@@ -117,7 +117,7 @@ class Steps:
         batch = to_device(micro.data, self._world.device)
         if self._compares and step == 1:
             self._compares = False
-            with self._strategy.forward():
+            with self._strategy.forward(), unchanged(self._bare):  # a copy's forward may be bound to the model's own
                 refuse_mean(self._bare, self._task, batch)
         seed_all(mix(self._seed, _FORWARD, step, micro.number, micro.shard), self._world.device)
         with ExitStack() as stack:
