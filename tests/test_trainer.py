@@ -85,6 +85,7 @@ def test_rows_are_logged_at_the_first_step_at_every_so_many_and_at_the_last() ->
     loop.fit()
     assert loop.tracker.steps() == [1, 4, 8, 11]
     assert loop.tracker.steps("eval/loss") == [11]
+    assert [row["epoch"] for _, row in loop.tracker.rows if "epoch" in row] == [1 / 11, 4 / 11, 8 / 11, 1.0]
 
 
 def test_callbacks_hear_of_every_step_and_of_metrics_where_they_are_logged() -> None:
@@ -229,6 +230,7 @@ def test_a_bad_gradient_stops_the_run_and_the_log_says_so() -> None:
     step, row = loop.tracker.rows[-1]
     assert step == 3
     assert row["train/grad_norm"] != row["train/grad_norm"]
+    assert row["train/loss"] != row["train/loss"]
 
 
 def test_a_bad_step_that_is_skipped_has_one_row_and_is_counted() -> None:
@@ -391,6 +393,13 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_for(done: dict[str, float
     loop.trainer.restore(saved(3, metrics=done))  # type: ignore[arg-type]
     loop.fit()
     assert loop.tracker.steps("eval/loss") == first
+
+
+def test_an_evaluation_at_the_end_is_made_up_for_whatever_the_cadence() -> None:
+    loop = Loop(steps=6, train={"eval_every": "4st"})
+    loop.trainer.restore(saved(6))  # type: ignore[arg-type]
+    loop.fit()
+    assert loop.tracker.steps("eval/loss") == [6]
 
 
 def test_state_of_another_optimizer_or_callback_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
