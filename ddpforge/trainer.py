@@ -196,9 +196,8 @@ class Trainer:
             ended = self._report(step, means) or step == self.end or not rung.isdisjoint(("stop", "end"))
             evaluates, saves = self._must_evaluate(step, rung, ended=ended), self.save_cadence.due(step, rung)
             if evaluates or saves or ended:
-                self._look_at_norms(
-                    totals, logs=False
-                )  # what a bad step left behind is not evaluated, nor saved to go back to
+                # What a bad step left behind is not evaluated, nor saved to go back to.
+                self._look_at_norms(totals, logs=False)
             if evaluates:
                 ended = self._evaluate_and_report(step) or ended
             if ended or saves or self._is_best(step):
