@@ -40,7 +40,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ddpforge.checkpoint import Checkpoints, Facts, Peers, Reader, Share
-from ddpforge.interfaces import CanonicalState, Range, World
+from ddpforge.interfaces import CanonicalState, Range, Ranks
+from ddpforge.ranks.collectives import Alone, Group
 from ddpforge.recipe.schema import CheckpointSection, KeepSection
 
 BLOCK = 64 << 20  # bytes per write of the raw side
@@ -86,8 +87,8 @@ def flat(state: CanonicalState[Tensor]) -> dict[str, Tensor]:
 class Bench:
     """One rank's turns."""
 
-    def __init__(self, world: World, peers: Peers, folder: Path, mebibytes: int) -> None:
-        self.world, self.peers, self.folder = world, peers, folder
+    def __init__(self, ranks: Ranks, peers: Peers, folder: Path, mebibytes: int) -> None:
+        self.ranks, self.peers, self.folder = ranks, peers, folder
         self.state = make_state(mebibytes)
         self.tensors = flat(self.state)
         self.target = {name: torch.empty_like(tensor) for name, tensor in self.tensors.items()}
@@ -99,7 +100,7 @@ class Bench:
         return Checkpoints(self.folder / name, settings, peers=self.peers, broadcast=self.peers.broadcast)
 
     def begin(self, name: str) -> None:
-        facts = Facts(step=1, samples=1, strategy="ddp", world_size=self.world.size)
+        facts = Facts(step=1, samples=1, strategy="ddp", world_size=self.ranks.size)
         self.checkpoints[name].save(facts, Share.of(self.state, {}))
 
     # -- ddpforge
@@ -118,7 +119,7 @@ class Bench:
     # -- others
     def raw(self) -> None:
         """This rank's share of the bytes, and nothing else."""
-        share = self.bytes // self.world.size
+        share = self.bytes // self.ranks.size
         with self._file("raw").open("wb") as file:
             for tensor in self.tensors.values():
                 data = memoryview(tensor.view(-1).view(torch.uint8).numpy())
@@ -129,7 +130,7 @@ class Bench:
             os.fsync(file.fileno())
 
     def safetensors_save(self) -> None:
-        if self.world.is_main:
+        if self.ranks.is_main:
             save_file(self.tensors, self._file("safetensors"))
             sync(self._file("safetensors"))
         self.peers.broadcast(None)
@@ -138,7 +139,7 @@ class Bench:
         self._take(load_file(self._file("safetensors", rank=0)))
 
     def torch_save(self) -> None:
-        if self.world.is_main:
+        if self.ranks.is_main:
             torch.save(self.tensors, self._file("pt"))
             sync(self._file("pt"))
         self.peers.broadcast(None)
@@ -147,16 +148,16 @@ class Bench:
         self._take(torch.load(self._file("pt", rank=0), weights_only=True))
 
     def dcp_save(self) -> None:
-        dcp.save(dict(self.tensors), checkpoint_id=self._empty("dcp"), no_dist=self.world.size == 1)
+        dcp.save(dict(self.tensors), checkpoint_id=self._empty("dcp"), no_dist=self.ranks.size == 1)
 
     def dcp_load(self) -> None:
-        dcp.load(dict(self.target), checkpoint_id=self.folder / "dcp", no_dist=self.world.size == 1)
+        dcp.load(dict(self.target), checkpoint_id=self.folder / "dcp", no_dist=self.ranks.size == 1)
 
     def _file(self, name: str, rank: int | None = None) -> Path:
-        return self.folder / f"{name}-{self.world.rank if rank is None else rank}"
+        return self.folder / f"{name}-{self.ranks.rank if rank is None else rank}"
 
     def _empty(self, name: str) -> Path:
-        if self.world.is_main:
+        if self.ranks.is_main:
             shutil.rmtree(self.folder / name, ignore_errors=True)
         self.peers.broadcast(None)
         return self.folder / name
@@ -173,7 +174,7 @@ class Bench:
             self.begin("background")
             stalled = time.perf_counter() - began
             self.checkpoints["background"].wait()
-        return stalled, most[0] / (self.bytes / self.world.size)
+        return stalled, most[0] / (self.bytes / self.ranks.size)
 
     def timed(self, action: Callable[[], None]) -> float:
         self.peers.broadcast(None)
@@ -245,14 +246,12 @@ def anonymous() -> int:
 def run_rank(rank: int, options: argparse.Namespace, folder: str, port: int) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    world = World(
-        rank=rank, size=options.ranks, local_rank=rank, device=torch.device("cpu"), data_rank=rank,
-        data_size=options.ranks,
-    )  # fmt: skip
+    ranks: Ranks = Alone()
     if options.ranks > 1:
         address = f"tcp://127.0.0.1:{port}"
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=options.ranks)
-    bench = Bench(world, Peers.of(world, timedelta(minutes=5)), Path(folder), options.mb)
+        ranks = Group(dist.group.WORLD)
+    bench = Bench(ranks, Peers.of(ranks, timedelta(minutes=5)), Path(folder), options.mb)
     lines, memory = bench.lines(options.repeats)
     missed = False
     if rank == 0:

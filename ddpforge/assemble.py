@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import nn
+
 from ddpforge.blocks import find_blocks, rework_blocks
 from ddpforge.checkpoint.initial import load_initial
 from ddpforge.checkpoint.manager import Checkpoints
-from ddpforge.contract import prove
+from ddpforge.contract import contract_of, prove
 from ddpforge.errors import UsageError
 from ddpforge.fitness import watch_batchnorm
-from ddpforge.interfaces import Callback, Tracker, World
+from ddpforge.interfaces import Callback, Contract, Tracker, World
 from ddpforge.kinds import build
 from ddpforge.optim.groups import parameter_groups
 from ddpforge.parts import Parts
+from ddpforge.recipe.schema import TrainSection
+from ddpforge.sums import SMALL
 from ddpforge.trainer import Trainer
 
 __all__ = ["assemble"]
@@ -45,29 +49,31 @@ def assemble(
     with _recipes_fault():
         blocks = find_blocks(parts.model, recipe.train.blocks)
         rework_blocks(blocks, recipe.train)
-        model = strategy.wrap(parts.model, blocks)
+        bare = parts.model
+        if recipe.train.sync_batchnorm:
+            bare = nn.SyncBatchNorm.convert_sync_batchnorm(bare)  # type: ignore[no-untyped-call]
+        model = strategy.wrap(bare, blocks)
         watch_batchnorm(model, *parts.training.fewest(parts.horizon.total))
         groups = parameter_groups(model, recipe.optimizer.no_decay)
     optimizer = build(parts.registry, "optimizer", recipe.optimizer, params=groups)
-    model, optimizer = strategy.prepare(model, optimizer)
-    weights = strategy.weights(model, optimizer)
-    prove(strategy, world, weights, parts.size)
+    replica = strategy.prepare(model, optimizer)
+    contract = contract_of(strategy)
+    prove(contract, type(strategy).__name__, world, replica.weights, parts.size)
     if init_from:
-        load_initial(init_from, strategy, model, optimizer, skip=recipe.checkpoint.init_skip)
-        weights.changed()
+        load_initial(init_from, replica, world.all, skip=recipe.checkpoint.init_skip)
+        replica.weights.changed()
 
     for callback in parts.callbacks.values():
-        callback.on_start(strategy.unwrap(model), world, weights)
+        callback.on_start(replica.bare, world, replica.weights)
         started.append(callback)
 
     return Trainer(
         recipe=recipe,
         world=world,
-        strategy=strategy,
+        replica=replica,
         task=parts.task,
-        model=model,
-        parameters=parts.size.all,
         optimizer=optimizer,
+        compares=_may_compare(contract, recipe.train, parts.size.all),
         schedule=parts.schedule,
         horizon=parts.horizon,
         training=parts.training,
@@ -76,6 +82,11 @@ def assemble(
         checkpoints=checkpoints,
         tracker=tracker,
     )
+
+
+def _may_compare(contract: Contract, train: TrainSection, parameters: int) -> bool:
+    """Whether the first loss can be compared with that of its halves, in a copy of the model, in a moment."""
+    return "weights" not in contract.shards and train.compile == "off" and parameters <= SMALL
 
 
 @contextmanager

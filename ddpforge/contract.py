@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ddpforge.errors import PluginError, StrategyError
@@ -38,14 +37,12 @@ def contract_of(strategy: Strategy) -> Contract:
     return contract
 
 
-def prove(strategy: Strategy, world: World, weights: Weights, size: Size) -> None:
-    """Raises StrategyError unless the weights are of the promised dtype, spread over the ranks as promised, and sums
-    are over data ranks.
+def prove(contract: Contract, name: str, world: World, weights: Weights, size: Size) -> None:
+    """Raises StrategyError unless the weights are of the dtype that `contract` promises, and spread as it promises.
 
-    Every rank counts the elements that its optimizer updates. Together they are the model once for every copy that
-    the contract names: a strategy that was to shard and did not, or the other way round, is found here.
+    Every rank counts the elements that its optimizer updates, each divided by how often it exists. Over all ranks they
+    must be the model once. What is split exists once in each replica; what is not is whole on every rank.
     """
-    name, contract = type(strategy).__name__, contract_of(strategy)
     parts = weights.parts()
     for parameter, part in parts.items():
         dtype = str(part.tensor.dtype).removeprefix("torch.")
@@ -56,22 +53,27 @@ def prove(strategy: Strategy, world: World, weights: Weights, size: Size) -> Non
                 hints=['build the model in float32; train.precision = "bf16" computes in bfloat16 all the same'],
             )
 
-    counted = strategy.total(torch.ones((), dtype=torch.float64)).item()
-    if counted != world.data_size:
+    counted = world.data.sum(torch.ones((), dtype=torch.float64)).item()
+    if counted != world.data.size:
         raise StrategyError(
-            f"{name}.total adds up {counted:g} ones over {world.data_size} data ranks: gradients, which are divided by "
-            "such a sum, would be of another size",
-            hints=["this is a bug in the strategy: it must sum over ranks that see different data, each counted once"],
+            f"{name} says that {world.data.size} ranks see different data, and their sum counts {counted:g} ones: "
+            "gradients, which are divided by such a sum, would be of another size",
+            hints=["this is a bug in the strategy: `World.data` must be the ranks that see different data, each once"],
         )
 
-    copies = contract.copies if "optimizer state" in contract.shards else world.size
-    mine = torch.tensor(sum(part.region.numel for part in parts.values()), device=world.device)
-    if world.size > 1:
-        dist.all_reduce(mine)  # over all ranks, also those that see the same data
-    held = int(mine)
-    if held != copies * size.trainable:
+    replicas = contract.replicas if "optimizer state" in contract.shards else world.all.size
+    held = {part.replicas for part in parts.values()} - {replicas}
+    once = sum(part.region.numel / part.replicas for part in parts.values())
+    model = world.all.sum(torch.tensor(once, dtype=torch.float64)).item()
+    if round(model) != size.trainable or held:
+        found = f"{round(model):,} of {size.trainable:,} trainable weights"
+        times = f", each part {held.pop()} times" if held else ""
         raise StrategyError(
-            f"{name} promises {copies} {'copy' if copies == 1 else 'copies'} of the {size.trainable:,} trainable "
-            f"weights among {world.size} ranks, and they hold {held:,} together",
+            f"{name} promises that {world.all.size} ranks hold each trainable weight {_times(replicas)}, and they hold "
+            f"{found}{times}",
             hints=["this is a bug in the strategy: what it promises is not what runs"],
         )
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"

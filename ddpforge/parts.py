@@ -24,12 +24,14 @@ from ddpforge.interfaces import Callback, Schedule, Strategy, Task, Tracker, Wor
 from ddpforge.kinds import build
 from ddpforge.optim.groups import parameter_groups
 from ddpforge.pace import in_steps
+from ddpforge.ranks.devices import device_type
 from ddpforge.recipe import LoadedRecipe, Recipe
 from ddpforge.recipe.batch import BatchPlan, check_world, plan_batch
 from ddpforge.recipe.layers import kind_at
 from ddpforge.recipe.origins import KeyPath, Place
 from ddpforge.recipe.report import Problem
 from ddpforge.recipe.trial import check_optimizer
+from ddpforge.refusals import general_refusals
 from ddpforge.registry import NotImported, Registry, where_raised
 from ddpforge.rehearsal import Rehearsal, first_batch, rehearse, take_apart
 from ddpforge.runfolder import RunFolder
@@ -114,7 +116,9 @@ class Parts:
     def _ask_strategy(self, ranks: int, device: str | None, *, trains: bool) -> None:
         train = self.recipe.train
         with self.noting("strategy"):
-            for refusal in self.strategy.refusals(train, ranks, device or self.strategy.device_type(train)):
+            where = device or device_type(train)
+            general = general_refusals(train, self.strategy.data_ranks(ranks), where)
+            for refusal in (*general, *self.strategy.refusals(train, ranks, where)):
                 self.note(tuple(refusal.key.split(".")), UsageError(refusal.message, hints=refusal.hints))
         if trains:
             with self.noting("train", "global_batch"):
@@ -211,7 +215,7 @@ class Parts:
     def open(self, world: World) -> None:
         """Deals the data out: this rank's part of the training data and, where there is any, of the evaluation data."""
         recipe, train = self.recipe, self.recipe.train
-        plan = plan_batch(train, world.data_size)
+        plan = plan_batch(train, world.data.size)
         fetching: dict[str, Any] = {
             "seed": train.seed,
             "workers": recipe.data.workers,
@@ -221,7 +225,7 @@ class Parts:
         self.training = open_data(
             self.sets[0],
             global_batch=plan.global_batch,
-            share=Share(world.data_rank, world.data_size, plan.micro_batch, train.elastic_shards),
+            share=Share(world.data.rank, world.data.size, plan.micro_batch, train.elastic_shards),
             shuffle=True,
             drop_last=train.last_batch == "drop",
             **fetching,
@@ -230,8 +234,8 @@ class Parts:
             batch = train.eval_batch or plan.micro_batch
             self.evaluation = open_data(
                 self.sets[1],
-                global_batch=batch * world.data_size,
-                share=Share(world.data_rank, world.data_size, batch),
+                global_batch=batch * world.data.size,
+                share=Share(world.data.rank, world.data.size, batch),
                 shuffle=False,
                 drop_last=False,
                 **fetching,
@@ -293,8 +297,7 @@ class Parts:
 
     def _gpu(self) -> str | None:
         """Where ranks will compute, if that is not where the model is."""
-        on_gpu = hasattr(self, "strategy") and self.strategy.device_type(self.recipe.train) == "cuda"
-        return "cuda" if on_gpu and torch.cuda.is_available() else None
+        return "cuda" if device_type(self.recipe.train) == "cuda" and torch.cuda.is_available() else None
 
     def _most(self, key: str) -> int:
         train = self.recipe.train

@@ -18,10 +18,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-import torch
-
 from ddpforge import leaving
-from ddpforge.agree import on_main
 from ddpforge.assemble import assemble
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.peers import Peers
@@ -32,10 +29,12 @@ from ddpforge.console import setup_logging
 from ddpforge.environment import world_size
 from ddpforge.errors import CheckpointError, Diverged, ExitCode, ForgeError, PeerFailed, UsageError
 from ddpforge.failures import Failures, Peer, Report, phrase
-from ddpforge.interfaces import Callback, Strategy, Tracker, World
+from ddpforge.interfaces import Callback, Tracker, World
 from ddpforge.launch import record_verdict
 from ddpforge.memory import explained
 from ddpforge.parts import Parts
+from ddpforge.ranks.join import join, leave
+from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.recipe import Recipe, load_recipe
 from ddpforge.recipe.batch import check_world, plan_batch
 from ddpforge.registry import Registry
@@ -105,10 +104,9 @@ def run(
         _on_every_rank(peers, lambda: _build(parts, world, rehearses=True))
     papers = papers_of(parts.loaded)
     with ExitStack() as claims:
-        opened = on_main(
+        opened = on_rank_zero(
+            world.all,
             lambda: _open(folder, papers, claims, fresh=fresh, allow_change=allow_change),
-            is_main=world.is_main,
-            broadcast=parts.strategy.broadcast,
         )
         if opened.result:
             return Outcome(folder.path, opened.result, world.is_main)
@@ -146,20 +144,20 @@ class Attempt:
     ) -> None:
         self.folder, self.opened = folder, opened
         self.parts, self.loaded, self.recipe, self.papers = parts, parts.loaded, parts.recipe, papers
-        self.strategy, self.world, self._peers, self._is_built = parts.strategy, world, peers, is_built
+        self.world, self._peers, self._is_built = world, peers, is_built
         self.tracker = _trackers(parts) if world.is_main else Tracker()
         self.trainer: Trainer | None = None
         self._started: list[Callback] = []  # those that have not heard how it ended
         self._begun = False  # whether the run's folder knows of this attempt
-        self._failures = Failures(folder.logs, opened.token, Peer.me(world.rank))
+        self._failures = Failures(folder.logs, opened.token, Peer.me(world.all.rank))
         self._watch: Watch | None = None
 
     def run(self) -> Outcome:
         """Trains; whatever goes wrong is written down, told to who must know, and raised."""
-        setup_logging(self.world.rank, self.folder.path)
+        setup_logging(self.world.all.rank, self.folder.path)
         log.debug(
             "rank %d of %d on %s, device %s, pid %d",
-            *(self.world.rank, self.world.size, gethostname(), self.world.device, getpid()),
+            *(self.world.all.rank, self.world.all.size, gethostname(), self.world.device, getpid()),
         )
         with ExitStack() as stack:
             stack.callback(lambda: self._failures.local.close())
@@ -167,9 +165,9 @@ class Attempt:
                 with leaving.nobody_leaves():
                     trainer = self._prepare()
                     stack.enter_context(trainer.stop)  # a launcher ends the others of a rank that failed: not mid-word
-                    status = self._end(trainer.fit())
+                    status = self._end(trainer, trainer.fit())
             except BaseException as error:
-                told = self._fail(explained(error, self.recipe, self.world.data_size))
+                told = self._fail(explained(error, self.recipe, self.world.data.size))
                 if told is error:
                     raise
                 raise told from error
@@ -178,12 +176,12 @@ class Attempt:
     # -- up to the first step
     def _prepare(self) -> Trainer:
         """A trainer that stands where the run has come to, when everybody is told that training begins."""
-        everyone = self._peers.everyone(self._failures.me)
+        everyone = self._peers.ranks.everyone(self._failures.me)
         self._failures = Failures(self.folder.logs, self.opened.token, self._failures.me, everyone)
         self._watch = Watch(self._failures, self._give_up)
         if not self._is_built:
             _build(self.parts, self.world, rehearses=False)
-        checkpoints = _checkpoints(self.folder, self.recipe, self.strategy, self._peers)
+        checkpoints = _checkpoints(self.folder, self.recipe, self.world, self._peers)
         checkpoint = checkpoints.open()
         if checkpoint is None and self.world.is_main:
             _mention_what_is_lost(self.folder)
@@ -194,9 +192,7 @@ class Attempt:
         if checkpoint:
             trainer.restore(checkpoint)
             self._refuse_nothing_to_do(trainer)
-        trainer.origin = on_main(
-            lambda: self._begin(trainer), is_main=self.world.is_main, broadcast=self.strategy.broadcast
-        )
+        trainer.origin = on_rank_zero(self.world.all, lambda: self._begin(trainer))
         self._begun = True
         return trainer
 
@@ -220,17 +216,17 @@ class Attempt:
         """Writes down that an attempt begins and starts the trackers; returns what checkpoints say of their origin."""
         step, strategy = trainer.progress.step, self.recipe.strategy.use
         attempt = self.folder.begin_attempt(step=step, **self.papers)
-        plan = plan_batch(self.recipe.train, self.world.data_size)
+        plan = plan_batch(self.recipe.train, self.world.data.size)
         facts = {
             "attempt": attempt,
             "strategy": strategy,
             "total_steps": trainer.horizon.total,
             "steps_per_epoch": trainer.horizon.steps_per_epoch,
-            "world_size": self.world.size,
+            "world_size": self.world.all.size,
             "micro_batch": plan.micro_batch,
             "accumulation": plan.accumulation,
             "device": str(self.world.device),
-            "parameters": trainer.parameters,
+            "parameters": self.parts.size.all,
         }
         self.tracker.start(
             name=self.recipe.name,
@@ -243,15 +239,16 @@ class Attempt:
             "recipe": self.papers["resolved"],
             "lineage": self.folder.lineage(),
             "strategy": strategy,
-            "world_size": self.world.size,
+            "world_size": self.world.all.size,
         }
 
     # -- after the last one
-    def _end(self, state: State) -> Status:
+    def _end(self, trainer: Trainer, state: State) -> Status:
         """Tells callbacks and trackers; when all ranks have come so far, writes the verdict."""
         self._tell_callbacks(None)
         self._finish_trackers(state)
-        self.strategy.close()
+        trainer.replica.close()
+        leave(self.world)
         if self._watch:
             self._watch.stop()
         status = self._status(state)
@@ -318,7 +315,7 @@ class Attempt:
         """Ends this process, from another thread: the one that trains waits where nobody can interrupt it."""
         log.error("rank %d failed: %s; this rank waits for something else, and is ended", cause.rank, cause.error)
         self._write_failure("failed", cause)
-        with suppress(OSError), (self.folder.logs / f"rank-{self.world.rank}.log").open("a") as file:
+        with suppress(OSError), (self.folder.logs / f"rank-{self.world.all.rank}.log").open("a") as file:
             faulthandler.dump_traceback(file)
         record_verdict(cause.exit_code, spoke=False)
         logging.shutdown()
@@ -363,7 +360,7 @@ class Attempt:
             exit_code=report.exit_code if report else codes.get(state, ExitCode.FAILED),
             step=trainer.progress.step if trainer else earlier["step"] if earlier else 0,
             samples=trainer.progress.samples if trainer else earlier["samples"] if earlier else 0,
-            world_size=self.world.size,
+            world_size=self.world.all.size,
             strategy=self.recipe.strategy.use,
             metrics=trainer.metrics if trainer else earlier["metrics"] if earlier else {},
             error=f"rank {report.rank}: {report.error}" if report else None,
@@ -397,17 +394,18 @@ def evaluate(folder: RunFolder, checkpoint: Path, *, sets: Sequence[str] = ()) -
     """
     parts = _load(folder.resolved, sets)
     world = _join(parts, trains=False)
-    parts.recipe = recipe = _dealt_to(parts.recipe, world.data_size)
+    parts.recipe = recipe = _dealt_to(parts.recipe, world.data.size)
     parts.build()
     parts.report()
-    checkpoints = _checkpoints(folder, recipe, parts.strategy, _peers(recipe, world))
+    checkpoints = _checkpoints(folder, recipe, world, _peers(recipe, world))
     with _hearing_how_it_ends() as started:
         trainer = assemble(parts, world, checkpoints, Tracker(), started=started)
         trainer.restore(Reader(checkpoint))
         if world.is_main:
             log.info("%s", _what_is_evaluated(checkpoint, parts))
         metrics = trainer.evaluate()
-    parts.strategy.close()
+    trainer.replica.close()
+    leave(world)
     return Evaluation(trainer.progress.step, metrics, world.is_main)
 
 
@@ -445,14 +443,14 @@ def _join(parts: Parts, *, trains: bool = True, folder: RunFolder | None = None)
         parts.build(meta=True)  # nobody has joined: all that is wrong is told at once
         parts.rehearse()
     parts.report()
-    world = parts.strategy.setup(parts.recipe.train)
+    joined = join(parts.recipe.train, parts.strategy)
     leaving.at_once()
-    setup_logging(world.rank)
-    if world.size > 1:
-        # What comes next may be refused on every rank: one that left now would end those that are still joining.
-        parts.strategy.total(torch.ones(())).item()
+    setup_logging(joined.all.rank)
+    # What comes next may be refused on every rank: one that left now would end those that are still joining.
+    joined.all.barrier()
+    world = parts.strategy.setup(parts.recipe.train, joined)
     if trains:
-        check_world(parts.loaded, world.data_size)
+        check_world(parts.loaded, world.data.size)
     return world
 
 
@@ -464,7 +462,7 @@ def _on_every_rank(peers: Peers, action: Callable[[], None]) -> None:
     except Exception as error:
         mine = error
     try:
-        told = peers.everyone(None if mine is None else (phrase(mine), _exit_code(mine)))
+        told = peers.ranks.everyone(None if mine is None else (phrase(mine), _exit_code(mine)))
     except RuntimeError as error:
         told = []
         if mine is None:
@@ -495,15 +493,15 @@ def _dealt_to(recipe: Recipe, ranks: int) -> Recipe:
 
 
 def _peers(recipe: Recipe, world: World) -> Peers:
-    return Peers.of(world, timedelta(seconds=recipe.train.timeout.seconds))
+    return Peers.of(world.all, timedelta(seconds=recipe.train.timeout.seconds))
 
 
-def _checkpoints(folder: RunFolder, recipe: Recipe, strategy: Strategy, peers: Peers) -> Checkpoints:
+def _checkpoints(folder: RunFolder, recipe: Recipe, world: World, peers: Peers) -> Checkpoints:
     return Checkpoints(
         folder.checkpoints,
         recipe.checkpoint,
         peers=peers,
-        broadcast=strategy.broadcast,
+        ranks=world.all,
         before_commit=folder.sync_metrics,
     )
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,7 +16,7 @@ from torch.optim import Optimizer
 from ddpforge.data import MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import PluginError, StrategyError
 from ddpforge.firstlook import FirstLook, checked_total
-from ddpforge.interfaces import Exploring, Strategy, Task, Total, World
+from ddpforge.interfaces import Explores, Exploring, Pass, Replica, Task, Total, World
 from ddpforge.statistics import Buffers, Statistics, unchanged
 from ddpforge.sums import refuse_mean
 
@@ -24,7 +26,7 @@ _FORWARD, _EVALUATION = 0xF03A, 0xE7A1  # keep the random numbers of forward pas
 
 
 class Steps:
-    """The steps of one rank, which gives what it returns to the ranks together: its totals, not means.
+    """Runs one rank's optimizer steps; returns this rank's sums and counts, which the trainer reduces over ranks.
 
     Totals are the loss and, where they are measured, the task's metrics. `skips` says that training goes on after a
     step whose gradient is not finite: such a step leaves buffers as they were, too. `compares` has the first loss of
@@ -34,9 +36,8 @@ class Steps:
     def __init__(
         self,
         world: World,
-        strategy: Strategy,
+        replica: Replica,
         task: Task,
-        model: nn.Module,
         optimizer: Optimizer,
         statistics: Statistics,
         *,
@@ -44,16 +45,15 @@ class Steps:
         skips: bool,
         compares: bool = False,
     ) -> None:
-        self._world, self._strategy, self._task = world, strategy, task
-        self._model, self._optimizer, self._statistics = model, optimizer, statistics
-        self._bare = strategy.unwrap(model)
+        self._world, self._replica, self._task = world, replica, task
+        self._optimizer, self._statistics = optimizer, statistics
         self._seed, self._skips, self._compares = seed, skips, compares
         self._look = FirstLook(task)
         self._passes: int = getattr(optimizer, "passes", 1)
-        if self._passes > 1 and type(strategy).explore is Strategy.explore:
+        if self._passes > 1 and not isinstance(replica, Explores):
             raise StrategyError(
-                f"{type(optimizer).__name__} makes {self._passes} passes per step, and {type(strategy).__name__} is "
-                "for optimizers that make one",
+                f"{type(optimizer).__name__} makes {self._passes} passes per step, and the strategy is for optimizers "
+                "that make one",
                 hints=["use another optimizer or another strategy"],
             )
 
@@ -61,7 +61,7 @@ class Steps:
         self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool
     ) -> tuple[dict[str, Total], Tensor]:
         """One optimizer step on `micro_batches`, of which `first` is one; also returns the gradient's norm (0-d)."""
-        before = Buffers(self._bare) if self._skips else None
+        before = Buffers(self._replica.bare) if self._skips else None
         totals, norm = self._train(step, first, micro_batches, measure=measure)
         if before:
             before.restore_unless(torch.isfinite(norm))
@@ -73,25 +73,28 @@ class Steps:
         micro_batches, items = self._count(first, micro_batches)
         if self._passes > 1:
             micro_batches = list(micro_batches)
-        totals: dict[str, Total] = {}
-        for micro in micro_batches:
-            self._statistics.enter(micro.shard)
-            _add(totals, self._micro_step(step, micro, items, measure=measure))
+        totals = self._forward_backward(step, micro_batches, items, measure=measure)
         self._statistics.leave()
         if self._passes > 1:
-            return totals, self._explore(step, micro_batches, items)
-        return totals, self._strategy.step(self._model, self._optimizer)
+            return totals, self._explore(step, cast(list[MicroBatch], micro_batches), items)
+        return totals, self._replica.step()
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> dict[str, Total]:
         """Forward passes without an update; stand-ins that fill up a last batch count nothing."""
-        totals: dict[str, Total] = {}
-        for number, micro in enumerate(micro_batches):
-            seed_all(mix(self._seed, _EVALUATION, number, self._world.data_rank), self._world.device)
-            batch = to_device(micro.data, self._world.device)
-            with self._strategy.forward():
-                loss, outputs = self._look.loss(self._model, batch, "evaluation")
-            _add(totals, self._totals(micro, batch, loss, outputs, measure="evaluation"))
-        return totals
+        found: dict[str, Total] = {}
+        running: deque[tuple[MicroBatch, Any]] = deque()
+
+        def passes() -> Iterator[Pass]:
+            for number, micro in enumerate(micro_batches):
+                batch = to_device(micro.data, self._world.device)
+                running.append((micro, batch))
+                seed = mix(self._seed, _EVALUATION, number, self._world.data.rank)
+                yield Pass(batch=batch, seed=partial(seed_all, seed, self._world.device))
+
+        compute = partial(self._compute, use="evaluation")
+        for result in self._replica.passes(passes(), compute, trains=False):
+            _add(found, self._totals(*running.popleft(), result, measure="evaluation"))
+        return found
 
     # -- one step
     def _count(
@@ -111,54 +114,80 @@ class Steps:
                 f"{type(self._task).__name__}.count gave {mine.item():g} for a step",
                 hints=["count how many items the loss sums over, or add up their weights: 0 or more"],
             )
-        return batches, self._strategy.total(mine)
+        return batches, self._world.data.sum(mine)
 
-    def _micro_step(self, step: int, micro: MicroBatch, items: Tensor | int, *, measure: bool) -> dict[str, Total]:
-        batch = to_device(micro.data, self._world.device)
+    def _forward_backward(
+        self, step: int, micro_batches: Iterable[MicroBatch], items: Tensor | int, *, measure: bool
+    ) -> dict[str, Total]:
+        """All passes of a step, in the replica's order; this rank's totals."""
+        found: dict[str, Total] = {}
+        running: deque[tuple[MicroBatch, Any]] = deque()
+
+        def passes() -> Iterator[Pass]:
+            for micro in micro_batches:
+                batch = to_device(micro.data, self._world.device)
+                running.append((micro, batch))
+                yield self._pass(step, micro, batch, items)
+
+        compute, use = partial(self._compute, use="training"), "training" if measure else None
+        for result in self._replica.passes(passes(), compute, trains=True):
+            _add(found, self._totals(*running.popleft(), result, measure=use))
+        return found
+
+    def _pass(self, step: int, micro: MicroBatch, batch: Any, items: Tensor | int) -> Pass:
+        self._statistics.enter(micro.shard)
         if self._compares and step == 1:
             self._compares = False
-            with self._strategy.forward(), unchanged(self._bare):  # a copy's forward may be bound to the model's own
-                refuse_mean(self._bare, self._task, batch)
-        seed_all(mix(self._seed, _FORWARD, step, micro.number, micro.shard), self._world.device)
-        with ExitStack() as stack:
-            if not micro.samples:
-                stack.enter_context(unchanged(self._bare))  # a stand-in is no data: statistics must not count it
-            stack.enter_context(self._strategy.micro_step(self._model, last=micro.last))
-            with self._strategy.forward():
-                loss, outputs = self._look.loss(self._model, batch, "training")
-            self._strategy.backward(loss * (self._scale(items) if micro.samples else 0.0))
-        return self._totals(micro, batch, loss, outputs, measure="training" if measure else None)
+            with self._replica.forward(), unchanged(self._replica.bare):  # a copy's forward may be bound to the model
+                refuse_mean(self._replica.bare, self._task, batch)
+        return Pass(
+            batch=batch,
+            seed=partial(seed_all, mix(self._seed, _FORWARD, step, micro.number, micro.shard), self._world.device),
+            scale=self._scale(items) if micro.samples else 0.0,
+            last=micro.last,
+            # A stand-in is no data: statistics must not count it.
+            around=nullcontext() if micro.samples else unchanged(self._replica.bare),
+        )
+
+    def _compute(self, module: nn.Module, one: Pass, *, use: str) -> tuple[Tensor, Any]:
+        one.seed()
+        return self._look.loss(module, one.batch, use)
 
     def _scale(self, items: Tensor | int) -> Tensor | float:
         """What makes the mean of gradients over data ranks, which every strategy takes, that over the step's items."""
         if not isinstance(items, Tensor):
-            return self._world.data_size / items
+            return self._world.data.size / items
         counted = torch.where(items > 0, items, 1.0)  # of a step without items the gradient is zero, not 0 / 0
-        return (self._world.data_size / counted).float()
+        return (self._world.data.size / counted).float()
 
-    def _explore(self, step: int, micro_batches: Iterable[MicroBatch], items: Tensor | int) -> Tensor:
+    def _explore(self, step: int, micro_batches: list[MicroBatch], items: Tensor | int) -> Tensor:
         """The passes after the first, for an optimizer that makes several, and its update; see `Exploring`."""
-        strategy, model, exploring = self._strategy, self._model, cast(Exploring, self._optimizer)
+        replica, exploring = cast(Explores, self._replica), cast(Exploring, self._optimizer)
         for _ in range(1, self._passes):
-            norm = strategy.explore(model, exploring)
+            norm = replica.explore(exploring)
             if not math.isfinite(norm.item()):
                 exploring.restore()
                 break
-            with unchanged(self._bare):
-                for micro in micro_batches:
-                    self._micro_step(step, micro, items, measure=False)
+            with unchanged(self._replica.bare):
+                self._forward_backward(step, micro_batches, items, measure=False)
         else:
             exploring.restore()
-            norm = strategy.step(model, self._optimizer)
+            norm = self._replica.step()
         if not math.isfinite(norm.item()):  # there was no update, after which forward passes would use what is restored
-            strategy.weights(model, self._optimizer).changed()
+            self._replica.weights.changed()
         return norm
 
     # -- what comes of a micro-batch
     def _totals(
-        self, micro: MicroBatch, batch: Any, loss: Tensor, outputs: Any, *, measure: str | None
+        self, micro: MicroBatch, batch: Any, result: tuple[Tensor, Any] | None, *, measure: str | None
     ) -> dict[str, Total]:
-        """What a micro-batch adds to sums and counts; a stand-in adds nothing, under the same names."""
+        """What a micro-batch adds to sums and counts; a stand-in adds nothing, under the same names.
+
+        Where another rank has the loss, that rank counts it.
+        """
+        if result is None:
+            return {}
+        loss, outputs = result
         totals = {"loss": Total(loss.detach(), self._items(micro))}
         if measure:
             with torch.no_grad():

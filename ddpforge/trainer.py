@@ -9,10 +9,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from ddpforge.checkpoint.contents import Facts, Share
@@ -21,8 +20,7 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.data import Batches, MicroBatch
 from ddpforge.durations import Horizon
 from ddpforge.errors import CheckpointError, Diverged, PluginError, UsageError
-from ddpforge.interfaces import Callback, Schedule, StepInfo, Strategy, Task, Total, Tracker, World
-from ddpforge.means import Means
+from ddpforge.interfaces import Callback, Replica, Schedule, StepInfo, Task, Total, Tracker, World
 from ddpforge.norms import Norms
 from ddpforge.pace import Alarm, Cadence, Window, in_steps
 from ddpforge.progress import Progress
@@ -31,7 +29,6 @@ from ddpforge.recipe.toml import loads
 from ddpforge.signals import StopRequests
 from ddpforge.statistics import Statistics
 from ddpforge.steps import Steps
-from ddpforge.sums import SMALL
 
 __all__ = ["Trainer"]
 
@@ -60,11 +57,10 @@ class Trainer:
         *,
         recipe: Recipe,
         world: World,
-        strategy: Strategy,
+        replica: Replica,
         task: Task,
-        model: nn.Module,
-        parameters: int,
         optimizer: Optimizer,
+        compares: bool = False,
         schedule: Schedule,
         horizon: Horizon,
         training: Batches,
@@ -75,9 +71,8 @@ class Trainer:
     ) -> None:
         # what the run is made of
         self.settings, self.saving = recipe.train, recipe.checkpoint
-        self.world, self.strategy, self.task = world, strategy, task
-        self.model, self.optimizer, self.schedule = model, optimizer, schedule
-        self.parameters = parameters  # elements of the whole model, wherever they are
+        self.world, self.replica, self.task = world, replica, task
+        self.optimizer, self.schedule = optimizer, schedule
         self.horizon, self.training, self.evaluation = horizon, training, evaluation
         self.callbacks, self.checkpoints, self.tracker = callbacks, checkpoints, tracker
         self._uses: dict[tuple[str, ...], str] = {("optimizer",): recipe.optimizer.use}  # by the recipe's table
@@ -102,13 +97,11 @@ class Trainer:
         self.metrics: dict[str, float] = {}  # the newest value of every metric
         self._saved: int | None = None  # the newest step that is in a checkpoint, or on its way there
         self._evaluated: int | None = None
-        statistics = Statistics(model if recipe.train.elastic_shards else None)
+        statistics = Statistics(replica.bare if recipe.train.elastic_shards else None)
         skips = recipe.train.on_nonfinite == "skip" or recipe.train.precision == "fp16"
-        whole = "weights" not in strategy.contract.shards and recipe.train.compile == "off" and parameters <= SMALL
         self._steps = Steps(
-            world, strategy, task, model, optimizer, statistics, seed=recipe.train.seed, skips=skips, compares=whole
+            world, replica, task, optimizer, statistics, seed=recipe.train.seed, skips=skips, compares=compares
         )
-        self._means = Means(world, strategy.total)
         self._norms = Norms()
         self._rollbacks = 0
         self._agreed: set[str] = set()  # what all ranks know to be wanted: stop, end, …
@@ -127,8 +120,7 @@ class Trainer:
         state = checkpoint.state()
         if self._is_another(facts, "optimizer"):
             state = replace(state, optimizer={}, shared={})
-        self.strategy.load_state(self.model, self.optimizer, state)
-        self.strategy.load_loop_state(cast(Mapping[str, float], facts.loop))
+        self.replica.load_state(state)
         kept = checkpoint.callbacks()
         for name, callback in self.callbacks.items():
             if name in kept and not self._is_another(facts, "callbacks", name):
@@ -174,7 +166,7 @@ class Trainer:
     def _train(self) -> None:
         source = self.training.training(self.progress.step)
         alarms = self._alarms()
-        self.model.train()
+        self.replica.module.train()
         self._window.restart()
         ended = self.progress.step >= self.end
         if self._owes_evaluation():
@@ -242,7 +234,7 @@ class Trainer:
         pace = {"?seconds": Total(torch.tensor(self._window.seconds / self._window.steps), 1)}
         saved = {"?saved": Total(torch.tensor(float(self.checkpoints.ready())), 1)}
 
-        means = self._means({**totals, **votes, **pace, **saved, **self._what_was_read()})
+        means = self.world.all.mean({**totals, **votes, **pace, **saved, **self._what_was_read()})
         self._refuse_another_stream(means)
         if means.pop("?saved") == 1.0:
             self._settle()
@@ -287,7 +279,7 @@ class Trainer:
         """
         bad = self._norms.look()
         self.progress.skipped += len(bad)
-        if not bad or self.strategy.overflowed():
+        if not bad or self.replica.overflowed():
             return
 
         goes_on = self.settings.on_nonfinite == "skip" and self._norms.nonfinite_in_a_row < _MOST_SKIPS
@@ -307,7 +299,7 @@ class Trainer:
 
     def _log_bad(self, step: int, totals: Mapping[str, Total]) -> None:
         """The log tells the truth about a bad step: its loss, where it is still at hand, and its norm."""
-        means = self._means(totals) if step == self.progress.step else {}
+        means = self.world.all.mean(totals) if step == self.progress.step else {}
         row = {f"train/{name}": value for name, value in means.items()}
         self._log(step, {"samples": self.progress.samples, **row, "train/grad_norm": self._norms.newest})
 
@@ -334,7 +326,7 @@ class Trainer:
         seconds = self._window.seconds / max(1, self._window.steps)
         info = StepInfo(step=step, samples=self.progress.samples, lr=lr, seconds=seconds, metrics=row)
 
-        with self.strategy.observing():
+        with self.replica.weights.observing():
             wishes = [callback.on_step(info) for callback in self.callbacks.values()]
         if row:
             for callback in self.callbacks.values():
@@ -380,7 +372,7 @@ class Trainer:
             log.warning(
                 "checkpoint.keep.by: no metric is called %s, so none is best; there are %s", self.saving.keep.by, known
             )
-        with self.strategy.observing():
+        with self.replica.weights.observing():
             wishes = [callback.on_eval(step, row) for callback in self.callbacks.values()]
         self._window.go_on()
         return any(wishes)
@@ -389,25 +381,25 @@ class Trainer:
         """Means over the evaluation data, every sample counted once; names begin with `eval/`."""
         if self.evaluation is None:
             raise UsageError("the recipe has no [data.eval] to evaluate on")
-        self.strategy.sync_buffers(self.model)
-        self.model.eval()
+        self.replica.sync_buffers()
+        self.replica.module.eval()
         with self._evaluating(), torch.no_grad():
             totals = self._steps.evaluate(self._noted(self.evaluation.evaluation()))
-            means = self._means({**totals, **self._what_was_read()})
+            means = self.world.all.mean({**totals, **self._what_was_read()})
             self._refuse_another_stream(means)
-        self.model.train()
+        self.replica.module.train()
         return {f"eval/{name}": value for name, value in self.task.finish(means).items()}
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         with ExitStack() as observed, ExitStack() as stack:
-            with self.strategy.observing():
+            with self.replica.weights.observing():
                 for callback in self.callbacks.values():
                     stack.enter_context(callback.evaluating())
             try:
                 yield
             finally:
-                observed.enter_context(self.strategy.observing())  # which the callbacks leave within
+                observed.enter_context(self.replica.weights.observing())  # which the callbacks leave within
 
     def _is_best(self, step: int) -> bool:
         if self._evaluated != step or not self.saving.keep.best:
@@ -421,18 +413,19 @@ class Trainer:
             return
         self._window.pause()
         self._settle()
-        self.strategy.sync_buffers(self.model)
+        self.replica.sync_buffers()
         self.progress.seconds = time.monotonic() - self._began
+        state = self.replica.state()
         facts = Facts(
             step=self.progress.step,
             samples=self.progress.samples,
-            loop=dict(self.strategy.loop_state()),
+            loop=dict(state.numbers),
             position=self.progress.to_json(),
             metrics=self._metrics_of(self.progress.step),
             **self.origin,
         )
         callbacks = {name: callback.state() for name, callback in self.callbacks.items()}
-        self.checkpoints.save(facts, Share.of(self.strategy.state(self.model, self.optimizer), callbacks))
+        self.checkpoints.save(facts, Share.of(state, callbacks))
         self._saved = self.progress.step
         if not self.saving.background:
             self._settle(last=last)

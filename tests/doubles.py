@@ -15,7 +15,8 @@ from ddpforge.data import Share as DataShare
 from ddpforge.data import open_data
 from ddpforge.durations import Horizon
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, CanonicalState, Contract, Strategy, Task, Total, Tracker, World
+from ddpforge.interfaces import Callback, CanonicalState, Contract, Replica, Task, Total, Tracker, WholeWeights, World
+from ddpforge.ranks.collectives import Alone
 from ddpforge.recipe.schema import CheckpointSection, Component, DataSection, OptimizerComponent, Recipe, TrackSection
 from ddpforge.recipe.schema import TrainSection as Train
 from ddpforge.trainer import Trainer
@@ -31,65 +32,54 @@ class Clock:
         return self.now
 
 
-class Plain(Strategy):
-    """One rank of `ranks`, alone: what the others count is `elsewhere`. Notes what it is asked for in `events`."""
+class Elsewhere(Alone):
+    """Rank `rank` of `ranks`, of which only this one is there: what the others count is `counts`."""
+
+    def __init__(self, ranks: int = 1, rank: int = 0, counts: float = 0.0) -> None:
+        super().__init__()
+        self.rank, self.size, self.counts = rank, ranks, counts
+        self.asked: list[Tensor] = []
+
+    def sum(self, values: Tensor) -> Tensor:
+        self.asked.append(values)
+        return values + self.counts
+
+
+class Plain(Replica):
+    """A model on one rank of `ranks`, with an optimizer. Notes what it is asked for in `events`."""
 
     contract = Contract(clips="never", accumulates="autograd")
 
     def __init__(self, ranks: int = 1, rank: int = 0, elsewhere: float = 0.0) -> None:
-        device = torch.device("cpu")
-        self.world = World(rank=rank, size=ranks, local_rank=rank, device=device, data_rank=rank, data_size=ranks)
-        self.elsewhere = elsewhere
-        self.asked: list[Tensor] = []
+        self.ranks = Elsewhere(ranks, rank, elsewhere)
+        self.world = World(all=self.ranks, data=self.ranks, device=torch.device("cpu"), local_rank=rank)
         self.events: list[str] = []
         self.synced = 0
         self.loop: dict[str, float] = {}
 
-    def setup(self, train: Any) -> World:
-        return self.world
+    def holding(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Plain:
+        self.module = self.bare = model
+        self.optimizer, self.weights = optimizer, WholeWeights(model, self.ranks)
+        return self
 
-    def prepare(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-        return model, optimizer
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    def step(self, model: nn.Module, optimizer: Any) -> Tensor:
+    def step(self) -> Tensor:
         self.events.append("step")
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
         if norm.isfinite():
-            optimizer.step()
-        optimizer.zero_grad()
+            self.optimizer.step()
+        self.optimizer.zero_grad()
         return norm
 
-    def total(self, values: Tensor) -> Tensor:
-        self.asked.append(values)
-        return values + self.elsewhere
-
-    def broadcast(self, value: Any) -> Any:
-        return value
-
-    def sync_buffers(self, model: nn.Module) -> None:
+    def sync_buffers(self) -> None:
         self.synced += 1
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
+    def state(self) -> CanonicalState[Any]:
+        weights = {name: value.clone() for name, value in self.module.state_dict().items()}
+        return CanonicalState(weights, {"w": {"momentum": 0.5}}, numbers={"scale": 3.0})
 
-    def state(self, model: nn.Module, optimizer: Any) -> CanonicalState[Any]:
-        weights = {name: value.clone() for name, value in model.state_dict().items()}
-        return CanonicalState(weights, {"w": {"momentum": 0.5}})
-
-    def load_state(
-        self, model: nn.Module, optimizer: Any, state: CanonicalState[Any], *, partial: bool = False
-    ) -> None:
-        model.load_state_dict(dict(state.model))
-        self.loaded = state
-
-    def loop_state(self) -> dict[str, float]:
-        return {"scale": 3.0}
-
-    def load_loop_state(self, state: Mapping[str, float]) -> None:
-        self.loop = dict(state)
+    def load_state(self, state: CanonicalState[Any], *, partial: bool = False) -> None:
+        self.module.load_state_dict(dict(state.model))
+        self.loaded, self.loop = state, dict(state.numbers)
 
 
 class Saved:
@@ -99,7 +89,7 @@ class Saved:
         self.facts, self.share = facts, share
 
     def state(self) -> CanonicalState[Any]:
-        return CanonicalState(self.share.model, self.share.optimizer)
+        return CanonicalState(self.share.model, self.share.optimizer, numbers=self.facts.loop)
 
     def callbacks(self) -> Any:
         return self.share.callbacks
@@ -227,13 +217,14 @@ class Loop:
         length: str = "",
         fails_at: Sequence[int] = (),
         optimizer: str = "sgd",
-        strategy: Plain | None = None,
+        replica: Plain | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        self.strategy = strategy or Plain()
-        self.events = self.strategy.events
+        self.replica = replica or Plain()
+        self.events = self.replica.events
         self.model = model or Line()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.001)
+        self.replica.holding(self.model, self.optimizer)
         self.checkpoints, self.tracker = Memory(self.events, fails_at), Rows(self.events)
         self.clock = Clock()
         samples = steps * batch
@@ -256,11 +247,9 @@ class Loop:
         horizon = Horizon(None if duration.is_time else Horizon(None, per_epoch).steps(duration), per_epoch)
         self.trainer = Trainer(
             recipe=recipe,
-            world=self.strategy.world,
-            strategy=self.strategy,
+            world=self.replica.world,
+            replica=self.replica,
             task=Sums(),
-            model=self.model,
-            parameters=1,
             optimizer=self.optimizer,
             schedule=schedule,
             horizon=horizon,

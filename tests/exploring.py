@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from ddpforge.interfaces import Strategy
+from ddpforge.interfaces import Replica
 from ddpforge.strategies.single import Single
 
 
@@ -52,4 +53,19 @@ class Bowl(nn.Module):
 class OnePass(Single):
     """A strategy whose author has not thought of optimizers that explore."""
 
-    explore = Strategy.explore
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        return _OnePass(super().prepare(model, optimizer))
+
+
+class _OnePass(Replica):
+    def __init__(self, inner: Replica) -> None:
+        self.module, self.bare, self.weights, self.inner = inner.module, inner.bare, inner.weights, inner
+
+    def step(self) -> Tensor:
+        return self.inner.step()
+
+    def state(self) -> Any:
+        return self.inner.state()
+
+    def load_state(self, state: Any, *, partial: bool = False) -> None:
+        self.inner.load_state(state, partial=partial)

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.optim import Optimizer
 
-from ddpforge.interfaces import Callback, StepInfo, Task, Total
+from ddpforge.interfaces import Callback, Replica, StepInfo, Task, Total
 from ddpforge.strategies.ddp import DDP
 
 
@@ -61,8 +62,8 @@ class Recorder(Callback):
     """Writes, per rank, one line per step: the step and a checksum of the weights after it."""
 
     def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.model, self.rank = model, world.rank
-        self.file = open(f"weights-{world.rank}.txt", "a")  # noqa: SIM115
+        self.model, self.rank = model, world.all.rank
+        self.file = open(f"weights-{world.all.rank}.txt", "a")  # noqa: SIM115
 
     def on_step(self, info: StepInfo) -> None:
         total = sum(float(p.detach().double().sum()) for p in self.model.parameters())
@@ -87,7 +88,7 @@ class StopAt(Callback):
         self.step, self.rank, self.signal = step, rank, signal
 
     def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.here = world.rank == self.rank
+        self.here = world.all.rank == self.rank
 
     def on_step(self, info: StepInfo) -> None:
         if self.here and info.step == self.step:
@@ -99,7 +100,7 @@ class Killed(Callback):
 
     def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
         victim = os.getpid()
-        if str(world.rank) == os.environ.get("KILL_RANK") and os.fork() == 0:
+        if str(world.all.rank) == os.environ.get("KILL_RANK") and os.fork() == 0:
             time.sleep(float(os.environ["KILL_AFTER"]))
             if os.getppid() == victim:
                 os.kill(victim, signal.SIGKILL)
@@ -212,7 +213,7 @@ class ShowBuffers(Callback):
     """Writes each rank's running mean when an evaluation begins."""
 
     def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.model, self.rank = model, world.rank
+        self.model, self.rank = model, world.all.rank
 
     def evaluating(self) -> nullcontext[None]:
         mean = next(buffer for name, buffer in self.model.named_buffers() if "mean" in name)
@@ -238,7 +239,7 @@ class FailAt(Callback):
         self.step, self.rank = step, rank
 
     def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.here = world.rank == self.rank
+        self.here = world.all.rank == self.rank
 
     def on_step(self, info: StepInfo) -> None:
         if self.here and info.step == self.step:
@@ -321,8 +322,8 @@ class Remembers(Seen):
 class CountsReductions(DDP):
     """Writes down how often gradients were reduced over ranks."""
 
-    def distributed(self, model: nn.Module) -> nn.Module:
-        prepared = super().distributed(model)
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        prepared = super().prepare(model, optimizer)
         self.reductions = 0
 
         def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -330,7 +331,7 @@ class CountsReductions(DDP):
             Path(f"reductions-{os.environ['RANK']}.txt").write_text(str(self.reductions))
             return allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
-        prepared.register_comm_hook(None, hook)  # type: ignore[operator]
+        prepared.module.register_comm_hook(None, hook)  # type: ignore[operator]
         return prepared
 
 

@@ -251,7 +251,7 @@ def test_what_accelerate_was_asked_for_is_read_from_its_command_line(
     expected: int,
 ) -> None:
     """The same as `accelerate launch` sees it, without starting it; see the test above."""
-    from ddpforge.strategies import accelerated
+    from ddpforge.ranks import join
 
     class Process:
         def parent(self) -> "Process | None":
@@ -265,23 +265,23 @@ def test_what_accelerate_was_asked_for_is_read_from_its_command_line(
         if configured or file != DEFAULT:
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file).write_text(TWO)
-    monkeypatch.setattr(accelerated.psutil, "Process", Process)
-    monkeypatch.setattr(accelerated, "default_config_file", str(tmp_path / DEFAULT))
+    monkeypatch.setattr(join.psutil, "Process", Process)
+    monkeypatch.setattr(join, "default_config_file", str(tmp_path / DEFAULT))
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(tmp_path / DEFAULT))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if world_size:
         monkeypatch.setenv("WORLD_SIZE", world_size)
-    assert accelerated.processes_asked_for() == expected
+    assert join.processes_asked_for() == expected
 
 
 def test_without_accelerate_nobody_asked_for_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddpforge.strategies import accelerated
+    from ddpforge.ranks import join
 
-    monkeypatch.setattr(accelerated.psutil, "Process", None)  # not even looked at
+    monkeypatch.setattr(join.psutil, "Process", None)  # not even looked at
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert accelerated.processes_asked_for() == 1
+    assert join.processes_asked_for() == 1
 
 
 # ---------------------------------------------------------------------------------------------- how they end

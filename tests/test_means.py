@@ -1,59 +1,30 @@
 """Means over ranks: by name, whatever each rank names, in one reduction."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import pytest
 import torch
-from torch import Tensor
 
-from ddpforge.interfaces import Total, World
-from ddpforge.means import Means
+from ddpforge.interfaces import Ranks, Total
+from ddpforge.testing.doubles import ThreadRanks, in_threads
 
 Row = Mapping[str, tuple[float, float]]
 
 
-class Together:
-    """Ranks as threads of this process: each calls `total`, which gives all of them the sum."""
-
-    def __init__(self, ranks: int) -> None:
-        self.reductions = 0
-        self._barrier = Barrier(ranks, timeout=10)
-        self._given: dict[int, Tensor] = {}
-
-    def total(self, rank: int) -> Callable[[Tensor], Tensor]:
-        def total(values: Tensor) -> Tensor:
-            self._given[rank] = values
-            self._barrier.wait()
-            summed = torch.stack([self._given[key] for key in sorted(self._given)]).sum(0)
-            self.reductions += rank == 0
-            self._barrier.wait()
-            return summed
-
-        return total
-
-
-def world(rank: int, ranks: int) -> World:
-    device = torch.device("cpu")
-    return World(rank=rank, size=ranks, local_rank=rank, device=device, data_rank=rank, data_size=ranks)
-
-
 def means(*ranks: Sequence[Row]) -> tuple[list[list[dict[str, float]]], int]:
     """What each rank learns from each of its rows, and how many reductions that took."""
-    together = Together(len(ranks))
 
-    def run(rank: int) -> list[dict[str, float]]:
-        mean = Means(world(rank, len(ranks)), together.total(rank))
-        return [
-            mean({name: Total(torch.tensor(sum_), torch.tensor(count)) for name, (sum_, count) in row.items()})
-            for row in ranks[rank]
+    def run(one: Ranks) -> tuple[list[dict[str, float]], int]:
+        found = [
+            one.mean({name: Total(torch.tensor(sum_), torch.tensor(count)) for name, (sum_, count) in row.items()})
+            for row in ranks[one.rank]
         ]
+        return found, cast(ThreadRanks, one).sums
 
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        found = list(pool.map(run, range(len(ranks))))
-    return found, together.reductions
+    results = in_threads(len(ranks), run)
+    return [found for found, _ in results], results[0][1]
 
 
 def test_names_in_another_order_are_not_mixed_up() -> None:
@@ -75,11 +46,11 @@ def test_what_nobody_named_this_time_is_not_there_and_what_nobody_counted_is_nan
 
 
 def test_known_names_cost_one_reduction() -> None:
-    """Two to learn the names, one to reduce again; then one a row, also with fewer names."""
+    """One more when there are new ones; then one a row, also with fewer names."""
     rows = [{"é": (1.0, 1), "b": (1.0, 1)}] * 4
     _, first = means(rows[:1], rows[:1])
     _, later = means([*rows, {}], [*rows, {"b": (1.0, 1)}])
-    assert first == 4
+    assert first == 2
     assert later == first + 4
 
 

@@ -162,7 +162,8 @@ def test_a_sum_is_no_mean(parts: Callable[..., Parts]) -> None:
 def test_a_model_of_another_shape_is_left_to_the_run_but_not_by_check(parts: Callable[..., Parts]) -> None:
     assert told(parts("model.inputs=5")) == {}
     (message,) = told(parts("model.inputs=5"), strict=True).values()
-    assert "a batch of [data.train] cannot be evaluated: RuntimeError: mat1 and mat2 shapes" in message
+    assert "a batch of [data.train] cannot be evaluated: RuntimeError: " in message
+    assert "mat1 and mat2 shapes" in message
 
 
 def test_a_stream_without_a_length_is_met_with_all_that_counts_epochs(parts: Callable[..., Parts]) -> None:

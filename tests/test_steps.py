@@ -67,10 +67,10 @@ def micro(
 
 
 def run(
-    model: nn.Module, task: Task, batches: Sequence[MicroBatch], strategy: Plain | None = None, skips: bool = False
+    model: nn.Module, task: Task, batches: Sequence[MicroBatch], replica: Plain | None = None, skips: bool = False
 ) -> tuple[dict[str, Total], Tensor]:
-    strategy = strategy or Plain()
-    steps = Steps(strategy.world, strategy, task, model, IDLE, Statistics(None), seed=0, skips=skips)
+    replica = (replica or Plain()).holding(model, IDLE)
+    steps = Steps(replica.world, replica, task, IDLE, Statistics(None), seed=0, skips=skips)
     return steps.train(1, batches[0], batches, measure=True)
 
 
@@ -92,9 +92,9 @@ def test_items_of_other_ranks_weigh_too() -> None:
 
 
 def test_every_rank_counts_in_float64_also_one_with_a_stand_in() -> None:
-    strategy = Plain(ranks=2, elsewhere=2.0)
-    run(Line(), Weighed(), [micro([3.0], [2.0], samples=0)], strategy)
-    assert [(x.dtype, x.item()) for x in strategy.asked] == [(torch.float64, 0.0)]
+    replica = Plain(ranks=2, elsewhere=2.0)
+    run(Line(), Weighed(), [micro([3.0], [2.0], samples=0)], replica)
+    assert [(x.dtype, x.item()) for x in replica.ranks.asked] == [(torch.float64, 0.0)]
 
 
 def test_a_step_without_items_has_the_gradient_zero() -> None:
@@ -118,8 +118,9 @@ def test_totals_are_added_up_in_float64() -> None:
 
 
 def test_evaluation_adds_up_in_float64_too_and_leaves_stand_ins_out() -> None:
-    strategy, model = Plain(), Line()
-    steps = Steps(strategy.world, strategy, Plainly(), model, IDLE, Statistics(None), seed=0, skips=False)
+    model = Line()
+    replica = Plain().holding(model, IDLE)
+    steps = Steps(replica.world, replica, Plainly(), IDLE, Statistics(None), seed=0, skips=False)
     totals = steps.evaluate([micro([1.0, 2.0]), micro([100.0], samples=0)])
     assert (totals["it"].sum.item(), totals["it"].count) == (3.0, 2)
     assert totals["it"].sum.dtype == torch.float64
@@ -156,8 +157,9 @@ class Means(Plainly):
 
 
 def compared(task: Task, step: int = 1) -> Line:
-    strategy, model = Plain(), Line()
-    steps = Steps(strategy.world, strategy, task, model, IDLE, Statistics(None), seed=0, skips=False, compares=True)
+    model = Line()
+    replica = Plain().holding(model, IDLE)
+    steps = Steps(replica.world, replica, task, IDLE, Statistics(None), seed=0, skips=False, compares=True)
     for number in (0, 1):
         steps.train(step, first := micro([1.0, 2.0, 3.0, 4.0], number=number), [first], measure=False)
     return model
@@ -184,22 +186,24 @@ class Explores(Plain):
         super().__init__()
         self.norms: list[float] = []
 
-    def explore(self, model: nn.Module, optimizer: Any) -> Tensor:
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    def holding(self, model: nn.Module, optimizer: Any) -> Explores:
+        super().holding(model, optimizer)
+        self.weights.changed = lambda: self.events.append("changed")  # type: ignore[method-assign]
+        return self
+
+    def explore(self, optimizer: Any) -> Tensor:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
         self.norms.append(norm.item())
         if norm.isfinite():
             optimizer.explore(norm.item())
-        for parameter in model.parameters():
+        for parameter in self.module.parameters():
             parameter.grad = None
         return norm
 
-    def step(self, model: nn.Module, optimizer: Any) -> Tensor:
-        norm = super().step(model, optimizer)
+    def step(self) -> Tensor:
+        norm = super().step()
         self.norms.append(norm.item())
         return norm
-
-    def weights(self, model: nn.Module, optimizer: Any) -> Any:
-        return SimpleNamespace(changed=lambda: self.events.append("changed"))
 
 
 class Wanders:
@@ -234,10 +238,11 @@ class Dropped(Normed):
 
 
 def passes(number: int, batches: list[MicroBatch], task: Task | None = None) -> tuple[Explores, Dropped, Any]:
-    strategy, model = Explores(), Dropped()
-    optimizer: Any = Wanders(number, strategy.events)
-    steps = Steps(strategy.world, strategy, task or Plainly(), model, optimizer, Statistics(None), seed=0, skips=False)
-    return strategy, model, steps.train(1, batches[0], iter(batches), measure=True)
+    replica, model = Explores(), Dropped()
+    optimizer: Any = Wanders(number, replica.events)
+    replica.holding(model, optimizer)
+    steps = Steps(replica.world, replica, task or Plainly(), optimizer, Statistics(None), seed=0, skips=False)
+    return replica, model, steps.train(1, batches[0], iter(batches), measure=True)
 
 
 @pytest.mark.parametrize("number", [2, 3])
@@ -249,9 +254,9 @@ def test_every_pass_sees_the_whole_step_with_the_same_random_numbers(number: int
         return Total(outputs.sum(), len(outputs))
 
     batches = [micro([1.0, 2.0], step=4), micro([3.0, 6.0], step=4, number=1)]
-    strategy, model, (totals, norm) = passes(number, batches, Plainly(metric))
-    assert strategy.events == ["explore"] * (number - 1) + ["restore", "step", "update"]
-    assert strategy.norms == [3.0] * number
+    replica, model, (totals, norm) = passes(number, batches, Plainly(metric))
+    assert replica.events == ["explore"] * (number - 1) + ["restore", "step", "update"]
+    assert replica.norms == [3.0] * number
     assert norm.item() == 3.0
     assert model.drawn == model.drawn[:2] * number
     assert model.drawn[0] != model.drawn[1]
@@ -263,21 +268,23 @@ def test_every_pass_sees_the_whole_step_with_the_same_random_numbers(number: int
 
 @pytest.mark.parametrize("number", [2, 3])
 def test_a_bad_gradient_in_any_pass_ends_the_step_without_an_update(number: int) -> None:
-    strategy, _, (_, norm) = passes(number, [micro([float("nan"), 1.0])])
-    assert strategy.events == ["restore", "changed"]
+    replica, _, (_, norm) = passes(number, [micro([float("nan"), 1.0])])
+    assert replica.events == ["restore", "changed"]
     assert not norm.isfinite()
 
 
 def test_one_pass_needs_nothing_to_explore() -> None:
-    strategy, _, _ = passes(1, [micro([1.0, 2.0])])
-    assert strategy.events == ["step", "update"]
+    replica, _, _ = passes(1, [micro([1.0, 2.0])])
+    assert replica.events == ["step", "update"]
 
 
 def test_a_strategy_that_cannot_explore_refuses_an_optimizer_that_does() -> None:
     plain, model = Plain(), Line()
     optimizer: Any = Wanders(2, [])
-    with pytest.raises(StrategyError, match="Wanders makes 2 passes per step, and Plain is for optimizers that make"):
-        Steps(plain.world, plain, Plainly(), model, optimizer, Statistics(None), seed=0, skips=False)
+    with pytest.raises(
+        StrategyError, match="Wanders makes 2 passes per step, and the strategy is for optimizers that make"
+    ):
+        Steps(plain.world, plain.holding(model, optimizer), Plainly(), optimizer, Statistics(None), seed=0, skips=False)
 
 
 # ---------------------------------------------------------------------------------------------- stand-ins
@@ -319,8 +326,8 @@ def test_every_micro_batch_of_every_shard_and_step_draws_its_own_numbers() -> No
             return self.w * x
 
     model = Draws()
-    strategy = Plain()
-    steps = Steps(strategy.world, strategy, Plainly(), model, IDLE, Statistics(None), seed=0, skips=False)
+    replica = Plain().holding(model, IDLE)
+    steps = Steps(replica.world, replica, Plainly(), IDLE, Statistics(None), seed=0, skips=False)
     places = [(step, shard, number) for step in (1, 2) for shard in (0, 1) for number in (0, 1)]
     for _ in range(2):
         for step, shard, number in places:

@@ -111,14 +111,14 @@ def test_evaluation_is_without_training_mode_and_buffers_are_made_equal_before_i
     loop.fit()
     assert loop.model.modes == [True, False, False, True, False, False]
     assert loop.model.training
-    assert loop.strategy.synced == 3  # two evaluations and the save at the end
+    assert loop.replica.synced == 3  # two evaluations and the save at the end
     assert dict(loop.tracker.rows[-1][1])["eval/x"] == 1.0
 
 
 def test_buffers_are_made_equal_before_a_save_too() -> None:
     loop = Loop(steps=4, evaluation=False, checkpoint={"every": "2st"})
     loop.fit()
-    assert loop.strategy.synced == 2
+    assert loop.replica.synced == 2
 
 
 def test_what_an_older_evaluation_found_is_not_saved_with_newer_weights() -> None:
@@ -141,14 +141,14 @@ def test_speed_is_that_of_the_steps_since_the_last_row() -> None:
 
     watch = Watcher(action=work)
     loop.trainer.callbacks = {"watch": watch}
-    slow = loop.strategy.step
+    slow = loop.replica.step
 
-    def step(model: Any, optimizer: Any) -> Any:
+    def step() -> Any:
         work(loop.trainer.progress.step + 1)
-        return slow(model, optimizer)
+        return slow()
 
     watch.action = None
-    loop.strategy.step = step  # type: ignore[method-assign]
+    loop.replica.step = step  # type: ignore[method-assign]
     loop.fit()
     speeds = {step: row["train/samples_per_second"] for step, row in loop.tracker.rows if "lr" in row}
     assert speeds == pytest.approx({1: 5.0, 2: 5.0, 4: 0.5})
@@ -160,8 +160,8 @@ def test_between_rows_ranks_do_not_talk() -> None:
     loop = Loop(steps=50, track="25st", evaluation=False)
     loop.trainer._agree_every = 1000
     loop.fit()
-    names = 2 + 1  # the first reduction asks for names, which takes two more and a second one
-    assert len(loop.strategy.asked) == 3 + names
+    names = 1  # the first reduction meets names that ranks have not agreed on: there is a second one
+    assert len(loop.replica.ranks.asked) == 3 + names
 
 
 def test_ranks_agree_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,15 +171,15 @@ def test_ranks_agree_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> Non
     agreed: list[int] = []
     agree = loop.trainer._agree
 
-    def step(model: Any, optimizer: Any) -> Any:
+    def step() -> Any:
         loop.clock.now += 0.25
-        return Plain.step(loop.strategy, model, optimizer)
+        return Plain.step(loop.replica)
 
     def noted(totals: Any, alarms: Any) -> Any:
         agreed.append(loop.trainer.progress.step)
         return agree(totals, alarms)
 
-    loop.strategy.step = step  # type: ignore[method-assign]
+    loop.replica.step = step  # type: ignore[method-assign]
     monkeypatch.setattr(loop.trainer, "_agree", noted)
     loop.fit()
     assert agreed == [1, 4, 8, 12, 16, 20, 21]
@@ -257,7 +257,7 @@ def test_skipping_a_hundred_steps_in_a_row_is_no_training(monkeypatch: pytest.Mo
 
 def test_overflows_of_fp16_are_no_divergence() -> None:
     loop = Loop(steps=4, bad=[2], evaluation=False)
-    loop.strategy.overflowed = lambda: True  # type: ignore[method-assign]
+    loop.replica.overflowed = lambda: True  # type: ignore[method-assign]
     assert loop.fit() == "done"
     assert loop.trainer.progress.skipped == 1
 
@@ -297,7 +297,7 @@ def test_a_rollback_leaves_out_every_bad_step_since_the_checkpoint() -> None:
     assert loop.checkpoints.steps() == [0, 3, 6, 8]
     assert loop.trainer.progress.left_out == {4, 6}
     assert loop.trainer.progress.skipped == 2
-    assert loop.strategy.loop == {"scale": 3.0}
+    assert loop.replica.loop == {"scale": 3.0}
     assert loop.events.count("step") == 4 + 2 + 3  # to 4; 5 and 6; 5, 7 and 8
 
 
@@ -380,7 +380,7 @@ def test_a_resumed_run_goes_on_where_it_was_saved() -> None:
     assert (progress.step, progress.samples, progress.seconds, progress.skipped) == (4, 4, 5.0, 1)
     assert progress.left_out == {2}
     assert watcher.taken == {"n": 3}
-    assert loop.strategy.loop == {"scale": 2.0}
+    assert loop.replica.loop == {"scale": 2.0}
     assert loop.model.w.item() == 7.0  # type: ignore[union-attr, operator]
     loop.fit()
     assert loop.tracker.steps() == [5, 6]
@@ -407,11 +407,11 @@ def test_state_of_another_optimizer_or_callback_is_not_taken(caplog: pytest.LogC
     watcher = Watcher()
     loop = Loop(steps=6, callbacks={"watch": watcher}, optimizer="sgd")
     loop.trainer.restore(saved(3, recipe=recipe))  # type: ignore[arg-type]
-    assert loop.strategy.loaded.optimizer == {}
+    assert loop.replica.loaded.optimizer == {}
     assert watcher.taken is None
     assert "optimizer `sgd` starts afresh: the checkpoint has the state of `adamw`" in caplog.text
     assert "callbacks.watch `watch` starts afresh: the checkpoint has the state of `other`" in caplog.text
 
     loop.trainer.restore(saved(3, recipe='[optimizer]\nuse = "sgd"\n[callbacks.watch]\nuse = "watch"\n'))  # type: ignore[arg-type]
-    assert loop.strategy.loaded.optimizer == {"w": {"m": 1.0}}
+    assert loop.replica.loaded.optimizer == {"w": {"m": 1.0}}
     assert watcher.taken == {"n": 3}

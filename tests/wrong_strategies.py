@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Tracker, World
+from ddpforge.interfaces import CanonicalState, Replica, Tracker, World
 from ddpforge.strategies.ddp import DDP
 
 if TYPE_CHECKING:
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 class ForgetsToAverage(DDP):
     """Never comes to the last micro-batch of a step, in which gradients are averaged."""
 
-    def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
-        return super().micro_step(model, last=False)
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        replica = super().prepare(model, optimizer)
+        forward = replica.forward
+        replica.forward = lambda *, last=True: forward(last=False)  # type: ignore[method-assign]
+        return replica
 
 
 class Slips(DDP):
@@ -31,13 +34,20 @@ class Slips(DDP):
         super().__init__()
         self.until = at
 
-    def step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
-        self.until -= 1
-        if self.until == 0:
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter.grad *= 1.1
-        return super().step(model, optimizer)
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        replica = super().prepare(model, optimizer)
+        update = replica.step
+
+        def step() -> Tensor:
+            self.until -= 1
+            if self.until == 0:
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad *= 1.1
+            return update()
+
+        replica.step = step  # type: ignore[method-assign]
+        return replica
 
 
 class BeginsElsewhere(DDP):
@@ -51,15 +61,23 @@ class BeginsElsewhere(DDP):
 class SavesRounded(DDP):
     """Trains well and saves something else."""
 
-    def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState:
-        state = super().state(model, optimizer)
-        return replace(state, model={name: weight.bfloat16().float() for name, weight in state.model.items()})
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        replica = super().prepare(model, optimizer)
+        whole = replica.state
+
+        def state() -> CanonicalState[Any]:
+            state = whole()
+            held = {name: weight for name, weight in state.model.items() if isinstance(weight, Tensor)}
+            return replace(state, model={name: weight.bfloat16().float() for name, weight in held.items()})
+
+        replica.state = state  # type: ignore[method-assign]
+        return replica
 
 
 class GivesUp(DDP):
     """Cannot work here."""
 
-    def setup(self, train: "TrainSection") -> World:
+    def setup(self, train: "TrainSection", world: World) -> World:
         raise StrategyError("this machine has no flux capacitor", hints=["order one"])
 
 

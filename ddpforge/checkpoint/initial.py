@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from ddpforge.agree import on_main
 from ddpforge.checkpoint.choose import choose
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.schema import MANIFEST
 from ddpforge.errors import CheckpointError, UsageError
-from ddpforge.interfaces import CanonicalState, Part, Region, SavedTensor, Strategy
+from ddpforge.interfaces import CanonicalState, Part, Ranks, Region, Replica, SavedTensor
+from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.regions import Range, copy
 from ddpforge.runfolder import RunFolder
 
@@ -33,9 +32,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"  # as tran
 _SHOWN = 8  # names in a list
 
 
-def load_initial(
-    source: str, strategy: Strategy, model: nn.Module, optimizer: Optimizer, *, skip: Sequence[str] = ()
-) -> None:
+def load_initial(source: str, replica: Replica, ranks: Ranks, *, skip: Sequence[str] = ()) -> None:
     """Gives the model the weights of `source`; every rank reads what it holds. Called on every rank.
 
     `source` is a run (its folder or its name in runs/: the newest checkpoint), a checkpoint, a safetensors file, or a
@@ -45,9 +42,9 @@ def load_initial(
     Raises UsageError when there is nothing like that, not one name fits, or a glob matches nothing; CheckpointError
     when a shape differs.
     """
-    path = on_main(lambda: find_initial(source), is_main=strategy.world.is_main, broadcast=strategy.broadcast)
+    path = on_rank_zero(ranks, lambda: find_initial(source))
     found = _open(path)
-    state = strategy.state(model, optimizer)
+    state = replica.state()
     wanted = {name: (tuple(held.shape), _dtype(held)) for name, held in state.model.items()}
     for alias, name in state.aliases.items():
         if alias in found:
@@ -71,8 +68,8 @@ def load_initial(
             hints=[f"it has {_listed(found)}", f"the model has {_listed(wanted)}"],
         )
     fitting = {name: _fitting(name, saved, *wanted[name]) for name, saved in taken.items()}
-    strategy.load_state(model, optimizer, CanonicalState(fitting, {}), partial=True)
-    if strategy.world.is_main:
+    replica.load_state(CanonicalState(fitting, {}), partial=True)
+    if ranks.is_main:
         _report(path, len(taken), {"not in it": missing, "not in the model": unexpected, "left alone": skipped})
 
 

@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from ddpforge.agree import on_main
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.contents import Facts, Share
 from ddpforge.checkpoint.manifest import layout_of, read_manifest, verify_contents
@@ -16,6 +15,8 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.sharded import Save
 from ddpforge.checkpoint.staging import Staging
 from ddpforge.errors import CheckpointError
+from ddpforge.interfaces import Ranks
+from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.recipe.schema import CheckpointSection
 
 T = TypeVar("T")
@@ -26,9 +27,8 @@ log = logging.getLogger(__name__)
 class Checkpoints:
     """Saves, finds and prunes checkpoints in a folder that every rank can read.
 
-    `peers` are the ranks as those that write talk to each other, possibly from another thread than the one that
-    trains; `broadcast` gives rank 0's value to every rank in that one: a strategy's own. But for `pending` and `ready`,
-    everything is called on every rank.
+    `peers` connects the threads that write, `ranks` those that train. All methods are collective, except `pending` and
+    `ready`.
 
     `before_commit` is called on rank 0 before a checkpoint counts: what it builds on must be on the disk first.
 
@@ -41,14 +41,14 @@ class Checkpoints:
         settings: CheckpointSection,
         *,
         peers: Peers,
-        broadcast: Callable[[Any], Any],
+        ranks: Ranks,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder = folder
         self.keep_every: int | None = None
         self._settings = settings
         self._peers = peers
-        self._broadcast = broadcast
+        self._ranks = ranks
         self._before_commit = before_commit
         self._staging = Staging()
         self._known = retention.Known()
@@ -154,7 +154,7 @@ class Checkpoints:
             path, skipped = retention.newest(self.folder, self._verify)
         finally:
             if self._peers.size > 1:
-                self._peers.broadcast(None)  # there is nothing more to verify
+                self._peers.ranks.broadcast(None)  # there is nothing more to verify
 
         for _, reason in skipped:
             log.warning("passed over: %s", reason)
@@ -171,24 +171,25 @@ class Checkpoints:
         if self._peers.size == 1:
             retention.verify(path)
             return
-        self._peers.broadcast(path)
+        self._peers.ranks.broadcast(path)
         if (flaw := self._look_together(path)) is not None:
             message, hints = flaw
             raise CheckpointError(message, hints=hints)
 
     def _help_to_verify(self) -> None:
         """On the other ranks: looks at a share of each checkpoint that rank 0 considers."""
-        while (path := self._peers.broadcast(None)) is not None:
+        nothing: Path | None = None
+        while (path := self._peers.ranks.broadcast(nothing)) is not None:
             self._look_together(path)
 
     def _look_together(self, path: Path) -> _Flaw | None:
         """The first flaw that a rank has found in its share."""
         rank, ranks = self._peers.rank, self._peers.size
         mine, _ = self._peers.together(lambda: _flaw(path, rank, ranks), lambda: None)
-        return next((flaw for flaw in self._peers.everyone(mine) if flaw), None)
+        return next((flaw for flaw in self._peers.ranks.everyone(mine) if flaw), None)
 
     def _on_main(self, action: Callable[[], T]) -> T:
-        return on_main(action, is_main=self._peers.rank == 0, broadcast=self._broadcast)
+        return on_rank_zero(self._ranks, action)
 
 
 def _flaw(path: Path, rank: int, ranks: int) -> _Flaw | None:

@@ -10,11 +10,11 @@ from datetime import timedelta
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
 from ddpforge.checkpoint import files
-from ddpforge.errors import CheckpointError, ForgeError, StrategyError
-from ddpforge.interfaces import World
+from ddpforge.errors import CheckpointError, ForgeError
+from ddpforge.interfaces import Ranks
+from ddpforge.ranks.collectives import Alone, Group
 
 log = logging.getLogger(__name__)
 
@@ -31,56 +31,39 @@ class OutOfTouch(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """How a rank reaches the others.
+    """How a rank that writes reaches the others: over `ranks`, which no other thread uses.
 
-    `broadcast` gives rank 0's value to every rank. `gather` gives rank 0 a list of every rank's values, and the others
-    None. Both are called on every rank, in the same order, with small picklable values; when a rank is gone, they must
-    raise, if need be after a time limit. Ranks that write tell each other so every `look` seconds; one that has written
-    nothing for `patience` seconds is given up.
+    Ranks tell each other how far they are every `look` seconds; one that has written nothing for `patience` seconds is
+    given up.
     """
 
-    rank: int
-    size: int
-    broadcast: Callable[[Any], Any]
-    gather: Callable[[Any], list[Any] | None]
-
+    ranks: Ranks
     patience: float = math.inf
     look: float = 1.0
 
     @classmethod
     def alone(cls) -> "Peers":
         """A rank without others: no communication."""
-        return cls(rank=0, size=1, broadcast=lambda value: value, gather=lambda value: [value])
+        return cls(ranks=Alone())
 
     @classmethod
-    def of(cls, world: World, timeout: timedelta) -> "Peers":
-        """All ranks of a world, over a gloo group of their own, so that a thread can use it while training goes on.
+    def of(cls, ranks: Ranks, timeout: timedelta) -> "Peers":
+        """The same ranks, over a group of their own. Called on every rank.
 
-        Called on every rank. `timeout` is how long one rank waits for a word of another, however long that one takes to
-        write, and for how long a disk may take nothing. Raises StrategyError where torch.distributed does not connect
-        these ranks.
+        `timeout` is how long one rank waits for a word of another, however long that one takes to write, and for how
+        long a disk may take nothing.
         """
-        if world.size == 1:
-            return cls.alone()
-        _check_connected(world)
-        group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))  # every rank is a member
+        return cls(ranks=Group.of_writers(ranks, timeout), patience=timeout.total_seconds())
 
-        def broadcast(value: Any) -> Any:
-            values = [value]
-            dist.broadcast_object_list(values, src=0, group=group, device=torch.device("cpu"))
-            return values[0]
+    @property
+    def rank(self) -> int:
+        """This one's number."""
+        return self.ranks.rank
 
-        def gather(value: Any) -> list[Any] | None:
-            values: list[Any] | None = [None] * world.size if world.rank == 0 else None
-            dist.gather_object(value, values, dst=0, group=group)
-            return values
-
-        patience = timeout.total_seconds()
-        return cls(rank=world.rank, size=world.size, broadcast=broadcast, gather=gather, patience=patience)
-
-    def everyone(self, value: T) -> list[T]:
-        """The `value`s of all ranks, on every rank."""
-        return cast(list[T], self.broadcast(self.gather(value)))
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self.ranks.size
 
     def together(self, action: Callable[[], T], then: Callable[[], R]) -> tuple[T, R]:
         """Runs `action` on every rank, `then` on rank 0; returns what the first gave here, and the second there.
@@ -93,12 +76,12 @@ class Peers:
         last: _Work[R] | None = None
         while True:
             mine.wait(self.look)
-            words = self._touch(self.gather, mine.word(), mine.failure)
-            if words is not None and all(word.done and word.report is None for word in words):
+            words = self._touch(self.ranks.everyone, mine.word(), mine.failure)
+            if self.rank == 0 and all(word.done and word.report is None for word in words):
                 last = last or self._begin(then)
                 last.wait(self.look)
                 words = [last.word(), *words[1:]]
-            verdict = self._touch(self.broadcast, _verdict(words or (), last, self.patience), mine.failure)
+            verdict = self._touch(self.ranks.broadcast, self._verdict(words, last), mine.failure)
             if verdict is not None:
                 break
 
@@ -106,6 +89,15 @@ class Peers:
         if reports:
             raise _combined(reports) from mine.failure or (None if last is None else last.failure)
         return cast(T, mine.result), cast(R, theirs)
+
+    def _verdict(self, words: "Sequence[_Word]", last: "_Work[R] | None") -> tuple[R | None, _Reports] | None:
+        """On rank 0: what came of it, once that is known; the ranks' words come by rank."""
+        reports = {rank: word.report for rank, word in enumerate(words) if word.report is not None}
+        late = {rank: word for rank, word in enumerate(words) if not word.done}
+        stuck: _Reports = {rank: _stuck(word) for rank, word in late.items() if word.idle > self.patience}
+        if self.rank != 0 or (late and not stuck):
+            return None
+        return last.result if last else None, {**reports, **stuck}
 
     def _begin(self, action: Callable[[], X]) -> "_Work[X]":
         return _Work(action, name=f"checkpoint work of rank-{self.rank}", apart=self.size > 1)
@@ -168,35 +160,9 @@ class _Work(Generic[X]):
         self._done.set()
 
 
-def _verdict(words: Sequence[_Word], last: "_Work[R] | None", patience: float) -> tuple[R | None, _Reports] | None:
-    """On rank 0: what came of it, once that is known; the ranks' words come by rank."""
-    reports = {rank: word.report for rank, word in enumerate(words) if word.report is not None}
-    late = {rank: word for rank, word in enumerate(words) if not word.done}
-    stuck: _Reports = {rank: _stuck(word) for rank, word in late.items() if word.idle > patience}
-    if (late and not stuck) or not words:
-        return None
-    return last.result if last else None, {**reports, **stuck}
-
-
 def _stuck(word: _Word) -> _Report:
     hints = ("is the disk alive? train.timeout says how long one may write nothing",)
     return f"nothing could be written for {word.idle:.0f} s", hints
-
-
-def _check_connected(world: World) -> None:
-    problem = None
-    if not dist.is_available() or not dist.is_gloo_available():
-        problem = "this build of torch has no torch.distributed with gloo"
-    elif not dist.is_initialized():
-        problem = "torch.distributed is not initialised"
-    elif (found := (dist.get_rank(), dist.get_world_size())) != (world.rank, world.size):
-        problem = f"torch.distributed has this as rank {found[0]} of {found[1]}"
-    if problem:
-        raise StrategyError(
-            f"checkpoints of {world.size} ranks cannot be written: {problem}, and the strategy says that this is rank "
-            f"{world.rank} of {world.size}",
-            hints=["a strategy's `setup` must initialise torch.distributed with all ranks"],
-        )
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:

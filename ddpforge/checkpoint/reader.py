@@ -56,7 +56,13 @@ class Reader:
         numbers = cast(Mapping[str, Mapping[str, SavedTensor | Tensor | int | float | bool | None]], optimizer)
         shared = numbers.get(SHARED, {})
         owned = {owner: entry for owner, entry in numbers.items() if owner != SHARED}
-        return CanonicalState(model=self._saved("model"), optimizer=owned, aliases=self.aliases, shared=shared)
+        return CanonicalState(
+            model=self._saved("model"),
+            optimizer=owned,
+            aliases=self.aliases,
+            shared=shared,
+            numbers=cast(Mapping[str, int | float], self.manifest.loop),
+        )
 
     def callbacks(self) -> dict[str, dict[str, SavedTensor | Plain]]:
         """The state of callbacks by name and key; tensors are unread."""

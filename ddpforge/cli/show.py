@@ -40,7 +40,7 @@ def show(recipe: str, sets: Sequence[str], ranks: int, device: str | None, impor
     parts.foresee(ranks=ranks, device=device, folder=RunFolder.of(loaded.recipe))
     parts.report()
     contract = contract_of(parts.strategy) if hasattr(parts, "strategy") else None
-    generated = parts.strategy.generated(loaded.recipe.train, ranks) if contract else {}
+    generated = parts.strategy.generated_config(loaded.recipe.train, ranks) if contract else {}
 
     if as_json:
         facts = {
@@ -64,7 +64,7 @@ def show(recipe: str, sets: Sequence[str], ranks: int, device: str | None, impor
 
 def _promises(contract: "Contract", ranks: int) -> Iterator[tuple[str, str]]:
     """The contract in words."""
-    spread = f"over {ranks // contract.copies} of {ranks} ranks" if contract.copies > 1 else "over all ranks"
+    spread = f"over {ranks // contract.replicas} of {ranks} ranks" if contract.replicas > 1 else "over all ranks"
     yield "shards", f"{', '.join(contract.shards)}, {spread}" if contract.shards else "nothing: every rank holds all"
     yield "averages over ranks", contract.averages
     yield "master weights", contract.master_dtype

@@ -191,6 +191,11 @@ class TrainSection(Section):
         description="How long a collective may wait for a rank before the run fails.",
     )
 
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether compiled code replays CUDA graphs on a GPU."""
+        return self.compile in ("reduce-overhead", "max-autotune")
+
     def per_pass(self, data_ranks: int) -> int:
         """Samples per forward pass of one of the `data_ranks` ranks that see different data; 0: there are too many."""
         return self.micro_batch or self.global_batch // (self.elastic_shards or data_ranks)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from accelerate.utils import DistributedDataParallelKwargs, KwargsHandler
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Contract, Part, SavedTensor
-from ddpforge.strategies.accelerated import AcceleratedStrategy
+from ddpforge.interfaces import CanonicalState, Contract, Replica, SavedTensor, Strategy
 from ddpforge.strategies.hold_back import HoldBack
 from ddpforge.strategies.powersgd import PowerSGD
+from ddpforge.strategies.torch_replica import WholeReplica
 
 __all__ = ["DDP"]
 
@@ -30,7 +30,10 @@ _HOOKS: dict[str, tuple[Callable[..., Any] | None, str]] = {
 }
 
 
-class DDP(AcceleratedStrategy):
+_UNUSED = ("or set strategy.find_unused_parameters = true, which costs a walk of the graph at every step",)
+
+
+class DDP(Strategy):
     """torch's DistributedDataParallel: NCCL on CUDA, gloo on CPUs.
 
     See https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html and Li et al.,
@@ -41,8 +44,6 @@ class DDP(AcceleratedStrategy):
         clips="every rank alike, after the all-reduce, by the norm of all gradients",
         accumulates="autograd, in the parameters' .grad; one all-reduce per step, in the last micro-batch",
     )
-
-    unused_hints = ("or set strategy.find_unused_parameters = true, which costs a walk of the graph at every step",)
 
     def __init__(
         self,
@@ -70,69 +71,88 @@ class DDP(AcceleratedStrategy):
             int, Field(ge=2, le=2**31, description="Steps of plain all-reduce before PowerSGD begins.")
         ] = 1000,
     ) -> None:
-        super().__init__()
-        self.allows_unused_parameters = find_unused_parameters or static_graph  # type: ignore[misc]
+        self._may_be_unused = find_unused_parameters or static_graph
+        self._static_graph = static_graph
         self._hook, reduce_dtype = _HOOKS[compression]
-        self._holds_back: HoldBack | None = None
         self.contract = replace(self.contract, reduce_dtype=reduce_dtype)
-        self._powersgd_options = (powersgd_rank, powersgd_start) if compression == "powersgd" else None
-        self._powersgd: PowerSGD | None = None
-        self.options = DistributedDataParallelKwargs(
+        self._powersgd = (powersgd_rank, powersgd_start) if compression == "powersgd" else None
+        self._options: dict[str, Any] = {
             # Buffers are made equal when somebody reads them (evaluation, checkpoints), not at every forward pass.
-            broadcast_buffers=False,
-            bucket_cap_mb=bucket_cap_mb,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-        )
+            "broadcast_buffers": False,
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+        }
 
-    def handlers(self) -> list[KwargsHandler]:
-        """The DDP options."""
-        return [self.options]
-
-    def check(self, model: nn.Module) -> None:
-        """With several ranks the model must have become a DistributedDataParallel."""
-        if self.world.size > 1 and not isinstance(model, DistributedDataParallel):
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        """The model as a DistributedDataParallel; alone it stays as it is."""
+        if self.world.all.size == 1:
+            return WholeReplica(self, model, optimizer, may_be_unused=self._may_be_unused, unused_hints=_UNUSED)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
             raise StrategyError(
-                f"asked for DDP over {self.world.size} ranks, but the prepared model is a {type(model).__name__}",
+                f"asked for DDP over {self.world.all.size} ranks, and the model has no parameter to train",
                 hints=["a model without trainable parameters has nothing to synchronise"],
             )
+        self._share_constants(model)
+        with warnings.catch_warnings():
+            # torch 2.15 renamed the option by which DDP leaves buffers alone; older ones know only this name.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+            wrapped = DistributedDataParallel(model, **self._options)
+        hook, powersgd = self._hook, None
+        if self._powersgd:
+            powersgd = PowerSGD(*self._powersgd, self.world.all)
+            powersgd.look_at(model)
+            hook = powersgd.reduce
+        holds_back = HoldBack(hook or default_hooks.allreduce_hook) if self._static_graph else None
+        if holds_back:
+            hook = holds_back.reduce
+        if hook is not None:
+            wrapped.register_comm_hook(None, hook)
+        return _DDPReplica(
+            self,
+            model,
+            optimizer,
+            module=wrapped,
+            may_be_unused=self._may_be_unused,
+            unused_hints=_UNUSED,
+            holds_back=holds_back,
+            powersgd=powersgd,
+        )
 
-    def distributed(self, model: nn.Module) -> nn.Module:
-        """The model as a DistributedDataParallel, with the communication hook that the recipe asks for."""
-        prepared = super().distributed(model)
-        if not isinstance(prepared, DistributedDataParallel):
-            return prepared
-        if self._powersgd_options:
-            self._powersgd = PowerSGD(*self._powersgd_options, self.world)
-            self._powersgd.look_at(model)
-            self._hook = self._powersgd.reduce
-        if self.options.static_graph:
-            self._holds_back = HoldBack(self._hook or default_hooks.allreduce_hook)
-            self._hook = self._holds_back.reduce
-        if self._hook is not None:
-            prepared.register_comm_hook(None, self._hook)
-        return prepared
+    def _share_constants(self, model: nn.Module) -> None:
+        """Makes buffers and frozen parameters equal; DDP would do it, but for some dtypes it cannot."""
+        frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        constants = frozen | dict(model.named_buffers())
+        for tensor in constants.values():
+            self.world.all.broadcast(tensor)
+        ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        ignore(model, list(constants))
 
-    def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
-        """Holds the all-reduce back until the step's last micro-batch."""
+
+class _DDPReplica(WholeReplica):
+    """A model in a DistributedDataParallel, which averages gradients while backward runs."""
+
+    def __init__(self, *parts: Any, holds_back: HoldBack | None, powersgd: PowerSGD | None, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        self._holds_back, self._powersgd = holds_back, powersgd
+
+    @contextmanager
+    def forward(self, *, last: bool = True) -> Iterator[None]:
+        """Also holds the all-reduce back until the step's last micro-batch."""
+        wrapped = cast(DistributedDataParallel, self.module)
         if self._holds_back is not None:
             self._holds_back.held = not last
-            return nullcontext()
-        if last or not isinstance(model, DistributedDataParallel):
-            return nullcontext()
-        held: AbstractContextManager[Any] = model.no_sync()
-        return held
+        held = nullcontext() if last or self._holds_back is not None else wrapped.no_sync()
+        with held, super().forward(last=last):
+            yield
 
-    def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
-        """Every rank holds everything but its own memory of what PowerSGD left out."""
-        state = super().state(model, optimizer)
-        return replace(state, shared={**state.shared, **self._powersgd.capture()}) if self._powersgd else state
+    def remembered(self) -> Mapping[str, Any]:
+        """Also what PowerSGD left out, of which each rank has its own memory."""
+        return {**super().remembered(), **(self._powersgd.capture() if self._powersgd else {})}
 
-    def load_state(
-        self, model: nn.Module, optimizer: Optimizer, state: CanonicalState[SavedTensor], *, partial: bool = False
-    ) -> None:
+    def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
         """Every rank takes everything, and of PowerSGD's memory its own."""
-        super().load_state(model, optimizer, state, partial=partial)
+        super().load_state(state, partial=partial)
         if self._powersgd and not partial:
             self._powersgd.restore(state.shared)

@@ -19,11 +19,23 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from ddpforge.errors import CheckpointError, StrategyError
-from ddpforge.interfaces import CanonicalState, Contract, Part, Range, Refusal, SavedTensor, Weights, World
-from ddpforge.strategies import replicated
-from ddpforge.strategies.accelerated import GRAPHS, AcceleratedStrategy
+from ddpforge.interfaces import (
+    CanonicalState,
+    Contract,
+    Part,
+    Range,
+    Refusal,
+    Replica,
+    SavedTensor,
+    Strategy,
+    Weights,
+    World,
+)
+from ddpforge.ranks.join import limit_waiting
+from ddpforge.strategies import named_state
 from ddpforge.strategies.meta import materialise
-from ddpforge.strategies.share import share
+from ddpforge.strategies.precision import precision_for
+from ddpforge.strategies.torch_replica import TorchReplica
 from ddpforge.strategies.trial import tried
 
 if TYPE_CHECKING:
@@ -32,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["FSDP"]
 
 
-class FSDP(AcceleratedStrategy):
+class FSDP(Strategy):
     """torch's `fully_shard` on each of the model's blocks and on what is left of the model.
 
     See https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html and Zhao et al., "PyTorch FSDP" (VLDB
@@ -45,8 +57,7 @@ class FSDP(AcceleratedStrategy):
         clips="every rank alike, after the reduce-scatter, by the norm over all shards",
         accumulates="the shards' .grad; one reduce-scatter per micro-batch",
     )
-    group = True
-    allows_unused_parameters = False
+    joins_alone = True
 
     def __init__(
         self,
@@ -82,14 +93,13 @@ class FSDP(AcceleratedStrategy):
             ),
         ] = False,
     ) -> None:
-        super().__init__()
         self.replicas = replicas
         self.reshard_after_forward = reshard_after_forward
         self.accumulate = accumulate
         self.gather = gather
         self.cpu_offload = cpu_offload
         self.meta = meta
-        self.contract = replace(self.contract, copies=replicas)
+        self.contract = replace(self.contract, replicas=replicas)
         if accumulate == "whole":
             self.contract = replace(
                 self.contract, accumulates="whole, in fp32; one reduce-scatter per step, in the last micro-batch"
@@ -98,7 +108,6 @@ class FSDP(AcceleratedStrategy):
     # -- before the loop
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
         """Replicas that do not divide the ranks, and options that have no effect."""
-        yield from super().refusals(train, ranks, device)
         if ranks % self.replicas:
             fits = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
             yield Refusal(
@@ -112,7 +121,7 @@ class FSDP(AcceleratedStrategy):
                 "strategy.cpu_offload moves shards from a GPU to the host, and this run is on a CPU",
                 ("leave strategy.cpu_offload out",),
             )
-        if device == "cuda" and train.compile in GRAPHS:
+        if device == "cuda" and train.uses_cuda_graphs:
             yield Refusal(
                 "train.compile",
                 f'train.compile = "{train.compile}" replays CUDA graphs, which need weights that stay where they are, '
@@ -126,17 +135,16 @@ class FSDP(AcceleratedStrategy):
                 ('set train.precision = "bf16", or leave strategy.gather out',),
             )
 
-    def setup(self, train: TrainSection) -> World:
-        """Joins the process group and lays the ranks out as replicas × shards."""
-        world = super().setup(train)
+    def setup(self, train: TrainSection, world: World) -> World:
+        """Lays the ranks out as replicas × shards."""
         self.mesh = self._mesh(world)
-        self.limit_waiting(self.mesh.get_all_groups())
-        return world
+        limit_waiting(self.mesh.get_all_groups(), train)
+        return super().setup(train, world)
 
     def _mesh(self, world: World) -> DeviceMesh:
         if self.replicas == 1:
-            return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
-        shape = (self.replicas, world.size // self.replicas)
+            return init_device_mesh(world.device.type, (world.all.size,), mesh_dim_names=("shard",))
+        shape = (self.replicas, world.all.size // self.replicas)
         return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def building(self) -> AbstractContextManager[Any]:
@@ -152,7 +160,6 @@ class FSDP(AcceleratedStrategy):
             _refuse_form(name, parameter)
             if not parameter.is_meta:  # what is sharded is flat: other layouts would be lost, and fully_shard refuses
                 parameter.data = parameter.data.contiguous()
-        model = self.converted(model)
         ties = _ties(model)
         if self.meta:
             torch.set_rng_state(self._random)
@@ -172,10 +179,11 @@ class FSDP(AcceleratedStrategy):
             )
         return model
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """Tries the optimizer out on a sharded weight before it gets those of the model."""
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        """Tries the optimizer out on a sharded weight before it gets those of the model, which are proven to be."""
         self._try(optimizer)
-        return super().prepare(model, optimizer)
+        self._check(model)
+        return _FSDPReplica(self, model, optimizer)
 
     def _try(self, optimizer: Optimizer) -> None:
         """Raises StrategyError for an optimizer that does not do with shards what it does with a whole weight."""
@@ -218,7 +226,10 @@ class FSDP(AcceleratedStrategy):
             block,
             mesh=self.mesh,
             reshard_after_forward=self.reshard_after_forward,
-            mp_policy=_policy(self.precision.dtype if self.gather == "compute" else None, _reduced(block)),
+            mp_policy=_policy(
+                precision_for(self.train.precision, self.world.device).dtype if self.gather == "compute" else None,
+                _reduced(block),
+            ),
             offload_policy=self._offload(),
         )
 
@@ -227,16 +238,12 @@ class FSDP(AcceleratedStrategy):
         for tensor in (*module.parameters(), *module.buffers()):
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(self.world.device)
-                share(tensor.data)
+                self.world.all.broadcast(tensor.data)
 
     def _offload(self) -> OffloadPolicy:
         return CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
 
-    def distributed(self, model: nn.Module) -> nn.Module:
-        """The model itself: it was sharded before the optimizer was built."""
-        return model
-
-    def check(self, model: nn.Module) -> None:
+    def _check(self, model: nn.Module) -> None:
         """Every parameter must be a DTensor, sharded over the mesh's last dimension, with its part on this rank."""
         shards = self.mesh.size(-1)
         for name, parameter in model.named_parameters():
@@ -245,7 +252,14 @@ class FSDP(AcceleratedStrategy):
             rows = -(-parameter.shape[0] // shards)
             if len(parameter.to_local()) > rows or not parameter.placements[-1].is_shard(0):
                 raise StrategyError(f"asked for FSDP, but parameter `{name}` is placed as {parameter.placements}")
-        self._model = cast(FSDPModule, model)
+
+
+class _FSDPReplica(TorchReplica):
+    """This rank's shards."""
+
+    def __init__(self, strategy: FSDP, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__(strategy, model, optimizer, _Shards(model))
+        self._strategy, self._model = strategy, cast(FSDPModule, model)
         self._watch_gradients(model)
 
     def _watch_gradients(self, model: nn.Module) -> None:
@@ -273,13 +287,13 @@ class FSDP(AcceleratedStrategy):
         """Autocast that keeps no copies of gathered weights."""
         return self.precision.sharded_forward(compiled=self.train.compile != "off")
 
-    def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+    def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
         """Holds back what need not happen before the last micro-batch: the all-reduce over replicas, or everything."""
-        if self.accumulate == "whole":
+        if self._strategy.accumulate == "whole":
             self._model.set_requires_gradient_sync(last)
-        elif self.replicas > 1:
+        elif self._strategy.replicas > 1:
             self._model.set_requires_all_reduce(last)
-        return nullcontext()
+        return super().forward(last=last)
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of `loss`; every trained parameter must get one, on every rank, in every micro-batch.
@@ -287,53 +301,44 @@ class FSDP(AcceleratedStrategy):
         Ranks that used different parameters would have added up gradients that do not belong together.
         """
         super().backward(loss)
-        if len(self._used) != len(self._trained):
-            self.refuse_unused([p for p in self._trained if self._names[id(p)] not in self._used])
+        trained, names = self.gradients.trained, self.gradients.names
+        if len(self._used) != len(trained):
+            self.gradients.refuse_unused([p for p in trained if names[id(p)] not in self._used])
         self._used.clear()
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """The norm over all shards: one all-reduce of a number."""
         square = torch.nn.utils.get_total_norm(_local(gradients)).to(self.world.device).square()
-        dist.all_reduce(square, group=self.mesh.get_group(-1))
+        dist.all_reduce(square, group=self._strategy.mesh.get_group(-1))
         # Where the optimizer updates on the host, it must not look at a number that is still on its way there.
-        return square.sqrt().cpu() if self.cpu_offload else square.sqrt()
+        return square.sqrt().cpu() if self._strategy.cpu_offload else square.sqrt()
 
     def clip(self, largest: float, norm: Tensor) -> None:
         """torch's own formula, on the shards."""
         factor = (largest / (norm + 1e-6)).clamp(max=1.0)
-        shards = _local(p.grad for p in self._trained if p.grad is not None)
+        shards = _local(p.grad for p in self.gradients.trained if p.grad is not None)
         torch._foreach_mul_(shards, factor.to(shards[0].device))
 
-    def observing(self) -> AbstractContextManager[Any]:
-        """Gives gathered weights back, so that what callbacks see and write are the shards."""
-        _reshard(self._bare)
-        return nullcontext()
-
     # -- to disk and back
-    def weights(self, model: nn.Module, optimizer: Optimizer) -> Weights:
+    def state(self) -> CanonicalState[Tensor | Part]:
         """The shards."""
-        return _Shards(model)
-
-    def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
-        """The shards."""
-        _reshard(self._bare)
-        state = replicated.capture(self._bare, optimizer)
+        _reshard(self.bare)
+        state = named_state.capture(self.bare, self.optimizer)
         _refuse_own_shapes(state)
         return CanonicalState(
             model=_parts(state.model),
             optimizer={name: _parts(entry) for name, entry in state.optimizer.items()},
             aliases=state.aliases,
-            shared=self._own.capture(),
+            shared=self.remembered(),
+            numbers=self.precision.state(),
         )
 
-    def load_state(
-        self, model: nn.Module, optimizer: Optimizer, state: CanonicalState[SavedTensor], *, partial: bool = False
-    ) -> None:
+    def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
         """Every rank reads its shards."""
-        _reshard(self._bare)
+        _reshard(self.bare)
         _refuse_own_shapes(state)
-        replicated.restore(self._bare, optimizer, state, partial=partial, part_of=_part, like=_shard)
-        self._own.restore(state.shared)
+        named_state.restore(self.bare, self.optimizer, state, partial=partial, part_of=_part, like=_shard)
+        self.remember(state)
 
 
 class _Shards(Weights):
@@ -345,8 +350,19 @@ class _Shards(Weights):
         self._parts = {name: _part(p) for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = {name: _part(p) for name, p in model.named_parameters() if not p.requires_grad}
 
+    def parts(self) -> Mapping[str, Part]:
+        return self._parts
+
+    def frozen(self) -> Mapping[str, Part]:
+        return self._frozen
+
     def changed(self) -> None:
         _reshard(self._model)
+
+    def observing(self) -> AbstractContextManager[Any]:
+        """Gives gathered weights back, so that what callbacks see and write are the shards."""
+        _reshard(self._model)
+        return nullcontext()
 
 
 def _at_first_forward(unit: nn.Module, action: Callable[[nn.Module], None]) -> None:

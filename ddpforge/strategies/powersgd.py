@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Part, Range, World
+from ddpforge.interfaces import Part, Range, Ranks
 
 __all__ = ["PowerSGD"]
 
@@ -30,8 +30,8 @@ class PowerSGD:
     (NeurIPS 2019), algorithms 1 and 2.
     """
 
-    def __init__(self, rank: int, start: int, world: World) -> None:
-        self._rank, self._start, self._world = rank, start, world
+    def __init__(self, rank: int, start: int, ranks: Ranks) -> None:
+        self._rank, self._start, self._ranks = rank, start, ranks
         self._begin_with({}, step=0)
 
     def _begin_with(self, kept: dict[str, _Memory], *, step: int) -> None:
@@ -139,7 +139,7 @@ class PowerSGD:
     # -- to disk and back
     def capture(self) -> dict[str, Tensor | Part | int]:
         """What a resume needs; each rank has its own errors, and all have the same factors."""
-        rank, ranks = self._world.rank, self._world.size
+        rank, ranks = self._ranks.rank, self._ranks.size
         found: dict[str, Tensor | Part | int] = {_STEP: self._state.iter}
         for name, (error, factor) in self._memory().items():
             n = error.numel()
@@ -154,7 +154,7 @@ class PowerSGD:
             self._begin_with({}, step=0)
             self._warn("the checkpoint has no memory of it: it begins anew")
             return
-        ranks = {value.shape[0] for name, value in saved.items() if name.startswith(_ERROR)} - {self._world.size}
+        ranks = {value.shape[0] for name, value in saved.items() if name.startswith(_ERROR)} - {self._ranks.size}
         if ranks:
             self._warn(f"the checkpoint is of {min(ranks)} ranks: each begins with the mean of their errors")
         kept = {}
@@ -168,15 +168,15 @@ class PowerSGD:
 
     def _error(self, saved: Any, parameter: nn.Parameter) -> Tensor:
         ranks, n = saved.shape
-        if ranks != self._world.size:
+        if ranks != self._ranks.size:
             whole: Tensor = saved.read()
             return whole.mean(0).to(parameter.device)
         mine = torch.empty(n, dtype=saved.dtype, device=parameter.device)
-        saved.read_into(Range(self._world.rank * n, (self._world.rank + 1) * n), mine)
+        saved.read_into(Range(self._ranks.rank * n, (self._ranks.rank + 1) * n), mine)
         return mine
 
     def _warn(self, what: str) -> None:
-        if self._world.is_main:
+        if self._ranks.is_main:
             log.warning("powersgd: %s", what)
 
 

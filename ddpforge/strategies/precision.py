@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from ddpforge.errors import StrategyError
 from ddpforge.strategies.casts import remade
 
-__all__ = ["Precision", "precision_for"]
+if TYPE_CHECKING:
+    from ddpforge.recipe.schema import TrainSection
+
+__all__ = ["Precision", "precision_for", "refuse_float64"]
 
 
 class Precision:
@@ -124,6 +128,17 @@ def precision_for(name: Literal["fp32", "bf16", "fp16"], device: torch.device) -
     if name == "fp16":
         return LossScaling(device)
     return Precision(device, torch.bfloat16 if name == "bf16" else None)
+
+
+def refuse_float64(model: nn.Module, train: TrainSection) -> None:
+    """Raises StrategyError for a float64 parameter where the recipe asks for a lower precision."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.float64 and train.precision != "fp32":
+            raise StrategyError(
+                f"parameter `{name}` is float64, which autocast leaves alone, and train.precision is "
+                f'"{train.precision}"',
+                hints=['set train.precision = "fp32", or build the model in float32'],
+            )
 
 
 class _Momenta:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ddpforge.interfaces import Contract, Refusal
-from ddpforge.strategies.accelerated import AcceleratedStrategy
+from torch import nn
+from torch.optim import Optimizer
+
+from ddpforge.interfaces import Contract, Refusal, Replica, Strategy
+from ddpforge.strategies.torch_replica import WholeReplica
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Single"]
 
 
-class Single(AcceleratedStrategy):
+class Single(Strategy):
     """Trains in one process; refuses to start in more."""
 
     contract = Contract(
@@ -24,7 +27,6 @@ class Single(AcceleratedStrategy):
 
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
         """More than one process."""
-        yield from super().refusals(train, ranks, device)
         if ranks > 1:
             yield Refusal(
                 "strategy.use",
@@ -32,3 +34,7 @@ class Single(AcceleratedStrategy):
                 f"{ranks} times",
                 ('set strategy.use = "ddp", or start one process: `ddpforge run RECIPE`',),
             )
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        """The model as it is."""
+        return WholeReplica(self, model, optimizer, may_be_unused=True)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpforge.assemble import assemble
@@ -34,6 +33,7 @@ from ddpforge.failures import is_symptom
 from ddpforge.interfaces import Callback, Part, StepInfo, Strategy, Tracker, Weights, World
 from ddpforge.launch import record_verdict
 from ddpforge.parts import Parts
+from ddpforge.ranks.join import join, leave
 from ddpforge.recipe import LoadedRecipe, load_recipe
 from ddpforge.registry import Registry
 from ddpforge.testing.checks.data import batches
@@ -63,24 +63,19 @@ class Site:
         """A trainer of the job's recipe."""
         recipe = self.loaded.recipe
         parts = Parts(self.loaded, self.registry)
-        parts.foresee(ranks=self.world.size, trains=False)
+        parts.foresee(ranks=self.world.all.size, trains=False)
         parts.strategy = self.strategy
         parts.build()
         parts.report()
-        checkpoints = Checkpoints(
-            self.folder / folder, recipe.checkpoint, peers=self.peers, broadcast=self.strategy.broadcast
-        )
+        checkpoints = Checkpoints(self.folder / folder, recipe.checkpoint, peers=self.peers, ranks=self.world.all)
         (self.folder / folder).mkdir(exist_ok=True)
         trainer = assemble(parts, self.world, checkpoints, tracker, started=[])
-        trainer.origin = {"strategy": recipe.strategy.use, "world_size": self.world.size}
+        trainer.origin = {"strategy": recipe.strategy.use, "world_size": self.world.all.size}
         return trainer
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
-        found: list[Any] = [value] * self.world.size
-        if self.world.size > 1:
-            dist.all_gather_object(found, value)
-        return found
+        return self.world.all.everyone(value)
 
 
 class _Rows(Tracker):
@@ -99,7 +94,7 @@ def train(site: Site) -> dict[str, Any]:
     """Trains; the rows of all steps, and a file with the weights before and after."""
     tracker = _Rows()
     trainer = site.trainer(tracker)
-    bare = site.strategy.unwrap(trainer.model)
+    bare = trainer.replica.bare
     initial = {name: p.detach().clone() for name, p in bare.named_parameters() if p.requires_grad}
     trainer.fit()
     path = site.folder / "weights.pt"
@@ -140,7 +135,7 @@ def callback(site: Site) -> dict[str, Any]:
 def _watched(site: Site, folder: str, start: Reader | None) -> tuple[dict[str, Any], Trainer]:
     trainer = site.trainer(Tracker(), folder)
     ((name, inner),) = trainer.callbacks.items()
-    trainer.callbacks = {name: _Agreeing(inner, site, trainer.strategy.weights(trainer.model, trainer.optimizer))}
+    trainer.callbacks = {name: _Agreeing(inner, site, trainer.replica.weights)}
     if start:
         trainer.restore(start)
     try:
@@ -233,8 +228,8 @@ def main(path: str) -> int:
     registry = Registry.installed()
     first = load_recipe(orders[0]["recipe"], registry=registry).recipe
     strategy: Strategy = registry.build("strategy", first.strategy)
-    world = strategy.setup(first.train)
-    peers = Peers.of(world, _PATIENCE)
+    world = strategy.setup(first.train, join(first.train, strategy))
+    peers = Peers.of(world.all, _PATIENCE)
     for order in orders:
         folder = Path(order["folder"])
         site = Site(order["recipe"], folder, registry, strategy, world, peers)
@@ -242,10 +237,10 @@ def main(path: str) -> int:
             found = _JOBS[order["job"]](site)
             site.gather(None)  # nobody begins with the next job while another might still fail in this one
         except BaseException as error:
-            _write(folder / f"failed-{world.rank}.json", _failure(error, world, site, order["kind"]))
+            _write(folder / f"failed-{world.all.rank}.json", _failure(error, world, site, order["kind"]))
             return 1
-        _write(folder / f"done-{world.rank}.json", found)
-    strategy.close()
+        _write(folder / f"done-{world.all.rank}.json", found)
+    leave(world)
     return 0
 
 
@@ -265,7 +260,7 @@ def _failure(error: BaseException, world: World, site: Site, kind: str) -> dict[
     return {
         "time": time.time(),
         "symptom": is_symptom(error),
-        "rank": world.rank,
+        "rank": world.all.rank,
         "error": f"{type(error).__name__}: {error}",
         "where": where,
         "hints": list(getattr(error, "hints", ())),

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from ddpforge.callbacks.ema import EMA
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import StepInfo, Weights, World
+from ddpforge.interfaces import StepInfo, WholeWeights, World
+from ddpforge.ranks.collectives import Alone
 
-WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), data_rank=0, data_size=1)
+RANKS = Alone()
+WORLD = World(all=RANKS, data=RANKS, device=torch.device("cpu"), local_rank=0)
 
 
 def info(step: int) -> StepInfo:
@@ -36,7 +38,7 @@ def step_and_average(model: nn.Module, ema: EMA, steps: range) -> None:
 
 def started(model: nn.Module, **options: object) -> EMA:
     ema = EMA(**{"decay": 0.9, **options})  # type: ignore[arg-type]
-    ema.on_start(model, WORLD, Weights(model, WORLD))
+    ema.on_start(model, WORLD, WholeWeights(model, RANKS))
     return ema
 
 

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from doubles import Elsewhere
 
 from ddpforge.callbacks.throughput import Throughput
-from ddpforge.interfaces import StepInfo, Weights, World
+from ddpforge.interfaces import StepInfo, WholeWeights, World
 
-WORLD = World(rank=0, size=2, local_rank=0, device=torch.device("cpu"), data_rank=0, data_size=2)
+RANKS = Elsewhere(ranks=2)
+WORLD = World(all=RANKS, data=RANKS, device=torch.device("cpu"), local_rank=0)
 
 
 def info(step: int, samples: int, seconds: float = 0.5) -> StepInfo:
@@ -15,7 +17,7 @@ def info(step: int, samples: int, seconds: float = 0.5) -> StepInfo:
 
 def started(**options: float) -> Throughput:
     throughput = Throughput(**options)
-    throughput.on_start(model := torch.nn.Linear(1, 1), WORLD, Weights(model, WORLD))
+    throughput.on_start(model := torch.nn.Linear(1, 1), WORLD, WholeWeights(model, RANKS))
     return throughput
 
 

@@ -15,17 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from checkpoint.doubles import Checkpoint, checkpoint_of, read, reseal, steps_in, tensors_of_every_kind, write
 from checkpoint.worlds import FACTS, World, checkpoints, counted, share_of
 from torch import Tensor
 
-from ddpforge import interfaces
 from ddpforge.checkpoint import Checkpoints, Peers, Share, files, manager, manifest, retention, sharded, staging
 from ddpforge.checkpoint.contents import Held
 from ddpforge.checkpoint.retention import committed
-from ddpforge.errors import CheckpointError, ExitCode, PeerFailed, StrategyError
+from ddpforge.errors import CheckpointError, ExitCode, PeerFailed
 from ddpforge.interfaces import CanonicalState
+from ddpforge.ranks.collectives import Alone
 from ddpforge.recipe.schema import CheckpointSection
 from ddpforge.regions import Box, Part
 
@@ -141,19 +140,15 @@ def test_the_thread_that_trains_neither_talks_to_other_ranks_nor_touches_the_dis
 
     for name in ("make_folder", "create", "write", "sync", "sync_folder", "rename", "remove"):
         monkeypatch.setattr(files, name, not_here(name, getattr(files, name)))
-    peers = Peers(
-        rank=0,
-        size=1,
-        broadcast=not_here("broadcast", lambda value: value),
-        gather=not_here("gather", lambda value: [value]),
-    )
-    saving = checkpoints(folder, peers, keep={"last": 1})
+    ranks = Alone()
+    ranks.everyone = not_here("everyone", ranks.everyone)  # type: ignore[method-assign]
+    saving = checkpoints(folder, Peers(ranks=ranks), keep={"last": 1})
     for step in (1, 2, 3):
         save(saving, checkpoint_of(step))
 
     assert not busy
     assert step_of(saving) == 3
-    assert busy == ["broadcast"], "the thread would have been noticed"
+    assert busy == ["everyone"], "the thread would have been noticed"
 
 
 def test_the_copy_is_made_in_the_same_memory_every_time(folder: Path, written: list[Held]) -> None:
@@ -513,13 +508,13 @@ def test_each_of_several_ranks_verifies_what_it_reads_for_it_may_see_another_dis
     def act(saving: Checkpoints, peers: Peers) -> float:
         reader = saving.open()
         assert reader is not None
-        peers.gather(None)  # all have opened it
+        peers.ranks.everyone(None)  # all have opened it
         shard = next(path.glob("shard*"))
         content = bytearray(shard.read_bytes())
         if peers.rank == peers.size - 1:
             content[len(content) - 100 :] = bytes(100)
             shard.write_bytes(content)
-        peers.gather(None)
+        peers.ranks.everyone(None)
         return float(reader.read("model", "layer.weight").sum())
 
     for result in on_each(folder, act, ranks=ranks):
@@ -566,32 +561,10 @@ def test_replicas_of_shards_are_copied_and_written_once(folder: Path) -> None:
     assert on_each(folder, act, ranks=4) == [2 << 20] * 4
 
 
-def world(rank: int, size: int) -> interfaces.World:
-    cpu = torch.device("cpu")
-    return interfaces.World(rank=rank, size=size, local_rank=rank, device=cpu, data_rank=rank, data_size=size)
+def test_one_rank_that_writes_needs_no_process_group() -> None:
+    peers = Peers.of(Alone(), timedelta(seconds=1))
 
-
-def test_a_world_of_one_needs_no_process_group() -> None:
-    peers = Peers.of(world(0, 1), timedelta(seconds=1))
-
-    assert (peers.rank, peers.size, peers.broadcast(3), peers.gather(4)) == (0, 1, 3, [4])
-
-
-def test_ranks_that_are_not_connected_are_an_error_that_names_what_is_missing() -> None:
-    with pytest.raises(
-        StrategyError, match=r"checkpoints of 2 ranks .*: torch.distributed is not initialised"
-    ) as caught:
-        Peers.of(world(0, 2), timedelta(seconds=1))
-    assert "`setup` must initialise torch.distributed" in caught.value.hints[0]
-
-
-def test_a_smaller_process_group_than_the_world_is_named(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        with pytest.raises(StrategyError, match=r"has this as rank 0 of 1, and the strategy .* this is rank 1 of 2"):
-            Peers.of(world(1, 2), timedelta(seconds=1))
-    finally:
-        dist.destroy_process_group()
+    assert (peers.rank, peers.size, peers.ranks.everyone(4), peers.patience) == (0, 1, [4], 1.0)
 
 
 def test_memory_that_cannot_be_page_locked_is_used_as_it_is(
@@ -637,9 +610,9 @@ def hours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def looking(peers: Peers, gather: Callable[[Any], Any] | None = None) -> Peers:
+def looking(peers: Peers) -> Peers:
     """Ranks that look often, and give one up that has written nothing for two of the looks."""
-    return replace(peers, patience=2.5 * 3600, look=0.001, gather=gather or peers.gather)
+    return replace(peers, patience=2.5 * 3600, look=0.001)
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -685,13 +658,16 @@ def test_a_disk_that_is_slow_however_slow_is_waited_for(
     checkpoint = checkpoint_of(3)
 
     def act(peers: Peers) -> Path:
-        def gather(value: Any) -> Any:
+        everyone = peers.ranks.everyone
+
+        def talk(value: Any) -> Any:
             if peers.rank == slow:
                 rounds.append(value)
                 permits.release()
-            return peers.gather(value)
+            return everyone(value)
 
-        saving = checkpoints(folder, looking(peers, gather), background=False)
+        peers.ranks.everyone = talk  # type: ignore[method-assign]
+        saving = checkpoints(folder, looking(peers), background=False)
         saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
         return saving.wait()
 
@@ -710,7 +686,7 @@ def test_what_a_checkpoint_builds_on_is_on_the_disk_before_it_counts(folder: Pat
             folder,
             section,
             peers=peers,
-            broadcast=peers.broadcast,
+            ranks=peers.ranks,
             before_commit=lambda: found.append(list(folder.glob("**/COMMIT"))),
         )
         saving.save(checkpoint_of(3), share_of(checkpoint_of(3), peers.rank, 2))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoint.doubles import Disk, Killed, checkpoint_of, read, same, steps_in, tensors_of_every_kind, write
 from checkpoint.shapes import regions, tilings
-from checkpoint.worlds import FACTS, World, checkpoints, counted, cuts, save, saved, share_of, write_sharded
+from checkpoint.worlds import FACTS, Turns, World, checkpoints, counted, cuts, save, saved, share_of, write_sharded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -29,6 +29,7 @@ from ddpforge.checkpoint.manifest import read_manifest
 from ddpforge.checkpoint.retention import committed, newest
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState
+from ddpforge.ranks.collectives import Alone
 from ddpforge.regions import Box, Part, Range, Region, Shape
 
 
@@ -437,7 +438,9 @@ def test_a_rank_that_is_gone_when_all_is_written_costs_nothing(folder: Path) -> 
             raise RuntimeError("Connection closed by peer")
         return value
 
-    peers = Peers(rank=0, size=1, broadcast=die, gather=lambda value: [value])
+    ranks = Alone()
+    ranks.broadcast = die  # type: ignore[method-assign]
+    peers = Peers(ranks=ranks)
     with pytest.raises(CheckpointError, match=r"step 7 is complete, but not all ranks could be told"):
         sharded.write(folder, FACTS, Share(model={"w": counted(3)}), peers)
 
@@ -448,7 +451,7 @@ def test_a_rank_that_knows_why_says_so_even_if_it_can_tell_nobody(folder: Path) 
     def gone(value: Any) -> Any:
         raise RuntimeError("Connection closed by peer")
 
-    peers = Peers(rank=1, size=2, broadcast=gone, gather=gone)
+    peers = Peers(ranks=Turns(1, 2, gone))
     with pytest.raises(CheckpointError, match=r"^rank 1: w of the model cannot be saved: it is a int"):
         sharded.write(folder, FACTS, Share(model={"w": 3}), peers)  # type: ignore[dict-item]
 

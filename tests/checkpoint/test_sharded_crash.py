@@ -129,7 +129,7 @@ def test_what_another_machine_wrote_is_on_its_disk_before_the_checkpoint_counts(
 
     def act(peers: Peers) -> Path:
         section = CheckpointSection.model_validate(SHARDED)
-        saving = Checkpoints(folder, section, peers=peers, broadcast=peers.broadcast, before_commit=disk.lose_power)
+        saving = Checkpoints(folder, section, peers=peers, ranks=peers.ranks, before_commit=disk.lose_power)
         saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
         return saving.wait()
 
@@ -151,13 +151,12 @@ from checkpoint.doubles import checkpoint_of
 from checkpoint.worlds import checkpoints, share_of
 from ddpforge.checkpoint import Peers, files
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import World
+from ddpforge.ranks.collectives import Group
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2,
                         timeout=timedelta(seconds=60))
-world = World(rank=rank, size=2, local_rank=rank, device=torch.device("cpu"), data_rank=rank, data_size=2)
-saving = checkpoints(folder / "checkpoints", Peers.of(world, timedelta(seconds=60)))
+saving = checkpoints(folder / "checkpoints", Peers.of(Group(dist.group.WORLD), timedelta(seconds=60)))
 
 def save(step):
     checkpoint = checkpoint_of(step)

@@ -11,10 +11,24 @@ from checkpoint.doubles import Checkpoint
 from torch import Tensor
 
 from ddpforge.checkpoint import Checkpoints, Facts, Peers, Share, sharded
+from ddpforge.ranks.collectives import Connected
 from ddpforge.recipe.schema import CheckpointSection
 from ddpforge.regions import Box, Part, Range
 
 FACTS = Facts(step=7, samples=7, strategy="fsdp", world_size=2)
+
+
+class Turns(Connected):
+    """A rank that only tells the others small objects."""
+
+    def __init__(self, rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> None:
+        super().__init__(rank, size)
+        self.everyone = exchange  # type: ignore[method-assign]
+
+    def everyone(self, value: Any) -> list[Any]:
+        raise AssertionError
+
+    sum = bytes_of_rank_0 = barrier = everyone  # type: ignore[assignment]
 
 
 class World:
@@ -40,14 +54,9 @@ class World:
 
         def work(rank: int) -> None:
             self._wait_for_turn(rank)
-            peers = Peers(
-                rank=rank,
-                size=self.size,
-                broadcast=lambda value: self._exchange(rank, value)[0],
-                gather=lambda value: self._exchange(rank, value) if rank == 0 else self._exchange(rank, value) and None,
-            )
+            ranks = Turns(rank, self.size, lambda value: self._exchange(rank, value))
             try:
-                results[rank] = action(peers)
+                results[rank] = action(Peers(ranks=ranks))
             except BaseException as error:
                 results[rank] = error
             with self._condition:
@@ -94,7 +103,7 @@ class World:
 def checkpoints(folder: Path, peers: Peers, **settings: Any) -> Checkpoints:
     """A run's checkpoints as one rank sees them; settings as in a recipe."""
     section = CheckpointSection.model_validate(settings)
-    return Checkpoints(folder, section, peers=peers, broadcast=peers.broadcast)
+    return Checkpoints(folder, section, peers=peers, ranks=peers.ranks)
 
 
 def save(folder: Path, shares: Sequence[Share], facts: Facts = FACTS, *, full: bool = False, **world: Any) -> list[Any]:

@@ -210,7 +210,7 @@ from ddpforge.interfaces import Callback
 
 class Loud(Callback):
     def on_start(self, model, world, weights):
-        print("hello from rank", world.rank, flush=True)
+        print("hello from rank", world.all.rank, flush=True)
 
     def on_step(self, info):
         raise KeyError("lost")

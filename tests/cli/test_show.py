@@ -60,7 +60,7 @@ def test_what_is_generated_for_another_library_is_shown(recipe: str) -> None:
     Path("telling.py").write_text(
         "from ddpforge.strategies.ddp import DDP\n\n"
         "class Telling(DDP):\n"
-        "    def generated(self, train, ranks):\n"
+        "    def generated_config(self, train, ranks):\n"
         '        return {"engine": {"clip": train.clip_norm, "ranks": ranks}}\n'
     )
     use = ("--set", 'strategy.use="./telling.py:Telling"', "--set", "train.clip_norm=0.5", "--ranks", "2")

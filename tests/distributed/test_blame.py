@@ -45,7 +45,7 @@ class Fault(Callback):
         self.kind, self.rank, self.waits = kind, rank, waits
 
     def on_start(self, model, world, weights):
-        self.here = world.rank == self.rank
+        self.here = world.all.rank == self.rank
 
     def on_step(self, info):
         if info.step != 3:

@@ -302,7 +302,7 @@ def asynchronous_io() -> None:
     """Builds DeepSpeed's operation, which takes minutes the first time."""
     program = (
         "from deepspeed.ops.op_builder import AsyncIOBuilder\n"
-        "from ddpforge.strategies.nvme import require_io\n"
+        "from ddpforge.strategies.deepspeed.nvme import require_io\n"
         "AsyncIOBuilder().is_compatible() and (require_io() or print('built'))"
     )
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}

@@ -40,10 +40,10 @@ class Hears(Callback):
             print(self.name, what, file=file)
 
     def on_start(self, model, world, weights):
-        self.rank = world.rank
+        self.rank = world.all.rank
         if self.fails == "on_start":
             raise KeyError("start")
-        self.note("started", world.rank)
+        self.note("started", world.all.rank)
 
     def on_step(self, info):
         if self.fails == f"on_step {info.step}":

@@ -12,9 +12,8 @@ from torch import nn
 
 from ddpforge.errors import StrategyError
 from ddpforge.recipe.schema import TrainSection
-from ddpforge.strategies import nvme, zero
-from ddpforge.strategies.deepspeed import DeepSpeed
-from ddpforge.strategies.zero import Keys, keys_of
+from ddpforge.strategies.deepspeed import DeepSpeed, nvme, zero
+from ddpforge.strategies.deepspeed.zero import Keys, keys_of
 
 
 def train(**options: Any) -> TrainSection:
@@ -43,7 +42,7 @@ def test_the_configuration_says_what_the_recipe_says() -> None:
             "zero_optimization": {"overlap_comm": False, "offload_optimizer": {"pin_memory": True}},
         },
     )
-    generated = strategy.generated(train(clip_norm=0.5, micro_batch=2, precision="bf16"), 2)
+    generated = strategy.generated_config(train(clip_norm=0.5, micro_batch=2, precision="bf16"), 2)
     config = generated["deepspeed config"]
     assert config["train_micro_batch_size_per_gpu"] == 2
     assert config["gradient_clipping"] == 0.5
@@ -201,10 +200,9 @@ def test_without_a_tested_version_nothing_starts(monkeypatch: pytest.MonkeyPatch
         return found
 
     monkeypatch.setattr(zero.metadata, "version", version)
-    with pytest.raises(StrategyError) as refused:
-        DeepSpeed().setup(train())
-    assert said in refused.value.message
-    assert refused.value.hints == ("pip install 'ddpforge[deepspeed]'",)
+    (refused,) = DeepSpeed().refusals(train(), 1, "cpu")
+    assert said in refused.message
+    assert refused.hints == ("pip install 'ddpforge[deepspeed]'",)
 
 
 def test_the_requirement_that_is_installed_is_the_one_that_is_tested() -> None:

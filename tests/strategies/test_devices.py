@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from doubles import Elsewhere
 from torch import nn
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import World
+from ddpforge.interfaces import Strategy, World
+from ddpforge.ranks import devices, join
+from ddpforge.ranks.devices import check, choose_device, device_type
 from ddpforge.recipe.schema import TrainSection
-from ddpforge.strategies import accelerated, devices, zero
-from ddpforge.strategies.accelerated import AcceleratedStrategy
+from ddpforge.refusals import general_refusals
+from ddpforge.strategies import ddp
 from ddpforge.strategies.ddp import DDP
-from ddpforge.strategies.deepspeed import DeepSpeed
-from ddpforge.strategies.devices import check, choose_device
+from ddpforge.strategies.deepspeed import DeepSpeed, zero
 from ddpforge.strategies.fsdp import FSDP
 
 
@@ -53,7 +53,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 # ---------------------------------------------------------------------------------------------- this rank's device
 def chosen(**options: Any) -> torch.device:
     settings = train(**options)
-    return choose_device(DDP().device_type(settings), asked=settings.device != "auto")
+    return choose_device(device_type(settings), asked=settings.device != "auto")
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_more_processes_than_gpus_are_refused(machine: Any) -> None:
 
 def test_the_launcher_and_the_recipe_may_contradict_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert AcceleratedStrategy().device_type(train()) == "cpu"
+    assert device_type(train()) == "cpu"
     with pytest.raises(StrategyError, match=r'ACCELERATE_USE_CPU=true, and the recipe train.device = "cuda"'):
-        DDP().setup(train(device="cuda"))
+        join.join(train(device="cuda"), DDP())
 
 
 # ---------------------------------------------------------------------------------------------- all ranks' devices
@@ -182,7 +182,8 @@ def test_ranks_tell_each_other_before_there_is_a_group(monkeypatch: pytest.Monke
 
 
 # ---------------------------------------------------------------------------------------------- what is told of it
-SEES_ONE = World(rank=3, size=4, local_rank=3, device=torch.device("cuda", 0), data_rank=3, data_size=4)
+FOUR = Elsewhere(ranks=4, rank=3)
+SEES_ONE = World(all=FOUR, data=FOUR, local_rank=3, device=torch.device("cuda", 0))
 
 
 def test_deepspeed_takes_the_gpu_that_a_rank_sees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,27 +196,25 @@ def test_deepspeed_takes_the_gpu_that_a_rank_sees(monkeypatch: pytest.MonkeyPatc
         return (SimpleNamespace(training=True),)
 
     library = SimpleNamespace(DeepSpeedConfig=lambda _: None, init_distributed=lambda **_: None, initialize=initialize)
-    monkeypatch.setattr(zero, "_share", lambda tensors, device: None)
+    monkeypatch.setattr(zero, "_share", lambda tensors, device, ranks: None)
     zero.start(library, nn.Linear(1, 1), None, {"zero_optimization": {"stage": 1}}, SEES_ONE)  # type: ignore[arg-type]
     assert told == ["0"]
 
 
-class Several(Accelerator):
-    """One of several processes, as far as it knows."""
-
-    multi_device = True
-    local_process_index = 3
-
-
 def test_ddp_takes_the_gpu_that_a_rank_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", lambda model, **options: told.append(options) or model)
-    monkeypatch.setattr(AcceleratedStrategy, "_share_constants", lambda self, model: None)
+    class Told(Exception):
+        pass
+
+    def wrapped(model: nn.Module, **options: Any) -> None:
+        raise Told(options.get("device_ids"))
+
+    monkeypatch.setattr(ddp, "DistributedDataParallel", wrapped)
+    monkeypatch.setattr(DDP, "_share_constants", lambda self, model: None)
     strategy = DDP()
-    strategy.world, strategy.accelerator = SEES_ONE, Several(cpu=True)
-    strategy.distributed(nn.Linear(1, 1))
-    AcceleratorState._reset_state(reset_partial_state=True)
-    assert told[0]["device_ids"] is None  # the device that the model is on
+    strategy.setup(train(), SEES_ONE)
+    with pytest.raises(Told) as told:
+        strategy.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters()))
+    assert told.value.args == (None,)  # the device that the model is on
 
 
 @pytest.mark.parametrize(("launched", "backend"), [(True, "cuda:nccl,cpu:gloo"), (False, None)])
@@ -231,9 +230,9 @@ def test_beside_nccl_there_is_gloo_for_what_is_on_the_host(
     def accelerator(*, kwargs_handlers: list[Any], **_: Any) -> None:
         raise Told(kwargs_handlers[0].to_kwargs().get("backend"))
 
-    monkeypatch.setattr(accelerated, "Accelerator", accelerator)
+    monkeypatch.setattr(join, "Accelerator", accelerator)
     with pytest.raises(Told) as told:
-        FSDP(cpu_offload=True).setup(train(precision="fp16"))
+        join.join(train(precision="fp16"), FSDP(cpu_offload=True))
     assert told.value.args == (backend,)
 
 
@@ -255,9 +254,11 @@ def test_beside_nccl_there_is_gloo_for_what_is_on_the_host(
     ],
 )
 def test_cuda_graphs_are_refused_where_memory_does_not_stay(
-    mode: str, strategy: AcceleratedStrategy, ranks: int, device: str, options: dict[str, Any], refused: str | None
+    mode: str, strategy: Strategy, ranks: int, device: str, options: dict[str, Any], refused: str | None
 ) -> None:
-    messages = [refusal.message for refusal in strategy.refusals(train(compile=mode, **options), ranks, device)]
+    settings = train(compile=mode, **options)
+    refusals = [*general_refusals(settings, ranks, device), *strategy.refusals(settings, ranks, device)]
+    messages = [refusal.message for refusal in refusals]
     found = [message for message in messages if "CUDA graphs" in message]  # ZeRO-3 has more to say with old torch
     assert len(found) == (refused is not None)
     assert refused is None or refused in found[0]

@@ -5,18 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from doubles import Elsewhere
 from saved import Saved
 from torch import nn
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Part, Range, World
+from ddpforge.interfaces import Part, Range
 from ddpforge.strategies.powersgd import PowerSGD
 
 
 def powersgd(model: nn.Module, rank: int = 0, ranks: int = 2) -> PowerSGD:
-    device = torch.device("cpu")
-    world = World(rank=rank, size=ranks, local_rank=rank, device=device, data_rank=rank, data_size=ranks)
-    hook = PowerSGD(1, 2, world)
+    hook = PowerSGD(1, 2, Elsewhere(ranks, rank))
     hook.look_at(model)
     return hook
 

@@ -3,14 +3,14 @@
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from ddpforge.interfaces import (
     CanonicalState,
     Horizon,
     Metric,
+    Replica,
     Schedule,
     StepInfo,
     Task,
@@ -29,6 +30,7 @@ from ddpforge.interfaces import (
     Tracker,
     World,
 )
+from ddpforge.ranks.collectives import Alone
 from ddpforge.strategies.ddp import DDP
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -393,44 +395,61 @@ class LeavesWeights(Callback):
 
 
 # ---------------------------------------------------------------------------------------------- strategies
+def _changed(replica: Replica, **methods: Callable[[Any], Any]) -> Replica:
+    """The replica with other methods, each made of the one that it had."""
+    for name, make in methods.items():
+        setattr(replica, name, make(getattr(replica, name)))
+    return replica
+
+
 class ForgetsToAverage(DDP):
     """Never comes to the last micro-batch of a step, in which gradients are averaged."""
 
-    def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
-        return super().micro_step(model, last=False)
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        return _changed(
+            super().prepare(model, optimizer), forward=lambda forward: lambda *, last=True: forward(last=False)
+        )
 
 
 class LosesMicroBatches(DDP):
     """Clears gradients before every micro-batch."""
 
-    def backward(self, loss: Tensor) -> None:
-        for parameter in self._trained:
-            if parameter.grad is not None:
-                parameter.grad.zero_()
-        super().backward(loss)
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        def backward(loss: Tensor, inner: Callable[[Tensor], None]) -> None:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+            inner(loss)
+
+        return _changed(super().prepare(model, optimizer), backward=lambda inner: partial(backward, inner=inner))
 
 
 class ClipsEachParameter(DDP):
     """Clips parameter by parameter."""
 
-    def clip(self, largest: float, norm: Tensor) -> None:
-        for parameter in self._trained:
-            torch.nn.utils.clip_grad_norm_([parameter], largest)
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        def clip(largest: float, norm: Tensor) -> None:
+            for parameter in model.parameters():
+                torch.nn.utils.clip_grad_norm_([parameter], largest)
+
+        return _changed(super().prepare(model, optimizer), clip=lambda _: clip)
 
 
 class SavesRounded(DDP):
     """Trains well and saves something else."""
 
-    def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState[Any]:
-        state = super().state(model, optimizer)
-        return replace(state, model={name: weight.bfloat16().float() for name, weight in state.model.items()})
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        def rounded(state: CanonicalState[Any]) -> CanonicalState[Any]:
+            return replace(state, model={name: weight.bfloat16().float() for name, weight in state.model.items()})
+
+        return _changed(super().prepare(model, optimizer), state=lambda state: lambda: rounded(state()))
 
 
 class ForgetsMomentum(DDP):
     """Saves no optimizer state."""
 
-    def state(self, model: nn.Module, optimizer: Optimizer) -> CanonicalState[Any]:
-        return replace(super().state(model, optimizer), optimizer={})
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        return _changed(super().prepare(model, optimizer), state=lambda state: lambda: replace(state(), optimizer={}))
 
 
 class PromisesTooMuch(DDP):
@@ -448,14 +467,18 @@ class TrainsApart(ForgetsToAverage):
 class SeesTheSame(DDP):
     """Both ranks see the same data: nothing wrong with that."""
 
-    def setup(self, train: Any) -> World:
-        self.world = replace(super().setup(train), data_rank=0, data_size=1)
-        return self.world
+    def setup(self, train: Any, world: World) -> World:
+        return super().setup(train, replace(world, data=Alone()))
+
+    def data_ranks(self, ranks: int) -> int:
+        return 1
 
 
 class CountsTwice(SeesTheSame):
     """Adds up over all ranks what should be added up over those that see different data."""
 
-    def total(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values)
-        return values
+    def setup(self, train: Any, world: World) -> World:
+        alone = Alone()
+        alone.sum = world.all.sum  # type: ignore[method-assign]
+        self.world = replace(super().setup(train, world), data=alone)
+        return self.world

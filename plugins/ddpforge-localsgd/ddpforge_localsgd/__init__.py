@@ -152,7 +152,7 @@ class LocalSGD(Strategy):
 
         square = own.detach().float().square()
         self._sum([square])
-        norm = (square / self.world.size).sqrt()
+        norm = (square / self.world.all.size).sqrt()
         self._precision.update(optimizer, norm)
         for weight in weights:
             weight.grad = None
@@ -166,7 +166,7 @@ class LocalSGD(Strategy):
         unused = [name for name, weight in self._trained.items() if weight.grad is None]
         if unused:
             raise StrategyError(
-                f"parameter `{unused[0]}` got no gradient on rank {self.world.rank}: forward did not use it",
+                f"parameter `{unused[0]}` got no gradient on rank {self.world.all.rank}: forward did not use it",
                 hints=["remove it from the model, or set requires_grad = False"],
             )
 
@@ -199,7 +199,7 @@ class LocalSGD(Strategy):
     def broadcast(self, value: T) -> T:
         """Rank 0's `value`."""
         box = [value]
-        if self.world.size > 1:
+        if self.world.all.size > 1:
             dist.broadcast_object_list(box, src=0, device=self.world.device)
         return box[0]
 
@@ -226,23 +226,23 @@ class LocalSGD(Strategy):
                     yield value
 
     def _sum(self, tensors: Iterable[Tensor]) -> None:
-        if self.world.size > 1:
+        if self.world.all.size > 1:
             for tensor in tensors:
                 dist.all_reduce(tensor)
 
     def _from_rank_0(self, tensor: Tensor) -> None:
-        if self.world.size > 1:
+        if self.world.all.size > 1:
             dist.broadcast(tensor, src=0)
 
     @torch.no_grad()
     def _average(self, tensors: Iterable[Tensor]) -> None:
         """Gives every rank the mean over ranks of each tensor."""
-        if self.world.size == 1:
+        if self.world.all.size == 1:
             return
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             dist.all_reduce(flat)
-            flat /= self.world.size
+            flat /= self.world.all.size
             for tensor, mean in zip(bucket, torch.split(flat, [each.numel() for each in bucket]), strict=True):
                 tensor.copy_(mean.view_as(tensor))
 
@@ -318,7 +318,7 @@ class _Common(Weights):
         super().__init__(model, world)
         self._common, self._used = common, used
         self._parts = {
-            name: Part.whole(tensor, replica=world.rank, replicas=world.size) for name, tensor in common.items()
+            name: Part.whole(tensor, replica=world.all.rank, replicas=world.all.size) for name, tensor in common.items()
         }
 
     @torch.no_grad()

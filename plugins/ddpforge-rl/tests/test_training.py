@@ -35,7 +35,7 @@ class Weights(Callback):
     '''Writes down the weights of each rank after every step.'''
 
     def on_start(self, model, world, weights):
-        self.model, self.file = model, Path(f"weights-{world.size}-{world.rank}")
+        self.model, self.file = model, Path(f"weights-{world.all.size}-{world.all.rank}")
 
     def on_step(self, info):
         with self.file.open("a") as file:

@@ -8,17 +8,35 @@ from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from socket import gethostname
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ddpforge.errors import StrategyError
 
-__all__ = ["Agreement", "choose_device"]
+if TYPE_CHECKING:
+    from ddpforge.recipe.schema import TrainSection
+
+__all__ = ["Agreement", "choose_device", "device_type"]
 
 _HIDDEN = ("", "-1", "NoDevFiles")  # what CUDA_VISIBLE_DEVICES says where GPUs are hidden on purpose
 _ON_CPU = 'to train on the CPU, set train.device = "cpu"'
+
+
+def device_type(train: TrainSection) -> str:
+    """What ranks on this machine compute on, "cuda" or "cpu".
+
+    That is what the recipe says, or `accelerate launch --cpu`, or a GPU where there is one.
+    """
+    if train.device != "auto":
+        return train.device
+    return "cuda" if torch.cuda.is_available() and not told_cpu() else "cpu"
+
+
+def told_cpu() -> bool:
+    """Whether `accelerate launch` was told to leave GPUs alone."""
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
 
 
 def choose_device(kind: str, *, asked: bool) -> torch.device:

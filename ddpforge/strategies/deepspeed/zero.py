@@ -1,4 +1,4 @@
-"""All that touches DeepSpeed's private parts: how its engine starts, and the weights and optimizer state it spreads.
+"""All that touches DeepSpeed's internals: how its engine starts, and the weights and optimizer state it spreads.
 
 ZeRO flattens the parameters of each group into one tensor, gives every rank a piece of it, and lets the optimizer
 update that piece. So a rank holds a contiguous range of the elements of some parameters, and the optimizer's state
@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module, metadata
 from typing import Any, NamedTuple
 
@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.errors import CheckpointError, StrategyError
-from ddpforge.interfaces import CanonicalState, Part, Range, Region, SavedTensor, Weights, World
-from ddpforge.strategies import replicated
-from ddpforge.strategies.nvme import SwapFiles
-from ddpforge.strategies.share import share
+from ddpforge.interfaces import CanonicalState, Part, Range, Ranks, Region, SavedTensor, Weights, World
+from ddpforge.strategies import named_state
+from ddpforge.strategies.deepspeed.nvme import SwapFiles
 from ddpforge.strategies.trial import tried
 from ddpforge.strategies.watch import Guard
 
@@ -40,7 +39,7 @@ __all__ = [
     "start",
 ]
 
-TESTED = SpecifierSet(">=0.19.8,<0.20")  # the versions whose private parts are what this module takes them for
+TESTED = SpecifierSet(">=0.19.8,<0.20")  # the versions whose internals are what this module takes them for
 _INSTALL = "pip install 'ddpforge[deepspeed]'"
 
 
@@ -103,13 +102,13 @@ def start(deepspeed: Any, model: nn.Module, optimizer: Optimizer, config: Mappin
 
     # DeepSpeed takes it for the number of the GPU, stage 3 at every pass; but ranks may see one GPU each.
     os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
-    with _sharing_ourselves():
+    with _sharing_ourselves(world.all):
         deepspeed.init_distributed(dist_init_required=False)
         if config["zero_optimization"]["stage"] == 3:
             deepspeed.zero.Init(module=model, config_dict_or_path=dict(config))  # a dtype here means bf16 on CPUs
         else:
-            _share(model.parameters(), world.device)
-        _share(model.buffers(), world.device)
+            _share(model.parameters(), world.device, world.all)
+        _share(model.buffers(), world.device, world.all)
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
         )
@@ -118,14 +117,14 @@ def start(deepspeed: Any, model: nn.Module, optimizer: Optimizer, config: Mappin
 
 
 @contextmanager
-def _sharing_ourselves() -> Iterator[None]:
+def _sharing_ourselves(ranks: Ranks) -> Iterator[None]:
     """DeepSpeed 0.19.8 fails when it broadcasts a 0-d parameter, and does not broadcast buffers."""
     engine = import_module("deepspeed.runtime.engine").DeepSpeedEngine
     init = import_module("deepspeed.runtime.zero.partition_parameters").Init
 
     def partition(self: Any, parameter: Any) -> None:
         self._convert_to_deepspeed_param(parameter)
-        _share([parameter], self.local_device)
+        _share([parameter], self.local_device, ranks)
         parameter.partition()
 
     theirs = engine._broadcast_model, init._zero_init_param
@@ -136,11 +135,11 @@ def _sharing_ourselves() -> Iterator[None]:
         engine._broadcast_model, init._zero_init_param = theirs
 
 
-def _share(tensors: Iterable[Tensor], device: torch.device) -> None:
+def _share(tensors: Iterable[Tensor], device: torch.device, ranks: Ranks) -> None:
     """Moves tensors to the device and gives every rank rank 0's values."""
     for tensor in tensors:
         tensor.data = tensor.data.to(device).contiguous()
-        share(tensor.data)
+        ranks.broadcast(tensor.data)
 
 
 # ---------------------------------------------------------------------------------------------- the optimizer
@@ -218,16 +217,28 @@ class ZeroWeights(Weights):
         self._places = {name: found[name][1] for name in self._parts}
         self._frozen = {names[id(p)]: part for p, part in self._frozen_parts()}
         # Trained weights are copied from the optimizer's, and under stage 3 all are gathered anew.
-        self.guard = Guard(model, set(names.values()) if self._stage == 3 else set(self._parts))
+        self._guard = Guard(model, set(names.values()) if self._stage == 3 else set(self._parts))
+
+    def parts(self) -> Mapping[str, Part]:
+        """This rank's ranges of the flattened parameters that are trained."""
+        return self._parts
+
+    def frozen(self) -> Mapping[str, Part]:
+        """What is not trained: whole on every rank below stage 3, and cut up there."""
+        return self._frozen
+
+    def observing(self) -> AbstractContextManager[Any]:
+        """Refuses what callbacks write into parameters that DeepSpeed copies from elsewhere."""
+        return self._guard.on()
 
     @torch.no_grad()
     def changed(self) -> None:
         """Copies the parts to where forward passes take weights from, and gathers those that are kept whole."""
-        self.guard.off = True
+        self._guard.off = True
         try:
             self._changed()
         finally:
-            self.guard.off = False
+            self._guard.off = False
 
     def _changed(self) -> None:
         zero = self._zero
@@ -310,7 +321,7 @@ class ZeroWeights(Weights):
         if not self._compared:
             self._compare_used()
             self._compared = True
-        tensors, aliases = replicated.tensors(self._model)
+        tensors, aliases = named_state.tensors(self._model)
         held = self._parts | self._frozen
         model = {name: held.get(name, tensor.detach()) for name, tensor in tensors.items()}
         state = {name: self._entry(name, optimizer) for name in self._parts}
@@ -377,13 +388,13 @@ class ZeroWeights(Weights):
 
         Where `partial`, what the state lacks stays as it is.
         """
-        tensors, _ = replicated.tensors(self._model)
-        replicated.match(set(tensors), set(state.model) - set(state.aliases), partial=partial)
+        tensors, _ = named_state.tensors(self._model)
+        named_state.match(set(tensors), set(state.model) - set(state.aliases), partial=partial)
         held = self._parts | self._frozen
         for name, tensor in tensors.items():
             if name in state.model:
                 part = held.get(name) or Part.whole(tensor.detach())
-                replicated.match_form(name, part.shape, part.tensor.dtype, state.model[name])
+                named_state.match_form(name, part.shape, part.tensor.dtype, state.model[name])
                 state.model[name].read_into(part.region, part.tensor)
         self.changed()
         if state.optimizer or not partial:
@@ -432,10 +443,10 @@ class ZeroWeights(Weights):
                 )
             for key, value in saved.items():
                 if self._is_per_element(key, value):
-                    replicated.match_form(f"{key} of {name}", self._parts[name].shape, value.dtype, value)
+                    named_state.match_form(f"{key} of {name}", self._parts[name].shape, value.dtype, value)
                     continue
                 if hasattr(value, "read_into"):
-                    replicated.match_form(f"{key} of {name}", (), value.dtype, value)
+                    named_state.match_form(f"{key} of {name}", (), value.dtype, value)
                     value = value.read()
                 if found.setdefault(key, value) != value:
                     here, there = (torch.as_tensor(number).item() for number in (value, found[key]))

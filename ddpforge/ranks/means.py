@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from ddpforge.interfaces import Total, World
+from ddpforge.interfaces import Ranks, Total
 
 __all__ = ["Means"]
 
 
 class Means:
-    """Divides sums by counts, both over all data ranks; what is reduced is laid out by names that ranks agreed on.
+    """Divides sums by counts, both over all ranks; what is reduced is laid out by names that ranks agreed on.
 
     Ranks may name different quantities, or the same ones in another order: a metric of a class that only some batches
     hold, say. A rank fills in nothing for a name that it lacks. One more number says whether a rank has a name that
     is not agreed on yet; if so, all ranks learn of each other's names and reduce again, once for each new name.
     """
 
-    def __init__(self, world: World, total: Callable[[Tensor], Tensor]) -> None:
-        self._world, self._total = world, total
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._names: list[str] = []
 
     def __call__(self, totals: Mapping[str, Total]) -> dict[str, float]:
         """The mean of everything that any rank named; NaN where nothing was counted. Collective."""
         news, *numbers = self._reduce(totals)
         if news:
-            self._names = sorted({*self._names, *self._names_of_all(totals)})
+            self._names = sorted({*self._names, *(name for names in self._ranks.everyone([*totals]) for name in names)})
             _, *numbers = self._reduce(totals)
 
         columns = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
@@ -39,9 +38,9 @@ class Means:
         return {name: found[name][0] / found[name][1] if found[name][1] else math.nan for name in named}
 
     def _reduce(self, totals: Mapping[str, Total]) -> list[float]:
-        device = self._world.device
-        values = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in self._row(totals)])
-        summed: list[float] = self._total(values.detach()).tolist()
+        values = [torch.as_tensor(x, dtype=torch.float64) for x in self._row(totals)]
+        device = next((x.device for x in values if x.device.type != "cpu"), values[0].device)
+        summed: list[float] = self._ranks.sum(torch.stack([x.to(device) for x in values]).detach()).tolist()
         return summed
 
     def _row(self, totals: Mapping[str, Total]) -> Iterator[Tensor | float]:
@@ -50,16 +49,3 @@ class Means:
         for name in self._names:
             total = totals.get(name)
             yield from (total.sum, total.count, 1.0) if total else (0.0, 0.0, 0.0)
-
-    def _names_of_all(self, names: Iterable[str]) -> set[str]:
-        """Every rank's names: each rank writes its own into its place of a text that is otherwise zero."""
-        text = torch.tensor(list(json.dumps(list(names)).encode()), dtype=torch.float64)
-        sizes = torch.zeros(self._world.data_size, dtype=torch.float64)
-        sizes[self._world.data_rank] = len(text)
-        ends = self._total(sizes.to(self._world.device)).long().cumsum(0).tolist()
-
-        everything = torch.zeros(ends[-1], dtype=torch.float64)
-        end = ends[self._world.data_rank]
-        everything[end - len(text) : end] = text
-        written = bytes(self._total(everything.to(self._world.device)).long().tolist())
-        return {name for start, end in zip([0, *ends], ends, strict=False) for name in json.loads(written[start:end])}

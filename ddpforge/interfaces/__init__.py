@@ -1,0 +1,50 @@
+"""Everything the author of a component reads: a short file for each kind, and the value objects they share.
+
+Models are plain `torch.nn.Module`s, optimizers plain `torch.optim.Optimizer`s and schedules plain functions of the
+step. Nothing in here imports torch when it runs.
+"""
+
+from ddpforge.direction import lower_is_better
+from ddpforge.durations import Duration, Horizon
+from ddpforge.interfaces.callback import Callback, StepInfo
+from ddpforge.interfaces.data import Data
+from ddpforge.interfaces.optimizer import Exploring, Schedule
+from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights, WholeWeights
+from ddpforge.interfaces.strategy import Compute, Contract, Explores, Pass, Refusal, Replica, Sharded, Strategy
+from ddpforge.interfaces.task import Metric, Task, Total
+from ddpforge.interfaces.tracker import Tracker
+from ddpforge.interfaces.world import Ranks, World
+from ddpforge.regions import Box, Part, Range, Region
+
+__all__ = [
+    "Box",
+    "Callback",
+    "CanonicalState",
+    "Compute",
+    "Contract",
+    "Data",
+    "Duration",
+    "Explores",
+    "Exploring",
+    "Horizon",
+    "Metric",
+    "Part",
+    "Pass",
+    "Range",
+    "Ranks",
+    "Refusal",
+    "Region",
+    "Replica",
+    "SavedTensor",
+    "Schedule",
+    "Sharded",
+    "StepInfo",
+    "Strategy",
+    "Task",
+    "Total",
+    "Tracker",
+    "Weights",
+    "WholeWeights",
+    "World",
+    "lower_is_better",
+]

@@ -1,0 +1,79 @@
+"""What watches a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpforge.interfaces.state import Weights
+from ddpforge.interfaces.world import World
+from ddpforge.regions import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["Callback", "StepInfo"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInfo:
+    """What is known after an optimizer step; the numbers are already reduced over ranks.
+
+    `metrics` holds the row that was logged at this step and is empty at steps that log nothing (reading a metric
+    waits for the device). `samples` counts every sample the run has trained on. `seconds` is the wall time a step
+    took, averaged over the steps since the last row.
+    """
+
+    step: int
+    samples: int
+    lr: float
+    seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Callback:
+    """Something that watches the run; every method does nothing by default.
+
+    Callbacks run on every rank. What they are told is already reduced over ranks, so a decision made from it is
+    the same everywhere; returning True from `on_step` or `on_eval` ends training after this step.
+    """
+
+    def on_start(self, model: nn.Module, world: World, weights: Weights) -> None:
+        """Before the first step and before a checkpoint is restored.
+
+        `model` is the bare model. Where a strategy shards, its parameters are not whole: use `weights` to read or
+        write them, frozen ones too; writing into the model's own is refused where it would be lost.
+        """
+
+    def on_step(self, info: StepInfo) -> bool | None:
+        """After every optimizer step."""
+
+    def on_log(self, info: StepInfo) -> Mapping[str, float]:
+        """At every step that logs: further columns for the row."""
+        return {}
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool | None:
+        """After every evaluation."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Wraps every evaluation, e.g. to swap in averaged weights; must restore them even when it raises."""
+        return nullcontext()
+
+    def on_checkpoint(self, step: int, folder: Path) -> None:
+        """After a checkpoint was committed."""
+
+    def on_end(self, error: BaseException | None) -> None:
+        """After the last step, also when training failed."""
+
+    def state(self) -> Mapping[str, Tensor | Part | int | float | str | bool | None]:
+        """What a checkpoint must hold so that a resumed run goes on as if nothing had happened.
+
+        A tensor is one that is the same on every rank; a part is this rank's own. No communication.
+        """
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `state` gave, possibly on another number of ranks; tensors arrive as `SavedTensor`s."""

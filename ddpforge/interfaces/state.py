@@ -1,0 +1,112 @@
+"""A model and its optimizer by parameter name: what checkpoints hold, and what callbacks read and write."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from ddpforge.regions import Part, Region
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from ddpforge.interfaces.world import Ranks
+
+__all__ = ["CanonicalState", "SavedTensor", "Weights", "WholeWeights"]
+
+X = TypeVar("X")
+
+
+class SavedTensor(Protocol):
+    """A tensor in a checkpoint: read what is needed of it, when it is needed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that it was saved in."""
+
+    def read(self) -> Tensor:
+        """The whole tensor, on the CPU."""
+
+    def read_into(self, region: Region, target: Tensor) -> None:
+        """Fills `target`, on any device, with a region of the tensor; it has the tensor's dtype, the region's size."""
+
+
+@dataclass
+class CanonicalState(Generic[X]):
+    """A model and its optimizer by parameter name, the same whatever strategy trained them.
+
+    Names are those of the bare model (no wrapper prefixes). A tied parameter appears once, under the first of its
+    names; `aliases` maps the other names to it. `optimizer` maps parameter name → key → tensor or plain number (a 0-d
+    tensor counts as one); a parameter that never got a gradient is absent. `shared` belongs to no single parameter: an
+    optimizer's own counters, what a strategy must remember. `numbers` survive a change of the optimizer: fp16's loss
+    scale. Readers ignore keys that they do not know.
+
+    When saving, values are whole tensors (identical on every rank) or `Part`s. When loading, they are `SavedTensor`s.
+    """
+
+    model: Mapping[str, X]
+    optimizer: Mapping[str, Mapping[str, X | Tensor | int | float | bool | None]]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, X | Tensor | int | float | bool | None] = field(default_factory=dict)
+    numbers: Mapping[str, int | float] = field(default_factory=dict)
+
+
+class Weights(ABC):
+    """The weights by parameter name, as much of each as this rank holds; trained ones as the optimizer updates them.
+
+    Whoever keeps something per weight (averages, say) keeps it in parts like these: `part.of(tensor)` is one.
+    """
+
+    @abstractmethod
+    def parts(self) -> Mapping[str, Part]:
+        """This rank's parts of what is trained, live and without gradients.
+
+        Writing into them changes the weights; call `changed` afterwards.
+        """
+
+    @abstractmethod
+    def frozen(self) -> Mapping[str, Part]:
+        """The same of what is not trained: a momentum encoder, say."""
+
+    def elements(self, name: str, region: Region) -> Tensor:
+        """The elements of a parameter, trained or frozen, that are in `region`, in one dimension.
+
+        For parameters of one shape, the region of one's part is good for the other: `elements(student, part.region)`
+        is what a teacher's `part` follows. Raises ValueError for elements that this rank does not hold.
+        """
+        trained = self.parts()
+        return (trained[name] if name in trained else self.frozen()[name]).elements(region)
+
+    def changed(self) -> None:
+        """Makes forward passes use what was written into the parts; called on every rank."""
+
+    def observing(self) -> AbstractContextManager[Any]:
+        """Wraps callbacks: what they write into the model's parameters, past these weights, counts or is refused."""
+        return nullcontext()
+
+
+class WholeWeights(Weights):
+    """The weights of a model that each of `ranks` holds whole."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._parts: dict[str, Part] = {}
+        self._frozen: dict[str, Part] = {}
+        for name, parameter in model.named_parameters():
+            part = Part.whole(parameter.detach(), replica=ranks.rank, replicas=ranks.size)
+            (self._parts if parameter.requires_grad else self._frozen)[name] = part
+
+    def parts(self) -> Mapping[str, Part]:
+        """Every trained parameter."""
+        return self._parts
+
+    def frozen(self) -> Mapping[str, Part]:
+        """Every other parameter."""
+        return self._frozen

@@ -1,0 +1,207 @@
+"""How one model becomes many: strategies, and the replicas that they make."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+
+from ddpforge.interfaces.optimizer import Exploring
+from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights
+from ddpforge.interfaces.world import World
+from ddpforge.regions import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from ddpforge.recipe.schema import TrainSection
+
+__all__ = ["Compute", "Contract", "Explores", "Pass", "Refusal", "Replica", "Sharded", "Strategy"]
+
+Sharded = Literal["weights", "gradients", "optimizer state"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """What a strategy promises: shown by `ddpforge show`, and proven at the start of a run.
+
+    `shards` lists what is split over ranks, `replicas` is how many groups of ranks each hold all of that; where the
+    optimizer's state is split, the weights that the optimizer updates are split like it. Where ranks average weights
+    now and then, and not gradients at every step, each clips its own gradient, and the norm that `Replica.step` returns
+    has no counterpart under other strategies.
+    """
+
+    shards: tuple[Sharded, ...] = ()
+    replicas: int = 1
+    averages: Literal["gradients", "weights"] = "gradients"
+    master_dtype: str = "float32"  # of the weights that the optimizer updates, as torch spells it
+    reduce_dtype: str = "float32"  # in which gradients are summed over ranks
+    clips: str  # who clips the gradient norm, and when
+    accumulates: str  # who adds up micro-batches, and where
+
+
+class Refusal(NamedTuple):
+    """Why a strategy cannot do what a recipe asks for, known before anything is started."""
+
+    key: str  # of the recipe, e.g. "strategy.replicas"
+    message: str
+    hints: tuple[str, ...] = ()
+
+
+class Strategy(ABC):
+    """What a recipe asks for: who sees different data, and how the model is spread over ranks.
+
+    The order of calls is the order of this class. A strategy touches the model and the optimizer and nothing else:
+    the ranks have joined before it is asked, sample order and learning rate are functions of the step.
+    """
+
+    contract: Contract  # may depend on the options
+    joins_alone: ClassVar[bool] = False  # whether a single process needs a torch.distributed group as well
+    launcher: Mapping[str, str] = {}
+
+    train: TrainSection  # these two are set by `setup`
+    world: World
+
+    def generated_config(self, train: TrainSection, ranks: int) -> Mapping[str, Any]:
+        """The configuration that is generated for another library, by its name; shown by `ddpforge show`."""
+        return {}
+
+    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterable[Refusal]:
+        """What the strategy cannot do on `ranks` ranks that compute on `device` ("cpu" or "cuda").
+
+        Called before ranks join, by `ddpforge check` and `show` too; it reads the recipe and starts nothing.
+        """
+        return ()
+
+    def data_ranks(self, ranks: int) -> int:
+        """How many of `ranks` ranks see different data: all, unless the strategy splits one model over several."""
+        return ranks
+
+    def setup(self, train: TrainSection, world: World) -> World:
+        """Takes its place among the ranks, which have joined; returns the world with the ranks that see other data.
+
+        Raises StrategyError where it cannot work here.
+        """
+        self.train, self.world = train, world
+        return world
+
+    def building(self) -> AbstractContextManager[Any]:
+        """Wraps the construction of the model, e.g. to build it on the meta device."""
+        return nullcontext()
+
+    def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        """Moves the model to the device; shards or replaces it, before the optimizer is built from its parameters.
+
+        `blocks` are the modules to treat one by one: what the recipe's `train.blocks` names, or the model's own
+        repeated blocks. None contains another.
+        """
+        return model.to(self.world.device)
+
+    @abstractmethod
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        """Makes both ready for training, the same on all ranks; compiles the model where the recipe asks for it."""
+
+
+# ---------------------------------------------------------------------------------------------- what is trained
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """One micro-batch on its way through the model, on this rank.
+
+    `scale` is what the summed loss is multiplied with, so that the mean of gradients over data ranks is that over the
+    items of the whole step.
+    """
+
+    batch: Any  # on the device
+    seed: Callable[[], None]  # gives all generators the numbers of this pass
+    scale: Tensor | float = 1.0
+    last: bool = True  # of its step
+    around: AbstractContextManager[Any] = field(default_factory=nullcontext)  # to be entered once, for all of the pass
+
+
+Compute = Callable[["nn.Module", Pass], "tuple[Tensor, Any]"]
+"""Seeds random numbers and calls a task: the summed loss of a pass and its outputs, from what a model makes of it."""
+
+
+class Replica(ABC):
+    """What one rank trains: a model, spread over ranks as the strategy does it, with its optimizer.
+
+    A strategy that leaves `passes` as it is gets one micro-batch after the other, forward and backward.
+    """
+
+    module: nn.Module  # what forward passes call
+    bare: nn.Module  # the same as the recipe's component built it, for names and buffers
+    weights: Weights
+
+    # -- one step
+    def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:
+        """Runs the passes of a step, or (not `trains`) of an evaluation, in an order of its own.
+
+        Yields the loss and the outputs of each, in the order of `passes`; None where another rank has them.
+        """
+        for one in passes:
+            with one.around:
+                with self.forward(last=one.last):
+                    loss, outputs = compute(self.module, one)
+                if trains:
+                    self.backward(loss * one.scale)
+            yield loss, outputs
+
+    def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
+        """Wraps a forward pass and its loss, e.g. in autocast; after the `last` of a step gradients are exchanged."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of `loss`."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    @abstractmethod
+    def step(self) -> Tensor:
+        """Clips, updates the weights and clears the gradients; returns the norm before clipping (0-d, float32).
+
+        When the norm is not finite the update must not happen, on any rank; whether it is finite must be the same on
+        all ranks, which decide by it without talking. No host-device synchronisation.
+        """
+
+    def overflowed(self) -> bool:
+        """True when the last non-finite norm only means that fp16's loss scale was too high and has been lowered."""
+        return False
+
+    def sync_buffers(self) -> None:
+        """Makes the buffers equal on all ranks: BatchNorm's statistics their mean over ranks, others rank 0's.
+
+        Called on every rank before every evaluation and every save: a strategy whose ranks come apart in between makes
+        them equal here.
+        """
+
+    # -- to disk and back
+    @abstractmethod
+    def state(self) -> CanonicalState[Tensor | Part]:
+        """Model and optimizer by parameter name: what this rank holds of them, live, without communication.
+
+        A tensor is one that every rank holds alike. Names that only other ranks have may be missing.
+        """
+
+    @abstractmethod
+    def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
+        """Takes back what `state` gave, possibly under another strategy; raises CheckpointError on any mismatch.
+
+        Each rank reads what it holds and no more. Where `partial`, tensors of the model that the state lacks stay as
+        they are, and the optimizer does where it has none.
+        """
+
+    def close(self) -> None:
+        """Frees what it holds beside memory; not called when training failed, where peers may be gone."""
+
+
+@runtime_checkable
+class Explores(Protocol):
+    """A replica for optimizers that make several passes per step, see `Exploring`; others refuse those."""
+
+    def explore(self, optimizer: Exploring) -> Tensor:
+        """Like `step`, with `optimizer.explore` for the update and without clipping; may wait for the device.
+
+        Afterwards forward passes use the moved weights.
+        """

@@ -1,0 +1,90 @@
+"""The processes of a run: who they are, and how they talk to each other."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ddpforge.interfaces.task import Total
+
+__all__ = ["Ranks", "World"]
+
+T = TypeVar("T")
+
+
+class Ranks(ABC):
+    """A group of processes that talk to each other; a single process is a group as well.
+
+    Every method is collective: all ranks of the group call it, in the same order. When a rank is gone, the others raise
+    RuntimeError, at the latest after `train.timeout`.
+    """
+
+    rank: int
+    size: int
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that writes logs, trackers and manifests."""
+        return self.rank == 0
+
+    @abstractmethod
+    def sum(self, values: Tensor) -> Tensor:
+        """Adds up `values`, of one shape and dtype on all ranks; returns the sum on the ranks' device.
+
+        The sum may be on its way until it is used: the first operation on it waits, on gloo too.
+        """
+
+    @abstractmethod
+    def mean(self, totals: Mapping[str, Total]) -> dict[str, float]:
+        """Divides sums by counts, both over all ranks and in float64; NaN where nothing was counted.
+
+        Ranks may name different totals, or the same ones in another order. One all-reduce; waits for the device.
+        """
+
+    @abstractmethod
+    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
+        """Concatenates every rank's rows, along the first dimension; also returns where this rank's own begin.
+
+        Ranks may have different numbers of rows. Gradients flow back: that of a rank's rows is the sum of what all
+        ranks computed for them.
+        """
+
+    @abstractmethod
+    def broadcast(self, value: T) -> T:
+        """Gives every rank rank 0's `value`: a small picklable object, or a tensor.
+
+        A tensor has the same shape and dtype on every rank, and is filled in place; any dtype will do.
+        """
+
+    @abstractmethod
+    def everyone(self, value: T) -> list[T]:
+        """Lists every rank's `value`, a small picklable object, on every rank."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Waits until every rank has come here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Where this process is: among all ranks, among those that see different data, and on which device.
+
+    `all` and `data` are the same unless a strategy splits one model over several ranks. Gradients are divided by what
+    is counted over `data`: ranks that see the same data count once. Means and decisions are taken over `all`.
+    """
+
+    all: Ranks
+    data: Ranks
+    device: torch.device
+    local_rank: int
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that writes logs, trackers and manifests."""
+        return self.all.is_main

@@ -1,0 +1,147 @@
+"""Ranks that talk over torch.distributed, and one process that talks to nobody."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+from ddpforge.interfaces import Ranks, Total
+from ddpforge.ranks.means import Means
+
+__all__ = ["Alone", "Connected", "Group", "share"]
+
+T = TypeVar("T")
+_CPU = torch.device("cpu")
+
+
+class Connected(Ranks):
+    """Ranks on one kind of device, whose means and gathered rows are made of sums and of small objects.
+
+    A subclass adds up tensors, fills in rank 0's, and lists small objects.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device = _CPU) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self._means = Means(self)
+
+    def mean(self, totals: Mapping[str, Total]) -> dict[str, float]:
+        """In one all-reduce, but for names that ranks have not heard of yet."""
+        return self._means(totals)
+
+    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
+        """Sizes first, as objects; then the rows, in one sum in which every rank fills in its own."""
+        sizes = self.everyone(len(rows))
+        begins = sum(sizes[: self.rank])
+        gathered: Tensor = _Gather.apply(rows, self, begins, sum(sizes))
+        return gathered, begins
+
+    def broadcast(self, value: T) -> T:
+        """A tensor is filled in place."""
+        if not isinstance(value, Tensor):
+            return self._object_of_rank_0(value)
+        if value.numel() and self.size > 1:
+            share(value, self)
+        return value
+
+    @abstractmethod
+    def bytes_of_rank_0(self, values: Tensor) -> None:
+        """Fills `values` (uint8, one dimension, contiguous) with those of rank 0."""
+
+    def _object_of_rank_0(self, value: T) -> T:
+        return self.everyone(value)[0]
+
+
+def share(tensor: Tensor, ranks: Connected) -> None:
+    """Fills `tensor` with rank 0's values, in place.
+
+    They travel as bytes: gloo knows neither int16 nor float8, NCCL neither int16 nor complex numbers.
+    """
+    held = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    ranks.bytes_of_rank_0(held.view(-1).view(torch.uint8))
+    if held.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(held)
+
+
+class _Gather(torch.autograd.Function):
+    """Every rank's rows; backward gives each rank the sum of the gradients that all ranks have for its own."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ranks: Ranks, begin: int, total: int) -> Tensor:
+        ctx.ranks, ctx.begin, ctx.rows = ranks, begin, len(rows)
+        everything = rows.new_zeros(total, *rows.shape[1:])
+        everything[begin : begin + len(rows)] = rows
+        return ranks.sum(everything)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        summed = ctx.ranks.sum(gradient.contiguous())
+        return summed[ctx.begin : ctx.begin + ctx.rows], None, None, None
+
+
+class Alone(Connected):
+    """One process: everything that all ranks say together is what it says itself."""
+
+    def __init__(self, device: torch.device = _CPU) -> None:
+        super().__init__(0, 1, device)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The values, on the device."""
+        return values.to(self.device, non_blocking=True)
+
+    def everyone(self, value: T) -> list[T]:
+        """The one value."""
+        return [value]
+
+    def bytes_of_rank_0(self, values: Tensor) -> None:
+        """They are."""
+
+    def barrier(self) -> None:
+        """There is nobody to wait for."""
+
+
+class Group(Connected):
+    """The ranks of a torch.distributed process group; objects travel on the host, over gloo."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device = _CPU, *, keeps: object = None) -> None:
+        """`keeps` is something that must live as long as the group."""
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
+        self._group, self._keeps = group, keeps
+
+    @classmethod
+    def of_writers(cls, ranks: Ranks, timeout: timedelta) -> Ranks:
+        """The same ranks over a gloo group of their own, for a thread that talks while training goes on."""
+        if ranks.size == 1:
+            return ranks
+        return cls(cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout)))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """One all-reduce, which is waited for when its result is used."""
+        values = values.to(self.device, non_blocking=True)
+        summed: Tensor = functional.all_reduce(values, "sum", self._group)
+        return summed
+
+    def bytes_of_rank_0(self, values: Tensor) -> None:
+        """One broadcast."""
+        dist.broadcast(values, group=self._group, group_src=0)
+
+    def _object_of_rank_0(self, value: T) -> T:
+        box = [value]
+        dist.broadcast_object_list(box, group=self._group, device=_CPU, group_src=0)
+        return box[0]
+
+    def everyone(self, value: T) -> list[T]:
+        """One all-gather of what the values are pickled to."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def barrier(self) -> None:
+        """torch's own."""
+        dist.barrier(group=self._group)

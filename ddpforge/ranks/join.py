@@ -1,0 +1,185 @@
+"""Joins the processes that a launcher started: its environment in, a world out. The only home of an Accelerator."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
+
+import psutil
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.commands.config import default_config_file, load_config_from_file
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, patch_environment
+
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import Ranks, Strategy, World
+from ddpforge.ranks.collectives import Alone, Group
+from ddpforge.ranks.devices import Agreement, choose_device, device_type, told_cpu
+
+if TYPE_CHECKING:
+    from ddpforge.recipe.schema import TrainSection
+
+__all__ = ["join", "leave", "limit_waiting"]
+
+log = logging.getLogger("ddpforge")
+
+# What the launcher's variables are when nobody set anything, and the keys of the recipe that decide instead.
+_SAYS_NOTHING = {
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_USE_DEEPSPEED": "false",
+    "ACCELERATE_USE_FSDP": "false",
+    "ACCELERATE_DYNAMO_BACKEND": "no",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+}
+_DECIDED_BY = {
+    "ACCELERATE_MIXED_PRECISION": "train.precision",
+    "ACCELERATE_DYNAMO_BACKEND": "train.compile",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "train.micro_batch",
+    "ACCELERATE_GRADIENT_CLIPPING": "train.clip_norm",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "strategy.stage",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "strategy.offload_optimizer",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "strategy.offload_parameters",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "strategy.extra",
+}
+_ON_GPUS = "cuda:nccl,cpu:gloo"  # gloo for what is on the host: objects, and the shards of cpu_offload
+
+
+def join(train: TrainSection, strategy: Strategy) -> World:
+    """Joins the gloo (CPU) or NCCL (CUDA) process group that the launcher announced, and checks its size.
+
+    `strategy` only says what else the launcher may have been told, and whether a single process needs a group. All
+    ranks of the world see different data; the strategy's `setup` may know better. Raises StrategyError where the
+    launcher contradicts the recipe, or the world is not the one that was announced.
+    """
+    _refuse_contradictions(train, strategy.launcher)
+    device = choose_device(device_type(train), asked=train.device != "auto" or told_cpu())
+    on_cpu = device.type == "cpu"
+    timeout = timedelta(seconds=train.timeout.seconds)
+    agreement = Agreement(device, timeout)
+    handlers = [InitProcessGroupKwargs(timeout=timeout, **_backend(device))]
+    with patch_environment(ACCELERATE_USE_DEEPSPEED="false", ACCELERATE_USE_FSDP="false"):
+        # Accelerate forms the world and nothing more; what shards the model is handed its own options.
+        accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[*handlers])
+    _check_world(accelerator)
+    if strategy.joins_alone and not dist.is_initialized():
+        backend = "gloo" if on_cpu else _ON_GPUS
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+    everyone: Ranks = Alone(device)
+    if accelerator.num_processes > 1:
+        everyone = Group(cast(dist.ProcessGroup, dist.group.WORLD), device, keeps=agreement)
+    if device.type == "cuda":
+        _look_at_gpus(train, device, everyone.size)
+    return World(all=everyone, data=everyone, device=device, local_rank=max(0, accelerator.local_process_index))
+
+
+def leave(world: World) -> None:
+    """Waits for all ranks, then leaves the process group; not called when training failed, where peers may be gone."""
+    if dist.is_initialized():
+        world.all.barrier()
+        dist.destroy_process_group()
+
+
+def limit_waiting(groups: Iterable[dist.ProcessGroup], train: TrainSection) -> None:
+    """Makes `train.timeout` hold in groups that a library has formed, which have torch's own timeout."""
+    timeout = timedelta(seconds=train.timeout.seconds)
+    c10d: Any = dist.distributed_c10d
+    set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # its older name
+    for group in groups:
+        set_timeout(timeout, group)
+
+
+def _backend(device: torch.device) -> dict[str, str]:
+    """What Accelerate is told of the group where a launcher announced one; it knows what there is for CPUs."""
+    return {"backend": _ON_GPUS} if device.type == "cuda" and "LOCAL_RANK" in os.environ else {}
+
+
+def _look_at_gpus(train: TrainSection, device: torch.device, ranks: int) -> None:
+    """Says what could be faster."""
+    idle = torch.cuda.device_count() - 1
+    if ranks == 1 and idle:
+        log.info("%d more GPUs are idle: ddpforge launch RECIPE --nproc %d", idle, idle + 1)
+    if train.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name(device)
+        log.warning('%s computes bf16 by emulation, which is slow; train.precision = "fp16" is not', name)
+
+
+# ---------------------------------------------------------------------------------------------- what the launcher says
+def _refuse_contradictions(train: TrainSection, more: Mapping[str, str]) -> None:
+    """The recipe owns training, the launcher owns the world: where the launcher says otherwise, show both."""
+    if train.device == "cuda" and told_cpu():
+        raise StrategyError(
+            'the launcher says ACCELERATE_USE_CPU=true, and the recipe train.device = "cuda"',
+            hints=["leave `--cpu` out of the launcher's flags and `accelerate config`, or train.device out"],
+        )
+    expected = {**_SAYS_NOTHING, "ACCELERATE_MIXED_PRECISION": {"fp32": "no"}.get(train.precision, train.precision)}
+    if more:
+        expected["ACCELERATE_GRADIENT_CLIPPING"] = "none" if train.clip_norm is None else str(train.clip_norm)
+    for variable, wanted in {**expected, **more}.items():
+        said = os.environ.get(variable, wanted)
+        if said.lower() not in (wanted, _SAYS_NOTHING.get(variable)):
+            key = _DECIDED_BY.get(variable, "strategy.use")
+            raise StrategyError(
+                f"the launcher says {variable}={said}, which `{key}` in the recipe decides",
+                hints=[f"leave it out of the launcher's flags and `accelerate config`, and set `{key}`"],
+            )
+
+
+def _check_world(accelerator: Accelerator) -> None:
+    promised = int(os.environ.get("WORLD_SIZE", "1"))
+    got = accelerator.num_processes
+    expected = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    if got != promised or accelerator.distributed_type not in expected:
+        raise StrategyError(
+            f"the launcher started {promised} processes, but Accelerate formed a world of {got} "
+            f"({accelerator.distributed_type})",
+            hints=["unset ACCELERATE_* variables, or start with `ddpforge launch RECIPE --nproc N`"],
+        )
+    asked = processes_asked_for()
+    if got < asked:
+        raise StrategyError(
+            f"`accelerate launch` was asked for {asked} processes and started {got}; on a machine without GPUs "
+            "it starts several only with --multi_gpu",
+            hints=[
+                f"ddpforge launch RECIPE --nproc {asked}",
+                f"torchrun --nproc-per-node {asked} -m ddpforge run RECIPE",
+                f"accelerate launch --multi_gpu --num_processes {asked} -m ddpforge run RECIPE",
+            ],
+        )
+
+
+def processes_asked_for() -> int:
+    """How many processes `accelerate launch` was told to start, when this process is the only one it started.
+
+    It hands a lone process no WORLD_SIZE: only its command line and its configuration file say what was wanted.
+    """
+    if "WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        return 1
+    try:
+        words = psutil.Process().parent().cmdline()
+    except (psutil.Error, AttributeError):
+        return 1
+    if not any("accelerate" in word for word in words):
+        return 1
+    if number := _value_of("--num-processes", words):
+        return int(number)
+
+    file = _value_of("--config-file", words)
+    if file is None and ("--cpu" in words or not os.path.isfile(default_config_file)):
+        return 1
+    return int(load_config_from_file(file).num_processes)
+
+
+def _value_of(flag: str, words: Sequence[str]) -> str | None:
+    """What a command line says after `flag`, which Accelerate lets people spell with underscores too."""
+    for word, following in pairwise([*words, ""]):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == flag:
+            return value if equals else following
+    return None

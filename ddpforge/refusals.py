@@ -1,0 +1,32 @@
+"""What no strategy can do with a recipe, known before ranks join."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddpforge.interfaces import Refusal
+from ddpforge.recipe.schema import TrainSection
+
+__all__ = ["general_refusals"]
+
+
+def general_refusals(train: TrainSection, data_ranks: int, device: str) -> Iterator[Refusal]:
+    """SyncBatchNorm on a CPU, and gradients that would add up in memory of CUDA graphs."""
+    if train.sync_batchnorm and device != "cuda":
+        hint = "torch.nn.SyncBatchNorm has no CPU implementation; leave train.sync_batchnorm out"
+        yield Refusal("train.sync_batchnorm", f"train.sync_batchnorm needs CUDA, and this run is on {device}", (hint,))
+    together = max(1, train.per_pass(data_ranks)) * data_ranks
+    if device == "cuda" and train.uses_cuda_graphs and train.global_batch > together:
+        yield Refusal(
+            "train.compile",
+            f'train.compile = "{train.compile}" replays CUDA graphs, whose memory is used again in every forward '
+            f"pass, and gradients of {train.global_batch // together} passes are to add up there",
+            ('set train.compile = "default"', f"or let each rank make one pass per step, with {_one_pass(train)}"),
+        )
+
+
+def _one_pass(train: TrainSection) -> str:
+    """What makes a step one forward pass of each rank."""
+    if train.elastic_shards:
+        return f"elastic_shards = ranks, and micro_batch = {train.global_batch} / ranks"
+    return f"micro_batch = {train.global_batch} / ranks"

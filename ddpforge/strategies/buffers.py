@@ -1,0 +1,36 @@
+"""Makes a model's buffers equal on all ranks, each of which has seen other data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddpforge.interfaces import Ranks
+
+__all__ = ["equalise_buffers", "running_statistics"]
+
+
+def equalise_buffers(model: nn.Module, ranks: Ranks) -> None:
+    """Gives BatchNorm's running statistics their mean over ranks, and other buffers rank 0's values.
+
+    Running statistics are linear in the batches, so when they are averaged does not change what they become.
+    """
+    if ranks.size == 1:
+        return
+    averaged = {id(buffer) for buffer in running_statistics(model)}
+    for buffer in model.buffers():
+        if id(buffer) in averaged:
+            buffer.copy_(ranks.sum(buffer) / ranks.size)
+        else:
+            ranks.broadcast(buffer)
+
+
+def running_statistics(model: nn.Module) -> Iterator[Tensor]:
+    """BatchNorm's means and variances."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            for buffer in (module.running_mean, module.running_var):
+                if buffer is not None:
+                    yield buffer

@@ -1,0 +1,318 @@
+"""What one rank trains under ZeRO: a DeepSpeed engine around the recipe's model and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import CanonicalState, Exploring, Part, Replica, SavedTensor
+from ddpforge.ranks.join import limit_waiting
+from ddpforge.strategies.buffers import equalise_buffers
+from ddpforge.strategies.deepspeed.nvme import SMALLEST, is_swapped, mend_prefetch
+from ddpforge.strategies.deepspeed.zero import Keys, ZeroWeights, keys_of, start
+from ddpforge.strategies.gradients import Gradients
+from ddpforge.strategies.own_state import OwnState
+from ddpforge.strategies.precision import LossScaling, precision_for, refuse_float64
+from ddpforge.strategies.trial import refuse_sparse
+from ddpforge.strategies.watch import refuse_loss, watched
+
+if TYPE_CHECKING:
+    from ddpforge.strategies.deepspeed.strategy import DeepSpeed
+
+__all__ = ["ZeroReplica"]
+
+_GATHERED = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+}
+
+
+class ZeroReplica(Replica):
+    """A DeepSpeed engine, and this rank's part of what it spreads over ranks."""
+
+    weights: ZeroWeights
+
+    def __init__(self, strategy: DeepSpeed, model: nn.Module, optimizer: Optimizer) -> None:
+        """Starts the engine; raises StrategyError where it is not the one that was asked for."""
+        self.strategy, self.world, self.train = strategy, strategy.world, strategy.train
+        self.bare, self.optimizer = model, optimizer
+        self.gradients = Gradients(model, self.world.all)
+        self._updated = False  # whether the weights have been, since this process began
+        fp16 = self.train.precision == "fp16"
+        self.precision = (
+            _EngineScaling(self.world.device) if fp16 else precision_for(self.train.precision, self.world.device)
+        )
+        for parameter in self.gradients.parameters:
+            self._refuse_form(parameter)
+        if strategy.offload_optimizer == "nvme" and getattr(optimizer, "passes", 1) > 1:
+            raise StrategyError(
+                f"{type(optimizer).__name__} moves the weights between the passes of a step, and what is on NVMe can "
+                "only be updated",
+                hints=['set strategy.offload_optimizer = "cpu"'],
+            )
+        self._own = OwnState(optimizer)
+        refuse_sparse(optimizer, model, sharded=True)
+        refuse_float64(model, self.train)
+        keys = keys_of(optimizer, torch.device("cpu") if strategy.offload_optimizer != "none" else self.world.device)
+        self._watch()
+        self.engine = self.module = self._start(keys)
+        self.weights = ZeroWeights(self.engine, model, keys.per_parameter)
+        self.weights.compare()
+
+    def _start(self, keys: Keys) -> Any:
+        config = self.strategy.config(self.train, self.world.all.size)
+        self._fit_buffers(config["zero_optimization"], keys)
+        engine = start(self.strategy.deepspeed, self.bare, self.optimizer, config, self.world)
+        limit_waiting([engine.data_parallel_group], self.train)
+        if self.strategy.offload_parameters == "nvme":
+            mend_prefetch(self.gradients.parameters)
+        self._check(engine)
+        zero = engine.optimizer
+        if zero.optimizer is not self.optimizer:
+            raise StrategyError("asked for DeepSpeed around the recipe's optimizer, but it uses one of its own")
+        if isinstance(self.precision, _EngineScaling):
+            self.precision.attach(zero)
+        if self.train.compile != "off" and not self.train.compile_blocks:
+            engine.compile(compile_kwargs={"mode": self.train.compile})
+        return engine
+
+    def _fit_buffers(self, zero: dict[str, Any], keys: Keys) -> None:
+        """Chooses the sizes that DeepSpeed leaves to its user: too small it fails, its own are 2 GB per rank."""
+        if self.strategy.offload_optimizer == "nvme":
+            weights_and_gradients = 2
+            zero["offload_optimizer"] |= {
+                "nvme_path": str(self.strategy.swap_folder().path),
+                "buffer_count": weights_and_gradients + max(2, len(keys.per_element)),
+            }
+        if self.strategy.offload_parameters == "nvme":
+            for name, parameter in self.bare.named_parameters():
+                if parameter.dtype != torch.float32:
+                    dtype = str(parameter.dtype).removeprefix("torch.")
+                    raise StrategyError(
+                        f"parameter `{name}` is {dtype}, and DeepSpeed offloads only float32 to NVMe as it is",
+                        hints=['set strategy.offload_parameters = "cpu", or build the model in float32'],
+                    )
+            largest = max(parameter.numel() for parameter in self.gradients.parameters)
+            zero["offload_param"] |= {
+                "nvme_path": str(self.strategy.swap_folder().path),
+                "buffer_size": -(-largest // self.world.all.size),
+            }
+
+    def _refuse_form(self, parameter: nn.Parameter) -> None:
+        name = self.gradients.names[id(parameter)]
+        if not parameter.numel() and (parameter.requires_grad or self.strategy.stage == 3):
+            raise StrategyError(
+                f"parameter `{name}` has no elements, and DeepSpeed cannot shard it",
+                hints=["remove it from the model"],
+            )
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        if parameter.requires_grad and parameter.dtype == torch.float64:
+            raise StrategyError(
+                f"parameter `{name}` is float64, and DeepSpeed keeps and updates weights in float32",
+                hints=['build the model in float32, or set strategy.use = "ddp", "single" or "fsdp"'],
+            )
+        if not parameter.requires_grad and self.strategy.stage == 3 and parameter.dtype not in _GATHERED:
+            raise StrategyError(
+                f"parameter `{name}` is {dtype}, and gloo and NCCL cannot gather that under stage 3",
+                hints=["make it a buffer, or set strategy.stage = 2"],
+            )
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise StrategyError(
+                f"parameter `{name}` is {dtype}, and DeepSpeed promises float32 master weights: updates smaller than a "
+                "rounding step would vanish",
+                hints=['build the model in float32; train.precision = "bf16" computes in bfloat16 all the same'],
+            )
+
+    def _check(self, engine: Any) -> None:
+        """Compares what runs with what was asked for: DeepSpeed falls back to something else in many places."""
+        zero = engine.optimizer
+        stage3 = self.strategy.stage == 3
+        found = {
+            "optimizer": type(zero).__name__,
+            "stage": engine.zero_optimization_stage(),
+            "sharded gradients": True if stage3 else zero.partition_gradients,
+            "data-parallel ranks": engine.dp_world_size,
+            "device": str(engine.device).removesuffix(":0"),
+            "gradient accumulation": engine.gradient_accumulation_steps(),
+            "clipping": zero.clip_grad,
+            "master weights": zero.master_weights_and_grads_dtype,
+            "accumulated gradients": zero.gradient_accumulation_dtype,
+            "reduced gradients": set(zero.ipg_buckets),
+            "optimizer on the host": zero.offload_optimizer if stage3 else zero.cpu_offload,
+            "weights on the host": zero.offload_param if stage3 else False,
+            "optimizer on NVMe": zero.swap_optimizer if stage3 else False,
+            "weights on NVMe": zero.params_in_nvme_and_cpu if stage3 else False,
+        }
+        asked = {
+            "optimizer": "DeepSpeedZeroOptimizer_Stage3" if stage3 else "DeepSpeedZeroOptimizer",
+            "stage": self.strategy.stage,
+            "sharded gradients": self.strategy.stage >= 2,
+            "data-parallel ranks": self.world.all.size,
+            "device": str(self.world.device).removesuffix(":0"),
+            "gradient accumulation": 1,
+            "clipping": self.train.clip_norm or 0.0,
+            "master weights": torch.float32,
+            "accumulated gradients": torch.float32,
+            "reduced gradients": {torch.float32},
+            "optimizer on the host": self.strategy.offload_optimizer != "none",
+            "weights on the host": self.strategy.offload_parameters != "none",
+            "optimizer on NVMe": self.strategy.offload_optimizer == "nvme",
+            "weights on NVMe": self.strategy.offload_parameters == "nvme",
+        }
+        for what, wanted in asked.items():
+            if found[what] != wanted:
+                raise StrategyError(f"asked DeepSpeed for {what}: {wanted}, and it runs with {found[what]}")
+
+        groups = range(len(zero.fp16_groups)) if stage3 else ()
+        if self.strategy.offload_optimizer == "nvme" and not any(zero._swappable_optimizer_subgroup(n) for n in groups):
+            self._refuse_small("offload_optimizer", "group of parameters")
+        if self.strategy.offload_parameters == "nvme" and not any(
+            is_swapped(parameter) for parameter in self.gradients.parameters
+        ):
+            self._refuse_small("offload_parameters", "parameter")
+
+    def _refuse_small(self, option: str, what: str) -> NoReturn:
+        smallest = max(SMALLEST, self.strategy.extra.get("aio", {}).get("block_size", 0))
+        raise StrategyError(
+            f'strategy.{option} = "nvme": no {what} has {smallest:,} bytes on each of {self.world.all.size} ranks, and '
+            "what is smaller stays in memory",
+            hints=[f'set strategy.{option} = "cpu"'],
+        )
+
+    # -- one step
+    def _watch(self) -> None:
+        """Notes which parameters a micro-batch's backward pass reaches."""
+        self._reached: set[int] = set()
+        for parameter in self.gradients.trained:
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda p: self._reached.add(id(p))
+            )
+
+    def _look(self) -> None:
+        """Every trained parameter must have got a gradient, on every rank, in every micro-batch, and no other.
+
+        DeepSpeed averages whatever gradients ranks have, in the order in which they come, even if they belong to
+        different parameters; and where a micro-batch has none, stage 3 adds up those of an earlier step.
+        """
+        if len(self._reached) != len(self.gradients.trained):
+            self.gradients.refuse_unused([p for p in self.gradients.trained if id(p) not in self._reached])
+        for parameter in self.gradients.frozen:
+            if parameter.requires_grad:
+                self.gradients.refuse_thawed(parameter)
+        self._reached.clear()
+
+    @contextmanager
+    def forward(self, *, last: bool = True) -> Iterator[None]:
+        """Autocast, which under stage 3 keeps no copies of gathered weights; the engine's own goes by this one.
+
+        Tells the engine whether the step ends with this micro-batch. Until the first update, training is watched.
+        """
+        self.engine.set_gradient_accumulation_boundary(last)
+        with self._autocast():
+            if self._updated or not self.bare.training:
+                yield
+                return
+            shards_weights, eager = self.strategy.stage == 3, self.train.compile == "off"
+            with watched(self.bare, shards_weights=shards_weights, shards_gradients=True, eager=eager):
+                yield
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.strategy.stage < 3:
+            return self.precision.forward()
+        return self.precision.sharded_forward(compiled=self.train.compile != "off")
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of `loss`."""
+        refuse_loss(loss)
+        # `_look` runs when the last gradient is there, before DeepSpeed reduces what is left in its bucket.
+        execution: Any = torch.autograd.Variable._execution_engine
+        loss.register_hook(lambda gradient: execution.queue_callback(self._look))  # type: ignore[no-untyped-call]
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self) -> Tensor:
+        """DeepSpeed measures, clips, updates and clears; it leaves out a step whose norm is not finite."""
+        self._updated = True
+        self.engine.step()
+        norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
+        if isinstance(self.precision, _EngineScaling):
+            self.precision.adapt(norm)
+        return norm
+
+    def explore(self, optimizer: Exploring) -> Tensor:
+        """A step of the engine that does not clip, and in which the optimizer explores instead of updating."""
+        zero, update = self.engine.optimizer, cast(Any, optimizer)
+
+        def explore() -> None:
+            optimizer.explore(float(zero._global_grad_norm))
+
+        clip, zero.clip_grad, update.step = zero.clip_grad, 0.0, explore  # shadows the method
+        try:
+            return self.step()
+        finally:
+            zero.clip_grad = clip
+            del update.step
+            zero._hp_optimizer_states_linked = False  # there is no state yet that DeepSpeed could have a view of
+
+    def overflowed(self) -> bool:
+        """True when a non-finite norm only lowered fp16's loss scale."""
+        return self.precision.overflowed()
+
+    def sync_buffers(self) -> None:
+        """BatchNorm's statistics become their mean over ranks, other buffers rank 0's."""
+        equalise_buffers(self.bare, self.world.all)
+
+    # -- to disk and back
+    def state(self) -> CanonicalState[Tensor | Part]:
+        """Each rank's parts."""
+        state = self.weights.capture(self.optimizer)
+        return replace(state, shared=self._own.capture(), numbers=self.precision.state())
+
+    def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
+        """Every rank reads its parts."""
+        self.weights.restore(self.optimizer, state, partial=partial)
+        self._own.restore(state.shared)
+        self.precision.load_state(state.numbers)
+        if isinstance(self.precision, _EngineScaling):
+            self.precision.tell()
+
+    def close(self) -> None:
+        """Takes the engine's hooks away, and what is on NVMe."""
+        self.engine.destroy()
+        if self.strategy.folder:
+            self.strategy.folder.close()
+
+
+class _EngineScaling(LossScaling):
+    """fp16 by DeepSpeed, with the loss scale that torch's GradScaler decides on.
+
+    DeepSpeed's own scaling for autocast measures and clips gradients that are still scaled, and never lowers a scale
+    that overflowed. So the engine is told which scale to use; with that it multiplies the loss, divides the norm, and
+    skips a step.
+    """
+
+    def attach(self, zero: Any) -> None:
+        """Takes over from the engine's own scaler."""
+        self._zero = zero
+        self._stand_in = nn.Parameter(torch.zeros((), device=self.device))
+        self._updated = torch.optim.SGD([self._stand_in], lr=0.0)
+        zero.torch_autocast_gradscaler = None
+        self.tell()
+
+    def tell(self) -> None:
+        """Gives the engine the present scale."""
+        self.scaler.scale(torch.zeros((), device=self.device))  # before which there is none
+        self._zero.override_loss_scale(self.scaler.get_scale())
+
+    def adapt(self, norm: Tensor) -> None:
+        """Lowers the scale when `norm` is not finite, raises it after many steps in which it was."""
+        self._stand_in.grad = norm.clone()
+        self.scaler.unscale_(self._updated)
+        self.scaler.update()
+        self.tell()

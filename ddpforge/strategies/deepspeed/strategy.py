@@ -1,0 +1,181 @@
+"""DeepSpeed's ZeRO: ranks share out the optimizer's state, and with higher stages gradients and weights too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+from packaging.version import Version
+from pydantic import Field
+from torch import nn
+from torch.optim import Optimizer
+
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import Contract, Refusal, Replica, Sharded, Strategy, World
+from ddpforge.strategies.deepspeed.extra import Offload, merge, refuse_owned
+from ddpforge.strategies.deepspeed.nvme import Folder, require_io
+from ddpforge.strategies.deepspeed.replica import ZeroReplica
+from ddpforge.strategies.deepspeed.zero import import_deepspeed, refuse_other_accelerator, require_deepspeed
+
+if TYPE_CHECKING:
+    from ddpforge.recipe.schema import TrainSection
+
+__all__ = ["DeepSpeed"]
+
+_SHARDS: dict[int, tuple[Sharded, ...]] = {
+    1: ("optimizer state",),
+    2: ("optimizer state", "gradients"),
+    3: ("optimizer state", "gradients", "weights"),
+}
+_ACCUMULATES = {
+    1: "autograd, in the parameters' .grad; one reduction per step, in the last micro-batch",
+    2: "DeepSpeed, in each rank's part of the gradients; one reduction per micro-batch",
+    3: "DeepSpeed, in each rank's part of the gradients; one reduce-scatter per micro-batch",
+}
+_COMPILES = Version("2.12")  # torch 2.11: the compiled backward pass does not reach what stage 3 gathered
+
+
+class DeepSpeed(Strategy):
+    """The DeepSpeed engine with ZeRO, around the recipe's own optimizer.
+
+    Stage 1 shards the optimizer's state and the weights it updates, stage 2 gradients too, stage 3 also the weights
+    of the forward pass. See https://www.deepspeed.ai/docs/config-json/ and Rajbhandari et al., "ZeRO" (SC 2020).
+
+    Offload to NVMe is for stage 3, and for tensors of a MiB and more on each rank; smaller ones stay in memory.
+    """
+
+    joins_alone = True
+
+    def __init__(
+        self,
+        *,
+        stage: Annotated[
+            Literal[1, 2, 3],
+            Field(description="What is sharded: optimizer state (1), gradients too (2), weights too (3)."),
+        ] = 2,
+        offload_optimizer: Annotated[
+            Offload, Field(description="Where optimizer state lives; if not on the device (none), the CPU updates it.")
+        ] = "none",
+        offload_parameters: Annotated[
+            Offload, Field(description="Where weights wait until they are gathered; none: on the device. Stage 3 only.")
+        ] = "none",
+        nvme_path: Annotated[
+            Path | None, Field(description="An existing folder on a local NVMe disk, for what is offloaded to nvme.")
+        ] = None,
+        extra: Annotated[
+            dict[str, Any],
+            Field(description="Further keys of the DeepSpeed configuration, for speed and for what it reports."),
+        ] = {},  # noqa: B006 (copied, never changed)
+    ) -> None:
+        if offload_parameters != "none" and stage != 3:
+            raise ValueError(f"offload_parameters needs stage 3: under stage {stage} every rank uses whole weights")
+        if offload_optimizer == "nvme" and stage != 3:
+            raise ValueError(
+                f'offload_optimizer = "nvme" needs stage 3: under stage {stage} DeepSpeed keeps the state in memory'
+            )
+        offloads = (offload_optimizer, offload_parameters)
+        if "nvme" in offloads and nvme_path is None:
+            raise ValueError("nvme_path is missing: the folder for what is offloaded to nvme")
+        if "nvme" not in offloads and nvme_path is not None:
+            raise ValueError("nvme_path has no effect, for nothing is offloaded to nvme")
+        self.stage = stage
+        self.offload_optimizer, self.offload_parameters = offloads
+        self.nvme_path = nvme_path
+        self.extra = deepcopy(extra)
+        refuse_owned(self.extra, *offloads)
+        self.contract = Contract(
+            shards=_SHARDS[stage],
+            clips="DeepSpeed, after the reduction, by the norm over all parts",
+            accumulates=_ACCUMULATES[stage],
+        )
+        self.launcher = {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage),
+            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": offload_optimizer,
+            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": offload_parameters,
+            "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": "none",
+        }
+
+    def generated_config(self, train: TrainSection, ranks: int) -> Mapping[str, Any]:
+        """The DeepSpeed configuration."""
+        return {"deepspeed config": self.config(train, ranks)}
+
+    def config(self, train: TrainSection, ranks: int) -> dict[str, Any]:
+        """What DeepSpeed is told.
+
+        Its own accumulation count is 1, because micro-batches are weighed by what is in them: the last step of an
+        epoch may have fewer. The strategy tells it which micro-batch is a step's last.
+        """
+        zero: dict[str, Any] = {"stage": self.stage}
+        if self.offload_optimizer != "none":
+            zero["offload_optimizer"] = self._offload(self.offload_optimizer)
+        if self.offload_parameters != "none":
+            zero["offload_param"] = self._offload(self.offload_parameters)
+        if self.offload_parameters == "nvme":
+            zero["offload_param"]["max_in_cpu"] = 0  # else the first 1e9 elements stay in memory
+        config = {
+            "train_micro_batch_size_per_gpu": max(1, train.per_pass(ranks)),
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": train.clip_norm or 0.0,
+            "communication_data_type": "fp32",
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "timers": {"throughput": {"enabled": False}},  # it waits for the device twice per step
+        }
+        if train.precision != "fp32":
+            # Master weights stay fp32 and so does communication: DeepSpeed would reduce the gradients of the modules
+            # it holds safe for lower precision in that precision.
+            dtype = {"bf16": "bfloat16", "fp16": "float16"}[train.precision]
+            config["torch_autocast"] = {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}
+        return merge(config, self.extra)
+
+    def _offload(self, device: Offload) -> dict[str, Any]:
+        return {"device": device, "nvme_path": str(self.nvme_path)} if device == "nvme" else {"device": device}
+
+    # -- before the loop
+    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
+        """What cannot be compiled, and a DeepSpeed that is not there, or is for another device."""
+        try:
+            require_deepspeed()
+            refuse_other_accelerator(device)
+        except StrategyError as error:
+            yield Refusal("strategy.use", error.message, error.hints)
+        if self.stage == 3 and device == "cuda" and train.uses_cuda_graphs:
+            yield Refusal(
+                "train.compile",
+                f'train.compile = "{train.compile}" replays CUDA graphs, which need weights that stay where they are, '
+                "and ZeRO stage 3 gathers them anew for every pass",
+                ('set train.compile = "default", or strategy.stage = 2',),
+            )
+        if self.stage == 3 and train.compile != "off" and Version(torch.__version__) < _COMPILES:
+            yield Refusal(
+                "train.compile",
+                f"under ZeRO stage 3, torch {torch.__version__} compiles models whose gradients are zero in part",
+                (f'update to torch {_COMPILES} or newer, set train.compile = "off", or strategy.stage = 2',),
+            )
+
+    def setup(self, train: TrainSection, world: World) -> World:
+        """Imports DeepSpeed for the device."""
+        self.deepspeed = import_deepspeed(world.device)
+        self.folder = Folder(self.nvme_path) if self.nvme_path is not None else None
+        if self.folder:
+            require_io()
+        return super().setup(train, world)
+
+    def swap_folder(self) -> Folder:
+        """The folder for what is on NVMe, where anything is."""
+        assert self.folder is not None
+        return self.folder
+
+    def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        """Moves the model to the device, but under stage 3, where that happens parameter by parameter."""
+        return model if self.stage == 3 else super().wrap(model, blocks)
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        """Starts the engine around both, and proves that it is the one that was asked for."""
+        return ZeroReplica(self, model, optimizer)

@@ -1,0 +1,75 @@
+"""Which parameters get gradients: all that are trained, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from torch import Tensor, nn
+
+from ddpforge.errors import StrategyError, UsageError
+from ddpforge.interfaces import Ranks
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """The gradients of a bare `model`, one of `ranks`' own.
+
+    A trained parameter that forward did not use has none; that is an error unless `may_be_unused`, with `hints` for
+    what else to do about it.
+    """
+
+    def __init__(
+        self, model: nn.Module, ranks: Ranks, *, may_be_unused: bool = False, hints: Sequence[str] = ()
+    ) -> None:
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.parameters = list(model.parameters())
+        self.trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self.frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
+        self._ranks, self._may_be_unused, self._hints = ranks, may_be_unused, hints
+
+    def collect(self) -> list[Tensor]:
+        """All gradients, after a backward pass.
+
+        Raises StrategyError where one is missing, or is where none should be, and UsageError where there are none.
+        """
+        found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if len(found) != len(self.trained):  # counting is free, so every step is checked
+            self._explain()
+        return found
+
+    def clear(self) -> None:
+        """Drops all gradients."""
+        for parameter in self.trained:  # what zero_grad does, without its 20 µs of bookkeeping
+            parameter.grad = None
+
+    def refuse_unused(self, parameters: Sequence[nn.Parameter]) -> NoReturn:
+        """Raises the StrategyError for parameters that forward did not use on this rank."""
+        more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
+        raise StrategyError(
+            f"parameter `{self.names[id(parameters[0])]}`{more} got no gradient on rank {self._ranks.rank}: "
+            "forward did not use it",
+            hints=["remove it from the model, or set requires_grad = False", *self._hints],
+        )
+
+    def refuse_thawed(self, parameter: nn.Parameter) -> NoReturn:
+        """Raises the StrategyError for a parameter that began to train when everything was built."""
+        raise StrategyError(
+            f"parameter `{self.names[id(parameter)]}` was frozen when the model was wrapped and gets gradients now; "
+            "they are not synchronised over ranks, nor does the optimizer know it",
+            hints=["leave requires_grad alone during a run; freeze and unfreeze between runs"],
+        )
+
+    def _explain(self) -> None:
+        for parameter in self.frozen:
+            if parameter.grad is not None:
+                self.refuse_thawed(parameter)
+        unused = [parameter for parameter in self.trained if parameter.grad is None]
+        if len(unused) == len(self.trained):
+            raise UsageError(
+                "the loss depends on no trained parameter: backward gave none of them a gradient",
+                hints=["look for `.detach()`, `.item()` or `torch.no_grad()` on the way to the loss"],
+            )
+        if unused and not self._may_be_unused:
+            self.refuse_unused(unused)

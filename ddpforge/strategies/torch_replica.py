@@ -1,0 +1,162 @@
+"""Replicas whose gradients autograd leaves in `.grad`, and whose optimizer is torch's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddpforge.interfaces import (
+    CanonicalState,
+    Exploring,
+    Part,
+    Replica,
+    SavedTensor,
+    Strategy,
+    Weights,
+    WholeWeights,
+)
+from ddpforge.strategies import named_state
+from ddpforge.strategies.buffers import equalise_buffers
+from ddpforge.strategies.gradients import Gradients
+from ddpforge.strategies.own_state import OwnState
+from ddpforge.strategies.precision import precision_for, refuse_float64
+from ddpforge.strategies.trial import refuse_sparse
+from ddpforge.strategies.watch import refuse_loss, watched
+
+__all__ = ["TorchReplica", "WholeReplica"]
+
+
+class TorchReplica(Replica):
+    """Computes in the recipe's precision, clips by the norm of all gradients, and never updates by a non-finite one.
+
+    A subclass knows which part of the weights this rank holds, and has gradients synchronised over ranks before
+    `step` measures them. `module` is the wrapped model, where there is a wrapper.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        bare: nn.Module,
+        optimizer: Optimizer,
+        weights: Weights,
+        *,
+        module: nn.Module | None = None,
+        may_be_unused: bool = False,
+        unused_hints: Sequence[str] = (),
+    ) -> None:
+        """Raises StrategyError for a model and an optimizer that do not fit together under `strategy`."""
+        self.bare, self.module, self.optimizer = bare, module or bare, optimizer
+        self.weights = weights
+        self.world, self.train = strategy.world, strategy.train
+        self.precision = precision_for(self.train.precision, self.world.device)
+        self.gradients = Gradients(bare, self.world.all, may_be_unused=may_be_unused, hints=unused_hints)
+        self._shards = strategy.contract.shards
+        self._own = OwnState(optimizer)
+        self._updated = False  # whether the weights have been, since this process began
+        refuse_sparse(optimizer, bare, sharded=bool(self._shards))
+        refuse_float64(bare, self.train)
+        if self.train.compile != "off" and not self.train.compile_blocks:
+            # In place, and on the wrapper: state keeps its names, and DDP's buckets still overlap with backward.
+            self.module.compile(mode=self.train.compile)
+
+    # -- one step
+    def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
+        """Autocast for bf16 and fp16; nothing for fp32. Until the first update, training passes are watched."""
+        if self._updated or not self.bare.training:
+            return self.autocast()
+        return self._watched()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What the precision asks for around a forward pass."""
+        return self.precision.forward()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        with (
+            self.autocast(),
+            watched(
+                self.bare,
+                shards_weights="weights" in self._shards,
+                shards_gradients=bool(self._shards),
+                eager=self.train.compile == "off",
+            ),
+        ):
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of `loss`, scaled up for fp16."""
+        refuse_loss(loss)
+        self.precision.backward(loss)
+
+    def step(self) -> Tensor:
+        """Unscales, measures the norm, clips, updates, clears: in this order at every precision."""
+        self._updated = True
+        self.precision.unscale(self.optimizer)
+        norm = self.norm(self.gradients.collect())
+        if self.train.clip_norm is not None:
+            self.clip(self.train.clip_norm, norm)
+
+        self.precision.update(self.optimizer, norm)
+        self.gradients.clear()
+        return norm
+
+    def explore(self, optimizer: Exploring) -> Tensor:
+        """Unscales, measures the norm, lets the optimizer move the weights if that is finite, clears."""
+        self.precision.unscale(cast(Optimizer, optimizer))
+        norm = self.norm(self.gradients.collect())
+        self.precision.leave()
+        if math.isfinite(number := norm.item()):
+            optimizer.explore(number)
+        self.gradients.clear()
+        return norm
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """The norm of all gradients together (0-d)."""
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def clip(self, largest: float, norm: Tensor) -> None:
+        """Scales the gradients, whose norm is `norm`, down to the `largest` norm."""
+        torch.nn.utils.clip_grads_with_norm_(self.gradients.trained, largest, norm)
+
+    def overflowed(self) -> bool:
+        """True when a non-finite norm only lowered fp16's loss scale."""
+        return self.precision.overflowed()
+
+    def sync_buffers(self) -> None:
+        """BatchNorm's statistics become their mean over ranks, other buffers rank 0's."""
+        equalise_buffers(self.bare, self.world.all)
+
+    # -- to disk and back
+    def remembered(self) -> Mapping[str, Any]:
+        """What belongs to no one parameter."""
+        return self._own.capture()
+
+    def remember(self, state: CanonicalState[SavedTensor]) -> None:
+        """Takes back what `remembered` gave, and fp16's loss scale."""
+        self._own.restore(state.shared)
+        self.precision.load_state(state.numbers)
+
+
+class WholeReplica(TorchReplica):
+    """The whole model on this rank. A subclass says how gradients are averaged over ranks."""
+
+    def __init__(self, strategy: Strategy, bare: nn.Module, optimizer: Optimizer, **options: Any) -> None:
+        """`options` are those of TorchReplica."""
+        super().__init__(strategy, bare, optimizer, WholeWeights(bare, strategy.world.all), **options)
+
+    def state(self) -> CanonicalState[Tensor | Part]:
+        """Every rank holds everything."""
+        state = named_state.capture(self.bare, self.optimizer)
+        return replace(state, shared=self.remembered(), numbers=self.precision.state())
+
+    def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
+        """Every rank takes everything."""
+        named_state.restore(self.bare, self.optimizer, state, partial=partial)
+        self.remember(state)

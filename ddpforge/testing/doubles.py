@@ -1,0 +1,90 @@
+"""Ranks in one process, for tests: threads that talk to each other as the ranks of a run do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ddpforge.interfaces import Ranks
+from ddpforge.ranks.collectives import Connected
+
+__all__ = ["ThreadRanks", "in_threads"]
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class _Table:
+    """What all threads have laid down."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = Barrier(size)
+        self.values: list[Any] = [None] * size
+        self.sums = 0
+
+
+class ThreadRanks(Connected):
+    """One of several threads; `sums` counts the reductions that they have made."""
+
+    def __init__(self, rank: int, table: _Table) -> None:
+        super().__init__(rank, table.barrier.parties)
+        self._table = table
+
+    @property
+    def sums(self) -> int:
+        """How many times values were summed."""
+        return self._table.sums
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Adds in the order of the ranks."""
+        summed = torch.stack(self._exchange(values.detach().clone())).sum(0, dtype=values.dtype)
+        self._table.sums += self.is_main
+        self.barrier()
+        return summed
+
+    def everyone(self, value: T) -> list[T]:
+        """The objects themselves, not copies."""
+        return self._exchange(value)
+
+    def bytes_of_rank_0(self, values: Tensor) -> None:
+        """Copies them."""
+        values.copy_(self._exchange(values)[0])
+        self.barrier()
+
+    def barrier(self) -> None:
+        """Waits for the other threads."""
+        self._table.barrier.wait()
+
+    def _exchange(self, value: T) -> list[T]:
+        self._table.values[self.rank] = value
+        self.barrier()
+        found = list(self._table.values)
+        self.barrier()
+        return found
+
+
+def in_threads(size: int, action: Callable[[Ranks], R]) -> list[R]:
+    """Calls `action(ranks)` for each of `size` ranks, all at the same time; returns what they return, by rank.
+
+    Where one raises, the others are released from waiting for it, and its error is raised.
+    """
+    table = _Table(size)
+
+    def run(rank: int) -> R:
+        try:
+            return action(ThreadRanks(rank, table))
+        except BaseException:
+            table.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    errors = [error for future in futures if (error := future.exception())]
+    for error in sorted(errors, key=lambda error: type(error).__name__ == "BrokenBarrierError"):
+        raise error
+    return [future.result() for future in futures]
