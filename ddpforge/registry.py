@@ -55,7 +55,8 @@ GIVEN: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 """What ddpforge itself hands to the components of a kind; a recipe may not set it."""
 
-PLUGIN_API = 1
+PLUGIN_API = 2
+_CHANGED = {"strategy": 2}  # the version since which a kind has had another contract
 """The newest version of the component contracts that this ddpforge keeps."""
 
 
@@ -274,6 +275,11 @@ class Registry:
             raise broken(
                 f"is written for plugin API {api}; this ddpforge keeps version {PLUGIN_API}",
                 hints=["update ddpforge, or install an older version of the plugin"],
+            )
+        if api < (needed := _CHANGED.get(kind, 1)):
+            raise broken(
+                f"is written for plugin API {api}; since version {needed} there is another contract for this kind",
+                hints=["update the plugin; its author finds what to change in docs/how-to/migrate-a-plugin.md"],
             )
         if component is _ABSENT:
             near = get_close_matches(attribute, dir(module), n=1)

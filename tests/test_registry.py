@@ -321,19 +321,30 @@ def test_an_entry_that_leads_nowhere(site: Path, target: str, said: str, hint: s
     assert error.hints == ((hint,) if hint else ())
 
 
-@pytest.mark.parametrize("api", ["2", "'1'", "None"])
+@pytest.mark.parametrize("api", ["3", "'1'", "None"])
 def test_a_plugin_for_a_newer_api_is_refused(site: Path, api: str) -> None:
     source = f"ddpforge_plugin_api = {api}\nclass Net: ..."
     install(site, "extra", {"ddpforge.model": {"net": "extra:Net"}}, modules={"extra.py": source})
 
     error = broken("model", "net")
 
-    assert f"is written for plugin API {api.strip(chr(39))}; this ddpforge keeps version 1" in error.message
+    assert f"is written for plugin API {api.strip(chr(39))}; this ddpforge keeps version 2" in error.message
     assert error.hints == ("update ddpforge, or install an older version of the plugin",)
 
 
-def test_a_plugin_for_this_api_is_welcome(site: Path) -> None:
+def test_a_strategy_for_the_first_api_is_refused(site: Path) -> None:
     source = "ddpforge_plugin_api = 1\nclass Net: ..."
+    install(site, "extra", {"ddpforge.strategy": {"net": "extra:Net"}}, modules={"extra.py": source})
+
+    error = broken("strategy", "net")
+
+    assert "is written for plugin API 1; since version 2 there is another contract for this kind" in error.message
+    assert "docs/how-to/migrate-a-plugin.md" in error.hints[0]
+
+
+@pytest.mark.parametrize("api", [1, 2])
+def test_a_plugin_whose_contract_is_as_it_was_is_welcome(site: Path, api: int) -> None:
+    source = f"ddpforge_plugin_api = {api}\nclass Net: ..."
     install(site, "extra", {"ddpforge.model": {"net": "extra:Net"}}, modules={"extra.py": source})
 
     assert Registry.installed().load("model", "net").__name__ == "Net"

@@ -59,7 +59,7 @@ class TorchReplica(Replica):
         self.gradients = Gradients(bare, self.world.all, may_be_unused=may_be_unused, hints=unused_hints)
         self._shards = strategy.contract.shards
         self._own = OwnState(optimizer)
-        self._updated = False  # whether the weights have been, since this process began
+        self.updated = False  # whether the weights have been, since this process began
         refuse_sparse(optimizer, bare, sharded=bool(self._shards))
         refuse_float64(bare, self.train)
         if self.train.compile != "off" and not self.train.compile_blocks:
@@ -69,7 +69,7 @@ class TorchReplica(Replica):
     # -- one step
     def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
         """Autocast for bf16 and fp16; nothing for fp32. Until the first update, training passes are watched."""
-        if self._updated or not self.bare.training:
+        if self.updated or not self.bare.training:
             return self.autocast()
         return self._watched()
 
@@ -97,7 +97,7 @@ class TorchReplica(Replica):
 
     def step(self) -> Tensor:
         """Unscales, measures the norm, clips, updates, clears: in this order at every precision."""
-        self._updated = True
+        self.updated = True
         self.precision.unscale(self.optimizer)
         norm = self.norm(self.gradients.collect())
         if self.train.clip_norm is not None:

@@ -11,7 +11,7 @@ from ddpforge_transformers.data import load_tokenizer
 
 __all__ = ["HFFolder"]
 
-ddpforge_plugin_api = 1
+ddpforge_plugin_api = 2
 
 
 class HFFolder(Callback):

@@ -19,7 +19,7 @@ from transformers import (
 
 __all__ = ["causal_lm", "sequence_classification"]
 
-ddpforge_plugin_api = 1
+ddpforge_plugin_api = 2
 
 _ModelType = Annotated[
     str | None, Field(description='A type of model with random weights, e.g. "llama"; or set `pretrained`.')

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 __all__ = ["CausalLM", "SequenceClassification"]
 
-ddpforge_plugin_api = 1
+ddpforge_plugin_api = 2
 
 Batch = Mapping[str, Tensor]
 _IGNORED = -100

@@ -1,0 +1,104 @@
+"""What every kind of ranks must do; as a program, one rank of a gloo group: `python talking.py RANK SIZE STORE`."""
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ddpforge.interfaces import Ranks, Total
+from ddpforge.ranks.collectives import Group
+
+DTYPES = [torch.float64, torch.bfloat16, torch.float8_e5m2, torch.int16, torch.uint16, torch.bool, torch.complex64]
+
+
+def adds_up(ranks: Ranks) -> None:
+    """Floats and integers, of any shape; what is given stays as it was."""
+    for values in (torch.tensor([[1.0, ranks.rank]]), torch.tensor(1 << 40)):
+        before = values.clone()
+        assert torch.equal(ranks.sum(values), sum(_of(ranks, values, rank) for rank in range(ranks.size)))
+        assert torch.equal(values, before)
+
+
+def _of(ranks: Ranks, values: torch.Tensor, rank: int) -> torch.Tensor:
+    return torch.tensor([[1.0, rank]]) if values.ndim else values
+
+
+def takes_means(ranks: Ranks) -> None:
+    """Of names that only one rank has, too: sums over counts, both over all ranks."""
+    totals = {
+        "x": Total(torch.tensor(float(ranks.rank)), 1 + ranks.rank),
+        f"of {ranks.rank}": Total(torch.tensor(3.0), 2),
+    }
+    expected = {"x": sum(range(ranks.size)) / sum(range(1, ranks.size + 1))}
+    expected |= {f"of {rank}": 1.5 for rank in range(ranks.size)}
+    for _ in range(2):
+        assert ranks.mean(totals) == expected
+
+
+def gathers_rows_with_gradients(ranks: Ranks) -> None:
+    """Rank r has r rows of the value r, and weighs the gathered rows by r + 1: each row's gradient is what all say."""
+    mine = torch.full((ranks.rank, 2), float(ranks.rank), requires_grad=True)
+    rows, begin = ranks.gather(mine)
+    assert rows[:, 0].tolist() == [float(rank) for rank in range(ranks.size) for _ in range(rank)]
+    assert begin == sum(range(ranks.rank))
+    (rows.sum() * (ranks.rank + 1)).backward()  # type: ignore[no-untyped-call]
+    assert mine.grad is not None
+    assert torch.equal(mine.grad, torch.full_like(mine, float(sum(range(1, ranks.size + 1)))))
+
+
+def gives_all_what_rank_0_has(ranks: Ranks) -> None:
+    """Tensors of any dtype and layout, in place, to the bit; and objects."""
+    assert ranks.broadcast({"rank": ranks.rank}) == {"rank": 0}
+    forms: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: x,
+        lambda x: x.t(),
+        lambda x: x[:0],
+        lambda x: x[0, 0],
+    ]
+    for dtype in DTYPES:
+        mine, first = (torch.tensor([[rank + 1, 2, 3], [4, 5, 6]]).to(dtype) for rank in (ranks.rank, 0))
+        for form in forms:
+            tensor = form(mine.clone())
+            assert ranks.broadcast(tensor) is tensor
+            assert tensor.tolist() == form(first).tolist(), dtype
+    nans = torch.tensor([0x7FC00001 + ranks.rank], dtype=torch.int32).view(torch.float32)
+    assert ranks.broadcast(nans).view(torch.int32).item() == 0x7FC00001
+    parameter = torch.nn.Parameter(torch.full((2,), float(ranks.rank)))
+    assert ranks.broadcast(parameter).tolist() == [0.0, 0.0]
+
+
+def lists_what_everyone_says(ranks: Ranks) -> None:
+    """By rank."""
+    assert ranks.everyone(ranks.rank) == list(range(ranks.size))
+    ranks.barrier()
+    assert ranks.is_main == (ranks.rank == 0)
+
+
+CHECKS: list[Callable[[Ranks], None]] = [
+    adds_up,
+    takes_means,
+    gathers_rows_with_gradients,
+    gives_all_what_rank_0_has,
+    lists_what_everyone_says,
+]
+
+
+def main(rank: int, size: int, store: str) -> None:
+    """Checks a gloo group, and the group of its own that writers have."""
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    ranks = Group(dist.group.WORLD)  # type: ignore[arg-type]
+    for group in (ranks, Group.of_writers(ranks, timeout)):
+        for check in CHECKS:
+            check(group)
+    half = dist.new_group([1, 2], timeout=timeout)  # whose rank 0 is another one
+    if rank in (1, 2):
+        for check in CHECKS:
+            check(Group(half))
+    print("all is well")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
