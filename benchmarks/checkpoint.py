@@ -39,9 +39,12 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ddpforge.checkpoint import Checkpoints, Facts, Peers, Reader, Share
+from ddpforge.checkpoint.contents import Facts, Share
+from ddpforge.checkpoint.manager import Checkpoints
+from ddpforge.checkpoint.reader import Reader
 from ddpforge.interfaces import CanonicalState, Range, Ranks
 from ddpforge.ranks.collectives import Alone, Group
+from ddpforge.ranks.writers import Peers
 from ddpforge.recipe.schema import CheckpointSection, KeepSection
 
 BLOCK = 64 << 20  # bytes per write of the raw side

@@ -101,10 +101,10 @@ def by_hand(kind: str, steps: int, batch: int) -> None:
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-    from ddpforge.datasets.digits import Digits
-    from ddpforge.datasets.text import Text
-    from ddpforge.models.gpt import GPT
-    from ddpforge.models.mlp import MLP
+    from ddpforge.builtin.datasets.digits import Digits
+    from ddpforge.builtin.datasets.text import Text
+    from ddpforge.builtin.models.gpt import GPT
+    from ddpforge.builtin.models.mlp import MLP
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)

@@ -4,7 +4,7 @@
     python benchmarks/strategies.py --memory      bytes that a rank holds, beside what theory says
     python benchmarks/strategies.py --rows fsdp zero3 --nproc 1 --width 512 --steps 40
 
-Both run on CPU ranks over gloo, in fp32, on the GPT of `ddpforge.models` and the bytes of Python's standard library.
+Both run on CPU ranks over gloo, in fp32, on the GPT of `ddpforge.builtin` and the bytes of Python's standard library.
 
 Time: the two sides take turns (A B A B …) in fresh processes, and the ratio is that of their medians. Beside it stand
 the smallest and the largest ratio of a pair, which say how far it can be trusted, and the ratio of rank 0's CPU time,
@@ -213,7 +213,7 @@ def deepspeed_by_hand(
 
 
 def make_model(options: argparse.Namespace) -> nn.Module:
-    from ddpforge.models.gpt import GPT
+    from ddpforge.builtin.models.gpt import GPT
 
     sizes = {"block_size": options.length, **{key: getattr(options, key) for key in ("layers", "heads", "width")}}
     return GPT(vocab_size=256, **sizes)
@@ -223,7 +223,7 @@ def micro_batches(options: argparse.Namespace) -> Iterator[list[Tensor]]:
     """This rank's, without end."""
     from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-    from ddpforge.datasets.text import Text
+    from ddpforge.builtin.datasets.text import Text
 
     text = Text(split="train", block_size=options.length)
     dataset = TensorDataset(*text.__getitems__(list(range(min(20_000, len(text))))))

@@ -18,27 +18,25 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-from ddpforge import leaving
-from ddpforge.assemble import assemble
 from ddpforge.checkpoint.manager import Checkpoints
-from ddpforge.checkpoint.peers import Peers
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.retention import check_folder
+from ddpforge.components.registry import Registry
 from ddpforge.confidential import redacted
-from ddpforge.console import setup_logging
-from ddpforge.environment import world_size
 from ddpforge.errors import CheckpointError, Diverged, ExitCode, ForgeError, PeerFailed, UsageError
-from ddpforge.failures import Failures, Peer, Report, phrase
 from ddpforge.interfaces import Callback, Tracker, World
 from ddpforge.launch import record_verdict
-from ddpforge.memory import explained
-from ddpforge.parts import Parts
+from ddpforge.ranks import leaving
+from ddpforge.ranks.failures import Failures, Peer, Report, phrase
 from ddpforge.ranks.join import join, leave
+from ddpforge.ranks.logs import setup_logging
 from ddpforge.ranks.rank_zero import on_rank_zero
+from ddpforge.ranks.watch import Watch
+from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe, load_recipe
 from ddpforge.recipe.batch import check_world, plan_batch
-from ddpforge.registry import Registry
-from ddpforge.runfolder import (
+from ddpforge.runs.environment import world_size
+from ddpforge.runs.folder import (
     Change,
     Papers,
     RunFolder,
@@ -49,9 +47,11 @@ from ddpforge.runfolder import (
     refuse_finished,
     refuse_fixed,
 )
-from ddpforge.trackers.several import Several
-from ddpforge.trainer import Trainer
-from ddpforge.watch import Watch
+from ddpforge.training.assemble import assemble
+from ddpforge.training.loop import Trainer
+from ddpforge.training.memory import explained
+from ddpforge.training.parts import Parts
+from ddpforge.training.trackers import Several
 
 __all__ = ["Evaluation", "Outcome", "evaluate", "run"]
 

@@ -19,12 +19,12 @@ import click
 from pydantic import BaseModel, create_model
 
 import ddpforge.cli
-from ddpforge.options import OptionRow, options_table
+from ddpforge.components.options import OptionRow, options_table
+from ddpforge.components.registry import KINDS, Registry
 from ddpforge.recipe.layers import NAMED_SLOTS, SLOTS
 from ddpforge.recipe.report import dotted
 from ddpforge.recipe.schema import OptimizerComponent, Recipe
 from ddpforge.recipe.vocabulary import Vocabulary
-from ddpforge.registry import KINDS, Registry
 
 PAGES = Path(__file__).parent / "reference"
 # Plugins that are installed beside ddpforge are not ours to document.

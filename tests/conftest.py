@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Ranks, Zygote
+from launched import Ranks, Zygote
 
 PLUGINS = ",".join(path.name for path in (Path(__file__).parents[1] / "plugins").glob("*"))
 
@@ -38,7 +38,7 @@ def _untouched_logger() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
-    """The process that forks ranks; see `ranks.py`."""
+    """The process that forks ranks; see `launched.py`."""
     zygote = Zygote()
     yield zygote
     zygote.close()

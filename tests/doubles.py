@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from ddpforge.checkpoint.contents import Facts, Share
 from ddpforge.data import Share as DataShare
 from ddpforge.data import open_data
-from ddpforge.durations import Horizon
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, CanonicalState, Contract, Replica, Task, Total, Tracker, WholeWeights, World
+from ddpforge.interfaces.durations import Horizon
 from ddpforge.ranks.collectives import Alone
 from ddpforge.recipe.schema import CheckpointSection, Component, DataSection, OptimizerComponent, Recipe, TrackSection
 from ddpforge.recipe.schema import TrainSection as Train
-from ddpforge.trainer import Trainer
+from ddpforge.training.loop import Trainer
 
 
 class Clock:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddpforge.tasks.regression import Regression
+from ddpforge.builtin.tasks.regression import Regression
 
 WIDTH = 24  # of no batch
 

@@ -135,7 +135,7 @@ class SaveAgain(Callback):
     """Ends a run as soon as it has restored a checkpoint: it saves that again, and trains nothing."""
 
     def __init__(self) -> None:
-        from ddpforge.trainer import Trainer
+        from ddpforge.training.loop import Trainer
 
         def fit(self: Trainer) -> str:
             self._began, self._saved = time.monotonic(), None

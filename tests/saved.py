@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddpforge.regions import Range, Region, copy
+from ddpforge.interfaces.regions import Range, Region, copy
 
 
 @dataclass(frozen=True)

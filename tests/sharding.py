@@ -7,10 +7,10 @@ from shutil import copy
 from typing import Any
 
 import pytest
-from ranks import Ranks
+from launched import Ranks
 from torch import Tensor
 
-from ddpforge.checkpoint import Reader
+from ddpforge.checkpoint.reader import Reader
 
 DDP = 'use = "ddp"'
 FSDP = 'use = "fsdp"'

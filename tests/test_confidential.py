@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from ddpforge.confidential import redact, redacted, reveal
-from ddpforge.console import setup_logging
-from ddpforge.environment import describe_environment
 from ddpforge.errors import RecipeError
+from ddpforge.ranks.logs import setup_logging
 from ddpforge.recipe import load_recipe
+from ddpforge.runs.environment import describe_environment
 
 VALUE = "hunter2-very-secret"
 RECIPE = """

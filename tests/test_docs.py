@@ -14,15 +14,15 @@ from typing import Any
 
 import click
 import pytest
-from ranks import Ranks
+from launched import Ranks
 
 import ddpforge as package
 from ddpforge.cli import main
+from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, RecipeError
 from ddpforge.recipe import load_recipe, render
 from ddpforge.recipe.layers import FRAMEWORK_KEYS, kind_at, used_name
 from ddpforge.recipe.vocabulary import Vocabulary
-from ddpforge.registry import Registry
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -16,46 +16,38 @@ MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-COMPONENTS = {"callbacks", "datasets", "metrics", "models", "optim", "strategies", "tasks", "trackers"}
 
-# From the top down; a module imports only what is below its own line, and a package its own modules. The longest
-# name that fits decides: `checkpoint.files` is a leaf that run folders need too.
+# From the top down; a module imports only what is below its own package's line.
 LAYERS = [
     {"__main__"},
     {"cli"},
     {"testing"},
     {"parity", "runner"},
-    {"assemble"},
-    {"parts"},
-    {"rehearsal"},
-    {"trainer"},
-    {"progress", "steps"},
-    {"sums"},
-    {"fitness"},
-    {"blocks", "checkpoint", "contract", "data", "firstlook", "kinds", "means", "norms", "pace", "statistics"},
-    {"recompute"},
-    # ------------------------------------------------------------------------ nothing below imports torch
-    {"runfolder", "watch"},
-    {"failures"},
-    {"agree", "checkpoint.files", "console", "environment", "launch", "leaving", "memory", "signals"},
-    {"authoring", "pytest_options", "recipe"},
-    {"registry"},
-    {"options"},
+    {"training"},
+    {"exchange"},
+    {"data", "runs", "strategies"},
+    {"checkpoint"},
+    {"ranks"},
+    {"launch", "pytest_options", "recipe"},
+    {"components"},
+    {"builtin"},
     {"interfaces"},
-    {"direction", "durations", "regions"},
-    {"confidential", "errors"},
+    {"confidential", "direction", "disk"},
+    {"errors"},
     {""},  # ddpforge itself: the version, and names that are imported when they are used
 ]
+# What is imported before anybody needs torch: commands that only read begin in a moment.
+LIGHT = {"cli", "components", "confidential", "direction", "disk", "errors", "interfaces", "launch", "recipe", "runs"}
+LIGHT |= {f"ranks.{name}" for name in ("failures", "leaving", "logs", "signals", "watch")}
+LIGHT |= {f"checkpoint.{name}" for name in ("manifest", "retention", "schema", "untrusted", "verify")}
 
 
 def layer(module: str) -> int:
-    """The number of a module's layer, counted from the top; components sit on the interfaces."""
-    name = module.removeprefix("ddpforge").removeprefix(".")
-    if name.partition(".")[0] in COMPONENTS:
-        return next(i for i, names in enumerate(LAYERS) if "registry" in names)
-    fits = {one: i for i, names in enumerate(LAYERS) for one in names if name == one or name.startswith(f"{one}.")}
+    """The number of a module's layer, counted from the top."""
+    name = module.removeprefix("ddpforge").removeprefix(".").partition(".")[0]
+    fits = [number for number, names in enumerate(LAYERS) if name in names]
     assert fits, f"{module} has no place in LAYERS"
-    return fits[max(fits, key=len)]
+    return fits[0]
 
 
 @cache
@@ -98,16 +90,16 @@ def test_imports_point_down() -> None:
 
 def test_components_live_by_the_rules_of_plugins() -> None:
     """Whatever comes with ddpforge could have come from somebody else: it needs the interfaces and nothing more."""
-    ours = [edge for edge in EDGES if package_of(edge[0]).removeprefix("ddpforge.") in COMPONENTS]
-    assert {imported for _, imported in ours} <= {"ddpforge.interfaces", "ddpforge.errors"}
+    ours = {imported for module, imported in EDGES if package_of(module) == "ddpforge.builtin"}
+    assert {package_of(imported) for imported in ours} <= {"ddpforge.interfaces", "ddpforge.errors"}
 
 
 @pytest.mark.parametrize(
     ("library", "home"),
     [
-        ("accelerate", "ddpforge.strategies"),
-        ("deepspeed", "ddpforge.strategies"),
-        ("wandb", "ddpforge.trackers.wandb"),
+        ("accelerate", "ddpforge.ranks.join"),
+        ("deepspeed", "ddpforge.strategies.deepspeed"),
+        ("wandb", "ddpforge.builtin.trackers.wandb"),
         ("click", "ddpforge.cli"),
     ],
 )
@@ -116,19 +108,18 @@ def test_a_library_is_imported_in_one_place(library: str, home: str) -> None:
     assert all(user == home or user.startswith(f"{home}.") for user in users), users
 
 
-def test_nothing_below_the_torch_line_imports_torch_when_it_is_imported() -> None:
+def test_nothing_light_imports_torch_when_it_is_imported() -> None:
     """Functions may, and `launch.torchrun` is a program of its own."""
-    line = layer("ddpforge.runfolder")
-    light = [
-        module for module in MODULES if layer(module) >= line and package_of(module).split(".")[-1] not in COMPONENTS
-    ]
+    names = {module: module.removeprefix("ddpforge.") for module in MODULES}
+    light = {module for module, name in names.items() if name in LIGHT or name.partition(".")[0] in LIGHT}
     heavy = [
         (module, imported)
-        for module in set(light) - {"ddpforge.launch.torchrun"}
+        for module in light - {"ddpforge.launch.torchrun", "ddpforge.components.kinds"}
         for statement in tree(module).body
         if isinstance(statement, ast.Import | ast.ImportFrom)
         for imported in imports(module, ast.Module([statement], []))
         if imported.partition(".")[0] in ("torch", "numpy", "accelerate", "safetensors")
+        or (imported.startswith("ddpforge.") and imported not in light and not imported.endswith("__main__"))
     ]
     assert not heavy
 

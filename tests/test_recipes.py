@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Ranks
+from launched import Ranks
 
 from ddpforge.recipe import bundled, load_recipe
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from ddpforge import __version__
-from ddpforge.checkpoint import files, tensors
+from ddpforge import __version__, disk
+from ddpforge.checkpoint import safetensors_writer
 from ddpforge.checkpoint.contents import Apart, Facts, Share
 from ddpforge.checkpoint.schema import COMMIT, LATEST, MANIFEST, MOST_TEXT, Commit, Manifest
 from ddpforge.errors import CheckpointError
@@ -25,7 +25,9 @@ log = logging.getLogger("ddpforge")
 def describe(facts: Facts, share: Share, apart: Apart) -> Manifest:
     """A manifest that lacks only files and tensors; raises CheckpointError for what JSON cannot hold."""
     versions = {"ddpforge": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    metrics = {name: tensors.to_scalar(x, f"the metric {name}", (int, float)) for name, x in facts.metrics.items()}
+    metrics = {
+        name: safetensors_writer.to_scalar(x, f"the metric {name}", (int, float)) for name, x in facts.metrics.items()
+    }
     try:
         manifest = Manifest(
             step=facts.step,
@@ -63,11 +65,11 @@ class Draft:
         """Makes the folder to fill, and the one that it is in."""
         if not folder.is_dir():
             log.warning("%s is not there: it is made anew, and what may have been in it is gone", folder)
-            files.make_folder(folder)
-            files.sync_folder(folder.parent)
+            disk.make_folder(folder)
+            disk.sync_folder(folder.parent)
         final = _unused(folder, step)
         draft = cls(folder / f".{final.name}.tmp", final)
-        files.make_folder(draft.temporary)
+        disk.make_folder(draft.temporary)
         return draft
 
     def publish(self, manifest: Manifest) -> Path:
@@ -77,18 +79,18 @@ class Draft:
             raise CheckpointError(
                 f"the checkpoint of step {manifest.step} has a manifest of {len(text):,} bytes: too many"
             )
-        files.write_new(self.temporary / MANIFEST, [text])
+        disk.write_new(self.temporary / MANIFEST, [text])
         commit = Commit(manifest_sha256=hashlib.sha256(text).hexdigest())
-        files.write_new(self.temporary / COMMIT, [commit.model_dump_json().encode()])
-        files.sync_folder(self.temporary)
+        disk.write_new(self.temporary / COMMIT, [commit.model_dump_json().encode()])
+        disk.sync_folder(self.temporary)
         hint = json.dumps({"dir": self.final.name, "step": manifest.step})
-        files.remove(self._hint)  # of an attempt that was killed here
-        files.write_new(self._hint, [hint.encode()])  # a disk that is full must say so before there is a checkpoint
+        disk.remove(self._hint)  # of an attempt that was killed here
+        disk.write_new(self._hint, [hint.encode()])  # a disk that is full must say so before there is a checkpoint
 
-        files.rename(self.temporary, self.final)
-        files.sync_folder(self.final.parent)
-        files.rename(self._hint, self.final.with_name(LATEST))
-        files.sync_folder(self.final.parent)
+        disk.rename(self.temporary, self.final)
+        disk.sync_folder(self.final.parent)
+        disk.rename(self._hint, self.final.with_name(LATEST))
+        disk.sync_folder(self.final.parent)
         return self.final
 
     @property
@@ -98,8 +100,8 @@ class Draft:
     def discard(self) -> None:
         """Removes what was not published. What cannot be removed now is removed when the run starts again."""
         with suppress(OSError):
-            files.remove(self._hint)
-            files.remove(self.temporary)
+            disk.remove(self._hint)
+            disk.remove(self.temporary)
 
 
 def _unused(folder: Path, step: int) -> Path:

@@ -10,12 +10,12 @@ from typing import NamedTuple, TypeVar, cast
 from pydantic import JsonValue
 from torch import Tensor
 
-from ddpforge.checkpoint import tensors
-from ddpforge.checkpoint.deal import divide
+from ddpforge.checkpoint import safetensors_writer
 from ddpforge.checkpoint.schema import CallbackScalars, Manifest, OptimizerScalars, Scalar, Section
+from ddpforge.checkpoint.write_shares import divide
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState
-from ddpforge.regions import Part
+from ddpforge.interfaces.regions import Part
 
 X = TypeVar("X")
 
@@ -114,7 +114,7 @@ def take_apart(share: Share, *, rank: int, ranks: int) -> Apart:
 def _held(value: object, what: str, *, rank: int, ranks: int) -> list[Part] | None:
     """What is held of a tensor, if the value says that and it can be saved; None if it is something else."""
     if isinstance(value, Tensor):
-        tensors.check(value, what)
+        safetensors_writer.check(value, what)
         return [Part.whole(value, replica=rank, replicas=ranks)]
     parts = [value] if isinstance(value, Part) else value
     if not isinstance(parts, list | tuple) or not parts or not all(isinstance(part, Part) for part in parts):
@@ -122,7 +122,7 @@ def _held(value: object, what: str, *, rank: int, ranks: int) -> list[Part] | No
 
     found: list[Part] = list(parts)
     for part in found:
-        tensors.check(part.tensor, what)
+        safetensors_writer.check(part.tensor, what)
         if (part.shape, part.tensor.dtype) != (found[0].shape, found[0].tensor.dtype):
             raise CheckpointError(f"{what} cannot be saved: its parts are of different tensors")
     return found
@@ -139,7 +139,7 @@ def _split(
             what = kind.what.format(owner, key)
             held = None if isinstance(value, Tensor) and kind.numbers and not value.ndim else mine(value, what)
             if held is None:
-                rest[owner][key] = tensors.to_scalar(value, what, kind.plain)
+                rest[owner][key] = safetensors_writer.to_scalar(value, what, kind.plain)
                 continue
             found[name := f"{owner}/{key}"] = held
             if kind.cut(name, "/") != (owner, "/", key):
@@ -172,10 +172,10 @@ def divided(held: Held) -> Held:
 # ---------------------------------------------------------------------------------------------- together
 def put_together(
     rest: Mapping[str, Mapping[str, Scalar]], found: Mapping[str, X], kind: Kind
-) -> dict[str, dict[str, X | tensors.Value]]:
+) -> dict[str, dict[str, X | safetensors_writer.Value]]:
     """The inverse of taking apart; raises ValueError or KeyError where nothing could have been taken apart so."""
-    owners: dict[str, dict[str, X | tensors.Value]] = {
-        owner: {key: tensors.from_scalar(x) for key, x in values.items()} for owner, values in rest.items()
+    owners: dict[str, dict[str, X | safetensors_writer.Value]] = {
+        owner: {key: safetensors_writer.from_scalar(x) for key, x in values.items()} for owner, values in rest.items()
     }
     for name, tensor in found.items():
         owner, _, key = kind.cut(name, "/")

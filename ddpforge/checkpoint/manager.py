@@ -10,13 +10,13 @@ from typing import TypeVar
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.contents import Facts, Share
 from ddpforge.checkpoint.manifest import layout_of, read_manifest, verify_contents
-from ddpforge.checkpoint.peers import Peers
 from ddpforge.checkpoint.reader import Reader
-from ddpforge.checkpoint.sharded import Save
 from ddpforge.checkpoint.staging import Staging
+from ddpforge.checkpoint.writer import Save
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Ranks
 from ddpforge.ranks.rank_zero import on_rank_zero
+from ddpforge.ranks.writers import Peers
 from ddpforge.recipe.schema import CheckpointSection
 
 T = TypeVar("T")

@@ -9,7 +9,8 @@ from typing import NamedTuple, TypeVar
 
 from pydantic import BaseModel, TypeAdapter
 
-from ddpforge.checkpoint import files, stored
+from ddpforge import disk
+from ddpforge.checkpoint import untrusted
 from ddpforge.checkpoint.schema import (
     COMMIT,
     FORMAT,
@@ -25,10 +26,10 @@ from ddpforge.checkpoint.schema import (
     TensorEntry,
     position_flaw,
 )
-from ddpforge.checkpoint.stored import BLOCK, DTYPES, Claim, damaged
+from ddpforge.checkpoint.untrusted import BLOCK, DTYPES, Claim, damaged
 from ddpforge.errors import CheckpointError
+from ddpforge.interfaces.regions import flaw, held_shape, normal
 from ddpforge.recipe.toml import loads
-from ddpforge.regions import flaw, held_shape, normal
 
 _DEEPEST = 16  # levels of JSON
 
@@ -118,14 +119,14 @@ def parse_manifest(path: Path, content: bytes | bytearray) -> Manifest:
 
 def read_text(path: Path) -> bytearray:
     """The contents of a JSON file that may be anything."""
-    if (size := stored.size_of(path)) > MOST_TEXT:
+    if (size := untrusted.size_of(path)) > MOST_TEXT:
         raise damaged(path, f"it has {size} bytes, more than any file of its kind")
-    return stored.read(path, 0, size)
+    return untrusted.read(path, 0, size)
 
 
 def parse(model: type[_Model], path: Path, content: bytes | bytearray) -> _Model:
     """The JSON object in a file."""
-    return stored.parse(TypeAdapter(model), path, content)
+    return untrusted.parse(TypeAdapter(model), path, content)
 
 
 # ---------------------------------------------------------------------------------------------- checking
@@ -138,7 +139,7 @@ def check_files(path: Path, manifest: Manifest) -> None:
 
 def check_size(path: Path, entry: FileEntry) -> None:
     """Raises CheckpointError unless the file is there and as long as it was."""
-    if (size := stored.size_of(path)) != entry.bytes:
+    if (size := untrusted.size_of(path)) != entry.bytes:
         raise damaged(path, f"it has {size} bytes, and the manifest says {entry.bytes}")
 
 
@@ -229,7 +230,7 @@ def verify_file(path: Path, entry: FileEntry, placed: Mapping[str, Placed], bloc
     if isinstance(entry, OtherFile):
         check_sha256(path, entry)
         return
-    begins = stored.places(path, claims_of(placed), entry.header_xxh3)
+    begins = untrusted.places(path, claims_of(placed), entry.header_xxh3)
     buffer = memoryview(bytearray(min(BLOCK, entry.bytes)))
     first = 0
     for name, chunk in placed.items():
@@ -246,7 +247,7 @@ def claims_of(entries: Mapping[str, Placed]) -> dict[str, Claim]:
 def check_sha256(path: Path, entry: OtherFile) -> None:
     """Raises CheckpointError unless the file is the one that was written."""
     try:
-        digest = files.sha256(path)
+        digest = disk.sha256(path)
     except OSError as error:
         raise damaged(path, f"it cannot be read ({error.strerror})") from error
     if digest != entry.sha256:
@@ -257,12 +258,12 @@ def _verify_blocks(path: Path, begin: int, placed: Placed, numbers: Iterable[int
     for number in numbers:
         start = number * BLOCK
         block = buffer[: min(BLOCK, placed.nbytes - start)]
-        stored.read_into(path, begin + start, block)
+        untrusted.read_into(path, begin + start, block)
         check_block(path, placed.chunk, number, block)
-        files.proceed()
+        disk.proceed()
 
 
 def check_block(path: Path, chunk: Chunk, number: int, block: memoryview) -> None:
     """Raises CheckpointError unless a block of a chunk has the hash that the manifest says."""
-    if files.xxh3(block) != chunk.hashes[number]:
+    if disk.xxh3(block) != chunk.hashes[number]:
         raise damaged(path, f"the contents of {chunk.entry} are not those that were written (block {number})")

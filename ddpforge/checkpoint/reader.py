@@ -8,15 +8,15 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ddpforge.checkpoint import stored
+from ddpforge.checkpoint import untrusted
 from ddpforge.checkpoint.contents import CALLBACKS, OPTIMIZER, SHARED, Facts, Plain, facts_of, put_together
 from ddpforge.checkpoint.manifest import check_block, check_sha256, claims_of, layout_of, read_manifest
+from ddpforge.checkpoint.safetensors_writer import dtype_name, line
 from ddpforge.checkpoint.schema import MANIFEST, Chunk, Manifest, OtherFile, Section, TensorEntry, TensorFile
-from ddpforge.checkpoint.stored import BLOCK, damaged
-from ddpforge.checkpoint.tensors import dtype_name, line
+from ddpforge.checkpoint.untrusted import BLOCK, damaged
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState, SavedTensor
-from ddpforge.regions import Box, Range, Region, Shape, copy, normal, overlaps, split, whole
+from ddpforge.interfaces.regions import Box, Range, Region, Shape, copy, normal, overlaps, split, whole
 
 T = TypeVar("T")
 
@@ -135,11 +135,11 @@ class Reader:
             entry = self.manifest.files[file]
             claims = claims_of(self._layout.get(file, {}))
             if isinstance(entry, TensorFile):
-                self._begins[file] = stored.places(self.path / file, claims, entry.header_xxh3)
+                self._begins[file] = untrusted.places(self.path / file, claims, entry.header_xxh3)
             else:
                 if self._verify:
                     check_sha256(self.path / file, entry)
-                self._begins[file] = stored.places(self.path / file, claims, None) if claims else {}
+                self._begins[file] = untrusted.places(self.path / file, claims, None) if claims else {}
         return self._begins[file]
 
     # -- from a file into a tensor
@@ -193,7 +193,7 @@ class Reader:
         """Fills memory with the bytes of a block behind the first `skip`."""
         view = memoryview(memory.view(torch.uint8).numpy().data)
         path = self.path / block.chunk.file
-        stored.read_into(path, block.begin + skip, view)
+        untrusted.read_into(path, block.begin + skip, view)
         if not self._known(block):
             check_block(path, block.chunk, block.number, view)
             self._verified.add(block.key)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from ddpforge.checkpoint import files
+from ddpforge import disk
 from ddpforge.checkpoint.manifest import check_files, parse_manifest, read_manifest, sealed
 from ddpforge.checkpoint.schema import FOLDER, LATEST, Manifest
 from ddpforge.direction import lower_is_better
@@ -144,7 +144,7 @@ def prune(folder: Path, keep: KeepSection, *, every: int | None = None, known: K
     removed = [each.path for each in found if each.path not in kept and each.path.name != _latest(folder)]
     for path in removed:
         with _removing(path):
-            files.discard(path)
+            disk.discard(path)
         if known is not None:
             known.forget(path)
     return removed
@@ -154,7 +154,7 @@ def clean(folder: Path) -> None:
     """Removes what a killed process left half-written or half-removed; call it before any process writes."""
     for path in (*folder.glob(".*.tmp"), *folder.glob(".trash-*")):
         with _removing(path):
-            files.remove(path)
+            disk.remove(path)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
-from ddpforge.regions import Box, Range, whole
+from ddpforge.interfaces.regions import Box, Range, whole
 
 FORMAT, VERSION = "ddpforge", 2
 MANIFEST, COMMIT, MODEL = "manifest.json", "COMMIT", "model.safetensors"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddpforge.checkpoint.contents import Held
 from ddpforge.errors import CheckpointError
-from ddpforge.regions import Part
+from ddpforge.interfaces.regions import Part
 
 log = logging.getLogger(__name__)
 

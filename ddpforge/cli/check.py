@@ -10,7 +10,7 @@ from ddpforge.cli.options import device_option, imports_option, json_option, ran
 from ddpforge.errors import ForgeError, RecipeError, UsageError
 
 if TYPE_CHECKING:
-    from ddpforge.parts import Parts
+    from ddpforge.training.parts import Parts
 
 
 @click.command()
@@ -49,10 +49,10 @@ def check(
 
 def _check(recipe: str, sets: Sequence[str], ranks: int, device: str | None, builds: bool, imports: bool) -> str:
     """What the recipe amounts to; raises ForgeError when it cannot be run."""
-    from ddpforge.parts import Parts
+    from ddpforge.components.registry import Registry
     from ddpforge.recipe import load_recipe
-    from ddpforge.registry import Registry
-    from ddpforge.runfolder import RunFolder
+    from ddpforge.runs.folder import RunFolder
+    from ddpforge.training.parts import Parts
 
     registry = Registry.installed() if imports else Registry.installed().only_registered()
     loaded = load_recipe(recipe, sets=sets, registry=registry)

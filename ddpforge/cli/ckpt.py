@@ -17,9 +17,9 @@ from ddpforge.cli.tables import print_table, printable, size
 from ddpforge.errors import ExitCode
 
 if TYPE_CHECKING:
-    from ddpforge.checkpoint.compare import Differences, TensorDifference, Value
-    from ddpforge.checkpoint.imports import Imported
-    from ddpforge.checkpoint.listing import Row, Tensor
+    from ddpforge.exchange.compare import Differences, TensorDifference, Value
+    from ddpforge.exchange.imports import Imported
+    from ddpforge.runs.listing import Row, Tensor
 
 _SHOWN = 20  # lines of a list that is not asked for in full
 
@@ -52,7 +52,7 @@ def ls(run: str, as_json: bool) -> None:
     Their files are looked at but not read: `ckpt verify` does that. Shown are the metric that decides what is best and
     those of the evaluation.
     """
-    from ddpforge.checkpoint.listing import Place, notable, rows
+    from ddpforge.runs.listing import Place, notable, rows
 
     place = Place.find(run)
     found = rows(place)
@@ -112,8 +112,8 @@ def inspect(source: str, step: int | None, best: bool, with_tensors: bool, as_js
 
     RUN_OR_CHECKPOINT is a run (its newest checkpoint, if not --step or --best) or a checkpoint's folder.
     """
-    from ddpforge.checkpoint.listing import describe, find, tensors
     from ddpforge.checkpoint.manifest import read_manifest
+    from ddpforge.runs.listing import describe, find, tensors
 
     path = find(source, step=step, best=best)
     manifest = read_manifest(path)
@@ -176,9 +176,9 @@ def verify(source: str, step: int | None, every: bool, as_json: bool) -> None:
 
     Also says which checkpoint a run would resume from. Exit codes: 0 intact, 1 damaged, 2 there is none.
     """
-    from ddpforge.checkpoint.listing import Place, find, is_checkpoint, newest_first
     from ddpforge.checkpoint.verify import damages
     from ddpforge.errors import UsageError
+    from ddpforge.runs.listing import Place, find, is_checkpoint, newest_first
 
     if every and step is not None:
         raise UsageError("--all and --step each choose checkpoints", hints=["give one of them"])
@@ -243,8 +243,8 @@ def diff(a: str, b: str, as_json: bool) -> None:
     matter. Exit codes: 0 equal, 1 different, 2 no such checkpoint, 3 one is damaged. Provenance, metrics and recipe
     keys that cannot change the result are listed but do not count as differences.
     """
-    from ddpforge.checkpoint.compare import compare
-    from ddpforge.checkpoint.listing import parse
+    from ddpforge.exchange.compare import compare
+    from ddpforge.runs.listing import parse
 
     paths = [parse(a), parse(b)]
     found = compare(*paths)
@@ -348,7 +348,7 @@ def import_(
     DeepSpeed (ZeRO 1 to 3: float32 weights). Optimizer state comes along where SOURCE has it by parameter: from the
     latter two, which are pickles and need --trust.
     """
-    from ddpforge.checkpoint.imports import import_checkpoint
+    from ddpforge.exchange.imports import import_checkpoint
 
     done = import_checkpoint(source, out, trust=trust, maps=maps, step=step, samples=samples)
     if as_json:

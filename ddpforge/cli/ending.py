@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 
 import click
 
-from ddpforge import leaving
 from ddpforge.cli import complain
 from ddpforge.confidential import redact
 from ddpforge.errors import ExitCode, ForgeError
 from ddpforge.launch import record_verdict
+from ddpforge.ranks import leaving
 
 
 @contextmanager

@@ -19,9 +19,9 @@ def evaluate(run: str, step: int | None, best: bool, sets: tuple[str, ...], as_j
     `--set` changes the recipe for this evaluation, e.g. data.eval.path=other.txt.
     """
     with ending():
-        from ddpforge.checkpoint.choose import choose
-        from ddpforge.runfolder import RunFolder
         from ddpforge.runner import evaluate as evaluate_run
+        from ddpforge.runs.choose import choose
+        from ddpforge.runs.folder import RunFolder
 
         folder = RunFolder.find(run)
         with results_alone(as_json):

@@ -13,7 +13,7 @@ from ddpforge.cli.tables import counted
 from ddpforge.errors import UsageError
 
 if TYPE_CHECKING:
-    from ddpforge.checkpoint.export import Precision
+    from ddpforge.exchange.export import Precision
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -71,9 +71,9 @@ def export(
     the files have the names that transformers gives them: model.safetensors, or model-00001-of-00002.safetensors and so
     on with model.safetensors.index.json.
     """
-    from ddpforge.checkpoint.export import export as write
-    from ddpforge.checkpoint.export import export_folder
-    from ddpforge.checkpoint.listing import find, is_checkpoint
+    from ddpforge.exchange.export import export as write
+    from ddpforge.exchange.export import export_folder
+    from ddpforge.runs.listing import find, is_checkpoint
 
     if out and Path(out).suffix in (".pt", ".pth", ".bin", ".ckpt"):
         raise UsageError(

@@ -78,8 +78,8 @@ def _told_as_json(wanted: bool) -> Iterator[None]:
 
 def _tell_what_ranks_could_not(ended: "Ended", path: Path, *, as_json: bool) -> None:
     """A rank that a signal ended has said nothing: names it, here and in the run's status."""
-    from ddpforge.failures import told_causes
-    from ddpforge.runfolder import RunFolder
+    from ddpforge.ranks.failures import told_causes
+    from ddpforge.runs.folder import RunFolder
 
     folder = RunFolder(path)
     if ended.death is None or told_causes(folder.logs):

@@ -13,11 +13,11 @@ import click
 
 from ddpforge.cli.options import json_option
 from ddpforge.cli.tables import print_table
+from ddpforge.components.registry import KINDS, Registry, UnknownComponent
 from ddpforge.errors import UsageError
-from ddpforge.registry import KINDS, Registry, UnknownComponent
 
 if TYPE_CHECKING:
-    from ddpforge.options import OptionRow
+    from ddpforge.components.options import OptionRow
     from ddpforge.testing.report import Result
 
 _TABLES = {
@@ -75,7 +75,7 @@ def show(name: str, kind: str | None, as_json: bool) -> None:
 
     NAME is what a recipe writes after `use`: a registered name, package.module:Name or ./file.py:Name.
     """
-    from ddpforge.options import options_table  # with pydantic, which listing does without
+    from ddpforge.components.options import options_table  # with pydantic, which listing does without
 
     registry = Registry.installed()
     kind = kind or _kind_of(registry, name)
@@ -135,7 +135,7 @@ def new(kind: str, name: str, folder: Path) -> None:
 
     NAME is what recipes will call the component: lower-case letters, digits and `_` or `-`.
     """
-    from ddpforge.authoring import write_plugin
+    from ddpforge.components.scaffold import write_plugin
 
     plugin = write_plugin(kind, name, folder)
     for file in plugin.files:

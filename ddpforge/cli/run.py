@@ -23,8 +23,8 @@ def run(
     3 environment or plugin, 4 diverged, 75 stopped with a checkpoint saved, 130 interrupted before one.
     """
     with ending(status=as_json):
-        from ddpforge.runfolder import RunFolder
         from ddpforge.runner import run as train
+        from ddpforge.runs.folder import RunFolder
 
         with results_alone(as_json):
             outcome = train(recipe, sets=sets, out=out, fresh=fresh, allow_change=allow_change)

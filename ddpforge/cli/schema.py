@@ -15,8 +15,8 @@ def schema(out: Path | None) -> None:
 
     With `#:schema recipe.schema.json` as its first line, a recipe is checked and completed by TOML editors.
     """
+    from ddpforge.components.registry import Registry
     from ddpforge.recipe.json_schema import recipe_schema
-    from ddpforge.registry import Registry
 
     text = json.dumps(recipe_schema(Registry.installed()), indent=2, allow_nan=False)
     if out is None:

@@ -28,11 +28,11 @@ def show(recipe: str, sets: Sequence[str], ranks: int, device: str | None, impor
 
     This imports the code that the recipe names, which runs what stands at the top of it.
     """
-    from ddpforge.contract import contract_of
-    from ddpforge.parts import Parts
+    from ddpforge.components.registry import Registry
     from ddpforge.recipe import load_recipe
-    from ddpforge.registry import Registry
-    from ddpforge.runfolder import RunFolder
+    from ddpforge.runs.folder import RunFolder
+    from ddpforge.training.contract import contract_of
+    from ddpforge.training.parts import Parts
 
     registry = Registry.installed() if imports else Registry.installed().only_registered()
     loaded = load_recipe(recipe, sets=sets, registry=registry)

@@ -13,7 +13,7 @@ from ddpforge.data.order import MicroBatch, Order, Request, Share
 from ddpforge.data.randomness import mix, seed_all
 from ddpforge.data.streams import Stream, is_stream, loader_in
 from ddpforge.errors import PluginError
-from ddpforge.signals import leave_stopping_to_the_rank
+from ddpforge.ranks.signals import leave_stopping_to_the_rank
 
 __all__ = ["Batches", "open_data"]
 

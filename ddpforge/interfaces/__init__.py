@@ -5,16 +5,16 @@ step. Nothing in here imports torch when it runs.
 """
 
 from ddpforge.direction import lower_is_better
-from ddpforge.durations import Duration, Horizon
 from ddpforge.interfaces.callback import Callback, StepInfo
 from ddpforge.interfaces.data import Data
+from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.interfaces.optimizer import Exploring, Schedule
+from ddpforge.interfaces.regions import Box, Part, Range, Region
 from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights, WholeWeights
 from ddpforge.interfaces.strategy import Compute, Contract, Explores, Pass, Refusal, Replica, Sharded, Strategy
 from ddpforge.interfaces.task import Metric, Task, Total
 from ddpforge.interfaces.tracker import Tracker
 from ddpforge.interfaces.world import Ranks, World
-from ddpforge.regions import Box, Part, Range, Region
 
 __all__ = [
     "Box",

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpforge.interfaces.regions import Part
 from ddpforge.interfaces.state import Weights
 from ddpforge.interfaces.world import World
-from ddpforge.regions import Part
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from ddpforge.regions import Part, Region
+from ddpforge.interfaces.regions import Part, Region
 
 if TYPE_CHECKING:
     import torch

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from ddpforge.interfaces.optimizer import Exploring
+from ddpforge.interfaces.regions import Part
 from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights
 from ddpforge.interfaces.world import World
-from ddpforge.regions import Part
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -13,16 +13,16 @@ from typing import Any
 
 from ddpforge import launch
 from ddpforge.checkpoint import retention
-from ddpforge.contract import contract_of
+from ddpforge.components.kinds import build
+from ddpforge.components.registry import Registry
 from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PluginError, RecipeError, UsageError
-from ddpforge.kinds import build
 from ddpforge.parity.compare import TOLERANCES, Point, Quantity, Record, Tolerances, compare, first_drift
 from ddpforge.parity.specs import Spec, parse, split
 from ddpforge.recipe import LoadedRecipe, Problem, check_world, load_recipe
-from ddpforge.recipe.trial import check_optimizer
-from ddpforge.registry import Registry
-from ddpforge.runfolder import RunFolder, papers_of
-from ddpforge.trackers.jsonl import read_metrics
+from ddpforge.runs.folder import RunFolder, papers_of
+from ddpforge.runs.metrics import read_metrics
+from ddpforge.training.contract import contract_of
+from ddpforge.training.optimizer_trial import check_optimizer
 
 __all__ = ["Report", "RunFailed", "Verdict", "parity"]
 

@@ -14,7 +14,7 @@ from ddpforge.recipe.origins import Place, Source
 from ddpforge.recipe.report import Problem
 
 if TYPE_CHECKING:
-    from ddpforge.registry import Registry
+    from ddpforge.components.registry import Registry
 
 __all__ = ["Spec", "parse", "split"]
 

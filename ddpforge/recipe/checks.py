@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ddpforge.direction import lower_is_better
-from ddpforge.durations import Duration
 from ddpforge.errors import RecipeError
+from ddpforge.interfaces.durations import Duration
 from ddpforge.recipe.batch import plan_batch
 from ddpforge.recipe.explain import Explainer
 from ddpforge.recipe.schema import Recipe

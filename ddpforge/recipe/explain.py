@@ -7,14 +7,14 @@ from collections.abc import Iterable
 
 from pydantic_core import ErrorDetails
 
-from ddpforge.durations import Duration
+from ddpforge.components.registry import Registry, located
 from ddpforge.errors import PluginError
-from ddpforge.recipe.foreign import FOREIGN_USE, precision_meant
+from ddpforge.interfaces.durations import Duration
 from ddpforge.recipe.layers import Layers, Table, Value, inside, kind_at, used_name
 from ddpforge.recipe.origins import KeyPath, Place
+from ddpforge.recipe.other_tools import FOREIGN_USE, precision_meant
 from ddpforge.recipe.report import Problem, did_you_mean, dotted, kind_of, shown
 from ddpforge.recipe.vocabulary import Vocabulary
-from ddpforge.registry import Registry, located
 
 _EXPECTED = {
     "int_type": "an integer",

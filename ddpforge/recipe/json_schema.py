@@ -7,8 +7,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
-from ddpforge.durations import Duration
+from ddpforge.components.registry import Registry
 from ddpforge.errors import PluginError
+from ddpforge.interfaces.durations import Duration
 from ddpforge.recipe.layers import FRAMEWORK_KEYS, NAMED_SLOTS, SLOTS
 from ddpforge.recipe.schema import (
     CheckpointSection,
@@ -19,7 +20,6 @@ from ddpforge.recipe.schema import (
     TrackSection,
     TrainSection,
 )
-from ddpforge.registry import Registry
 
 Schema = dict[str, Any]
 

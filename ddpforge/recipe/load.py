@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddpforge.components.registry import Registry
 from ddpforge.errors import RecipeError
 from ddpforge.recipe.bundled import find_recipe
 from ddpforge.recipe.compose import compose
@@ -17,7 +18,6 @@ from ddpforge.recipe.origins import KeyPath, Origin, Place
 from ddpforge.recipe.report import Problem, dotted
 from ddpforge.recipe.schema import Component, Recipe
 from ddpforge.recipe.validate import local_file, validate
-from ddpforge.registry import Registry
 
 
 @dataclass(frozen=True)

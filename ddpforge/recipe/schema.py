@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from ddpforge.durations import Duration
+from ddpforge.interfaces.durations import Duration
 
 # Larger numbers are slips of the keyboard; the limits keep them from becoming overflows three layers down.
 Count = Annotated[int, Field(ge=1, le=2**31)]

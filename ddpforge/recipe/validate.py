@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
+from ddpforge.components.registry import Registry
 from ddpforge.errors import PluginError
 from ddpforge.recipe.checks import cross_check
 from ddpforge.recipe.explain import Explainer
@@ -29,7 +30,6 @@ from ddpforge.recipe.layers import (
 from ddpforge.recipe.origins import KeyPath
 from ddpforge.recipe.report import Problem, shown
 from ddpforge.recipe.schema import Recipe
-from ddpforge.registry import Registry
 
 _LOCAL_CODE = re.compile(r"([^:]*\.py):[A-Za-z_][\w.]*")
 _DEFAULTS = ("schedule", "strategy")  # components that a recipe need not name

@@ -7,10 +7,10 @@ from typing import get_args
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from ddpforge.durations import Duration
-from ddpforge.recipe.foreign import FOREIGN_KEYS, FOREIGN_SECTIONS
+from ddpforge.interfaces.durations import Duration
 from ddpforge.recipe.layers import FRAMEWORK_KEYS, kind_at
 from ddpforge.recipe.origins import KeyPath
+from ddpforge.recipe.other_tools import FOREIGN_KEYS, FOREIGN_SECTIONS
 from ddpforge.recipe.report import dotted, nearest
 from ddpforge.recipe.schema import (
     CheckpointSection,

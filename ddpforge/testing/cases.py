@@ -17,11 +17,11 @@ from typing import Any
 from pydantic import ValidationError
 from torch import nn, zeros
 
+from ddpforge.components.kinds import BASES
+from ddpforge.components.registry import KINDS, Entry, Registry
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Horizon
-from ddpforge.kinds import BASES
 from ddpforge.recipe.schema import Component
-from ddpforge.registry import KINDS, Entry, Registry
 from ddpforge.testing import companions
 from ddpforge.testing.report import Breach, source_of
 from ddpforge.testing.settings import SECTIONS, SETTINGS, find_settings, tables_of
@@ -139,7 +139,7 @@ class Case:
         )
 
     def _example(self, kind: str | None) -> str:
-        from ddpforge.options import options_table
+        from ddpforge.components.options import options_table
 
         if kind:
             return f'`{kind} = {{ use = "…", … }}`'

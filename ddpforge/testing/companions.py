@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ddpforge.tasks.classification import Classification
+from ddpforge.builtin.tasks.classification import Classification
 
 __all__ = ["COUNTED", "DEFAULTS", "Images", "Numbers", "Tokens", "candidates"]
 

@@ -22,23 +22,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpforge.assemble import assemble
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.manager import Checkpoints
-from ddpforge.checkpoint.peers import Peers
 from ddpforge.checkpoint.reader import Reader
+from ddpforge.components.registry import Registry
 from ddpforge.data.nests import close, digest, size, take
 from ddpforge.errors import CheckpointError
-from ddpforge.failures import is_symptom
 from ddpforge.interfaces import Callback, Part, StepInfo, Strategy, Tracker, Weights, World
 from ddpforge.launch import record_verdict
-from ddpforge.parts import Parts
+from ddpforge.ranks.failures import is_symptom
 from ddpforge.ranks.join import join, leave
+from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import LoadedRecipe, load_recipe
-from ddpforge.registry import Registry
 from ddpforge.testing.checks.data import batches
 from ddpforge.testing.report import place_of
-from ddpforge.trainer import Trainer
+from ddpforge.training.assemble import assemble
+from ddpforge.training.loop import Trainer
+from ddpforge.training.parts import Parts
 
 _PATIENCE = timedelta(seconds=60)
 

@@ -26,8 +26,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from ddpforge.components.registry import KINDS
 from ddpforge.errors import UsageError
-from ddpforge.registry import KINDS
 from ddpforge.testing.checks import checks_of
 
 __all__ = ["SECTIONS", "SETTINGS", "find_settings", "tables_of"]

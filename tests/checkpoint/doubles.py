@@ -16,9 +16,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ddpforge.checkpoint import Facts, Peers, Reader, Share, files, sharded
+from ddpforge import disk
+from ddpforge.checkpoint import writer
+from ddpforge.checkpoint.contents import Facts, Share
+from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.retention import newest
 from ddpforge.interfaces import CanonicalState
+from ddpforge.ranks.writers import Peers
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
@@ -41,7 +45,7 @@ class Checkpoint(Facts):
 
 def write(folder: Path, checkpoint: Checkpoint, *, full: bool = False) -> Path:
     """The checkpoint on disk, written by one rank."""
-    return sharded.write(folder, checkpoint, checkpoint.share, Peers.alone(), full=full)
+    return writer.write(folder, checkpoint, checkpoint.share, Peers.alone(), full=full)
 
 
 def read(path: Path, *, verify: bool = True) -> Checkpoint:
@@ -187,7 +191,7 @@ class Killed(BaseException):
 
 
 class Disk:
-    """Stands behind `ddpforge.checkpoint.files` and fails at the k-th operation.
+    """Stands behind `ddpforge.disk` and fails at the k-th operation.
 
     `failure` says how. "kill": what was done is there, a write is torn. "power": also, whatever was not fsynced has
     only its first half. "power, names lost": also, files and renames in folders that were not fsynced are undone.
@@ -200,11 +204,11 @@ class Disk:
         self.count, self.failed = 0, False
         self._unsynced: set[Path] = set()
         self._undo: list[tuple[Path, Callable[[], None]]] = []  # by the folder whose fsync makes it last
-        self._real = {name: getattr(files, name) for name in OPERATIONS}
+        self._real = {name: getattr(disk, name) for name in OPERATIONS}
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         for name in OPERATIONS:
-            patch.setattr(files, name, self._operation(name))
+            patch.setattr(disk, name, self._operation(name))
 
     def _operation(self, name: str) -> Callable[..., Any]:
         def act(*arguments: Any) -> Any:

@@ -5,7 +5,7 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from ddpforge.regions import Box, Range, Region, Shape, split
+from ddpforge.interfaces.regions import Box, Range, Region, Shape, split
 
 
 @st.composite

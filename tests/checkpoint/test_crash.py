@@ -13,9 +13,10 @@ import pytest
 from checkpoint.doubles import FAILURES, Disk, Killed, checkpoint_of, state_of, write
 from checkpoint.worlds import checkpoints
 
-from ddpforge.checkpoint import Peers, files
+from ddpforge import disk
 from ddpforge.checkpoint.retention import clean
 from ddpforge.errors import CheckpointError
+from ddpforge.ranks.writers import Peers
 
 Save = Callable[[Path, int], object]
 
@@ -43,9 +44,9 @@ def crashes(tmp_path: Path, failure: str, save: Save, *, before: int) -> Iterato
         for step in range(1, before + 1):
             save(folder, step)
 
-        disk = Disk(at, failure)
+        double = Disk(at, failure)
         with pytest.MonkeyPatch.context() as patch:
-            disk.install(patch)
+            double.install(patch)
             try:
                 save(folder, before + 1)
             except Killed:
@@ -83,10 +84,10 @@ def test_a_save_that_has_returned_survives_a_power_cut_thanks_to_its_fsyncs(
     folder: Path, forgotten: tuple[str, ...], survivor: float | None
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        disk = Disk(0, "power, names lost", ignores=forgotten)
-        disk.install(patch)
+        double = Disk(0, "power, names lost", ignores=forgotten)
+        double.install(patch)
         write(folder, checkpoint_of(1))
-        disk.lose_power()
+        double.lose_power()
 
     assert state_of(folder) == survivor
 
@@ -126,7 +127,8 @@ import sys, threading
 from pathlib import Path
 from checkpoint.doubles import checkpoint_of
 from checkpoint.worlds import checkpoints
-from ddpforge.checkpoint import Peers, files
+from ddpforge.ranks.writers import Peers
+from ddpforge import disk
 
 folder, stuck = Path(sys.argv[1]), threading.Event()
 saving = checkpoints(folder, Peers.alone())
@@ -134,7 +136,7 @@ for step in (1, 2):
     saving.save(checkpoint_of(step), checkpoint_of(step).share)
     if step == 1:
         saving.wait()
-        files.sync = lambda file: (stuck.set(), threading.Event().wait())  # a disk that never answers
+        disk.sync = lambda file: (stuck.set(), threading.Event().wait())  # a disk that never answers
 stuck.wait()
 raise ZeroDivisionError("training failed")
 """
@@ -165,19 +167,19 @@ def test_a_process_that_fails_during_a_save_ends_at_once_and_leaves_the_earlier_
 
 def test_the_first_checkpoint_of_a_new_folder_survives_a_power_cut(tmp_path: Path) -> None:
     """The folder's own name, too, is only in memory until the folder that it is in is synced."""
-    disk = Disk(at=0, failure="power, names lost")
+    double = Disk(at=0, failure="power, names lost")
     with pytest.MonkeyPatch.context() as patch:
-        disk.install(patch)
+        double.install(patch)
         write_only(tmp_path / "checkpoints", 1)
-        disk.lose_power()
+        double.lose_power()
     assert state_of(tmp_path / "checkpoints") == 1
 
 
 def test_a_file_that_was_replaced_holds_the_new_contents_after_a_power_cut(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_bytes(b"old")
-    disk = Disk(at=0, failure="power, names lost")
+    double = Disk(at=0, failure="power, names lost")
     with pytest.MonkeyPatch.context() as patch:
-        disk.install(patch)
-        files.replace(tmp_path / "status.json", b"new")
-        disk.lose_power()
+        double.install(patch)
+        disk.replace(tmp_path / "status.json", b"new")
+        double.lose_power()
     assert (tmp_path / "status.json").read_bytes() == b"new"

@@ -18,11 +18,11 @@ from checkpoint.doubles import Bomb, Checkpoint, checkpoint_of, read, reseal, sa
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ddpforge.checkpoint.compare import compare
 from ddpforge.checkpoint.manifest import read_manifest
 from ddpforge.checkpoint.retention import newest
 from ddpforge.checkpoint.verify import damages
 from ddpforge.errors import CheckpointError
+from ddpforge.exchange.compare import compare
 from ddpforge.interfaces import CanonicalState
 
 SHARD = "shard-00000-of-00001.safetensors"

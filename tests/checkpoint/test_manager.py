@@ -19,14 +19,17 @@ from checkpoint.doubles import Checkpoint, checkpoint_of, read, reseal, steps_in
 from checkpoint.worlds import FACTS, World, checkpoints, counted, share_of
 from torch import Tensor
 
-from ddpforge.checkpoint import Checkpoints, Peers, Share, files, manager, manifest, retention, sharded, staging
-from ddpforge.checkpoint.contents import Held
+from ddpforge import disk
+from ddpforge.checkpoint import manager, manifest, retention, staging, writer
+from ddpforge.checkpoint.contents import Held, Share
+from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.retention import committed
 from ddpforge.errors import CheckpointError, ExitCode, PeerFailed
 from ddpforge.interfaces import CanonicalState
+from ddpforge.interfaces.regions import Box, Part
 from ddpforge.ranks.collectives import Alone
+from ddpforge.ranks.writers import Peers
 from ddpforge.recipe.schema import CheckpointSection
-from ddpforge.regions import Box, Part
 
 
 def alone(folder: Path, **settings: Any) -> Checkpoints:
@@ -50,16 +53,16 @@ def step_of(saving: Checkpoints, path: Path | None = None) -> int:
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A disk that answers nobody until the event is set."""
     answers = threading.Event()
-    real = files.make_folder
+    real = disk.make_folder
 
     def wait_for_it(path: Path) -> None:
         assert answers.wait(20)
         real(path)
 
-    monkeypatch.setattr(files, "make_folder", wait_for_it)
+    monkeypatch.setattr(disk, "make_folder", wait_for_it)
     yield answers
     answers.set()
 
@@ -68,13 +71,13 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def written(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
     """What was written, as the writer had it."""
     found: list[Held] = []
-    real = sharded.write_shard
+    real = writer.write_shard
 
     def watch(path: Path, held: Held) -> Any:
         found.append(held)
         return real(path, held)
 
-    monkeypatch.setattr(sharded, "write_shard", watch)
+    monkeypatch.setattr(writer, "write_shard", watch)
     return found
 
 
@@ -89,7 +92,7 @@ def aloud(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # ---------------------------------------------------------------------------------------------- in the background
-def test_the_state_may_change_as_soon_as_save_has_returned(folder: Path, disk: threading.Event) -> None:
+def test_the_state_may_change_as_soon_as_save_has_returned(folder: Path, stalled: threading.Event) -> None:
     live: dict[str, Any] = {name: tensor.detach().clone() for name, tensor in tensors_of_every_kind().items()}
     live["parameter"] = torch.nn.Parameter(live["parameter"])
     live["transposed"] = torch.randn(4, 3).t()
@@ -109,7 +112,7 @@ def test_the_state_may_change_as_soon_as_save_has_returned(folder: Path, disk: t
     callbacks["ema"]["n"] = 4
     lists.append(2)
     metrics["eval/loss"] = 2.0
-    disk.set()
+    stalled.set()
 
     found = read(saving.wait())
     assert not saving.pending
@@ -139,7 +142,7 @@ def test_the_thread_that_trains_neither_talks_to_other_ranks_nor_touches_the_dis
         return act
 
     for name in ("make_folder", "create", "write", "sync", "sync_folder", "rename", "remove"):
-        monkeypatch.setattr(files, name, not_here(name, getattr(files, name)))
+        monkeypatch.setattr(disk, name, not_here(name, getattr(disk, name)))
     ranks = Alone()
     ranks.everyone = not_here("everyone", ranks.everyone)  # type: ignore[method-assign]
     saving = checkpoints(folder, Peers(ranks=ranks), keep={"last": 1})
@@ -187,13 +190,13 @@ def test_without_a_background_the_live_tensors_are_written_before_save_returns(
     assert (saving.pending, saving.ready()) == (False, False)
 
 
-def test_ready_says_when_the_writer_is_done(folder: Path, disk: threading.Event) -> None:
+def test_ready_says_when_the_writer_is_done(folder: Path, stalled: threading.Event) -> None:
     saving = alone(folder)
     assert not saving.ready()
 
     saving.save(checkpoint_of(1), checkpoint_of(1).share)
     assert not saving.ready()
-    disk.set()
+    stalled.set()
     until = time.monotonic() + 20
     while not saving.ready():
         assert time.monotonic() < until
@@ -221,24 +224,24 @@ def test_a_wait_that_is_interrupted_has_taken_nothing(folder: Path, monkeypatch:
     assert steps_in(read(saving.wait())) == {1}
 
 
-def test_a_second_save_waits_for_the_first(folder: Path, disk: threading.Event) -> None:
+def test_a_second_save_waits_for_the_first(folder: Path, stalled: threading.Event) -> None:
     saving = alone(folder)
     saving.save(checkpoint_of(1), checkpoint_of(1).share)
-    threading.Timer(0.2, disk.set).start()
+    threading.Timer(0.2, stalled.set).start()
 
     saving.save(checkpoint_of(2), checkpoint_of(2).share)
 
-    assert disk.is_set()
+    assert stalled.is_set()
     assert steps_in(read(saving.wait())) == {2}
     assert [steps_in(read(path)) for path, _ in committed(folder)[0]] == [{2}, {1}]
 
 
 def test_opening_waits_for_what_is_being_written_and_does_not_clear_it_away(
-    folder: Path, disk: threading.Event
+    folder: Path, stalled: threading.Event
 ) -> None:
     saving = alone(folder)
     saving.save(checkpoint_of(1), checkpoint_of(1).share)
-    threading.Timer(0.2, disk.set).start()
+    threading.Timer(0.2, stalled.set).start()
 
     assert step_of(saving) == 1
     assert steps_in(read(saving.wait())) == {1}
@@ -250,7 +253,7 @@ def test_opening_waits_for_what_is_being_written_and_does_not_clear_it_away(
 def test_what_goes_wrong_on_one_rank_is_known_to_all_when_they_wait_and_the_next_save_works(
     folder: Path, rank: int, background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = sharded.write_shard
+    real = writer.write_shard
 
     def fail(path: Path, held: Held) -> Any:
         if f"shard-0000{rank}" in path.name and ".step-000000001" in str(path):
@@ -267,7 +270,7 @@ def test_what_goes_wrong_on_one_rank_is_known_to_all_when_they_wait_and_the_next
         saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
         return caught.value.message, saving.wait()
 
-    monkeypatch.setattr(sharded, "write_shard", fail)
+    monkeypatch.setattr(writer, "write_shard", fail)
     first, second = on_each(folder, act, background=background)
 
     assert first == second
@@ -373,7 +376,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_a_warning(
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(files, "discard", refuse)
+    monkeypatch.setattr(disk, "discard", refuse)
     saving = alone(folder, keep={"last": 1})
 
     first, second = (save(saving, checkpoint_of(step)) for step in (1, 2))
@@ -387,7 +390,7 @@ def test_nothing_is_removed_for_a_checkpoint_that_cannot_be_read_back(
 ) -> None:
     saving = alone(folder, keep={"last": 1})
     first = save(saving, checkpoint_of(1))
-    real = files.rename
+    real = disk.rename
 
     def damage(old: Path, new: Path) -> None:
         real(old, new)
@@ -395,7 +398,7 @@ def test_nothing_is_removed_for_a_checkpoint_that_cannot_be_read_back(
             shard.write_bytes(shard.read_bytes()[:-1])
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "rename", damage)
+        patch.setattr(disk, "rename", damage)
         save(saving, checkpoint_of(2))
 
     assert "older checkpoints were not removed" in aloud.text
@@ -606,7 +609,7 @@ def hours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An hour passes whenever somebody looks at the clock."""
     clock = itertools.count(0, 3600)
     with monkeypatch.context() as patch:
-        patch.setattr("ddpforge.checkpoint.peers.time.monotonic", lambda: next(clock))
+        patch.setattr("ddpforge.ranks.writers.time.monotonic", lambda: next(clock))
         yield
 
 
@@ -619,14 +622,14 @@ def looking(peers: Peers) -> Peers:
 def test_a_rank_whose_disk_hangs_is_given_up_by_all_and_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, hours: None, background: bool
 ) -> None:
-    answers, real = threading.Event(), files.write
+    answers, real = threading.Event(), disk.write
 
     def hang(file: Any, data: Any) -> None:
         if threading.current_thread().name.endswith("rank-1"):
             answers.wait(20)
         real(file, data)
 
-    monkeypatch.setattr(files, "write", hang)
+    monkeypatch.setattr(disk, "write", hang)
     checkpoint = checkpoint_of(3)
 
     def act(peers: Peers) -> Path:
@@ -647,14 +650,14 @@ def test_a_disk_that_is_slow_however_slow_is_waited_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch, hours: None, slow: int
 ) -> None:
     """A write goes through each time that the ranks talk."""
-    permits, real, rounds = threading.Semaphore(0), files.write, []
+    permits, real, rounds = threading.Semaphore(0), disk.write, []
 
     def crawl(file: Any, data: Any) -> None:
         if threading.current_thread().name.endswith(f"rank-{slow}"):
             permits.acquire(timeout=20)
         real(file, data)
 
-    monkeypatch.setattr(files, "write", crawl)
+    monkeypatch.setattr(disk, "write", crawl)
     checkpoint = checkpoint_of(3)
 
     def act(peers: Peers) -> Path:

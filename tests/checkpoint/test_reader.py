@@ -16,15 +16,15 @@ from checkpoint.worlds import counted, cuts, saved, write_sharded
 from safetensors.torch import save_file
 from torch import nn
 
-from ddpforge.checkpoint import files
+from ddpforge import disk
 from ddpforge.checkpoint.contents import Share
-from ddpforge.checkpoint.export import export
 from ddpforge.checkpoint.manifest import read_manifest
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.retention import newest
 from ddpforge.errors import CheckpointError
+from ddpforge.exchange.export import export
 from ddpforge.interfaces import CanonicalState
-from ddpforge.regions import Box, Part, Range, whole
+from ddpforge.interfaces.regions import Box, Part, Range, whole
 
 GOLDEN = Path(__file__).parent / "golden"
 SHARD = "shard-00001-of-00002.safetensors"
@@ -86,8 +86,8 @@ def test_only_the_blocks_that_a_read_touches_are_read_and_each_is_verified_once(
     file = path / "shard-00000-of-00001.safetensors"
     data = file.stat().st_size - 40 * small_blocks
     hashed: list[int] = []
-    real = files.xxh3
-    monkeypatch.setattr(files, "xxh3", lambda content: hashed.append(len(content)) or real(content))
+    real = disk.xxh3
+    monkeypatch.setattr(disk, "xxh3", lambda content: hashed.append(len(content)) or real(content))
     reader = Reader(path)
     flip(file, data + 30 * small_blocks)
 

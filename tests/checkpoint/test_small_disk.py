@@ -13,8 +13,8 @@ import torch
 from checkpoint.doubles import Checkpoint, checkpoint_of, state_of
 from checkpoint.worlds import World, checkpoints, share_of
 
-from ddpforge.checkpoint import Peers
 from ddpforge.errors import CheckpointError
+from ddpforge.ranks.writers import Peers
 
 TESTS = Path(__file__).parents[1]
 MOUNTS = ["unshare", "--map-root-user", "--mount"]  # what is mounted inside is seen by nobody else, and goes by itself

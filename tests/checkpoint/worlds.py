@@ -10,10 +10,13 @@ import torch
 from checkpoint.doubles import Checkpoint
 from torch import Tensor
 
-from ddpforge.checkpoint import Checkpoints, Facts, Peers, Share, sharded
+from ddpforge.checkpoint import writer
+from ddpforge.checkpoint.contents import Facts, Share
+from ddpforge.checkpoint.manager import Checkpoints
+from ddpforge.interfaces.regions import Box, Part, Range
 from ddpforge.ranks.collectives import Connected
+from ddpforge.ranks.writers import Peers
 from ddpforge.recipe.schema import CheckpointSection
-from ddpforge.regions import Box, Part, Range
 
 FACTS = Facts(step=7, samples=7, strategy="fsdp", world_size=2)
 
@@ -110,7 +113,7 @@ def save(folder: Path, shares: Sequence[Share], facts: Facts = FACTS, *, full: b
     """What writing a checkpoint returns or raises on each rank."""
 
     def write(peers: Peers) -> Path:
-        return sharded.write(folder, facts, shares[peers.rank], peers, full=full)
+        return writer.write(folder, facts, shares[peers.rank], peers, full=full)
 
     return World(len(shares), **world).run(write)
 
@@ -157,7 +160,7 @@ def write_sharded(folder: Path, checkpoint: Checkpoint, ranks: int = 2, *, full:
     """Writes a checkpoint from several ranks, each with its `share_of` it."""
 
     def save(peers: Peers) -> Path:
-        return sharded.write(folder, checkpoint, share_of(checkpoint, peers.rank, ranks), peers, full=full)
+        return writer.write(folder, checkpoint, share_of(checkpoint, peers.rank, ranks), peers, full=full)
 
     results = World(ranks, **world).run(save)
     failures = [result for result in results if isinstance(result, BaseException)]

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from ranks import Ranks, Zygote
+from launched import Ranks, Zygote
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
-from ddpforge.checkpoint import Facts, Peers, Reader, Share, sharded
+from ddpforge.checkpoint import writer
+from ddpforge.checkpoint.contents import Facts, Share
+from ddpforge.checkpoint.reader import Reader
 from ddpforge.cli import main
-from ddpforge.runfolder import RunFolder
+from ddpforge.ranks.writers import Peers
+from ddpforge.runs.folder import RunFolder
 
 RESOLVED = '[checkpoint.keep]\nlast = 9\nbest = 1\nby = "eval/loss"\n'
 RECIPE = """\
@@ -58,7 +61,7 @@ def save(folder: Path, step: int, metrics: Mapping[str, float] = MappingProxyTyp
         "lineage": [{"step": 0, "recipe": "abcdef0123456789"}],
     }
     facts |= {name: changes.pop(name) for name in [*changes] if name in Facts.__dataclass_fields__}
-    return sharded.write(folder, Facts(**facts, metrics=metrics), Share(**share | changes), Peers.alone())
+    return writer.write(folder, Facts(**facts, metrics=metrics), Share(**share | changes), Peers.alone())
 
 
 def call(*arguments: str, code: int = 0) -> Result:
@@ -157,7 +160,7 @@ def test_names_cannot_steer_the_terminal() -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_the_layout_tells_whether_the_model_is_there_as_one_file(*, full: bool) -> None:
-    sharded.write(
+    writer.write(
         Path("x"),
         Facts(step=1, samples=1, strategy="", world_size=1),
         Share(model={"w": torch.ones(2)}),

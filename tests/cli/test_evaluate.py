@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from ranks import Ranks, Zygote
+from launched import Ranks, Zygote
 
 from ddpforge.cli import main
 from ddpforge.errors import ExitCode

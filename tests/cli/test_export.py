@@ -9,11 +9,13 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
-from ddpforge.checkpoint import Facts, Peers, Share, sharded
+from ddpforge.checkpoint import writer
+from ddpforge.checkpoint.contents import Facts, Share
 from ddpforge.cli.ckpt import ckpt
 from ddpforge.cli.export import export
 from ddpforge.errors import UsageError
-from ddpforge.runfolder import RunFolder
+from ddpforge.ranks.writers import Peers
+from ddpforge.runs.folder import RunFolder
 
 RESOLVED = '[checkpoint.keep]\nlast = 9\nbest = 1\nby = "eval/loss"\n'
 
@@ -28,7 +30,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
         facts = Facts(step=step, samples=0, strategy="", world_size=1, metrics={"eval/loss": loss})
         averages = {"ema": {"w": torch.full((2,), step + 0.5)}}
         share = Share(model={"w": torch.full((2,), float(step))}, callbacks=averages)
-        sharded.write(folder.checkpoints, facts, share, Peers.alone())
+        writer.write(folder.checkpoints, facts, share, Peers.alone())
     return folder
 
 

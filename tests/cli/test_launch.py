@@ -1,4 +1,4 @@
-"""`ddpforge launch`: what it starts, and when it starts nothing. `tests/test_launch.py` really starts processes."""
+"""`ddpforge launch`: what it starts, and when it starts nothing. tests/launch really starts processes."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from ddpforge.cli import main
 from ddpforge.errors import ExitCode
 from ddpforge.launch import Death, Ended
-from ddpforge.runfolder import RunFolder, Status
+from ddpforge.runs.folder import RunFolder, Status
 
 
 class Launcher:

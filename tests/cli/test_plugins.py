@@ -14,8 +14,8 @@ from fake_distributions import forgetting_modules_below, install
 
 from ddpforge.cli.plugins import plugins
 from ddpforge.cli.tables import print_table
+from ddpforge.components.registry import AmbiguousComponent, BrokenComponent, Registry
 from ddpforge.errors import PluginError, UsageError
-from ddpforge.registry import AmbiguousComponent, BrokenComponent, Registry
 
 NETS = """
     from collections.abc import Sequence

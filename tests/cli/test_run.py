@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from ranks import Ranks
+from launched import Ranks
 
 from ddpforge.cli import main
 from ddpforge.errors import ExitCode
@@ -69,7 +69,7 @@ def test_a_longer_run_goes_on_where_it_stood(ddpforge: Callable[..., Ranks]) -> 
 
 
 LOCAL = """\
-from ddpforge.models.mlp import MLP
+from ddpforge.builtin.models.mlp import MLP
 
 class Mine(MLP):
     pass

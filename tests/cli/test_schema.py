@@ -6,7 +6,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from ddpforge.cli import main
-from ddpforge.registry import Registry
+from ddpforge.components.registry import Registry
 
 
 def test_the_schema_knows_the_installed_components() -> None:

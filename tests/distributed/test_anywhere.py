@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ranks import Ranks, Zygote
+from launched import Ranks, Zygote
 from sharding import CNN, DDP, FSDP, RECIPE, ZERO, Bench
 
-from ddpforge.checkpoint import Reader
+from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import ExitCode
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Ranks
+from launched import Ranks
 
 from ddpforge.errors import ExitCode
 
@@ -71,16 +71,16 @@ class Fault(Callback):
         time.sleep(1000)
 
     def cannot_write(self):
-        from ddpforge.checkpoint import files
+        from ddpforge import disk
 
-        real = files.write
+        real = disk.write
 
         def write(file, data):
             if "checkpoint" in threading.current_thread().name:
                 time.sleep(1000)
             real(file, data)
 
-        files.write = write
+        disk.write = write
 
     def aborts(self):
         os.abort()
@@ -158,7 +158,7 @@ def test_a_rank_that_cannot_speak_is_named_by_the_others(
 NO_DATA = """
 import os
 import signal
-from ddpforge.datasets.digits import Digits
+from ddpforge.builtin.datasets.digits import Digits
 
 
 class Missing(Digits):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks
+from launched import Ranks
 from sharding import DDP, FSDP, GPT, RECIPE, ZERO, Bench
 
 from ddpforge.checkpoint.reader import Reader

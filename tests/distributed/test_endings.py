@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Ranks
+from launched import Ranks
 
 from ddpforge.errors import ExitCode
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import Zygote
+from launched import Zygote
 
 RECIPE = """
 recipe = 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks
+from launched import Ranks
 from safetensors.torch import load_file
 from sharding import weights_in
 

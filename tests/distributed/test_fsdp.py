@@ -5,7 +5,7 @@ from pathlib import Path
 from shutil import copy
 
 import pytest
-from ranks import Ranks
+from launched import Ranks
 from sharding import DDP, FSDP, HSDP, Bench, weights_in
 from torch.distributed.fsdp import FSDPModule
 

@@ -6,12 +6,12 @@ from shutil import rmtree
 
 import pytest
 import torch
-from ranks import Ranks
+from launched import Ranks
 from safetensors.torch import save_file
 from sharding import DDP, Bench, each_strategy, weights_in
 from torch import Tensor
 
-from ddpforge.checkpoint import Reader
+from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import ExitCode
 
 BEGIN = """

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Ranks
+from launched import Ranks
 from sharding import DDP, FSDP, ZERO, Bench
 
-from ddpforge.checkpoint import Reader
+from ddpforge.checkpoint.reader import Reader
 
 LENGTH = "80st"
 MORE = """

@@ -18,7 +18,7 @@ train = {{ length = "100st", global_batch = 12 }}
 {more}
 """
 PARTS = """
-from ddpforge.datasets.digits import Digits
+from ddpforge.builtin.datasets.digits import Digits
 from ddpforge.interfaces import Callback
 
 
@@ -66,7 +66,7 @@ LEAVES = """
 import atexit
 import signal
 import subprocess
-from ddpforge import leaving
+from ddpforge.ranks import leaving
 
 signal.signal(signal.SIGCHLD, lambda *_: print("a loader process is killed"))
 atexit.register(subprocess.run, ["true"])

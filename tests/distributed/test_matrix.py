@@ -7,7 +7,7 @@ from shutil import copy
 from typing import Any
 
 import pytest
-from ranks import Zygote
+from launched import Zygote
 from sharding import CNN, GPT, RECIPE
 
 from ddpforge.parity.runs import Report, parity

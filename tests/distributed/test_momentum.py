@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Ranks
+from launched import Ranks
 from sharding import DDP, FSDP, HSDP, ZERO, Bench, weights_in
 
 SINGLE = 'use = "single"'

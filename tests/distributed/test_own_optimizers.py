@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks
+from launched import Ranks
 from sharding import DDP, EACH, RECIPE, ZERO, Bench, weights_in
 
-from ddpforge.checkpoint import Reader
+from ddpforge.checkpoint.reader import Reader
 
 SINGLE = 'use = "single"'
 GIVEN = RECIPE[RECIPE.index('use = "adamw"') : RECIPE.index("[strategy]")]

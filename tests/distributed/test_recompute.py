@@ -6,11 +6,11 @@ from shutil import copy
 
 import pytest
 import torch
-from ranks import Ranks
+from launched import Ranks
 from sharding import DDP, EACH, RECIPE, Bench
 from torch import Tensor
 
-from ddpforge.checkpoint import Reader
+from ddpforge.checkpoint.reader import Reader
 
 PARTS = """
 [model]

@@ -7,12 +7,12 @@ from pathlib import Path
 from shutil import copy, copytree
 
 import pytest
-from ranks import Ranks
+from launched import Ranks
 from sharding import DDP, FSDP, ZERO, Bench
 
-from ddpforge.checkpoint import Reader
+from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import ExitCode
-from ddpforge.runfolder import RunFolder
+from ddpforge.runs.folder import RunFolder
 
 RECIPE = """
 recipe = 1
@@ -118,7 +118,8 @@ def test_after_a_crash(
     """Killed at step 13, it goes on from the checkpoint of step 7, and rows 8 to 13 are there once."""
     expected = undisturbed()
     write(folder, callbacks=INTERRUPTED.format(rank=0, signal="SIGKILL"))
-    killed = ddpforge("run", "run.toml", nproc=2, fails=True)
+    at_once = ("--set", "checkpoint.background=false")  # step 7 is saved before step 8 begins
+    killed = ddpforge("run", "run.toml", *at_once, nproc=2, fails=True)
     assert killed.codes[0] == -9
     assert max(step for step, _ in rows(folder)) in (12, 13)
 

@@ -9,12 +9,12 @@ from shutil import copy
 import numpy as np
 import pytest
 import torch
+from launched import Ranks
 from parts import RaggedTokens
-from ranks import Ranks
 
+from ddpforge.builtin.models.gpt import GPT
 from ddpforge.data import mix, permute
-from ddpforge.models.gpt import GPT
-from ddpforge.parts import WEIGHTS
+from ddpforge.training.parts import WEIGHTS
 
 RECIPE = """
 recipe = 1

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Ranks
+from launched import Ranks
 from safetensors.torch import load_file
 from sharding import EACH, FSDP, Bench, weights_in
 
-from ddpforge.checkpoint import Reader
+from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import ExitCode
 
 SAVING = """

@@ -6,11 +6,11 @@ from pathlib import Path
 from shutil import copy
 
 import pytest
-from ranks import Ranks
+from launched import Ranks
 from safetensors.torch import load_file
 from sharding import DDP, EACH, FSDP, HSDP, ZERO, Bench, weights_in
 
-from ddpforge.models.gpt import GPT
+from ddpforge.builtin.models.gpt import GPT
 
 EMA = "[callbacks.ema]\ndecay = 0.9\n"
 STOP = '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = {step}\nrank = 0\n'

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks
+from launched import Ranks
 from sharding import DDP, each_strategy, weights_in
 
 RECIPE = """

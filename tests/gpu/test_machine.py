@@ -7,14 +7,14 @@ from shutil import copy
 
 import pytest
 import torch
-from ranks import Ranks
+from launched import Ranks
 from sharding import DDP, FSDP, ZERO, Bench
 from torch import Tensor, nn
 
-from ddpforge.blocks import rework_blocks
-from ddpforge.optim.optimizers import sgd
+from ddpforge.builtin.optim.optimizers import sgd
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.strategies.precision import precision_for
+from ddpforge.training.blocks import rework_blocks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Ranks
+from launched import Ranks
 from sharding import DDP, FSDP, ZERO, Bench, each_strategy
 
 pytestmark = [

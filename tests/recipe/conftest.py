@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from ddpforge.components.registry import Entry, Registry
 from ddpforge.recipe import LoadedRecipe, load_recipe
-from ddpforge.registry import Entry, Registry
 
 PARTS = {
     "model": {"cnn": "cnn", "mlp": "mlp"},

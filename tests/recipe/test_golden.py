@@ -8,7 +8,7 @@ import pytest
 
 from ddpforge.errors import RecipeError
 from ddpforge.recipe import check_world, load_recipe, render
-from ddpforge.registry import Registry
+from ddpforge.components.registry import Registry
 
 GOLDEN = Path(__file__).parent / "golden"
 

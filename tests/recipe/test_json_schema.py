@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from ddpforge.components.registry import Entry, Registry
 from ddpforge.recipe import LoadedRecipe
 from ddpforge.recipe.json_schema import recipe_schema
-from ddpforge.registry import Entry, Registry
 
 Load = Callable[..., LoadedRecipe]
 TYPES: dict[str, Any] = {

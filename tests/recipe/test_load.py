@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpforge.durations import Duration
+from ddpforge.components.registry import Registry
 from ddpforge.errors import RecipeError
+from ddpforge.interfaces.durations import Duration
 from ddpforge.recipe import LoadedRecipe, load_recipe, render
-from ddpforge.registry import Registry
 
 Load = Callable[..., LoadedRecipe]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from ddpforge.optim.optimizers import sgd
+from ddpforge.builtin.optim.optimizers import sgd
 from ddpforge.strategies.precision import LossScaling, Precision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # where a kernel decides; the numbers here stay on the CPU

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from fake_distributions import forgetting_modules_below, install
 
 from ddpforge.cli import main
-from ddpforge.registry import PLUGIN_API, Registry
+from ddpforge.components.registry import PLUGIN_API, Registry
 from ddpforge.testing import Kit, conform
 from ddpforge.testing.cases import find_cases
 
@@ -261,8 +261,11 @@ def site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("entries", "says"),
     [
         (
-            {"ddpforge.tasks": {"half": "halves:half"}},
-            ["entry points in the group `ddpforge.tasks`, which is that of no kind", "did you mean `ddpforge.task`?"],
+            {"ddpforge.builtin.tasks": {"half": "halves:half"}},
+            [
+                "entry points in the group `ddpforge.builtin.tasks`, which is that of no kind",
+                "did you mean `ddpforge.task`?",
+            ],
         ),
         (
             {"ddpforge.schedule": {"half": "halves:half"}, "ddpforge": {"half": "halves:half"}},

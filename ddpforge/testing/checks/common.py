@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ddpforge.components.kinds import unlike
+from ddpforge.components.options import options_table
+from ddpforge.components.registry import RefusedOptions
 from ddpforge.errors import PluginError
-from ddpforge.kinds import unlike
-from ddpforge.options import options_table
 from ddpforge.recipe.layers import FRAMEWORK_KEYS, SLOTS
-from ddpforge.registry import RefusedOptions
 from ddpforge.testing.cases import Case
 from ddpforge.testing.checks import check
 from ddpforge.testing.report import Breach, blame

@@ -11,18 +11,18 @@ from typing import Any
 from ddpforge import launch
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.reader import Reader
-from ddpforge.contract import contract_of
 from ddpforge.interfaces import Contract, Strategy
 from ddpforge.parity.compare import TOLERANCES, Record, compare, first_drift
 from ddpforge.recipe import load_recipe
-from ddpforge.runfolder import RunFolder, papers_of
+from ddpforge.runs.folder import RunFolder, papers_of
+from ddpforge.runs.metrics import read_metrics
 from ddpforge.testing import companions
 from ddpforge.testing.cases import Case
 from ddpforge.testing.checks import check
 from ddpforge.testing.report import Breach, NotApplicable, source_of
 from ddpforge.testing.settings import SETTINGS
 from ddpforge.testing.worlds import Worlds, drift_text, stopped, write_recipe
-from ddpforge.trackers.jsonl import read_metrics
+from ddpforge.training.contract import contract_of
 
 _STEPS, _MIDDLE = 12, 6
 _PROBE = "ddpforge_parity"

@@ -1,0 +1,1 @@
+"""The components that come with ddpforge; they obey the rules that plugins obey."""

@@ -1,0 +1,56 @@
+"""Choosing one class per sample."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from ddpforge.builtin.tasks.forms import one_tensor, pair, refuse_targets
+from ddpforge.interfaces import Data, Metric, Task, Total
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Classification(Task):
+    """Cross-entropy of logits [B, C] and int64 classes [B]; a batch is (inputs, classes).
+
+    The loss is computed in float32 whatever the model's precision. It alone is reported unless the recipe
+    names metrics, e.g. ["accuracy", "top5"].
+    """
+
+    def __init__(
+        self,
+        *,
+        label_smoothing: Annotated[
+            float, Field(ge=0, lt=1, description="Probability spread evenly over all classes.")
+        ] = 0.0,
+        metrics: Annotated[Sequence[Metric], Field(description="What to report beside the loss.")] = (),
+    ) -> None:
+        self.label_smoothing = label_smoothing
+        self._metrics = {metric.name: metric for metric in metrics}
+        if len(self._metrics) < len(metrics):
+            raise ValueError(f"metrics must differ by name, got {[metric.name for metric in metrics]}")
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The summed cross-entropy, and the logits."""
+        inputs, classes = pair(batch, "classification", "(inputs, classes)")
+        logits = one_tensor(model(inputs), "classification")
+        try:
+            loss = F.cross_entropy(logits.float(), classes, reduction="sum", label_smoothing=self.label_smoothing)
+        except (IndexError, RuntimeError, ValueError) as error:
+            refuse_targets(error, "classification", logits, classes)
+        return loss, logits
+
+    def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total]:
+        """The metrics that the recipe names."""
+        return {name: metric(outputs, batch[1]) for name, metric in self._metrics.items()}
+
+    def check(self, model: nn.Module, data: Data) -> None:
+        """Compares `data.classes` with `model.outputs`, where both are known."""
+        classes, outputs = getattr(data, "classes", None), getattr(model, "outputs", None)
+        if classes is not None and outputs is not None and classes > outputs:
+            raise ValueError(
+                f"the data has {classes} classes and the model {outputs} outputs; set model.classes = {classes}"
+            )

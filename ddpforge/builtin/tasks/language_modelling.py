@@ -1,0 +1,64 @@
+"""Predicting the next token."""
+
+import math
+from typing import Annotated
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from ddpforge.builtin.tasks.forms import one_tensor, pair, refuse_targets
+from ddpforge.interfaces import Data, Task
+
+Batch = tuple[Tensor, Tensor]
+
+
+class LanguageModelling(Task):
+    """Cross-entropy of logits [B, T, V] and int64 tokens [B, T]; a batch is (tokens, targets).
+
+    Every target weighs the same, however they are spread over micro-batches and ranks; those equal to
+    `ignore_index` weigh nothing. The loss is in nats per token, computed in float32 whatever the model's
+    precision. Beside it are reported its exponential, `perplexity`, and the loss divided by ln 2,
+    `bits_per_token` (`bits_per_byte` where the data says that its tokens are bytes).
+    """
+
+    def __init__(
+        self,
+        *,
+        ignore_index: Annotated[
+            int, Field(ge=-(2**31), lt=2**31, description="The target that is not counted, e.g. padding.")
+        ] = -100,
+    ) -> None:
+        self.ignore_index = ignore_index
+        self._unit = "token"
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The cross-entropy summed over targets, and the logits."""
+        tokens, targets = pair(batch, "language_modelling", "(tokens, targets)")
+        logits = one_tensor(model(tokens), "language_modelling")
+        try:
+            loss = F.cross_entropy(
+                logits.flatten(0, -2).float(), targets.flatten(), reduction="sum", ignore_index=self.ignore_index
+            )
+        except (IndexError, RuntimeError, ValueError) as error:
+            refuse_targets(error, "language_modelling", logits, targets)
+        return loss, logits
+
+    def count(self, batch: Batch) -> Tensor:
+        """The targets that are not ignored."""
+        _, targets = pair(batch, "language_modelling", "(tokens, targets)")
+        return (targets != self.ignore_index).sum()
+
+    def finish(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Adds perplexity (infinite where it overflows) and bits."""
+        loss = metrics["loss"]
+        perplexity = math.inf if loss > 700 else math.exp(loss)
+        return metrics | {"perplexity": perplexity, f"bits_per_{self._unit}": loss / math.log(2)}
+
+    def check(self, model: nn.Module, data: Data) -> None:
+        """Compares `vocab_size` and `block_size` of data and model, where both are known."""
+        for name, noun in (("vocab_size", "different tokens"), ("block_size", "tokens per sample")):
+            has, takes = getattr(data, name, None), getattr(model, name, None)
+            if has is not None and takes is not None and has > takes:
+                raise ValueError(f"the data has {has} {noun}, but the model takes {takes}; set model.{name} = {has}")
+        self._unit = "byte" if getattr(data, "level", None) == "bytes" else "token"

@@ -1,0 +1,68 @@
+"""Predicting numbers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from ddpforge.builtin.tasks.forms import one_tensor, pair
+from ddpforge.interfaces import Metric, Task, Total
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Regression(Task):
+    """The error of predictions: averaged over the values of a sample, summed over samples.
+
+    A batch is (inputs, targets [B, ...]). The shapes of predictions and targets may differ in dimensions of
+    size 1, as [B, 1] and [B] do; nothing is broadcast. The loss is computed in float32 whatever the model's
+    precision. It alone is reported unless the recipe names metrics, e.g. ["mae"].
+
+    Raises ValueError when `delta` is set for a loss other than "huber".
+    """
+
+    def __init__(
+        self,
+        *,
+        loss: Annotated[
+            Literal["mse", "mae", "huber"],
+            Field(description="Squared error, absolute error, or squared up to `delta` and linear beyond."),
+        ] = "mse",
+        delta: Annotated[
+            float | None, Field(ge=1e-9, le=1e6, description='Where "huber" turns linear; absent: 1.')
+        ] = None,
+        metrics: Annotated[Sequence[Metric], Field(description="What to report beside the loss.")] = (),
+    ) -> None:
+        if delta is not None and loss != "huber":
+            raise ValueError(f'delta belongs to loss = "huber", not to "{loss}"')
+        self._errors: nn.Module = {
+            "mse": nn.MSELoss(reduction="none"),
+            "mae": nn.L1Loss(reduction="none"),
+            "huber": nn.HuberLoss(reduction="none", delta=delta or 1.0),
+        }[loss]
+        self._metrics = {metric.name: metric for metric in metrics}
+        if len(self._metrics) < len(metrics):
+            raise ValueError(f"metrics must differ by name, got {[metric.name for metric in metrics]}")
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The summed error, and the predictions in the targets' shape; ValueError when they do not fit it."""
+        inputs, targets = pair(batch, "regression", "(inputs, targets)")
+        predictions = one_tensor(model(inputs), "regression")
+        if _sizes(predictions) != _sizes(targets):
+            raise ValueError(
+                f"predictions of shape {list(predictions.shape)} cannot be compared with targets of shape"
+                f" {list(targets.shape)}: they may differ in dimensions of size 1 only"
+            )
+        predictions = predictions.reshape(targets.shape)
+        errors = self._errors(predictions.float(), targets.float())
+        return errors.reshape(len(errors), -1).mean(dim=1).sum(), predictions
+
+    def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total]:
+        """The metrics that the recipe names."""
+        return {name: metric(outputs, batch[1]) for name, metric in self._metrics.items()}
+
+
+def _sizes(values: Tensor) -> list[int]:
+    """Samples, and the sizes of a sample's dimensions that are not 1."""
+    return [len(values), *(size for size in values.shape[1:] if size != 1)]

@@ -1,0 +1,155 @@
+"""Tensors as the bytes of safetensors files, and numbers as JSON: neither can run code when it is read.
+
+Writing is done here, because the safetensors library copies all tensors to the host before it writes the first, and
+neither hashes nor fsyncs what it wrote. For reading see `stored` and `reader`.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ddpforge import disk
+from ddpforge.checkpoint.schema import Number, Scalar, TensorFile
+from ddpforge.checkpoint.untrusted import BLOCK, DTYPES
+from ddpforge.errors import CheckpointError
+from ddpforge.interfaces.regions import Part, held_shape
+
+Value = Tensor | bool | int | float | str | None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype as manifests spell it: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check(tensor: Tensor, what: str) -> None:
+    """Raises CheckpointError unless the tensor is a plain array of a dtype that safetensors can hold."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        problem = f"a {type(tensor).__name__}, which is more than an array of numbers"
+    elif tensor.is_meta or tensor.layout is not torch.strided:
+        problem = "on the meta device" if tensor.is_meta else "not dense"
+    elif dtype_name(tensor.dtype) not in DTYPES:
+        problem = f"of type {dtype_name(tensor.dtype)}"
+    else:
+        return
+    raise CheckpointError(
+        f"{what} cannot be saved: it is {problem}",
+        hints=[f"a checkpoint holds dense tensors of {', '.join(DTYPES)}"],
+    )
+
+
+class Source(NamedTuple):
+    """A tensor that is fetched when its turn to be written has come."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    fetch: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's contents."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Source":
+        """A tensor that is there already."""
+        return cls(dtype_name(tensor.dtype), tuple(tensor.shape), lambda: tensor)
+
+    @classmethod
+    def of_part(cls, part: Part) -> "Source":
+        """A part, in the shape that it is stored in."""
+        return cls(dtype_name(part.tensor.dtype), held_shape(part.shape, part.region), lambda: part.tensor)
+
+
+def write_file(path: Path, sources: Mapping[str, Source]) -> tuple[TensorFile, dict[str, tuple[str, ...]]]:
+    """Writes a safetensors file; returns what the manifest says of it, and the hashes of each entry's blocks."""
+    size, hashes = disk.write_new(path, stream(sources, {"format": "pt"}))
+    header, *blocks = hashes
+    found = {}
+    for name in _order(sources):
+        count = -(-sources[name].nbytes // BLOCK)
+        found[name], blocks = tuple(blocks[:count]), blocks[count:]
+    return TensorFile(bytes=size, header_xxh3=header), found
+
+
+def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file with these tensors."""
+    return stream({name: Source.of(tensor) for name, tensor in tensors.items()}, metadata)
+
+
+def stream(sources: Mapping[str, Source], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file: the header, then tensor by tensor, each in blocks of `BLOCK` bytes.
+
+    Fetches one block at a time from a GPU, and makes one tensor at a time contiguous.
+    """
+    names = _order(sources)
+    yield _header({name: sources[name] for name in names}, metadata)
+    for name in names:
+        flat = line(sources[name].fetch().detach().contiguous())
+        step = BLOCK // flat.itemsize
+        for start in range(0, len(flat), step):
+            yield memoryview(flat[start : start + step].cpu().view(torch.uint8).numpy().data)
+
+
+def line(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's elements in one dimension, side by side (`view(-1)` of one element may keep its stride)."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _order(sources: Mapping[str, Source]) -> list[str]:
+    """Wide types first, so that all are aligned."""
+    return sorted(sources, key=lambda name: (-DTYPES[sources[name].dtype].itemsize, name))
+
+
+def _header(sources: Mapping[str, Source], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, source in sources.items():
+        end = offset + source.nbytes
+        code = DTYPES[source.dtype].code
+        entries[name] = {"dtype": code, "shape": list(source.shape), "data_offsets": [offset, end]}
+        offset = end
+
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data starts aligned, too
+    return len(text).to_bytes(8, "little") + text
+
+
+# ---------------------------------------------------------------------------------------------- numbers
+def to_scalar(value: object, what: str, plain: tuple[type, ...]) -> Scalar:
+    """The JSON form of a 0-d tensor or a value of a `plain` type; raises CheckpointError for all else."""
+    if isinstance(value, Tensor):
+        check(value, what)
+        return Number(dtype=dtype_name(value.dtype), value=_finite(value.item()))
+    if isinstance(value, float) and not math.isfinite(value):
+        return Number(dtype="float", value=str(value))
+    if isinstance(value, plain):
+        return cast(Scalar, value)
+
+    kinds = ", ".join(kind.__name__ for kind in (Tensor, *plain))
+    raise CheckpointError(f"{what} cannot be saved: it is a {type(value).__name__}; expected one of {kinds}")
+
+
+def from_scalar(scalar: Scalar) -> Value:
+    """What `to_scalar` was given; raises ValueError where it cannot have been anything."""
+    if not isinstance(scalar, Number):
+        return scalar
+    if scalar.dtype == "float":
+        return float(scalar.value)
+    if scalar.dtype not in DTYPES:
+        raise ValueError(f"there is no tensor of type {scalar.dtype!r}")
+    value = float(scalar.value) if isinstance(scalar.value, str) else scalar.value
+    try:
+        return torch.tensor(value, dtype=getattr(torch, scalar.dtype))
+    except RuntimeError as error:
+        raise ValueError(f"{scalar.dtype} cannot hold {value}") from error
+
+
+def _finite(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)  # JSON has no NaN and no infinity

@@ -1,0 +1,69 @@
+"""Which rank writes what of the tensors that several ranks hold alike."""
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
+
+from ddpforge.interfaces.regions import Part, Range
+
+K = TypeVar("K", bound=Any)
+
+_SMALLEST = 1 << 20  # bytes: less is not worth a cut
+
+
+class Extent(NamedTuple):
+    """How large a tensor is."""
+
+    numel: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its contents."""
+        return self.numel * self.itemsize
+
+
+def deal(extents: Mapping[K, Extent], *, rank: int, ranks: int, smallest: int = _SMALLEST) -> dict[K, Range]:
+    """The elements of each tensor that `rank` writes; all ranks together write every element once.
+
+    Every rank computes the same from the same extents. The tensors are laid end to end in the order of their names and
+    cut into as many equal pieces as there are ranks. A cut that is less than `smallest` bytes from an end of a tensor
+    moves there, so that small tensors stay whole.
+    """
+    names = sorted(extents)
+    ends = list(accumulate(extents[name].nbytes for name in names))
+    total = ends[-1] if ends else 0
+
+    def cut(number: int) -> int:
+        """Where the piece of rank `number` begins."""
+        position = total * number // ranks
+        if not 0 < position < total:
+            return position
+        at = bisect_right(ends, position)
+        extent = extents[names[at]]
+        begin, end = ends[at] - extent.nbytes, ends[at]
+        if min(position - begin, end - position) < smallest:
+            return begin if position - begin <= end - position else end
+        return position
+
+    first, last = cut(rank), cut(rank + 1)
+    found = {}
+    for name, end in zip(names, ends, strict=True):
+        extent = extents[name]
+        begin = end - extent.nbytes
+        start, stop = max(first, begin), min(last, end)
+        found[name] = Range((start - begin) // extent.itemsize, (stop - begin) // extent.itemsize)
+        if start >= stop:
+            found[name] = Range(0, 0)
+    return found
+
+
+def divide(parts: Mapping[K, Part], *, rank: int, ranks: int) -> dict[K, list[Part]]:
+    """What `rank` writes of parts that `ranks` ranks hold alike; they may be whole tensors."""
+    extents = {name: Extent(part.tensor.numel(), part.tensor.itemsize) for name, part in parts.items()}
+    dealt = deal(extents, rank=rank, ranks=ranks)
+    return {
+        name: [part] if dealt[name].numel == part.tensor.numel() else part.cut(dealt[name].start, dealt[name].stop)
+        for name, part in parts.items()
+    }

@@ -1,0 +1,247 @@
+"""Writing a checkpoint: every rank writes what it holds, all at once; rank 0 makes one checkpoint of it."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from ddpforge import disk
+from ddpforge.checkpoint.commit import Draft, describe, unwritten
+from ddpforge.checkpoint.contents import Facts, Held, Share, divided, take_apart
+from ddpforge.checkpoint.manifest import check_files, layout, parse, read_text
+from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.schema import (
+    MODEL,
+    SECTIONS,
+    CallbackScalars,
+    Chunk,
+    FileEntry,
+    Manifest,
+    Number,
+    OptimizerScalars,
+    OtherFile,
+    RankManifest,
+    Section,
+    TensorEntry,
+    Tensors,
+)
+from ddpforge.checkpoint.shard_file import nbytes, write_shard
+from ddpforge.checkpoint.untrusted import Damaged
+from ddpforge.checkpoint.weights_file import sources, write_weights
+from ddpforge.errors import CheckpointError
+from ddpforge.ranks.writers import OutOfTouch, Peers
+
+X = TypeVar("X")
+
+_SHARED = ("all ranks must see the run's folder: keep it on a disk that their machines share",)
+
+
+def write(folder: Path, facts: Facts, share: Share, peers: Peers, *, full: bool = False) -> Path:
+    """Adds a checkpoint to `folder` and returns its path; called on every rank, with what each has.
+
+    It appears complete or not at all. When any rank fails, all raise CheckpointError with its number and its reason;
+    the checkpoints that were there are never touched. Of `facts` those of rank 0 count. With `full`, the checkpoint
+    also has one file with the whole model, for other tools.
+    """
+    return Save(folder, facts, share, peers, full=full).write()
+
+
+class Save:
+    """A checkpoint to be written, and what this rank does for it: fill, and on rank 0 begin and publish.
+
+    What is wrong with a share is found when this is made and raised by `write`, on all ranks. Where `copy` makes a copy
+    of what this rank writes, the state may change as soon as this is made.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        facts: Facts,
+        share: Share,
+        peers: Peers,
+        *,
+        full: bool = False,
+        copy: Callable[[Held], Held] | None = None,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._folder, self._step, self._peers, self._full = folder, facts.step, peers, full
+        self._before_commit = before_commit
+        self._draft: Draft | None = None
+        self._manifest: Manifest | None = None
+        self._problem: Exception | None = None
+        try:
+            apart = take_apart(share, rank=peers.rank, ranks=peers.size)
+            self._optimizer, self._callbacks = apart.optimizer, apart.callbacks
+            if peers.rank == 0:
+                self._manifest = describe(facts, share, apart)
+            held = divided(apart.held)
+            self._held = held if copy is None else copy(held)
+        except Exception as error:
+            self._problem = error
+
+    def write(self) -> Path:
+        """Does it, with all the other ranks; returns the checkpoint's path."""
+        try:
+            _, draft = self._peers.together(self._check, self._begin)
+            _, final = self._peers.together(lambda: self._fill(self._folder / draft), self._publish)
+        except BaseException as error:
+            failure = self._out_of_touch(error) if isinstance(error, OutOfTouch) else None
+            if self._draft is not None:
+                self._draft.discard()
+            if failure is not None:
+                raise failure from error
+            raise
+        return self._folder / final
+
+    def _check(self) -> None:
+        if self._problem is not None:
+            raise self._problem
+
+    def _begin(self) -> str:
+        with self._disk():
+            self._draft = Draft.begin(self._folder, self._step)
+        return self._draft.temporary.name
+
+    def _fill(self, draft: Path) -> None:
+        """Writes this rank's shard and what is to be known of it."""
+        if not draft.is_dir():
+            raise CheckpointError(f"there is no folder {draft}, which rank 0 has made", hints=_SHARED)
+        rank = self._peers.rank
+        shard = f"shard-{rank:05d}-of-{self._peers.size:05d}.safetensors"
+        with self._disk():
+            entry, tensors = write_shard(draft / shard, self._held)
+            record = RankManifest(
+                rank=rank,
+                file=shard,
+                entry=entry,
+                tensors=tensors,
+                optimizer=self._optimizer,
+                callbacks=self._callbacks,
+            )
+            disk.write_new(draft / _record(rank), [record.model_dump_json(indent=1).encode()])
+            disk.sync_folder(draft)
+
+    def _publish(self) -> str:
+        """Merges what the ranks wrote, and proves that together it is everything, once."""
+        assert self._draft is not None
+        assert self._manifest is not None
+        draft = self._draft.temporary
+        with self._visible():
+            manifest = _merged(draft, self._manifest, self._peers.size)
+            check_files(draft, manifest)
+        try:
+            layout(manifest)
+        except ValueError as error:
+            raise CheckpointError(f"the checkpoint of step {self._step} cannot be saved: {error}") from error
+        with self._disk():
+            if self._full:
+                with self._visible():
+                    manifest = _with_model(draft, manifest)
+            self._before_commit()
+            return self._draft.publish(manifest).name
+
+    def _out_of_touch(self, error: Exception) -> CheckpointError:
+        """What is known when the ranks can no longer talk to each other."""
+        what = f"the checkpoint of step {self._step}"
+        if self._draft is None:
+            return CheckpointError(f"{what}: rank {self._peers.rank} is out of touch with rank 0 ({error})")
+        if self._draft.final.exists():
+            return CheckpointError(f"{what} is complete, but not all ranks could be told ({error})")
+        ranks = range(self._peers.size)
+        absent = [f"rank {rank}" for rank in ranks if not (self._draft.temporary / _record(rank)).exists()]
+        return CheckpointError(f"{what} was not saved: {', '.join(absent) or 'a rank'} is out of touch ({error})")
+
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise unwritten(self._folder, self._step, nbytes(self._held), error) from error
+
+    @contextmanager
+    def _visible(self) -> Iterator[None]:
+        try:
+            yield
+        except Damaged as error:
+            message = f"what a rank wrote is not what rank 0 sees: {error.message}"
+            raise CheckpointError(message, hints=_SHARED) from error
+
+
+def _record(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+# ---------------------------------------------------------------------------------------------- on rank 0
+def _merged(draft: Path, manifest: Manifest, ranks: int) -> Manifest:
+    """The manifest of what all ranks wrote; raises CheckpointError where they contradict each other."""
+    found: dict[str, FileEntry] = {}
+    merged = _Merged()
+    for rank in range(ranks):
+        path = draft / _record(rank)
+        content = read_text(path)
+        record = parse(RankManifest, path, content)
+        found[record.file] = record.entry
+        found[path.name] = OtherFile(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        merged.add(record)
+    return manifest.model_copy(
+        update={
+            "files": found,
+            "tensors": merged.tensors(),
+            "optimizer": merged.optimizer,
+            "callbacks": merged.callbacks,
+        }
+    )
+
+
+def _with_model(draft: Path, manifest: Manifest) -> Manifest:
+    """Writes the whole model from the shards, one tensor at a time; returns the manifest with that file."""
+    reader = Reader(draft, manifest=manifest)
+    size, digest = write_weights(draft / MODEL, sources(reader, "model"), reader.aliases)
+    return manifest.model_copy(update={"files": {**manifest.files, MODEL: OtherFile(bytes=size, sha256=digest)}})
+
+
+class _Merged:
+    """What the ranks' records say together."""
+
+    def __init__(self) -> None:
+        self.optimizer: OptimizerScalars = {}
+        self.callbacks: CallbackScalars = {}
+        self._kinds: dict[tuple[Section, str], tuple[str, tuple[int, ...]]] = {}
+        self._chunks: dict[tuple[Section, str], list[Chunk]] = {}
+
+    def tensors(self) -> Tensors:
+        """All tensors with all their chunks."""
+        found: Tensors = {section: {} for section in SECTIONS}
+        for (section, name), (dtype, shape) in self._kinds.items():
+            found[section][name] = TensorEntry(dtype=dtype, shape=shape, chunks=tuple(self._chunks[section, name]))
+        return found
+
+    def add(self, record: RankManifest) -> None:
+        """Adds what one rank wrote."""
+        for section, found in record.tensors.items():
+            for name, entry in found.items():
+                kind = self._kinds.setdefault((section, name), (entry.dtype, entry.shape))
+                if kind != (entry.dtype, entry.shape):
+                    raise CheckpointError(
+                        f"{name} ({section}) is {entry.dtype} {list(entry.shape)} on rank {record.rank}, and "
+                        f"{kind[0]} {list(kind[1])} on a lower one"
+                    )
+                self._chunks.setdefault((section, name), []).extend(entry.chunks)
+        self._add_numbers(self.optimizer, record.optimizer, record.rank)
+        self._add_numbers(self.callbacks, record.callbacks, record.rank)
+
+    @staticmethod
+    def _add_numbers(merged: dict[str, dict[str, X]], added: Mapping[str, Mapping[str, X]], rank: int) -> None:
+        for owner, numbers in added.items():
+            known = merged.setdefault(owner, {})
+            for key, number in numbers.items():
+                if known.setdefault(key, number) != number:
+                    raise CheckpointError(
+                        f"{key} of {owner or 'the optimizer'} is {_plain(number)} on rank {rank}, and "
+                        f"{_plain(known[key])} on a lower one"
+                    )
+
+
+def _plain(number: object) -> object:
+    return number.value if isinstance(number, Number) else number

@@ -1,0 +1,1 @@
+"""What a recipe names: the kinds of components, where they are found, and their options."""

@@ -1,0 +1,431 @@
+"""The options of a component: a strict pydantic model of its signature, and a table of them for people."""
+
+from __future__ import annotations
+
+import collections.abc as abc
+import inspect
+import json
+import re
+import types
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+    create_model,
+    model_serializer,
+    model_validator,
+)
+from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError, PydanticSerializationError
+
+from ddpforge.errors import PluginError
+from ddpforge.interfaces import Callback, Data, Duration, Metric, Strategy, Task, Tracker
+
+if TYPE_CHECKING:
+    from ddpforge.components.registry import Registry
+
+__all__ = ["NESTED", "Nested", "OptionRow", "any_options", "options_model", "options_table"]
+
+NESTED: Mapping[type, str] = {
+    Callback: "callback",
+    Data: "data",
+    Metric: "metric",
+    Strategy: "strategy",
+    Task: "task",
+    Tracker: "tracker",
+}
+"""A parameter annotated with one of these takes a component of that kind."""
+
+
+class Nested(BaseModel):
+    """A component inside another one's options, validated; `Registry.build` builds it first.
+
+    Dumped as a recipe writes it, defaults included.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: str
+    use: str
+    options: dict[str, Any]
+    base: Path
+    plain: str | dict[str, Any]
+
+    @model_serializer
+    def _dump(self) -> str | dict[str, Any]:
+        return self.plain
+
+
+# ------------------------------------------------------------------------------------------ signature → model
+def options_model(
+    component: Callable[..., Any], given: frozenset[str], registry: Registry, base: Path
+) -> type[BaseModel]:
+    """The keyword parameters of `component` as a strict model, without those that ddpforge hands over.
+
+    `registry` and `base` resolve nested components. Raises PluginError when the signature breaks the
+    contract, with a message that goes on from the component's name.
+    """
+    try:
+        fields, extra = _fields(component, given, partial(_nested, registry=registry, base=base))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Field name")  # `copy` and `json` are good option names
+            return create_model(
+                getattr(component, "__name__", "Options"),
+                __config__=ConfigDict(extra=extra, strict=True, frozen=True, allow_inf_nan=False),
+                __validators__={"_not_given": _refuse(given)},
+                **fields,
+            )
+    except PluginError:
+        raise
+    except Exception as problem:  # signatures and annotations run a plugin's own code
+        raise PluginError(f"has a signature that cannot be read: {problem}") from problem
+
+
+def any_options() -> type[BaseModel]:
+    """The model of a component whose signature is not to be looked at."""
+    return create_model("Options", __config__=ConfigDict(extra="allow", frozen=True))
+
+
+def _fields(
+    component: Callable[..., Any], given: frozenset[str], nested: Callable[[str], Any]
+) -> tuple[dict[str, Any], Literal["forbid", "allow"]]:
+    """What pydantic makes a model of, and whether **kwargs takes further options."""
+    namespace = _namespace(component)
+    fields: dict[str, Any] = {}
+    extra: Literal["forbid", "allow"] = "forbid"
+
+    for name, parameter in inspect.signature(component).parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            continue  # may stay empty
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is not parameter.empty:
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise PluginError(f"takes `{parameter}` by position only")
+        if parameter.kind is parameter.VAR_KEYWORD:
+            extra = "allow"
+            continue
+        if name in given:
+            continue
+
+        required = parameter.default is parameter.empty
+        try:
+            annotation = _writable(_hint(parameter, namespace), nested)
+        except _NotInTOML:
+            if required:
+                raise PluginError(f"requires `{parameter}`, which TOML cannot write") from None
+            continue
+        fields[name] = (annotation, ... if required else parameter.default)
+    return fields, extra
+
+
+def _refuse(given: frozenset[str]) -> Any:
+    """Where **kwargs takes any option, those that ddpforge hands over are still not the recipe's to set."""
+
+    def validate(options: BaseModel) -> BaseModel:
+        error = PydanticCustomError("given", "ddpforge hands this over; a recipe cannot set it")
+        extra = options.model_extra or {}
+        if taken := sorted(given & extra.keys()):
+            raise _located([{"type": error, "loc": (name,), "input": extra[name]} for name in taken])
+        return options
+
+    return model_validator(mode="after")(validate)
+
+
+def _located(details: list[InitErrorDetails]) -> ValidationError:
+    """An error that pydantic reports below the place that raises it."""
+    return ValidationError.from_exception_data("options", details)
+
+
+# ------------------------------------------------------------------------------------------------ annotations
+class _NotInTOML(Exception):
+    """No value of this type can be written in a recipe."""
+
+
+_Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # TOML's range, and that of a tensor's sizes
+_Duration = Annotated[Duration, WithJsonSchema({"type": "string", "x-toml": "duration", "examples": ["1ep"]})]
+
+# Containers to look into, and what pydantic makes of each: it would check an Iterable only while it is read.
+_CONTAINERS: Mapping[Any, Any] = {kind: kind for kind in (list, tuple, dict, set, frozenset)} | {
+    abc.Iterable: abc.Sequence,
+    abc.Collection: abc.Sequence,
+    abc.Sequence: abc.Sequence,
+    abc.Mapping: abc.Mapping,
+}
+
+
+def _namespace(component: Any) -> dict[str, Any]:
+    """The globals of the function whose signature `component` shows, to evaluate annotations in."""
+    while isinstance(component, partial):
+        component = component.func
+    names = ("__init__", "__new__") if isinstance(component, type) else ("__call__",)
+    for function in (component, *(getattr(component, name) for name in names)):
+        if found := getattr(inspect.unwrap(function), "__globals__", None):
+            return dict(found)
+    return {}
+
+
+def _hint(parameter: inspect.Parameter, namespace: dict[str, Any]) -> Any:
+    """The parameter's type, evaluated alone: others may name what is imported for type checkers only."""
+    if parameter.annotation is parameter.empty:
+        return Any
+    holder = types.SimpleNamespace(__annotations__={"it": parameter.annotation})
+    try:
+        return get_type_hints(holder, globalns=namespace, include_extras=True)["it"]
+    except NameError as missing:
+        raise PluginError(
+            f"has the parameter `{parameter}`, but {missing}; import it outside `if TYPE_CHECKING`"
+        ) from missing
+
+
+def _writable(annotation: Any, nested: Callable[[str], Any]) -> Any:
+    """What of `annotation` a recipe can write; raises _NotInTOML when that is nothing, or only None."""
+    origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
+
+    if origin is Annotated:
+        return Annotated[(_writable(arguments[0], nested), *annotation.__metadata__)]
+    if origin in (Union, types.UnionType):
+        return Union[tuple(_writable_members(arguments, nested))]  # noqa: UP007
+    if origin in _CONTAINERS:
+        items = tuple(item if item is ... else _writable(item, nested) for item in arguments)
+        return _CONTAINERS[origin][items] if items else _CONTAINERS[origin]
+    if origin in NESTED:
+        return nested(NESTED[origin])
+    if origin is int:
+        return _Integer
+    if origin is Duration:
+        return _Duration
+    if origin is Literal:
+        return Annotated[annotation, BeforeValidator(partial(_literally, arguments))]
+
+    # TOML can write a value exactly when pydantic can write a JSON Schema for its type. `type[X]` is the
+    # exception: its schema is empty.
+    try:
+        TypeAdapter(annotation).json_schema()
+    except (PydanticUserError, PydanticUndefinedAnnotation, PydanticSerializationError):
+        raise _NotInTOML from None
+    if origin is type:
+        raise _NotInTOML
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        values = tuple(member.value for member in annotation)
+        return Annotated[annotation, BeforeValidator(partial(_literally, values))]
+    return annotation
+
+
+def _literally(choices: tuple[Any, ...], value: Any) -> Any:
+    """`value`, unless it equals a choice of another type, as true and 1.0 equal 1."""
+    if any(value == choice for choice in choices) and not any(
+        value == choice and type(value) is type(choice) for choice in choices
+    ):
+        raise PydanticKnownError("literal_error", {"expected": " or ".join(map(repr, choices))})
+    return value
+
+
+def _writable_members(members: Iterable[Any], nested: Callable[[str], Any]) -> list[Any]:
+    """The members of a union without those that TOML cannot write: `float | Tensor` becomes `float`."""
+    kept = []
+    for member in members:
+        with suppress(_NotInTOML):
+            kept.append(_writable(member, nested))
+    if all(member is types.NoneType for member in kept):
+        raise _NotInTOML
+    return kept
+
+
+# ------------------------------------------------------------------------------------------ nested components
+def _nested(kind: str, *, registry: Registry, base: Path) -> Any:
+    """The type of an option that is itself a component of `kind`: its name, or a table with `use`."""
+    table = {"type": "object", "properties": {"use": {"type": "string"}}, "required": ["use"]}
+    schema = {"anyOf": [{"type": "string", "examples": registry.names(kind)}, table], "x-toml": kind}
+
+    def validate(value: object) -> Nested:
+        if isinstance(value, str):
+            return _validate_nested(kind, {"use": value}, registry, base, ())
+        if isinstance(value, dict) and isinstance(value.get("use"), str):
+            return _validate_nested(kind, value, registry, base, ("use",))
+        raise PydanticCustomError("component", 'Input should be a name, or a table with `use = "name"`')
+
+    return Annotated[Any, PlainValidator(validate), WithJsonSchema(schema)]
+
+
+def _validate_nested(
+    kind: str, table: dict[str, Any], registry: Registry, base: Path, place: tuple[str, ...]
+) -> Nested:
+    use = table["use"]
+    try:
+        model = registry.options_model(kind, use, base)
+    except PluginError as error:
+        details = PydanticCustomError("component", "{message}", {"message": error.message, "error": error})
+        raise _located([{"type": details, "loc": place, "input": use}]) from error
+
+    options = model.model_validate_json(json.dumps({key: table[key] for key in table if key != "use"}))
+    plain = options.model_dump(mode="json", exclude_none=True, fallback=str)
+    return Nested(kind=kind, use=use, options=dict(options), base=base, plain={"use": use, **plain} if plain else use)
+
+
+# ------------------------------------------------------------------------------------------------- for people
+@dataclass(frozen=True)
+class OptionRow:
+    """One option as people read it: everything is text, in TOML's terms."""
+
+    name: str
+    type: str
+    default: str | None  # None when the option is required
+    description: str
+    limits: str
+    example: str  # a value that a recipe could give
+
+
+class _JsonSchema(GenerateJsonSchema):
+    ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
+
+
+def options_table(model: type[BaseModel]) -> list[OptionRow]:
+    """The options of a model that `options_model` made, in the order of the signature."""
+    schema = model.model_json_schema(schema_generator=_JsonSchema)
+    defaults = model.model_construct().model_dump(mode="json", by_alias=True, warnings=False, fallback=str)
+    required = schema.get("required", ())
+    definitions = schema.get("$defs", {})
+    return [
+        OptionRow(
+            name=name,
+            type=_type_text(option, definitions),
+            default=None if name in required else _toml_text(defaults[name]),
+            description=_description(option),
+            limits=", ".join(_limits(option)),
+            example=_toml_text(_example(option, definitions)),
+        )
+        for name, option in schema["properties"].items()
+    ]
+
+
+def _type_text(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    inner = partial(_type_text, definitions=definitions)
+    match schema:
+        case {"$ref": str() as reference}:
+            return inner(definitions[reference.rpartition("/")[2]])
+        case {"x-toml": str() as name}:
+            return name
+        case {"const": value}:
+            return _toml_text(value)
+        case {"enum": values}:
+            return " | ".join(_toml_text(value) for value in values)
+        case {"anyOf": members}:
+            texts = [inner(member) for member in members if member != {"type": "null"}]
+            return " | ".join(dict.fromkeys(texts))
+        case {"prefixItems": items}:
+            return f"[{', '.join(inner(item) for item in items)}]"
+        case {"type": "array"}:
+            return f"array of {inner(schema.get('items', {}))}"
+        case {"type": "object", "additionalProperties": dict() as values}:
+            return f"table of {inner(values)}"
+        case {"type": "string", "format": str() as form}:
+            return form
+        case {"type": str() as name}:
+            return {"number": "float", "object": "table"}.get(name, name)
+        case _:
+            return "any"
+
+
+_NO_LIMIT = (None, -(2**63), 2**63)  # the range of _Integer goes without saying
+_LIMITS = {
+    "minimum": ">= {}",
+    "exclusiveMinimum": "> {}",
+    "maximum": "<= {}",
+    "exclusiveMaximum": "< {}",
+    "multipleOf": "a multiple of {}",
+    "minLength": "at least {} characters",
+    "maxLength": "at most {} characters",
+    "minItems": "at least {} items",
+    "maxItems": "at most {} items",
+    "pattern": "matches {}",
+}
+
+
+def _limits(schema: Mapping[str, Any]) -> list[str]:
+    limits = [text.format(schema[key]) for key, text in _LIMITS.items() if schema.get(key) not in _NO_LIMIT]
+    limits = [re.sub(r"\b1 (character|item)s$", r"1 \1", limit) for limit in limits]
+    if "prefixItems" in schema:
+        limits = []  # the type of a fixed number of items says how many
+    for member in schema.get("anyOf", ()):
+        limits += _limits(member)
+    for item in schema.get("prefixItems", [schema["items"]] if "items" in schema else []):
+        limits += [f"each {limit}" for limit in _limits(item)]
+    return list(dict.fromkeys(limits))
+
+
+def _example(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> object:
+    inner = partial(_example, definitions=definitions)
+    match schema:
+        case {"$ref": str() as reference}:
+            return inner(definitions[reference.rpartition("/")[2]])
+        case {"examples": [first, *_]} | {"enum": [first, *_]} | {"const": first}:
+            return first
+        case {"anyOf": [first, *_]}:
+            return inner(first)
+        case {"prefixItems": items}:
+            return [inner(item) for item in items]
+        case {"type": "array"}:
+            return [inner(schema.get("items", {}))] * schema.get("minItems", 1)
+        case {"type": "integer" | "number" as name}:
+            return _example_number(schema, int if name == "integer" else float)
+        case {"type": "boolean"}:
+            return True
+        case {"type": "object"}:
+            return {}
+        case _:
+            return "..."
+
+
+def _example_number(limits: Mapping[str, Any], number: type[int] | type[float]) -> object:
+    least, most = limits.get("minimum", -inf), limits.get("maximum", inf)
+    above, below = limits.get("exclusiveMinimum", -inf), limits.get("exclusiveMaximum", inf)
+    for value in (1, 0.5, most, least, above + 1):
+        if least <= value <= most and above < value < below and number(value) == value:
+            return number(value)
+    return 1
+
+
+def _description(schema: Mapping[str, Any]) -> str:
+    """The option's own description, or that of the one member of `T | None` that has one."""
+    own = [schema, *schema.get("anyOf", ())]
+    return next((part["description"] for part in own if "description" in part), "")
+
+
+def _toml_text(value: object) -> str:
+    match value:
+        case None:
+            return "unset"
+        case dict():
+            pairs = [f"{json.dumps(key)} = {_toml_text(item)}" for key, item in value.items()]
+            return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
+        case list():
+            return f"[{', '.join(_toml_text(item) for item in value)}]"
+        case float():
+            return repr(value)  # which is also how TOML spells it, inf and nan included
+        case _:
+            return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,548 @@
+"""Which components there are, and how a name in a recipe becomes one; nothing is imported until asked for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache, partial
+from importlib import metadata
+from pathlib import Path
+from types import FrameType, MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ddpforge.confidential import SECRET, redact, reveal
+from ddpforge.errors import ExitCode, PluginError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ddpforge.components.options import Nested
+    from ddpforge.recipe.schema import Component
+
+__all__ = [
+    "GIVEN",
+    "KINDS",
+    "PLUGIN_API",
+    "AmbiguousComponent",
+    "BrokenComponent",
+    "BuildFailed",
+    "Entry",
+    "NotImported",
+    "RefusedOptions",
+    "Registry",
+    "UnknownComponent",
+    "located",
+    "where_raised",
+]
+
+KINDS = ("model", "data", "task", "metric", "optimizer", "schedule", "strategy", "tracker", "callback")
+
+GIVEN: Mapping[str, frozenset[str]] = MappingProxyType(
+    {kind: frozenset[str]() for kind in KINDS}
+    | {
+        "optimizer": frozenset({"params"}),
+        "schedule": frozenset({"horizon"}),
+        "data": frozenset({"seed"}),
+    }
+)
+"""What ddpforge itself hands to the components of a kind; a recipe may not set it."""
+
+PLUGIN_API = 2
+_CHANGED = {"strategy": 2}  # the version since which a kind has had another contract
+"""The newest version of the component contracts that this ddpforge keeps."""
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """A registered component: what an installed distribution declares, nothing of it imported."""
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    target: str  # "pkg.mod:attr"
+
+    @property
+    def source(self) -> str:
+        """The distribution and its version, for people."""
+        return f"{self.distribution} {self.version}"
+
+
+# ----------------------------------------------------------------------------------------------------- errors
+class UnknownComponent(PluginError):
+    """No installed distribution registers this name; `known` are the names of this kind."""
+
+    def __init__(self, kind: str, use: str, known: Sequence[str]) -> None:
+        near = get_close_matches(use.rpartition(":")[2], known, n=1, cutoff=0.5)
+        noun = "dataset" if kind == "data" else kind
+        super().__init__(
+            f"there is no {noun} named `{use}`",
+            hints=[
+                *_elsewhere(kind, use),
+                *(f"did you mean `{name}`?" for name in near),
+                f"known names: {', '.join(known) or 'none'}",
+                "unregistered code is named by `package.module:Name` or `./file.py:Name`",
+            ],
+        )
+        self.kind = kind
+        self.use = use
+        self.known = tuple(known)
+
+
+_TORCH_OPTIMIZERS = (
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop"),
+    "SparseAdam",
+)
+
+
+def located(use: str) -> str:
+    """`package.module.Name` as a recipe locates it, `package.module:Name`; anything else as it is."""
+    if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", use) and not use.endswith(".py"):
+        capital = re.search(r"\.(?=[A-Z])", use)
+        cut = capital.start() if capital else use.rindex(".")
+        return f"{use[:cut]}:{use[cut + 1 :]}"
+    return use
+
+
+def _elsewhere(kind: str, use: str) -> Iterator[str]:
+    """What people probably mean by the name of something that is there under another one."""
+    name = use.lower().replace("-", "").replace("_", "")
+    if located(use) != use:
+        yield f"did you mean `{located(use)}`?"
+    elif kind == "strategy" and (stage := re.fullmatch(r"(?:deepspeed)?(?:zero|stage)+([123])", name)):
+        yield f'write use = "deepspeed" and stage = {stage[1]}'
+    elif kind == "strategy" and name in ("hsdp", "hybridshard"):
+        yield 'write use = "fsdp" and replicas = 2, or how many groups of ranks there are'
+    elif kind == "optimizer" and (found := next((one for one in _TORCH_OPTIMIZERS if one.lower() == name), None)):
+        yield f"torch has it: `torch.optim:{found}`"
+    elif kind == "model" and re.fullmatch(r"(resnet|vit|convnext|efficientnet|densenet|vgg|swin|mobilenet)\w*", name):
+        yield f'write use = "torchvision" and arch = "{use}", or install ddpforge-timm for timm\'s models'
+    elif kind == "model" and re.fullmatch(r"(bert|gpt2|llama|roberta|t5|qwen|mistral|distilbert)\w*", name):
+        yield "install ddpforge-transformers for the models of transformers"
+    elif kind == "data" and name in ("hf", "huggingface", "datasets", "hfdatasets"):
+        yield "datasets of Hugging Face: `datasets:load_dataset` with path, split, …"
+    elif kind == "tracker" and name in ("tensorboard", "mlflow", "comet", "aim", "clearml", "neptune", "csv"):
+        yield f"no tracker for {use} is installed; `ddpforge plugins new` begins one; metrics.jsonl is always written"
+    elif kind == "optimizer" and name in ("lion", "adam8bit", "adamw8bit", "sophia", "lamb", "adan", "prodigy"):
+        yield "any class of an installed package will do, e.g. `lion_pytorch:Lion` or `bitsandbytes.optim:AdamW8bit`"
+
+
+class AmbiguousComponent(PluginError):
+    """Several installed distributions register this name; `providers` are their entries."""
+
+    def __init__(self, kind: str, use: str, providers: Sequence[Entry]) -> None:
+        super().__init__(
+            f"{kind} `{use}` is provided by {' and by '.join(entry.source for entry in providers)}",
+            hints=[f'to choose this one: use = "{entry.distribution}:{entry.name}"' for entry in providers],
+        )
+        self.kind = kind
+        self.use = use
+        self.providers = tuple(providers)
+
+
+class BrokenComponent(PluginError):
+    """A component that is there and cannot be used.
+
+    `where` is "file:line" of the plugin's own statement that failed, `missing` the module that it did not
+    find, `cause` the exception behind it; each is None where there is none.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        use: str,
+        problem: str,
+        *,
+        entry: Entry | None = None,
+        cause: BaseException | None = None,
+        where: str | None = None,
+        missing: str | None = None,
+        hints: Sequence[str] = (),
+    ) -> None:
+        source = f" of {entry.source}" if entry else ""
+        super().__init__(f"{kind} `{use}`{source} {problem}", hints=hints)
+        self.kind = kind
+        self.use = use
+        self.entry = entry
+        self.cause = cause
+        self.where = where
+        self.missing = missing
+
+
+class NotImported(PluginError):
+    """Code that the recipe locates, by a file or a module, and that is not to be imported."""
+
+    def __init__(self, kind: str, use: str) -> None:
+        super().__init__(f"{kind} `{use}` is not imported")
+        self.use = use
+
+
+class RefusedOptions(PluginError):
+    """A component does not take its options, although each of them alone is of the right form: the recipe's fault."""
+
+    exit_code = ExitCode.USAGE
+
+
+class BuildFailed(PluginError):
+    """The code of a component failed while it was built, and did not say so on purpose; `trace` shows where."""
+
+    def __init__(self, kind: str, use: str, error: BaseException) -> None:
+        super().__init__(
+            f"{kind} `{use}` raised {type(error).__name__} while it was built: {redact(str(error))}",
+            hints=where_raised(error),
+        )
+        self.trace = _trace(error)
+
+
+# --------------------------------------------------------------------------------------------------- registry
+class Registry:
+    """The components that can be named in a recipe.
+
+    `use` is, in this order: a registered name; `distribution:name`, which decides between several providers;
+    `package.module:Name`; or `./file.py:Name`, relative to `base`, the folder of the recipe that says it.
+    """
+
+    def __init__(self, entries: Iterable[Entry] = (), *, imports: bool = True) -> None:
+        self._entries = sorted(entries)
+        self._imports = imports  # what is not registered
+
+    def only_registered(self) -> Registry:
+        """The same, which imports no code that a recipe locates by a file or a module: it takes any options."""
+        return Registry(self._entries, imports=False)
+
+    @classmethod
+    def installed(cls) -> Registry:
+        """What the installed distributions register, without those named in DDPFORGE_DISABLE_PLUGINS."""
+        return _installed(tuple(sys.path), os.environ.get("DDPFORGE_DISABLE_PLUGINS", ""))
+
+    def entries(self, kind: str | None = None) -> list[Entry]:
+        """All entries, or those of one kind, sorted; a name with several providers appears once for each."""
+        return [entry for entry in self._entries if kind in (None, entry.kind)]
+
+    def names(self, kind: str) -> list[str]:
+        """The registered names of a kind, sorted."""
+        return sorted({entry.name for entry in self.entries(kind)})
+
+    def find(self, kind: str, use: str) -> Entry | None:
+        """The entry that `use` names; None when it locates unregistered code.
+
+        Raises UnknownComponent or AmbiguousComponent.
+        """
+        owner, colon, name = use.rpartition(":")
+        providers = [entry for entry in self.entries(kind) if entry.name == name]
+        if colon:
+            providers = [entry for entry in providers if _normalise(entry.distribution) == _normalise(owner)]
+
+        if len(providers) > 1:
+            raise AmbiguousComponent(kind, use, providers)
+        if providers:
+            return providers[0]
+        if _is_file(use) or (colon and all(part.isidentifier() for part in owner.split("."))):
+            return None
+        raise UnknownComponent(kind, use, self.names(kind))
+
+    def imports(self, kind: str, use: str) -> bool:
+        """Whether `load` imports what `use` names."""
+        return self._imports or self.find(kind, use) is not None
+
+    def load(self, kind: str, use: str, base: Path = Path()) -> Callable[..., Any]:
+        """Imports the component; raises UnknownComponent, AmbiguousComponent or BrokenComponent."""
+        entry = self.find(kind, use)
+        if not self.imports(kind, use):
+            raise NotImported(kind, use)
+        broken = partial(BrokenComponent, kind, use, entry=entry)
+        location, _, attribute = (entry.target if entry else use).partition(":")
+        if not attribute:
+            raise broken("names a module, not what to use of it", hints=[f"write `{location}:Name`"])
+
+        file = _local_file(location, base, broken) if _is_file(location) else None
+        with _importing(location, file, broken):
+            module = _import_file(file) if file else importlib.import_module(location)
+            component: object = module
+            for name in attribute.split("."):
+                component = getattr(component, name, _ABSENT)
+
+        api = getattr(module, "ddpforge_plugin_api", PLUGIN_API)
+        if not (isinstance(api, int) and api <= PLUGIN_API):
+            raise broken(
+                f"is written for plugin API {api}; this ddpforge keeps version {PLUGIN_API}",
+                hints=["update ddpforge, or install an older version of the plugin"],
+            )
+        if api < (needed := _CHANGED.get(kind, 1)):
+            raise broken(
+                f"is written for plugin API {api}; since version {needed} there is another contract for this kind",
+                hints=["update the plugin; its author finds what to change in docs/how-to/migrate-a-plugin.md"],
+            )
+        if component is _ABSENT:
+            near = get_close_matches(attribute, dir(module), n=1)
+            raise broken(
+                f"cannot be found: {location} has no `{attribute}`",
+                hints=[f"did you mean `{name}`?" for name in near],
+            )
+        if not callable(component):
+            raise broken(f"is a value of type `{type(component).__name__}`, which cannot be called")
+        return component
+
+    def options_model(self, kind: str, use: str, base: Path = Path()) -> type[BaseModel]:
+        """The schema of a component's options, made from its signature; raises what `load` raises.
+
+        Validate with `model_validate_json(json.dumps(table))`; `dict(model)` is then what `Component.options`
+        holds. A parameter that asks for another component takes a name or a table with `use`. What is wrong
+        inside is located there; where the inner component cannot be loaded, the error's type is "component"
+        and its `ctx["error"]` the PluginError.
+        """
+        from ddpforge.components.options import any_options, options_model
+
+        try:
+            component = self.load(kind, use, base)
+        except NotImported:
+            return any_options()
+        try:
+            return options_model(component, GIVEN[kind], self, base)
+        except PluginError as breach:
+            raise BrokenComponent(
+                kind,
+                use,
+                breach.message,
+                entry=self.find(kind, use),
+                cause=breach.__cause__,
+                hints=["every option of a component is a keyword parameter with a type that TOML can write"],
+            ) from breach
+
+    def build(self, kind: str, component: Component | Nested, **given: Any) -> Any:
+        """Calls the component with its validated options, and with those of `given` that its signature names.
+
+        Raises RefusedOptions when the component refuses its options, with a TypeError or ValueError that it raises
+        itself, and BuildFailed for such an error from elsewhere and for a sys.exit; any other exception of its own
+        passes.
+        """
+        function = self.load(kind, component.use, component.base)
+        if taken := sorted(component.options.keys() & GIVEN[kind]):
+            raise PluginError(
+                f"`{taken[0]}` is not an option of {kind} `{component.use}`: ddpforge hands it over",
+                hints=[f"remove `{taken[0]}` from the recipe"],
+            )
+
+        options = {name: self._build_nested(value, given) for name, value in component.options.items()}
+        accepted = inspect.signature(function).parameters
+        try:
+            return function(**options, **{name: value for name, value in given.items() if name in accepted})
+        except SystemExit as error:  # would end the process with an exit code of its own
+            raise BuildFailed(kind, component.use, error) from error
+        except (TypeError, ValueError) as error:
+            if not _on_purpose(error, function):
+                raise BuildFailed(kind, component.use, error) from error
+            raise RefusedOptions(
+                f"{kind} `{component.use}` cannot be built: {redact(str(error))}",
+                hints=[
+                    *where_raised(error),
+                    f"`ddpforge plugins show {component.use} --kind {kind}` lists its options",
+                ],
+            ) from error
+
+    def _build_nested(self, value: object, given: Mapping[str, Any]) -> object:
+        from ddpforge.components.options import Nested
+
+        match value:
+            case str() if type(value) is str:
+                return reveal(value)
+            case Path():
+                return Path(reveal(str(value))) if SECRET.search(str(value)) else value
+            case Nested():
+                return self.build(value.kind, value, **{name: given[name] for name in given.keys() & GIVEN[value.kind]})
+            case list():
+                return [self._build_nested(item, given) for item in value]
+            case tuple() if type(value) is tuple:  # not a NamedTuple, which is a value of its own
+                return tuple(self._build_nested(item, given) for item in value)
+            case dict():
+                return {key: self._build_nested(item, given) for key, item in value.items()}
+            case _:
+                return value
+
+
+# ------------------------------------------------------------------------------------- errors of constructors
+def _on_purpose(error: Exception, component: Callable[..., Any]) -> bool:
+    """Whether a component says with this error what it does not take: it is raised in its own package, by `raise`.
+
+    An error that a call into other code brings up, or an operation on values, is a mistake that only its traceback
+    explains. What does not even fit the signature never came to the component's code.
+    """
+    import dis
+
+    frames = _frames(error)
+    if not frames:
+        return True
+    frame, _, instruction = frames[-1]
+    package = getattr(component, "__module__", "").partition(".")[0]
+    if frame.f_globals.get("__name__", "").partition(".")[0] != package:
+        return False
+    return dis.opname[frame.f_code.co_code[instruction]] == "RAISE_VARARGS"
+
+
+def _frames(error: BaseException) -> list[tuple[FrameType, int, int]]:
+    """The frames below `Registry.build` that an error came through, with the line and the instruction in each."""
+    found, trace = [], error.__traceback__
+    while trace:
+        found.append((trace.tb_frame, trace.tb_lineno, trace.tb_lasti))
+        trace = trace.tb_next
+    begins = max((n for n, (frame, *_) in enumerate(found, 1) if frame.f_code is Registry.build.__code__), default=0)
+    return found[begins:]
+
+
+def where_raised(error: BaseException) -> list[str]:
+    """A hint with the innermost line of code that neither ddpforge nor an installed library has; or none."""
+    lines = [
+        f"raised at {os.path.relpath(frame.f_code.co_filename)}:{line}, in {frame.f_code.co_qualname}"
+        for frame, line, _ in _frames(error)
+        if frame.f_globals.get("__name__", "").startswith("ddpforge_local_")
+    ]
+    return lines[-1:]
+
+
+def _trace(error: BaseException) -> str:
+    import traceback
+
+    skipped = len(list(traceback.walk_tb(error.__traceback__))) - len(_frames(error))
+    trace = error.__traceback__
+    for _ in range(skipped):
+        trace = trace.tb_next if trace else None
+    return redact("".join(traceback.format_exception(type(error), error, trace)))
+
+
+# ---------------------------------------------------------------------------------------- the installed index
+@cache
+def _installed(path: tuple[str, ...], disabled: str) -> Registry:
+    # Parsing a hundred distributions' metadata takes longer than everything else that a recipe needs, so only
+    # those whose raw text mentions a group of ours are looked at.
+    names = {
+        _normalise(name)
+        for found in metadata.distributions(path=list(path))
+        if "ddpforge." in (found.read_text("entry_points.txt") or "")
+        and (name := _about(found).get("Name"))  # absent in the remains of an interrupted uninstall
+    }
+    names -= {_normalise(name) for name in disabled.split(",")}
+    return Registry(entry for name in names for entry in _declared(name, path))
+
+
+def _about(distribution: metadata.Distribution) -> dict[str, str]:
+    """The first lines of a distribution's metadata, read without the parser for mail that `metadata` uses."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    lines = (line.partition(": ") for line in text.partition("\n\n")[0].splitlines())
+    return {key: value for key, colon, value in lines if colon}
+
+
+def _declared(name: str, path: tuple[str, ...]) -> Iterable[Entry]:
+    # The first distribution of a name on the path is the one that imports, whatever another one registers.
+    distribution = next(iter(metadata.distributions(name=name, path=list(path))))
+    about = _about(distribution)
+    for point in distribution.entry_points:
+        kind = point.group.removeprefix("ddpforge.")
+        if point.group.startswith("ddpforge.") and kind in KINDS:
+            target = f"{point.module}:{point.attr or ''}"
+            yield Entry(kind, point.name, about["Name"], about["Version"], target)
+
+
+def _normalise(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
+
+
+# -------------------------------------------------------------------------------------------------- importing
+_ABSENT = object()
+
+
+@contextmanager
+def _importing(location: str, file: Path | None, broken: Callable[..., BrokenComponent]) -> Iterator[None]:
+    """Turns whatever a plugin's code raises while it is imported into a BrokenComponent that says where."""
+    try:
+        yield
+    except (Exception, SystemExit) as cause:  # a script without a main guard exits
+        where = _innermost(cause, _local_name(file) if file else location.partition(".")[0])
+        missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
+        if missing and "." in missing:
+            missing = None  # the requirement is there, in a version without this module
+        raise broken(
+            f"cannot be imported: {type(cause).__name__}: {cause}" + (f" ({where})" if where else ""),
+            cause=cause,
+            where=where,
+            missing=missing,
+            hints=_ways_to_provide(missing, file) if missing else (),
+        ) from cause
+
+
+def _innermost(cause: BaseException, package: str) -> str | None:
+    """The plugin's own line that `cause` came through last, as "file:line"."""
+    import traceback  # here and below: lists of plugins are to be quick
+
+    if isinstance(cause, SyntaxError) and cause.filename:
+        return f"{cause.filename}:{cause.lineno}"
+    lines = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(cause.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] == package
+    ]
+    return lines[-1] if lines else None
+
+
+def _ways_to_provide(missing: str, file: Path | None) -> list[str]:
+    if file and (file.parent / f"{missing}.py").exists():
+        return ["a local file cannot import its neighbours: put the folder on PYTHONPATH, or make a package"]
+    return [f"install what provides the module `{missing}`"]
+
+
+# ------------------------------------------------------------------------------------------------ local files
+def _is_file(location: str) -> bool:
+    return "/" in location or location.partition(":")[0].endswith(".py")
+
+
+def _local_file(location: str, base: Path, broken: Callable[..., BrokenComponent]) -> Path:
+    """The file that a recipe in `base` names; it must lie there, also after following links."""
+    try:
+        folder = base.resolve()
+        file = (folder / location).resolve()
+        there, is_file = file.exists(), file.is_file()
+    except (OSError, RuntimeError, ValueError) as cause:  # a name too long, a loop of links, a null character
+        raise broken(f"cannot be loaded: {cause}", cause=cause) from cause
+
+    if not file.is_relative_to(folder):
+        raise broken(
+            f"leaves the recipe's folder {folder}",
+            hints=["move the file next to the recipe, or install it as a package: `package.module:Name`"],
+        )
+    if not is_file or file.suffix != ".py":
+        raise broken(f"cannot be loaded: {file} is not {'a Python file' if there else 'there'}")
+    return file
+
+
+def _local_name(file: Path) -> str:
+    import hashlib
+
+    stem = re.sub(r"\W", "_", file.stem)
+    return f"ddpforge_local_{stem}_{hashlib.sha256(os.fsencode(file)).hexdigest()[:12]}"
+
+
+def _import_file(file: Path) -> ModuleType:
+    # One name per path, and in sys.modules, so that the file's classes pickle into forked loader workers.
+    # A spawned worker starts without this entry and could not unpickle them: it needs an installed package.
+    name = _local_name(file)
+    if name in sys.modules:
+        return sys.modules[name]
+
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None  # both are there for every file that ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,91 @@
+"""Writes a new plugin: a package with a component of one kind, its recipe, and tests that pass as they are."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from ddpforge.components.registry import KINDS, Registry
+from ddpforge.errors import EnvironmentProblem, UsageError
+
+__all__ = ["Plugin", "write_plugin"]
+
+_TEMPLATES = Path(__file__).parent / "templates" / "plugin"
+_NAME = re.compile(r"[a-z](?:[a-z0-9]|[-_](?=[a-z0-9])){0,49}")
+_PARTS = re.compile(r"^== (\S+) ==\n", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """What was written: where, the distribution's name, and the files in the folder."""
+
+    folder: Path
+    distribution: str
+    files: tuple[Path, ...]
+
+
+def write_plugin(kind: str, name: str, into: Path) -> Plugin:
+    """Writes the plugin for a component `name` into a new folder of that name.
+
+    Raises UsageError for a name that cannot be a component, a package and a distribution, or that is taken, and where
+    the folder exists.
+    """
+    _check(kind, name)
+    folder = into / name
+    if folder.exists():
+        raise UsageError(f"{folder} exists already", hints=["choose another name, or another place with --in DIR"])
+    files = _files(kind, name)
+    try:
+        for path, text in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentProblem(f"{folder} cannot be written: {error}") from error
+    return Plugin(folder, name.replace("_", "-"), tuple(files))
+
+
+def _check(kind: str, name: str) -> None:
+    if kind not in KINDS:
+        raise UsageError(f"there is no kind `{kind}`", hints=[f"one of: {', '.join(KINDS)}"])
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"`{name}` cannot be the name of a plugin",
+            hints=["at most 50 lower-case letters, digits and single `_` or `-`, beginning with a letter: my_model"],
+        )
+    module = name.replace("-", "_")
+    if keyword.iskeyword(module) or keyword.issoftkeyword(module):
+        raise UsageError(f"`{name}` is a word of Python's own", hints=[f"for example `{name}_{kind}`"])
+    taken = [entry for entry in Registry.installed().entries(kind) if entry.name == module]
+    if taken:
+        raise UsageError(f"there is a {kind} `{module}` already, of {taken[0].source}", hints=["choose another name"])
+    if importlib.util.find_spec(module) is not None:
+        raise UsageError(
+            f"a Python module `{module}` can be imported already; a package of that name would hide it or be hidden",
+            hints=[f"for example `my_{module}`"],
+        )
+
+
+def _files(kind: str, name: str) -> dict[Path, str]:
+    """The files' contents by their path in the plugin's folder."""
+    module = name.replace("-", "_")
+    words = {
+        "kind": kind,
+        "name": module,
+        "module": module,
+        "distribution": name.replace("_", "-"),
+        "Class": "".join(part.capitalize() for part in module.split("_")),
+    }
+    own = _parts((_TEMPLATES / "kinds" / f"{kind}.txt").read_text(encoding="utf-8"))
+    words["target"] = Template(own.pop("target").strip()).substitute(words)
+    texts = _parts((_TEMPLATES / "common.txt").read_text(encoding="utf-8")) | own
+    return {Path(Template(path).substitute(words)): Template(text).substitute(words) for path, text in texts.items()}
+
+
+def _parts(text: str) -> dict[str, str]:
+    """The pieces of a template, by what stands between the `==` before each."""
+    _, *pieces = _PARTS.split(text)
+    return {path: body.strip("\n") + "\n" for path, body in zip(pieces[::2], pieces[1::2], strict=True)}

@@ -1,0 +1,1 @@
+"""Weights from and to elsewhere: export, import, initial weights, other programs' formats."""

@@ -1,0 +1,178 @@
+"""What is different between two checkpoints, tensor by tensor."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.schema import SECTIONS, Manifest, Section
+from ddpforge.errors import CheckpointError
+from ddpforge.recipe.toml import loads
+from ddpforge.runs.folder import Change, recipe_changes
+from ddpforge.runs.listing import metrics, plain
+
+_STRIDE = 1 << 22  # elements that are compared at a time, in float64
+_TINY = 5e-324  # the smallest float64: integers that float64 cannot tell apart are no division by zero
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorDifference:
+    """How a tensor differs: in kind (`note`), or in value.
+
+    `absolute` is the largest |a - b| of its elements, `relative` the largest |a - b| / max(|a|, |b|); both are NaN
+    where one side is not finite and the other is something else. `elements` is the number of those that differ.
+    """
+
+    section: Section
+    name: str
+    note: str = ""
+    elements: int = 0
+    absolute: float = 0.0
+    relative: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """Something besides tensors that differs; None where one side lacks it."""
+
+    name: str
+    a: Any
+    b: Any
+
+
+@dataclass(kw_only=True)
+class Differences:
+    """All that differs between two checkpoints.
+
+    `facts` is where the runs stand and what their state holds besides tensors; `about` is who saved them, when and
+    under what, and metrics, which do not matter for how a run goes on.
+    """
+
+    recipe: list[Change] = field(default_factory=list)
+    facts: list[Value] = field(default_factory=list)
+    about: list[Value] = field(default_factory=list)
+    missing: dict[Section, list[str]] = field(default_factory=dict)  # in a, not in b
+    unexpected: dict[Section, list[str]] = field(default_factory=dict)  # in b, not in a
+    tensors: list[TensorDifference] = field(default_factory=list)
+    compared: dict[Section, int] = field(default_factory=dict)
+
+    @property
+    def equal(self) -> bool:
+        """True when both would go on alike: the same state, at the same place, under recipes that mean the same."""
+        changed = [change for change in self.recipe if change.policy != "free"]
+        return not (changed or self.facts or self.tensors or any((*self.missing.values(), *self.unexpected.values())))
+
+
+def compare(a: Path, b: Path) -> Differences:
+    """Compares two checkpoints of any layouts; one tensor of each is in memory at a time.
+
+    Raises CheckpointError where one of them is damaged.
+    """
+    one, other = Reader(a), Reader(b)
+    found = Differences(
+        recipe=recipe_changes(_recipe(one), _recipe(other)),
+        facts=_values(_state(one.manifest), _state(other.manifest)),
+        about=_values(_about(one.manifest), _about(other.manifest)),
+    )
+    for section in SECTIONS:
+        mine, theirs = set(one.names(section)), set(other.names(section))
+        found.missing[section] = sorted(mine - theirs)
+        found.unexpected[section] = sorted(theirs - mine)
+        found.compared[section] = len(mine & theirs)
+        for name in sorted(mine & theirs):
+            found.tensors += _tensor(one, other, section, name)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- beside tensors
+def _state(manifest: Manifest) -> dict[str, Any]:
+    """By name: all that decides how a run goes on, apart from tensors and the recipe."""
+    position = {key: value for key, value in manifest.position.items() if key != "seconds"}  # wall time
+    return {
+        "step": manifest.step,
+        "samples": manifest.samples,
+        **_flat("position", position),
+        **_flat("loop", manifest.loop),
+        **_flat("aliases", manifest.aliases),
+        **{f"optimizer: {o}/{key}": x for o, values in manifest.optimizer.items() for key, x in values.items()},
+        **{f"callbacks: {o}/{key}": x for o, values in manifest.callbacks.items() for key, x in values.items()},
+    }
+
+
+def _recipe(reader: Reader) -> dict[str, Any]:
+    try:
+        return loads(reader.manifest.recipe)
+    except ValueError as error:
+        raise CheckpointError(f"the recipe in {reader.path} cannot be read: {error}") from error
+
+
+def _about(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "created": manifest.created,
+        "strategy": manifest.strategy,
+        "world_size": manifest.world_size,
+        **_flat("versions", manifest.versions),
+        **_flat("metrics", metrics(manifest)),
+    }
+
+
+def _flat(owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{owner}.{key}": value for key, value in values.items()}
+
+
+def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Value]:
+    names = [name for name in {**a, **b} if a.get(name) != b.get(name) or (name in a) != (name in b)]
+    return [Value(name=name, a=plain(a.get(name)), b=plain(b.get(name))) for name in names]
+
+
+# ---------------------------------------------------------------------------------------------- tensors
+def _tensor(one: Reader, other: Reader, section: Section, name: str) -> Iterator[TensorDifference]:
+    """The difference, if there is one."""
+    kinds = [f"{str(r.dtype(section, name))[6:]} {list(r.shape(section, name))}" for r in (one, other)]
+    note = "" if kinds[0] == kinds[1] else f"{kinds[0]} → {kinds[1]}"
+    if one.shape(section, name) != other.shape(section, name):
+        yield TensorDifference(section=section, name=name, note=note)
+        return
+    for reader in (one, other):
+        _refuse_too_large(reader, section, name)
+    elements, absolute, relative = _distance(one.read(section, name), other.read(section, name))
+    if elements or note:
+        yield TensorDifference(
+            section=section, name=name, note=note, elements=elements, absolute=absolute, relative=relative
+        )
+
+
+def _refuse_too_large(reader: Reader, section: Section, name: str) -> None:
+    """Raises CheckpointError for a tensor that does not fit into memory twice."""
+    needed = 2 * prod(reader.shape(section, name)) * reader.dtype(section, name).itemsize
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise CheckpointError(
+            f"{name} ({section}) of {reader.path} cannot be compared: that takes {needed:,} bytes of memory, and "
+            f"{free:,} are free",
+            hints=["compare on a machine with more memory"],
+        )
+
+
+def _distance(a: Tensor, b: Tensor) -> tuple[int, float, float]:
+    """How many elements differ, and the largest absolute and relative difference; NaN equals NaN."""
+    a, b = a.reshape(-1), b.reshape(-1)
+    elements, absolute, relative = 0, 0.0, 0.0
+    for start in range(0, len(a), _STRIDE):
+        x, y = a[start : start + _STRIDE].double(), b[start : start + _STRIDE].double()
+        differ = (x != y) & ~(x.isnan() & y.isnan())
+        if not a.is_floating_point():  # float64 does not tell all large integers apart
+            differ = a[start : start + _STRIDE] != b[start : start + _STRIDE]
+        if count := int(differ.sum()):
+            x, y = x[differ], y[differ]
+            gap, size = (x - y).abs(), torch.maximum(x.abs(), y.abs())
+            elements += count
+            absolute = float(torch.maximum(torch.tensor(absolute).double(), gap.max()))
+            relative = float(torch.maximum(torch.tensor(relative).double(), (gap / size.clamp(min=_TINY)).max()))
+    return elements, absolute, relative

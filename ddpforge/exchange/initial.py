@@ -1,0 +1,185 @@
+"""Initial weights from elsewhere (`checkpoint.init_from`): what of them a model takes, and what it does not."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.schema import MANIFEST
+from ddpforge.errors import CheckpointError, UsageError
+from ddpforge.interfaces import CanonicalState, Part, Ranks, Region, Replica, SavedTensor
+from ddpforge.interfaces.regions import Range, copy
+from ddpforge.ranks.rank_zero import on_rank_zero
+from ddpforge.runs.choose import choose
+from ddpforge.runs.folder import RunFolder
+
+__all__ = ["find_initial", "load_initial"]
+
+log = logging.getLogger("ddpforge")
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"  # as transformers names them
+_SHOWN = 8  # names in a list
+
+
+def load_initial(source: str, replica: Replica, ranks: Ranks, *, skip: Sequence[str] = ()) -> None:
+    """Gives the model the weights of `source`; every rank reads what it holds. Called on every rank.
+
+    `source` is a run (its folder or its name in runs/: the newest checkpoint), a checkpoint, a safetensors file, or a
+    folder in which transformers saved a model. Tensors that it lacks, and those that a glob in `skip` names, keep their
+    values; what is missing and what is left over goes to the log. Floating-point tensors may have another dtype.
+
+    Raises UsageError when there is nothing like that, not one name fits, or a glob matches nothing; CheckpointError
+    when a shape differs.
+    """
+    path = on_rank_zero(ranks, lambda: find_initial(source))
+    found = _open(path)
+    state = replica.state()
+    wanted = {name: (tuple(held.shape), _dtype(held)) for name, held in state.model.items()}
+    for alias, name in state.aliases.items():
+        if alias in found:
+            found.setdefault(name, found[alias])
+
+    for glob in skip:
+        if not any(fnmatchcase(name, glob) for name in wanted):
+            raise UsageError(
+                f"checkpoint.init_skip: {json.dumps(glob)} matches no tensor of the model",
+                hints=[f"the model has {_listed(wanted)}"],
+            )
+    skipped = [name for name in wanted if any(fnmatchcase(name, glob) for glob in skip)]
+    taken = {name: found[name] for name in wanted if name in found and name not in skipped}
+    missing = [name for name in wanted if name not in found and name not in skipped]
+    unexpected = [name for name in found if name not in wanted and name not in state.aliases]
+    if skipped and not missing and not taken:
+        raise UsageError("checkpoint.init_skip leaves nothing to take from checkpoint.init_from")
+    if not taken:
+        raise UsageError(
+            f"checkpoint.init_from = {json.dumps(source)}: none of its tensors has a name that the model knows",
+            hints=[f"it has {_listed(found)}", f"the model has {_listed(wanted)}"],
+        )
+    fitting = {name: _fitting(name, saved, *wanted[name]) for name, saved in taken.items()}
+    replica.load_state(CanonicalState(fitting, {}), partial=True)
+    if ranks.is_main:
+        _report(path, len(taken), {"not in it": missing, "not in the model": unexpected, "left alone": skipped})
+
+
+def _report(path: Path, taken: int, rest: Mapping[str, Sequence[str]]) -> None:
+    log.info("initial weights: %d tensors from %s", taken, path)
+    for what, names in rest.items():
+        if names:
+            log.warning("initial weights: %d tensors %s: %s", len(names), what, _listed(names))
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more or "no tensors"
+
+
+def _dtype(held: Tensor | Part) -> torch.dtype:
+    return held.tensor.dtype if isinstance(held, Part) else held.dtype
+
+
+# ---------------------------------------------------------------------------------------------- where weights are
+def find_initial(source: str) -> Path:
+    """The file, folder or checkpoint that `source` means; raises UsageError when there is nothing like that."""
+    path = Path(source).expanduser()
+    if path.is_file() or any((path / name).is_file() for name in (MANIFEST, _INDEX, _SINGLE)):
+        return path
+    try:
+        return choose(RunFolder.find(source))
+    except UsageError as error:
+        raise UsageError(f"checkpoint.init_from = {json.dumps(source)}: {error.message}", hints=error.hints) from error
+
+
+def _open(path: Path) -> dict[str, SavedTensor]:
+    if (path / MANIFEST).is_file():
+        reader = Reader(path)
+        return {**reader.state().model}
+    try:
+        if not (path / _INDEX).is_file():
+            return _of_file(path / _SINGLE if path.is_dir() else path)
+        files = set(json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        if any(Path(name).name != name for name in files):
+            raise CheckpointError(f"{path / _INDEX} names files outside its folder")
+        return {name: tensor for file in sorted(files) for name, tensor in _of_file(path / file).items()}
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as safetensors: {error}",
+            hints=["`ddpforge ckpt import` makes a checkpoint of other formats"],
+        ) from error
+
+
+def _of_file(path: Path) -> dict[str, SavedTensor]:
+    file: Any = safe_open(path, framework="pt")
+    return {name: _InFile(file, name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+
+
+@dataclass(frozen=True)
+class _InFile:
+    """A tensor in a safetensors file, which is mapped into memory."""
+
+    file: Any
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        return self.read().dtype
+
+    def read(self) -> Tensor:
+        tensor: Tensor = self.file.get_tensor(self.name)
+        return tensor
+
+    def read_into(self, region: Region, target: Tensor) -> None:
+        whole = self.read()
+        if isinstance(region, Range):
+            target = target.view(-1)
+        copy(self.shape, Range(0, whole.numel()), whole.reshape(-1), region, target)
+
+
+def _fitting(name: str, saved: SavedTensor, shape: tuple[int, ...], dtype: torch.dtype) -> SavedTensor:
+    if tuple(saved.shape) != shape:
+        raise CheckpointError(
+            f"`{name}` is {list(shape)} in the model and {list(saved.shape)} in checkpoint.init_from",
+            hints=[f'begin with the model\'s own: checkpoint.init_skip = ["{name}"]'],
+        )
+    if saved.dtype == dtype:
+        return saved
+    if not (saved.dtype.is_floating_point and dtype.is_floating_point):
+        kinds = [str(kind).removeprefix("torch.") for kind in (dtype, saved.dtype)]
+        raise CheckpointError(f"`{name}` is {kinds[0]} in the model and {kinds[1]} in checkpoint.init_from")
+    return _Converted(saved, dtype)
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """A tensor in another dtype than it was saved in."""
+
+    saved: SavedTensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.saved.shape
+
+    def read(self) -> Tensor:
+        return self.saved.read().to(self.dtype)
+
+    def read_into(self, region: Region, target: Tensor) -> None:
+        raw = torch.empty_like(target, dtype=self.saved.dtype)
+        self.saved.read_into(region, raw)
+        target.detach().copy_(raw)

@@ -1,0 +1,190 @@
+"""The ranks that write one checkpoint: each does its part, and all of them learn whether all of them could."""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+
+from ddpforge import disk
+from ddpforge.errors import CheckpointError, ForgeError
+from ddpforge.interfaces import Ranks
+from ddpforge.ranks.collectives import Alone, Group
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+X = TypeVar("X")
+_Report = tuple[str, tuple[str, ...]]  # message and hints
+_Reports = dict[int, _Report]
+
+
+class OutOfTouch(Exception):
+    """A collective operation failed: another rank is gone, or too late."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """How a rank that writes reaches the others: over `ranks`, which no other thread uses.
+
+    Ranks tell each other how far they are every `look` seconds; one that has written nothing for `patience` seconds is
+    given up.
+    """
+
+    ranks: Ranks
+    patience: float = math.inf
+    look: float = 1.0
+
+    @classmethod
+    def alone(cls) -> "Peers":
+        """A rank without others: no communication."""
+        return cls(ranks=Alone())
+
+    @classmethod
+    def of(cls, ranks: Ranks, timeout: timedelta) -> "Peers":
+        """The same ranks, over a group of their own. Called on every rank.
+
+        `timeout` is how long one rank waits for a word of another, however long that one takes to write, and for how
+        long a disk may take nothing.
+        """
+        return cls(ranks=Group.of_writers(ranks, timeout), patience=timeout.total_seconds())
+
+    @property
+    def rank(self) -> int:
+        """This one's number."""
+        return self.ranks.rank
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self.ranks.size
+
+    def together(self, action: Callable[[], T], then: Callable[[], R]) -> tuple[T, R]:
+        """Runs `action` on every rank, `then` on rank 0; returns what the first gave here, and the second there.
+
+        When either fails on any rank, or writes nothing for `patience` seconds, every rank raises CheckpointError with
+        the rank and the reason; a defect's traceback is in the log of that rank. Raises OutOfTouch when the ranks could
+        not tell each other.
+        """
+        mine = self._begin(action)
+        last: _Work[R] | None = None
+        while True:
+            mine.wait(self.look)
+            words = self._touch(self.ranks.everyone, mine.word(), mine.failure)
+            if self.rank == 0 and all(word.done and word.report is None for word in words):
+                last = last or self._begin(then)
+                last.wait(self.look)
+                words = [last.word(), *words[1:]]
+            verdict = self._touch(self.ranks.broadcast, self._verdict(words, last), mine.failure)
+            if verdict is not None:
+                break
+
+        theirs, reports = verdict
+        if reports:
+            raise _combined(reports) from mine.failure or (None if last is None else last.failure)
+        return cast(T, mine.result), cast(R, theirs)
+
+    def _verdict(self, words: "Sequence[_Word]", last: "_Work[R] | None") -> tuple[R | None, _Reports] | None:
+        """On rank 0: what came of it, once that is known; the ranks' words come by rank."""
+        reports = {rank: word.report for rank, word in enumerate(words) if word.report is not None}
+        late = {rank: word for rank, word in enumerate(words) if not word.done}
+        stuck: _Reports = {rank: _stuck(word) for rank, word in late.items() if word.idle > self.patience}
+        if self.rank != 0 or (late and not stuck):
+            return None
+        return last.result if last else None, {**reports, **stuck}
+
+    def _begin(self, action: Callable[[], X]) -> "_Work[X]":
+        return _Work(action, name=f"checkpoint work of rank-{self.rank}", apart=self.size > 1)
+
+    def _touch(self, collective: Callable[[Any], Any], value: object, failure: Exception | None) -> Any:
+        try:
+            return collective(value)
+        except Exception as error:
+            if failure is not None:
+                raise _combined({self.rank: _report(failure)}) from failure
+            raise OutOfTouch(str(error)) from error
+
+
+@dataclass(frozen=True)
+class _Word:
+    """How far a rank is: done, with a report of what went wrong; or for how many seconds it has written nothing."""
+
+    done: bool
+    report: _Report | None
+    idle: float
+
+
+class _Work(Generic[X]):
+    """Something that a rank does, in a thread of its own where `apart`: the disk may never answer."""
+
+    def __init__(self, action: Callable[[], X], *, name: str, apart: bool) -> None:
+        self.result: X | None = None
+        self.failure: Exception | None = None
+        self._action = action
+        self._fatal: BaseException | None = None
+        self._done = threading.Event()
+        self._progress, self._since = disk.progress(), time.monotonic()
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        if apart:
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+        else:
+            self._run()
+
+    def wait(self, seconds: float) -> None:
+        """Waits until it is done, but no longer than this."""
+        self._done.wait(seconds)
+        if self._fatal is not None:
+            raise self._fatal
+
+    def word(self) -> _Word:
+        """What is to be told of it."""
+        if self._done.is_set():
+            return _Word(True, None if self.failure is None else _report(self.failure), 0.0)
+        if (progress := disk.progress()) != self._progress:
+            self._progress, self._since = progress, time.monotonic()
+        return _Word(False, None, time.monotonic() - self._since)
+
+    def _run(self) -> None:
+        try:
+            if self._gpu is not None:
+                torch.cuda.set_device(self._gpu)  # a thread begins with the first
+            self.result, self.failure = _attempt(self._action)
+        except BaseException as error:
+            self._fatal = error
+        self._done.set()
+
+
+def _stuck(word: _Word) -> _Report:
+    hints = ("is the disk alive? train.timeout says how long one may write nothing",)
+    return f"nothing could be written for {word.idle:.0f} s", hints
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:
+        if not isinstance(error, ForgeError):
+            log.error("a defect while a checkpoint was written", exc_info=error)
+        return None, error
+
+
+def _report(failure: Exception) -> _Report:
+    if isinstance(failure, ForgeError):
+        return failure.message, failure.hints
+    return f"{type(failure).__name__}: {failure}", ()
+
+
+def _combined(reports: Mapping[int, _Report]) -> CheckpointError:
+    """One error for what went wrong on several ranks; what went wrong in the same way is said once."""
+    ranks: dict[str, list[str]] = {}
+    for rank, (message, _) in reports.items():
+        ranks.setdefault(message, []).append(str(rank))
+    texts = [f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {message}" for message, who in ranks.items()]
+    hints = {hint: None for _, hints in reports.values() for hint in hints}
+    return CheckpointError("; ".join(texts), hints=list(hints))

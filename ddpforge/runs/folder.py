@@ -1,0 +1,488 @@
+"""A run is a folder: the names of what is in it, how it stands, and whether a recipe may go on in it.
+
+runs/<name>/
+  recipe.toml              as it was given          recipe.resolved.toml     with every default; runs as it is
+  env.json                 where the last attempt ran                run.json   id, attempts, lineage
+  status.json              how the run stands: see `Status`          metrics.jsonl
+  logs/                    checkpoints/
+"""
+
+import errno
+import fcntl
+import glob
+import json
+import logging
+import math
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from hashlib import sha256
+from itertools import count
+from pathlib import Path, PurePosixPath
+from socket import gethostname
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
+
+from ddpforge import disk
+from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.runs.environment import describe_environment
+
+if TYPE_CHECKING:
+    from ddpforge.recipe import LoadedRecipe, Recipe
+
+log = logging.getLogger("ddpforge")
+
+State = Literal["running", "done", "failed", "stopped", "diverged"]
+
+
+class Status(TypedDict):
+    """The contents of `status.json`; metrics that are not finite are null there."""
+
+    state: State
+    exit_code: int | None  # null while running
+    step: int
+    samples: int
+    world_size: int
+    strategy: str
+    metrics: Mapping[str, float | None]
+    error: str | None
+
+
+class Papers(TypedDict):
+    """A recipe as a run's folder keeps it: as given, resolved, and its own copies of local code by relative path."""
+
+    text: str
+    resolved: str
+    local_files: dict[str, bytes]
+
+
+def papers_of(loaded: "LoadedRecipe") -> Papers:
+    """What a run's folder keeps of a recipe, read at once: the recipe may lie in the folder that is about to move."""
+    copies = _copies(loaded.local_files())
+    local_files = {name: file.read_bytes() for file, name in copies.items()}
+    return Papers(text=loaded.text, resolved=loaded.dumps(copies), local_files=local_files)
+
+
+def _copies(files: Iterable[Path]) -> dict[Path, str]:
+    """Where each file is copied to. Another file beside it changes nothing, for that would be another recipe."""
+    copies: dict[Path, str] = {}
+    for file in files:
+        alike = sum(other.name == file.name for other in copies)
+        copies[file] = f"code/{alike}/{file.name}" if alike else f"code/{file.name}"
+    return copies
+
+
+class Lineage(TypedDict):
+    """From `step` on, the run followed the resolved recipe with this sha256."""
+
+    step: int
+    recipe: str
+
+
+class _Run(TypedDict):
+    """The contents of `run.json`."""
+
+    id: str
+    created: str
+    attempts: int
+    lineage: list[Lineage]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run. Only rank 0 writes in it, apart from `logs`."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The recipe file as it was given."""
+        return self.path / "recipe.toml"
+
+    @property
+    def resolved(self) -> Path:
+        """The same with every default written out and nothing left to look up."""
+        return self.path / "recipe.resolved.toml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line: the record that trackers mirror."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """What each rank said, and of which failure."""
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @classmethod
+    def of(cls, recipe: "Recipe", out: str | Path | None = None) -> "RunFolder":
+        """The folder that a recipe's run has; `out` stands in for its `output_dir`.
+
+        Raises UsageError where `out` is no folder's name.
+        """
+        from ddpforge.recipe.schema import refuse_remote
+
+        try:
+            refuse_remote(str(out or recipe.output_dir))
+        except ValueError as error:
+            raise UsageError(f"--out {str(out)!r} {error}") from error
+        return cls(Path(out or recipe.output_dir) / recipe.name)
+
+    @classmethod
+    def find(cls, run: str, runs: Path = Path("runs")) -> "RunFolder":
+        """The run whose folder is `run`, or is called that in `runs`; raises UsageError if there is none."""
+        for path in (Path(run), runs / run):
+            if (folder := cls(path)).exists():
+                return folder
+
+        names = sorted(path.name for path in runs.glob("*") if cls(path).exists())
+        close = get_close_matches(run, names, n=1)
+        raise UsageError(
+            f"there is no run {run!r}: it is neither a run's folder nor the name of one in {runs}/",
+            hints=[f"did you mean {close[0]}?" if close else f"runs there: {', '.join(names) or 'none'}"],
+        )
+
+    # -- life
+    def exists(self) -> bool:
+        """True when this is the folder of a run, whatever became of it."""
+        return (self.path / "run.json").is_file()
+
+    def create(self, *, text: str, resolved: str, local_files: Mapping[str, bytes]) -> bool:
+        """Lays the folder down, whole or not at all; see `claim_new`."""
+        with self.claim_new(text=text, resolved=resolved, local_files=local_files) as mine:
+            return mine
+
+    @contextmanager
+    def claim_new(self, *, text: str, resolved: str, local_files: Mapping[str, bytes]) -> Iterator[bool]:
+        """Lays the folder down, whole or not at all, and keeps it claimed, see `claim`.
+
+        Yields False where another process has laid it down in the meantime: then nothing is claimed. `text` is the
+        recipe as given, `resolved` the same with all defaults; `local_files` maps the paths of plugin files, as
+        `resolved` writes them, to what is in them. Raises UsageError when something else is at this place,
+        EnvironmentProblem when the disk refuses.
+        """
+        with ExitStack() as claims:
+            draft = self._draft()
+            with _writing(self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._clear_drafts()
+                disk.make_folder(draft.path)
+                disk.make_folder(draft.checkpoints)
+                draft._write_recipe(text, resolved, local_files)
+                run = _Run(id=secrets.token_hex(4), created=datetime.now(UTC).isoformat(), attempts=0, lineage=[])
+                draft._write_json("run.json", run)
+            claims.enter_context(draft.claim())  # before anybody can see it; the lock is renamed along
+            mine = self._take(draft)
+            if not mine:
+                claims.close()
+            yield mine
+
+    def _draft(self) -> "RunFolder":
+        """Where this process, and no other, lays the folder down; `_clear_drafts` reads the name."""
+        return RunFolder(self.path.with_name(f".{self.path.name}.{gethostname()}-{os.getpid()}.tmp"))
+
+    def _clear_drafts(self) -> None:
+        """Removes those of processes that were killed while they laid the folder down."""
+        prefix = f".{self.path.name}.{gethostname()}-"
+        for path in self.path.parent.glob(f"{glob.escape(prefix)}*.tmp"):
+            number = path.name.removeprefix(prefix).removesuffix(".tmp")
+            if number.isdecimal() and (int(number) == os.getpid() or not _is_alive(int(number))):
+                disk.remove(path)
+
+    def _take(self, draft: "RunFolder") -> bool:
+        """Gives the draft its name; False, and the draft is gone, where a run has it already."""
+        with _writing(self.path):
+            try:
+                if self.path.exists():
+                    raise FileExistsError
+                disk.rename(draft.path, self.path)  # fails where there is a folder with something in it
+            except OSError:
+                disk.remove(draft.path)
+                if self.exists():
+                    return False
+                if self.path.exists():
+                    raise UsageError(
+                        f"{self.path} exists and is not the folder of a run",
+                        hints=["give the recipe another `name`, or choose another place with --out"],
+                    ) from None
+                raise
+            disk.sync_folder(self.path.parent)
+        return True
+
+    def begin_attempt(self, *, step: int, text: str, resolved: str, local_files: Mapping[str, bytes]) -> int:
+        """Notes that training goes on from `step` with this recipe; returns the attempt's number, from 1."""
+        run = self._run()
+        run["attempts"] += 1
+        entry = Lineage(step=step, recipe=sha256(resolved.encode()).hexdigest())
+        # What was planned from a later step on, before a return to an earlier one, never came about.
+        lineage = [each for each in run["lineage"] if each["step"] < step]
+        if not lineage or lineage[-1]["recipe"] != entry["recipe"]:
+            lineage.append(entry)
+        run["lineage"] = lineage
+
+        with _writing(self.path):
+            self._write_recipe(text, resolved, local_files)
+            self._write_json("env.json", describe_environment())
+            self._write_json("run.json", run)
+        return run["attempts"]
+
+    def retire(self) -> Path:
+        """Renames the folder to the first free of `<name>.1`, `<name>.2`, ... and returns where it is now."""
+        free = (self.path.with_name(f"{self.path.name}.{number}") for number in count(1))
+        target = next(path for path in free if not path.exists())
+        with _writing(self.path):
+            disk.rename(self.path, target)
+            disk.sync_folder(target.parent)
+        return target
+
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """Keeps other processes from training here at the same time: each would clear away what another is writing.
+
+        Raises EnvironmentProblem when another process has claimed the folder; one that dies lets go of it.
+        """
+        path = self.logs / "lock"
+        with _writing(self.path):
+            path.parent.mkdir(exist_ok=True)
+            file = path.open("ab+", buffering=0)
+        with file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not inherited by loader processes
+            except (BlockingIOError, PermissionError) as error:
+                file.seek(0)
+                who = file.read().decode(errors="replace").strip() or "another process"
+                raise EnvironmentProblem(
+                    f"{self.path} is being trained in already, by {who}",
+                    hints=[
+                        "wait until it has ended, or end it; if its launcher was killed, its ranks may still be there"
+                    ],
+                ) from error
+            except OSError as error:
+                log.warning("%s cannot be locked (%s): see that no other process trains there", self.path, error)
+            else:
+                with suppress(OSError):  # a full disk; this is only for people
+                    file.truncate(0)
+                    file.write(f"process {os.getpid()} on {gethostname()}\n".encode())
+            yield
+
+    # -- contents
+    def tables(self) -> dict[str, Any]:
+        """The resolved recipe that the last attempt followed."""
+        from ddpforge.recipe.toml import loads
+
+        return _read(self.resolved, loads)
+
+    def lineage(self) -> list[Lineage]:
+        """Which resolved recipes the run has followed, oldest first."""
+        return self._run()["lineage"]
+
+    def attempts(self) -> int:
+        """How often training was started or resumed."""
+        return self._run()["attempts"]
+
+    def status(self) -> Status | None:
+        """How the run stands; None before it has trained at all."""
+        path = self.path / "status.json"
+        return cast(Status, _read(path, json.loads, Status.__annotations__)) if path.exists() else None
+
+    def write_status(self, status: Status) -> None:
+        """Replaces `status.json` in one instant.
+
+        On a full disk it is written over the old one, if need be without metrics: that it failed must be there.
+        """
+        metrics = {name: None if _is_odd(value) else value for name, value in status["metrics"].items()}
+        status = {**status, "metrics": metrics}
+        with _writing(self.path):
+            try:
+                self._write_json("status.json", status)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._overwrite_status(status):
+                    raise
+
+    def _overwrite_status(self, status: Status) -> bool:
+        """Writes into the blocks that the file has already; False where there is none, or it does not fit."""
+        path = self.path / "status.json"
+        shorter: Status = {**status, "metrics": {}, "error": status["error"] and status["error"][:500]}
+        if not path.exists():
+            return False
+        found = path.stat()
+        for each in (status, shorter):
+            data = _json(each).ljust(found.st_size)
+            if len(data) <= max(found.st_size, found.st_blocks * 512):
+                with path.open("r+b") as file:
+                    file.write(data)
+                return True
+        return False
+
+    def amend_failure(self, error: str, code: int) -> None:
+        """Replaces what `status.json` says of a failure, unless a run is going on here, or has ended well."""
+        with suppress(EnvironmentProblem), self.claim():
+            if (status := self.status()) and status["state"] in ("running", "failed"):
+                self.write_status({**status, "state": "failed", "exit_code": code, "error": error})
+
+    def sync_metrics(self) -> None:
+        """Waits until the rows of metrics written so far would survive a power cut."""
+        with suppress(FileNotFoundError), self.metrics.open("rb") as file:
+            os.fsync(file.fileno())
+            disk.sync_folder(self.path)
+
+    def _run(self) -> _Run:
+        return cast(_Run, _read(self.path / "run.json", json.loads, _Run.__annotations__))
+
+    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        disk.replace(self.path / name, _json(value))
+
+    def _write_recipe(self, text: str, resolved: str, local_files: Mapping[str, bytes]) -> None:
+        for name, contents in local_files.items():
+            target = self.path / _inside(name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            disk.replace(target, contents)
+        disk.replace(self.recipe, text.encode())
+        disk.replace(self.resolved, resolved.encode())
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # somebody else's
+    return True
+
+
+def _inside(name: str) -> PurePosixPath:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise UsageError(
+            f"the plugin file {name} is not below the recipe's folder, so a run cannot keep a copy of it",
+            hints=["move it there, or install it as a package and name it `package.module:attribute`"],
+        )
+    return path
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=1, allow_nan=False).encode()
+
+
+def _is_odd(value: float | None) -> bool:
+    return value is None or not math.isfinite(value)  # JSON has no NaN and no infinity
+
+
+def _read(path: Path, parse: Callable[[str], dict[str, Any]], keys: Iterable[str] = ()) -> dict[str, Any]:
+    try:
+        found = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict) or (lacks := sorted({*keys} - found.keys())):
+        what = f"it lacks {', '.join(lacks)}" if isinstance(found, dict) else "it is not a table"
+        raise EnvironmentProblem(f"{path} cannot be read: {what}")
+    return found
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(f"the run's folder {path} cannot be written: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------- changes
+_FIXED = (
+    *("model", "data.train", "data.eval", "task", "optimizer.use"),
+    *("train.seed", "train.global_batch", "train.elastic_shards", "train.last_batch"),
+)
+_FREE = (
+    *("name", "output_dir", "track", "checkpoint", "strategy", "data.workers", "data.prefetch"),
+    *("train.timeout", "train.device", "train.compile", "train.eval_every", "train.eval_batch"),
+)
+# What a finished run may be asked for again with: these have no part in its result, nor in how it came about.
+_OUTSIDE = ("name", "output_dir", "track", "checkpoint", "data.workers", "data.prefetch", "train.timeout")
+_INSIDE = ("checkpoint.init_from", "checkpoint.init_skip")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key whose value differs between two resolved recipes; None where one of them lacks it.
+
+    "fixed" keys decide what the run computes; "tunable" ones may change from a step on; "free" ones do not
+    matter for the result.
+    """
+
+    path: str
+    old: Any
+    new: Any
+    policy: Literal["fixed", "tunable", "free"]
+
+    def __str__(self) -> str:
+        old, new = (
+            "absent" if x is None else json.dumps(x, ensure_ascii=False, default=str) for x in (self.old, self.new)
+        )
+        return f"{self.path}: {old} → {new}"
+
+
+def recipe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    """Every key that differs between two resolved recipes, in the order of the recipe."""
+    before, after = dict(_leaves(old)), dict(_leaves(new))
+    paths = [path for path in {**before, **after} if before.get(path) != after.get(path)]
+    return [Change(path, before.get(path), after.get(path), _policy(path)) for path in paths]
+
+
+def refuse_fixed(changes: Sequence[Change], allowed: Sequence[str]) -> None:
+    """Raises UsageError, with old and new values, when a fixed key changed that `allowed` does not cover.
+
+    `allowed` holds keys ("model.depth") and whole tables ("model").
+    """
+    refused = [change for change in changes if change.policy == "fixed" and not _under(change.path, allowed)]
+    if refused:
+        raise UsageError(
+            "the recipe no longer describes the run it would go on with:\n"
+            + "\n".join(f"  {change}" for change in refused),
+            hints=[
+                "start anew with --fresh; the earlier run is kept under another name",
+                "or go on all the same: " + " ".join(f"--allow-change {change.path}" for change in refused),
+            ],
+        )
+
+
+def refuse_finished(folder: Path, changes: Sequence[Change], edited: Sequence[str]) -> None:
+    """Raises UsageError when a run that is finished is not the one that is asked for now.
+
+    `edited` are the names of local files whose code has changed.
+    """
+    named = [str(x) for x in changes if not _under(x.path, _OUTSIDE) or _under(x.path, _INSIDE)]
+    named += [f"the code in {name}" for name in edited]
+    if named:
+        raise UsageError(
+            f"{folder} is finished, with another recipe:\n" + "\n".join(f"  {each}" for each in named),
+            hints=[
+                "give the new one another name: --set name=NAME",
+                "or train it in place of the old one with --fresh; the earlier run is kept under another name",
+                "or go on from the end of the old one, with a longer train.length",
+            ],
+        )
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _policy(path: str) -> Literal["fixed", "tunable", "free"]:
+    return "fixed" if _under(path, _FIXED) else "free" if _under(path, _FREE) else "tunable"
+
+
+def _under(path: str, tables: Sequence[str]) -> bool:
+    return any(path == table or path.startswith(f"{table}.") for table in tables)

@@ -1,0 +1,101 @@
+"""The repeated blocks of a model: what is sharded, recomputed and compiled one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+
+import torch
+from torch import nn
+
+from ddpforge.recipe.schema import TrainSection
+from ddpforge.training.recompute import recomputed
+
+__all__ = ["check_blocks", "find_blocks", "rework_blocks"]
+
+
+def find_blocks(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
+    """The outermost modules of the named `classes` within the model, in its order.
+
+    Without names: the members of the lists that the model's `repeated` attribute names, or, where it has none,
+    those members of `nn.ModuleList` and `nn.Sequential` that have children and share their class with another
+    member; a model may have none. Raises ValueError for a class that names no such module.
+    """
+    if classes:
+        return _named(model, classes)
+    lists = getattr(model, "repeated", None)
+    if lists is None:
+        return list(_alike(model))
+    return [block for path in lists for block in model.get_submodule(path).children()]
+
+
+def check_blocks(blocks: Sequence[nn.Module], train: TrainSection) -> None:
+    """Raises ValueError when there are no blocks, and the recipe says what to do to them."""
+    for key in ("activation_checkpointing", "compile_blocks"):
+        if getattr(train, key) and not blocks:
+            raise ValueError(f"train.{key} needs repeated blocks and the model has none; name classes in train.blocks")
+
+
+def rework_blocks(blocks: Sequence[nn.Module], train: TrainSection) -> None:
+    """Makes the blocks recompute their activations and compiles them, where the recipe says so.
+
+    Their `forward` is replaced in place, so names and hooks stay what they are. Raises what `check_blocks` raises.
+    """
+    check_blocks(blocks, train)
+    for block in blocks:
+        if train.activation_checkpointing:
+            _recompute(block, train)
+        elif train.compile_blocks:
+            block.forward = torch.compile(block.forward, mode=train.compile)
+
+
+def _recompute(block: nn.Module, train: TrainSection) -> None:
+    """What is compiled is recomputed without its effects, unless something in it cannot be compiled.
+
+    A block with buffers, which must not change twice, is therefore compiled by itself and recomputed from outside.
+    """
+    names = [name for name, _ in block.named_buffers()]
+    if train.compile == "off" or not names:
+        block.forward = recomputed(block, block.forward)
+        if train.compile_blocks:
+            block.forward = torch.compile(block.forward, mode=train.compile)
+        return
+    if train.compile != "default":
+        raise ValueError(
+            f'train.compile = "{train.compile}" replays CUDA graphs, in which train.activation_checkpointing cannot '
+            f"put back what forward does to buffers such as `{names[0]}` of {type(block).__name__}; set "
+            'train.compile = "default", or leave train.activation_checkpointing out'
+        )
+    inner = torch.compile(block.forward, mode=train.compile)
+    block.forward = torch.compiler.disable(recomputed(block, inner))  # type: ignore[no-untyped-call]
+
+
+def _named(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
+    found = [block for child in model.children() for block in _outermost(child, set(classes))]
+    names = {base.__name__ for block in found for base in type(block).__mro__}
+    for wanted in classes:
+        if wanted not in names:
+            there = sorted({type(module).__name__ for child in model.children() for module in child.modules()})
+            near = ", ".join(get_close_matches(wanted, there, n=3, cutoff=0))
+            inside = " outside of the others" if wanted in there else ""
+            raise ValueError(f"train.blocks: the model has no {wanted}{inside}; near it are {near}")
+    return found
+
+
+def _outermost(module: nn.Module, classes: set[str]) -> Iterator[nn.Module]:
+    if classes & {base.__name__ for base in type(module).__mro__}:
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child, classes)
+
+
+def _alike(module: nn.Module) -> Iterator[nn.Module]:
+    """Members of lists that have children of their own and are not the only one of their class."""
+    for child in module.children():
+        classes = Counter(type(member) for member in module.children())
+        if isinstance(module, nn.ModuleList | nn.Sequential) and classes[type(child)] > 1 and any(child.children()):
+            yield child
+        else:
+            yield from _alike(child)

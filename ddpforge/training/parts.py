@@ -1,0 +1,394 @@
+"""Builds what a recipe names, and finds in one pass what cannot work: before ranks train and a folder is made."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpforge.components.kinds import build
+from ddpforge.components.registry import NotImported, Registry, where_raised
+from ddpforge.data import Batches, Share, mix, open_data
+from ddpforge.data.nests import size, take
+from ddpforge.data.randomness import own_random_numbers
+from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PluginError, RecipeError, UsageError
+from ddpforge.exchange.initial import find_initial
+from ddpforge.interfaces import Callback, Schedule, Strategy, Task, Tracker, World
+from ddpforge.interfaces.durations import Duration, Horizon
+from ddpforge.ranks.devices import device_type
+from ddpforge.recipe import LoadedRecipe, Recipe
+from ddpforge.recipe.batch import BatchPlan, check_world, plan_batch
+from ddpforge.recipe.layers import kind_at
+from ddpforge.recipe.origins import KeyPath, Place
+from ddpforge.recipe.report import Problem
+from ddpforge.runs.folder import RunFolder
+from ddpforge.training.blocks import check_blocks, find_blocks
+from ddpforge.training.cadence import in_steps
+from ddpforge.training.contract import Size, contract_of, count_parameters
+from ddpforge.training.fitness import check_model
+from ddpforge.training.optimizer_trial import check_optimizer
+from ddpforge.training.parameter_groups import parameter_groups
+from ddpforge.training.refusals import general_refusals
+from ddpforge.training.rehearsal import Rehearsal, first_batch, rehearse, take_apart
+from ddpforge.training.sums import SMALL
+
+__all__ = ["WEIGHTS", "Parts"]
+
+log = logging.getLogger("ddpforge")
+
+_LOCAL = "ddpforge_local_"  # how the registry names modules that are files beside a recipe
+
+WEIGHTS = 0x1217  # keeps the random numbers of initial weights apart from all others
+
+
+class Parts:
+    """What a recipe names, as far as it is built: first what costs little, then data and model.
+
+    What cannot work is noted, and the building goes on with what it does not concern; `report` then raises all of it.
+    """
+
+    strategy: Strategy
+    task: Task
+    callbacks: dict[str, Callback]
+    trackers: dict[str, Tracker]
+    plan: BatchPlan
+    sets: list[Any]  # the training data and, where there is any, the evaluation data
+    model: nn.Module
+    size: Size
+    horizon: Horizon
+    schedule: Schedule
+
+    training: Batches
+    evaluation: Batches | None = None
+    _fits = False  # whether the task takes model and data
+
+    def __init__(self, loaded: LoadedRecipe, registry: Registry) -> None:
+        self.loaded, self.registry = loaded, registry
+        self.recipe: Recipe = loaded.recipe
+        self._problems: list[Problem] = []
+        self._errors: list[ForgeError] = []
+        self.not_imported = [  # code that the registry does not import; nothing is known of it
+            component.use
+            for path, component in self.recipe.components().items()
+            if not registry.imports(str(kind_at(path)), component.use)
+        ]
+
+    # ---------------------------------------------------------------------------------------- before ranks join
+    def foresee(
+        self, *, ranks: int, device: str | None = None, trains: bool = True, folder: RunFolder | None = None
+    ) -> None:
+        """Builds all but data, model and schedule, and asks what can be known on `ranks` ranks without those.
+
+        `device` is "cpu" or "cuda"; by default what this machine has. Where nothing is trained, neither the training
+        batch nor initial weights matter; nor do the latter where `folder` holds checkpoints to resume from.
+        """
+        recipe = self.recipe
+        with self.noting("optimizer"):
+            check_optimizer(self.loaded, self.registry)
+        with self.noting("strategy"):
+            self.strategy = build(self.registry, "strategy", recipe.strategy)
+            contract_of(self.strategy)
+        with self.noting("task"):
+            self.task = build(self.registry, "task", recipe.task)
+        self.callbacks = self._named("callbacks", "callback", recipe.callbacks)
+        self.trackers = self._named("track", "tracker", recipe.track.trackers)
+        if hasattr(self, "strategy"):
+            self._ask_strategy(ranks, device, trains=trains)
+        elif recipe.strategy.use in self.not_imported:
+            with self.noting("train", "global_batch"):
+                self.plan = check_world(self.loaded, ranks)
+        if trains and recipe.checkpoint.init_from and not (folder and any(folder.checkpoints.glob("step-*"))):
+            with self.noting("checkpoint", "init_from"):
+                find_initial(recipe.checkpoint.init_from)
+
+    def _named(self, table: str, kind: str, components: Any) -> dict[str, Any]:
+        found = {}
+        for name, component in components.items():
+            with self.noting(table, name):
+                found[name] = build(self.registry, kind, component)
+        return found
+
+    def _ask_strategy(self, ranks: int, device: str | None, *, trains: bool) -> None:
+        train = self.recipe.train
+        with self.noting("strategy"):
+            where = device or device_type(train)
+            general = general_refusals(train, self.strategy.data_ranks(ranks), where)
+            for refusal in (*general, *self.strategy.refusals(train, ranks, where)):
+                self.note(tuple(refusal.key.split(".")), UsageError(refusal.message, hints=refusal.hints))
+        if trains:
+            with self.noting("train", "global_batch"):
+                self.plan = check_world(self.loaded, self.strategy.data_ranks(ranks))
+
+    # ---------------------------------------------------------------------------------------- data and model
+    def build(self, *, meta: bool = False) -> None:
+        """Builds the data, the model and the schedule, and asks whether they fit together.
+
+        With `meta` a large model has no memory, where it can be built so: nothing but its shapes is known then.
+        """
+        recipe, registry = self.recipe, self.registry
+        self._built_sets = {}
+        for key in ("train", "eval"):
+            if component := getattr(recipe.data, key):
+                with self.noting("data", key):
+                    self._built_sets[key] = build(registry, "data", component, seed=recipe.train.seed)
+        self.sets = list(self._built_sets.values())
+        if "train" in self._built_sets:
+            self._count_steps()
+
+        # The same initial weights on every rank.
+        torch.manual_seed(mix(recipe.train.seed, WEIGHTS))
+        with self.noting("model"):
+            self.model = self._on_meta() if meta else self._model()
+            check_model(self.model)
+            self.size = count_parameters(self.model)
+            self._fit()
+
+    def _model(self) -> nn.Module:
+        with self.strategy.building() if hasattr(self, "strategy") else nullcontext():
+            model: nn.Module = build(self.registry, "model", self.recipe.model)
+        return model
+
+    def _on_meta(self) -> nn.Module:
+        """The model on the meta device; a small one, and one whose constructor looks at values, with its weights."""
+        with suppress(NotImplementedError, RuntimeError), torch.device("meta"):
+            model: nn.Module = build(self.registry, "model", self.recipe.model)
+            if count_parameters(model).all > SMALL:
+                return model
+        model = build(self.registry, "model", self.recipe.model)
+        return model
+
+    def _fit(self) -> None:
+        """Asks whether the model suits the data and the keys of the recipe that speak of it."""
+        recipe = self.recipe
+        with self.noting("task", faults=(ValueError,)):
+            for data in self.sets if hasattr(self, "task") else ():
+                self.task.check(self.model, data)
+            self._fits = hasattr(self, "task") and bool(self.sets)
+        with self.noting("train", "blocks", faults=(ValueError,)):
+            check_blocks(find_blocks(self.model, recipe.train.blocks), recipe.train)
+        with self.noting("optimizer", faults=(ValueError,)):
+            parameter_groups(self.model, recipe.optimizer.no_decay)
+
+    def _count_steps(self) -> None:
+        """How long the run is, and whether all that happens every so often can be counted in steps."""
+        recipe, train = self.recipe, self.recipe.train
+        with self.noting("data", "train"):
+            per_epoch = open_data(self._built_sets["train"], **self._opened(train.global_batch)).steps_per_epoch
+            length, counted = train.length, Horizon(None, per_epoch)
+            with self.noting("train", "length"):
+                self.horizon = Horizon(None if length.is_time else in_steps("train.length", length, counted), per_epoch)
+            for path, duration in self._cadences():
+                with self.noting(*path):
+                    in_steps(".".join(path), duration, counted)
+        if "eval" in self._built_sets:
+            with self.noting("data", "eval"):
+                open_data(self._built_sets["eval"], **self._opened(1))
+        if hasattr(self, "horizon"):
+            with self.noting("schedule"):
+                self.schedule = build(self.registry, "schedule", recipe.schedule, horizon=self.horizon)
+
+    def _cadences(self) -> Iterator[tuple[tuple[str, ...], Duration]]:
+        recipe = self.recipe
+        found: dict[tuple[str, ...], Duration] = {
+            ("track", "every"): recipe.track.every,
+            ("checkpoint", "every"): recipe.checkpoint.every,
+        }
+        if recipe.checkpoint.keep.every:
+            found["checkpoint", "keep", "every"] = recipe.checkpoint.keep.every
+        if recipe.data.eval:
+            found["train", "eval_every"] = recipe.train.eval_every
+        yield from ((path, duration) for path, duration in found.items() if not duration.is_time)
+
+    def _opened(self, batch: int) -> dict[str, Any]:
+        fetching = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False, "shuffle": False}
+        drop_last = self.recipe.train.last_batch == "drop"
+        return fetching | {"global_batch": batch, "share": Share(0, 1, batch), "drop_last": drop_last}
+
+    # ---------------------------------------------------------------------------------------- this rank's part
+    is_open = False
+
+    def open(self, world: World) -> None:
+        """Deals the data out: this rank's part of the training data and, where there is any, of the evaluation data."""
+        recipe, train = self.recipe, self.recipe.train
+        plan = plan_batch(train, world.data.size)
+        fetching: dict[str, Any] = {
+            "seed": train.seed,
+            "workers": recipe.data.workers,
+            "prefetch": recipe.data.prefetch,
+            "pin": world.device.type == "cuda",
+        }
+        self.training = open_data(
+            self.sets[0],
+            global_batch=plan.global_batch,
+            share=Share(world.data.rank, world.data.size, plan.micro_batch, train.elastic_shards),
+            shuffle=True,
+            drop_last=train.last_batch == "drop",
+            **fetching,
+        )
+        if len(self.sets) > 1:
+            batch = train.eval_batch or plan.micro_batch
+            self.evaluation = open_data(
+                self.sets[1],
+                global_batch=batch * world.data.size,
+                share=Share(world.data.rank, world.data.size, batch),
+                shuffle=False,
+                drop_last=False,
+                **fetching,
+            )
+        self.is_open = True
+
+    # ---------------------------------------------------------------------------------------- a few samples
+    def try_out(self) -> dict[str, Rehearsal]:
+        """Fetches a few samples of each dataset and evaluates them; returns what came of it, by the dataset's key."""
+        found: dict[str, Rehearsal] = {}
+        if not self._fits:
+            return found
+        for key, data in self._built_sets.items():
+            if hasattr(data, "__len__") and not len(data):
+                continue  # which was told when steps were counted
+            with self.noting("task"), self._telling(f"data.{key}"), own_random_numbers():
+                batch = first_batch(data, most=self._most(key), seed=self.recipe.train.seed)
+                found[key] = self._rehearse(key, batch, self._gpu())
+        if "eval" in found and type(self.task).__module__.startswith("ddpforge.builtin.tasks."):
+            self._find_metrics({f"eval/{name}" for name in found["eval"].metrics})
+        return found
+
+    def rehearse(self) -> None:
+        """Looks at the first samples that training will use, and notes breaches of contract.
+
+        Nothing is done that could matter for the run or be noticed by it: what is fetched is fetched once, loader
+        processes fetch by themselves, and neither a plugin's loss nor a model from the recipe's own files is called, as
+        they may do more than compute. Any other error (a model may need a GPU) is left to the first step.
+        """
+        home = type(self.task).loss.__module__ if self._fits else ""
+        ours = home.startswith("ddpforge.builtin.tasks.")
+        calls = self._may_call_model() and (ours or home.startswith(_LOCAL))
+        if not (ours or calls) or self.recipe.data.workers:
+            return
+        with self.noting("task"), own_random_numbers():
+            try:
+                batch = _few(self._first())
+                if calls:
+                    metrics = self._rehearse("train", batch, None).metrics
+                    if ours and self.recipe.data.eval:
+                        self._find_metrics({f"eval/{name}" for name in metrics})
+                else:
+                    take_apart(self.task, batch)
+            except ForgeError:
+                raise
+            except Exception as error:
+                log.debug("the first batch could not be evaluated before training: %s", error)
+
+    def _may_call_model(self) -> bool:
+        if not self._fits or self.size.all > SMALL:
+            return False
+        local = any(type(module).__module__.startswith(_LOCAL) for module in self.model.modules())
+        return not local and not any(parameter.is_meta for parameter in self.model.parameters())
+
+    def _first(self) -> Any:
+        if self.is_open:
+            return self.training.first().data
+        return first_batch(self._built_sets["train"], most=self._most("train"), seed=self.recipe.train.seed)
+
+    def _gpu(self) -> str | None:
+        """Where ranks will compute, if that is not where the model is."""
+        return "cuda" if device_type(self.recipe.train) == "cuda" and torch.cuda.is_available() else None
+
+    def _most(self, key: str) -> int:
+        train = self.recipe.train
+        micro = self.plan.micro_batch if hasattr(self, "plan") else train.global_batch
+        return (train.eval_batch if key == "eval" else None) or micro
+
+    def _rehearse(self, key: str, batch: Any, device: str | None) -> Rehearsal:
+        use = "training" if key == "train" else "evaluation"
+        return rehearse(self.model, self.task, batch, use=use, precision=self.recipe.train.precision, device=device)
+
+    def _find_metrics(self, known: set[str]) -> None:
+        """Asks whether the metrics by which the recipe decides are there; other tasks name some only now and then."""
+        wanted: list[tuple[KeyPath, object]] = [
+            (("callbacks", name, "metric"), getattr(callback, "metric", ""))
+            for name, callback in self.callbacks.items()
+        ]
+        for path, metric in [*wanted, (("checkpoint", "keep", "by"), self.recipe.checkpoint.keep.by)]:
+            if known and str(metric).startswith("eval/") and metric not in known:
+                error = UsageError(f"no evaluation reports {metric}", hints=[f"there are {', '.join(sorted(known))}"])
+                self.note(path, error)
+
+    @contextmanager
+    def _telling(self, key: str) -> Iterator[None]:
+        """Turns an error of a component into one that says what was being tried."""
+        try:
+            yield
+        except ForgeError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"a batch of [{key}] cannot be evaluated: {type(error).__name__}: {error}",
+                hints=[*getattr(error, "__notes__", ()), *where_raised(error)],
+            ) from error
+
+    # ---------------------------------------------------------------------------------------- what was found
+    @contextmanager
+    def noting(self, *path: str, faults: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """Notes an error in here, at its place in the recipe; `faults` are other exceptions that are the recipe's."""
+        try:
+            yield
+        except NotImported as error:
+            if error.use not in self.not_imported:  # within another component's options
+                self.not_imported.append(error.use)
+        except RecipeError as error:
+            self._problems += error.problems
+            self._errors.append(error)
+        except ForgeError as error:
+            self.note(path, error)
+        except faults as error:
+            self.note(path, UsageError(str(error)))
+
+    def note(self, path: KeyPath, error: ForgeError) -> None:
+        """Notes an error in what stands at `path` of the recipe."""
+        key = self._blamed(path, error.message)
+        self._problems.append(self.loaded.problem(key, error.message, *error.hints, trace=error.trace))
+        self._errors.append(error)
+
+    def _blamed(self, path: KeyPath, message: str) -> KeyPath:
+        """The key that the message names, in full or as one below `path`; `path` itself where it names none."""
+        words = re.findall(r"[A-Za-z_]\w*(?:\.\w+)*", message)
+        keys = [tuple(word.split(".")) for word in words if "." in word]
+        keys += [(*path, word) for word in words if word != "use"]
+        origins = self.loaded.origins
+        return next((key for key in keys if key in origins and (len(key) > len(path) or key == path)), path)
+
+    @property
+    def found(self) -> bool:
+        """Whether anything cannot work."""
+        return bool(self._problems)
+
+    def report(self) -> None:
+        """Raises what was found: one error of this machine as it is, all else as a RecipeError with every problem."""
+        if not self._problems:
+            return
+        of_machine = [isinstance(error, EnvironmentProblem) for error in self._errors]
+        if len(self._errors) == 1 and of_machine[0] and not isinstance(self._errors[0], PluginError):
+            raise self._errors[0]
+        error = RecipeError(sorted(dict.fromkeys(self._problems), key=_position))
+        if all(found.exit_code == ExitCode.ENVIRONMENT for found in self._errors):
+            error.exit_code = ExitCode.ENVIRONMENT
+        raise error
+
+
+def _position(problem: Problem) -> tuple[bool, str, int, int]:
+    place = problem.place or Place("")
+    return not place.line, place.file, place.line, place.column
+
+
+def _few(batch: Any) -> Any:
+    """The first samples of a batch, where it can be cut."""
+    try:
+        return take(batch, 0, min(size(batch), 8))
+    except ValueError:
+        return batch

@@ -1,0 +1,96 @@
+"""A few samples through a model, its loss and its metrics before training, in copies that nothing else uses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpforge.builtin.tasks.forms import described
+from ddpforge.data import Share, open_data, to_device
+from ddpforge.data.nests import size
+from ddpforge.data.randomness import own_random_numbers
+from ddpforge.interfaces import Task
+from ddpforge.training.first_look import checked_loss, checked_totals, explain
+from ddpforge.training.sums import refuse_mean
+
+__all__ = ["Rehearsal", "first_batch", "rehearse", "take_apart"]
+
+_SAMPLES = 8
+_DTYPES = {"bf16": torch.bfloat16}  # CPUs have few kernels for fp16
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What came of a batch: its form, and means; these are empty where the model has no memory."""
+
+    batch: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def first_batch(data: Any, *, most: int, seed: int) -> Any:
+    """The first samples of a dataset as a batch, `most` of them at most."""
+    samples = min(_SAMPLES, most)
+    share = Share(0, 1, samples)
+    fetching: dict[str, Any] = {"seed": seed, "workers": 0, "prefetch": 2, "pin": False}
+    batches = open_data(data, global_batch=samples, share=share, shuffle=False, drop_last=False, **fetching)
+    return next(iter(batches.evaluation())).data
+
+
+class _Reached(Exception):
+    """A task has come as far as the model."""
+
+
+class _NoModel(nn.Module):
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise _Reached
+
+
+def take_apart(task: Task, batch: Any) -> None:
+    """Lets a task take a batch apart, up to where it would call the model; raises what it raises before that."""
+    with suppress(_Reached):
+        task.loss(_NoModel(), batch)
+
+
+def rehearse(
+    model: nn.Module, task: Task, batch: Any, *, use: str, precision: str = "fp32", device: str | None = None
+) -> Rehearsal:
+    """One forward pass, in a copy of model and task; `use` is "training" or "evaluation".
+
+    It takes place on `device`, by default where the model is.
+
+    Raises UsageError or PluginError where the task breaks its contract, and whatever model and task raise.
+    """
+    model, task = copy.deepcopy((model, task))
+    model.train(use == "training")
+    place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device is not None and place.type != "meta":
+        place = torch.device(device)
+        model.to(place)
+    form, batch = described(batch), to_device(batch, place)
+    try:
+        with _autocast(precision, place.type), own_random_numbers():
+            loss, outputs = checked_loss(task, task.loss(model, batch), gradients=use == "training")
+            with torch.no_grad():
+                totals = checked_totals(task, task.metrics(outputs, batch))
+    except Exception as error:
+        explain(error, task, form, use)
+        raise
+    if place.type == "meta":
+        return Rehearsal(form)
+    if use == "training":
+        refuse_mean(model, task, batch)
+    means = {name: float(total.sum) / max(float(total.count), 1e-12) for name, total in totals.items()}
+    counted = task.count(batch)
+    items = size(batch) if counted is None else float(counted)
+    return Rehearsal(form, task.finish({"loss": float(loss.detach()) / max(items, 1e-12)} | means))
+
+
+def _autocast(precision: str, device: str) -> Any:
+    on_cpu = "cpu" if device == "meta" else device
+    return torch.autocast(on_cpu, dtype=_DTYPES[precision]) if precision in _DTYPES else nullcontext()

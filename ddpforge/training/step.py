@@ -1,0 +1,217 @@
+"""What a step computes: forward and backward of its micro-batches, and the update. And what an evaluation does."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddpforge.data import MicroBatch, mix, seed_all, to_device
+from ddpforge.errors import PluginError, StrategyError
+from ddpforge.interfaces import Explores, Exploring, Pass, Replica, Task, Total, World
+from ddpforge.training.batchnorm import Buffers, Statistics, unchanged
+from ddpforge.training.first_look import FirstLook, checked_total
+from ddpforge.training.sums import refuse_mean
+
+__all__ = ["Steps"]
+
+_FORWARD, _EVALUATION = 0xF03A, 0xE7A1  # keep the random numbers of forward passes apart from those of the data
+
+
+class Steps:
+    """Runs one rank's optimizer steps; returns this rank's sums and counts, which the trainer reduces over ranks.
+
+    Totals are the loss and, where they are measured, the task's metrics. `skips` says that training goes on after a
+    step whose gradient is not finite: such a step leaves buffers as they were, too. `compares` has the first loss of
+    all compared with those of its halves: a mean for a sum is refused.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        replica: Replica,
+        task: Task,
+        optimizer: Optimizer,
+        statistics: Statistics,
+        *,
+        seed: int,
+        skips: bool,
+        compares: bool = False,
+    ) -> None:
+        self._world, self._replica, self._task = world, replica, task
+        self._optimizer, self._statistics = optimizer, statistics
+        self._seed, self._skips, self._compares = seed, skips, compares
+        self._look = FirstLook(task)
+        self._passes: int = getattr(optimizer, "passes", 1)
+        if self._passes > 1 and not isinstance(replica, Explores):
+            raise StrategyError(
+                f"{type(optimizer).__name__} makes {self._passes} passes per step, and the strategy is for optimizers "
+                "that make one",
+                hints=["use another optimizer or another strategy"],
+            )
+
+    def train(
+        self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool
+    ) -> tuple[dict[str, Total], Tensor]:
+        """One optimizer step on `micro_batches`, of which `first` is one; also returns the gradient's norm (0-d)."""
+        before = Buffers(self._replica.bare) if self._skips else None
+        totals, norm = self._train(step, first, micro_batches, measure=measure)
+        if before:
+            before.restore_unless(torch.isfinite(norm))
+        return totals, norm
+
+    def _train(
+        self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool
+    ) -> tuple[dict[str, Total], Tensor]:
+        micro_batches, items = self._count(first, micro_batches)
+        if self._passes > 1:
+            micro_batches = list(micro_batches)
+        totals = self._forward_backward(step, micro_batches, items, measure=measure)
+        self._statistics.leave()
+        if self._passes > 1:
+            return totals, self._explore(step, cast(list[MicroBatch], micro_batches), items)
+        return totals, self._replica.step()
+
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> dict[str, Total]:
+        """Forward passes without an update; stand-ins that fill up a last batch count nothing."""
+        found: dict[str, Total] = {}
+        running: deque[tuple[MicroBatch, Any]] = deque()
+
+        def passes() -> Iterator[Pass]:
+            for number, micro in enumerate(micro_batches):
+                batch = to_device(micro.data, self._world.device)
+                running.append((micro, batch))
+                seed = mix(self._seed, _EVALUATION, number, self._world.data.rank)
+                yield Pass(batch=batch, seed=partial(seed_all, seed, self._world.device))
+
+        compute = partial(self._compute, use="evaluation")
+        for result in self._replica.passes(passes(), compute, trains=False):
+            _add(found, self._totals(*running.popleft(), result, measure="evaluation"))
+        return found
+
+    # -- one step
+    def _count(
+        self, first: MicroBatch, micro_batches: Iterable[MicroBatch]
+    ) -> tuple[Iterable[MicroBatch], Tensor | int]:
+        """The step's micro-batches, and how many items they have on all ranks together.
+
+        How many samples a step has is arithmetic; items that only the batches know (tokens) are counted on all ranks
+        while the first forward pass runs.
+        """
+        if self._task.count(first.data) is None:
+            return micro_batches, first.step_samples
+        batches = list(micro_batches)
+        mine = torch.stack([torch.as_tensor(self._items(micro), dtype=torch.float64) for micro in batches]).sum()
+        if mine.device.type == "cpu" and not 0 <= mine < math.inf:
+            raise PluginError(
+                f"{type(self._task).__name__}.count gave {mine.item():g} for a step",
+                hints=["count how many items the loss sums over, or add up their weights: 0 or more"],
+            )
+        return batches, self._world.data.sum(mine)
+
+    def _forward_backward(
+        self, step: int, micro_batches: Iterable[MicroBatch], items: Tensor | int, *, measure: bool
+    ) -> dict[str, Total]:
+        """All passes of a step, in the replica's order; this rank's totals."""
+        found: dict[str, Total] = {}
+        running: deque[tuple[MicroBatch, Any]] = deque()
+
+        def passes() -> Iterator[Pass]:
+            for micro in micro_batches:
+                batch = to_device(micro.data, self._world.device)
+                running.append((micro, batch))
+                yield self._pass(step, micro, batch, items)
+
+        compute, use = partial(self._compute, use="training"), "training" if measure else None
+        for result in self._replica.passes(passes(), compute, trains=True):
+            _add(found, self._totals(*running.popleft(), result, measure=use))
+        return found
+
+    def _pass(self, step: int, micro: MicroBatch, batch: Any, items: Tensor | int) -> Pass:
+        self._statistics.enter(micro.shard)
+        if self._compares and step == 1:
+            self._compares = False
+            with self._replica.forward(), unchanged(self._replica.bare):  # a copy's forward may be bound to the model
+                refuse_mean(self._replica.bare, self._task, batch)
+        return Pass(
+            batch=batch,
+            seed=partial(seed_all, mix(self._seed, _FORWARD, step, micro.number, micro.shard), self._world.device),
+            scale=self._scale(items) if micro.samples else 0.0,
+            last=micro.last,
+            # A stand-in is no data: statistics must not count it.
+            around=nullcontext() if micro.samples else unchanged(self._replica.bare),
+        )
+
+    def _compute(self, module: nn.Module, one: Pass, *, use: str) -> tuple[Tensor, Any]:
+        one.seed()
+        return self._look.loss(module, one.batch, use)
+
+    def _scale(self, items: Tensor | int) -> Tensor | float:
+        """What makes the mean of gradients over data ranks, which every strategy takes, that over the step's items."""
+        if not isinstance(items, Tensor):
+            return self._world.data.size / items
+        counted = torch.where(items > 0, items, 1.0)  # of a step without items the gradient is zero, not 0 / 0
+        return (self._world.data.size / counted).float()
+
+    def _explore(self, step: int, micro_batches: list[MicroBatch], items: Tensor | int) -> Tensor:
+        """The passes after the first, for an optimizer that makes several, and its update; see `Exploring`."""
+        replica, exploring = cast(Explores, self._replica), cast(Exploring, self._optimizer)
+        for _ in range(1, self._passes):
+            norm = replica.explore(exploring)
+            if not math.isfinite(norm.item()):
+                exploring.restore()
+                break
+            with unchanged(self._replica.bare):
+                self._forward_backward(step, micro_batches, items, measure=False)
+        else:
+            exploring.restore()
+            norm = self._replica.step()
+        if not math.isfinite(norm.item()):  # there was no update, after which forward passes would use what is restored
+            self._replica.weights.changed()
+        return norm
+
+    # -- what comes of a micro-batch
+    def _totals(
+        self, micro: MicroBatch, batch: Any, result: tuple[Tensor, Any] | None, *, measure: str | None
+    ) -> dict[str, Total]:
+        """What a micro-batch adds to sums and counts; a stand-in adds nothing, under the same names.
+
+        Where another rank has the loss, that rank counts it.
+        """
+        if result is None:
+            return {}
+        loss, outputs = result
+        totals = {"loss": Total(loss.detach(), self._items(micro))}
+        if measure:
+            with torch.no_grad():
+                totals |= self._look.metrics(outputs, batch, measure)
+        if micro.samples:
+            return {name: _exact(name, total) for name, total in totals.items()}
+        return {name: Total(torch.zeros((), dtype=torch.float64), 0) for name in totals}
+
+    def _items(self, micro: MicroBatch) -> Tensor | int:
+        """How many items the micro-batch's loss sums over."""
+        if not micro.samples:
+            return 0
+        counted = self._task.count(micro.data)
+        return micro.samples if counted is None else counted
+
+
+def _exact(name: str, total: Total) -> Total:
+    """A copy in float64, for adding up: 256 + 1 is 256 in bfloat16. CUDA graphs reuse their outputs, copies stay."""
+    checked_total(name, total)
+    count = total.count.detach().double() if isinstance(total.count, Tensor) else total.count
+    return Total(total.sum.detach().to(torch.float64, copy=True), count)
+
+
+def _add(totals: dict[str, Total], more: Mapping[str, Total]) -> None:
+    for name, total in more.items():
+        before = totals.get(name)
+        totals[name] = total if before is None else Total(before.sum + total.sum, before.count + total.count)

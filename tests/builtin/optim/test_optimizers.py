@@ -1,0 +1,73 @@
+"""What `adamw` and `sgd` promise."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from ddpforge.builtin.optim.optimizers import adamw, sgd
+from ddpforge.training.parameter_groups import parameter_groups
+
+Build = Callable[[list[dict[str, Any]]], Optimizer]
+
+
+def trained(build: Build) -> list[Tensor]:
+    """The weights of a small model after five steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = build(parameter_groups(model, ["bias", "norm"]))
+    for _ in range(5):
+        model(torch.randn(32, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [
+        (
+            lambda groups: adamw(groups, lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
+            lambda groups: AdamW(groups, lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, fused=False),
+        ),
+        (
+            lambda groups: sgd(groups, lr=1e-3, momentum=0.9, nesterov=True, weight_decay=0.1),
+            lambda groups: SGD(groups, lr=1e-3, momentum=0.9, nesterov=True, weight_decay=0.1, fused=False),
+        ),
+        (lambda groups: sgd(groups, lr=1e-3), lambda groups: SGD(groups, lr=1e-3, fused=False)),
+    ],
+    ids=["adamw", "sgd with momentum", "sgd"],
+)
+def test_fused_updates_equal_those_of_torchs_plain_loop(ours: Build, torchs: Build) -> None:
+    for weight, expected in zip(trained(ours), trained(torchs), strict=True):
+        torch.testing.assert_close(weight, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("build", [adamw, sgd])
+def test_the_fused_kernel_is_used_where_every_parameter_allows_it(build: Callable[..., Optimizer]) -> None:
+    real, complex_ = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    assert build([{"params": [real]}], lr=0.1).defaults["fused"] is True
+    assert build([{"params": [real, complex_]}], lr=0.1).defaults["fused"] is False
+    assert build([{"params": [real]}], lr=0.1, fused=False).defaults["fused"] is False
+
+
+def test_a_group_of_its_own_weight_decay_keeps_it() -> None:
+    layer = nn.LayerNorm(4)
+    optimizer = adamw(parameter_groups(nn.Sequential(layer, nn.Linear(4, 4)), ["norm"]), lr=0.1, weight_decay=0.3)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+
+
+def test_one_step_of_plain_sgd_subtracts_the_gradient_times_the_rate() -> None:
+    w = nn.Parameter(torch.tensor(1.0))
+    optimizer = sgd([{"params": [w]}], lr=0.5)
+    w.grad = torch.tensor(3.0)
+    optimizer.step()
+    assert w.item() == -0.5
+
+
+def test_nesterov_needs_momentum() -> None:
+    with pytest.raises(ValueError, match="Nesterov momentum requires a momentum"):
+        sgd([{"params": [nn.Parameter(torch.zeros(1))]}], lr=0.1, nesterov=True)

@@ -1,0 +1,170 @@
+"""Progress as people read it: timed lines in a log file, a bar on a terminal."""
+
+import io
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpforge.builtin.trackers.console import ConsoleTracker
+
+STAMP = r"\d\d:\d\d:\d\d"
+
+
+class Clock:
+    """Time that passes only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CI", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+
+def config(total: int | None = 300, *, accumulation: int = 4, micro_batch: int = 32) -> dict[str, Any]:
+    return {
+        "train": {"length": "2h", "global_batch": 256},
+        "run": {
+            "total_steps": total,
+            "strategy": "ddp",
+            "accumulation": accumulation,
+            "micro_batch": micro_batch,
+        },
+    }
+
+
+def started(config: dict[str, Any], resumed_at: int | None = None) -> tuple[ConsoleTracker, Clock]:
+    tracker, clock = ConsoleTracker(), Clock()
+    tracker.clock = clock
+    tracker.start(name="digits", folder=Path(), config=config, resumed_at=resumed_at)
+    return tracker, clock
+
+
+def train(tracker: ConsoleTracker, clock: Clock, steps: range, seconds: float) -> None:
+    for step in steps:
+        clock.now += seconds
+        tracker.log(step, {"train/loss": 1 / step, "samples": 256 * step})
+
+
+def test_a_run_without_a_terminal_reads_like_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    tracker, clock = started(config())
+    train(tracker, clock, range(1, 301), seconds=1 / 64)
+    tracker.log(300, {"eval/loss": 0.12, "eval/accuracy": 0.975})
+    tracker.finish(state="done", summary={"train/loss": 1 / 300, "eval/loss": 0.12, "eval/accuracy": 0.975})
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [re.sub(STAMP, "10:01:32", line) for line in err.splitlines()] == [
+        "digits: ddp, 300 steps, global batch 256 = 2 ranks x 4 x 32",
+        "10:01:32 step 1/300 (0%) loss 1.0000",
+        "10:01:32 step 65/300 (22%) loss 0.0154 64.0 step/s eta 4s",
+        "10:01:32 step 129/300 (43%) loss 0.0078 64.0 step/s eta 3s",
+        "10:01:32 step 193/300 (64%) loss 0.0052 64.0 step/s eta 2s",
+        "10:01:32 step 257/300 (86%) loss 0.0039 64.0 step/s eta 1s",
+        "10:01:32 step 300/300 (100%) loss 0.0033 64.0 step/s eta 0s",
+        "eval step 300 loss 0.12 accuracy 0.975",
+        "done after 5s loss 0.12 accuracy 0.975",
+    ]
+    assert "\r" not in err
+    assert "\x1b" not in err
+
+
+def test_lines_become_rarer_up_to_one_in_half_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    tracker, clock = started(config(total=2000))
+    train(tracker, clock, range(1, 2001), seconds=1.0)
+    steps = [int(step) for step in re.findall(r"step (\d+)/", capsys.readouterr().err)]
+    gaps = [b - a for a, b in itertools.pairwise(steps[:-1])]
+    assert steps[:5] == [1, 2, 3, 4, 5]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] == 30
+    assert steps[-1] == 2000
+
+
+def test_the_last_row_is_shown_even_when_training_ends_early(capsys: pytest.CaptureFixture[str]) -> None:
+    tracker, clock = started(config())
+    train(tracker, clock, range(1, 8), seconds=1 / 64)
+    tracker.finish(state="stopped", summary={})
+    assert re.fullmatch(
+        rf"{STAMP} step 1/300 .*\n{STAMP} step 7/300 \(2%\) loss 0\.1429 .*\nstopped after 0s\n",
+        capsys.readouterr().err.split("\n", 1)[1],
+    )
+
+
+def test_evaluations_are_shown_however_close(capsys: pytest.CaptureFixture[str]) -> None:
+    tracker, _ = started(config())
+    for step in (1, 2, 3):
+        tracker.log(step, {"eval/loss": float("nan")})
+    assert capsys.readouterr().err.splitlines()[1:] == [f"eval step {step} loss nan" for step in (1, 2, 3)]
+
+
+def test_a_resumed_run_by_the_clock_says_so_and_has_no_eta(capsys: pytest.CaptureFixture[str]) -> None:
+    tracker, clock = started(config(total=None, accumulation=1, micro_batch=128), resumed_at=100)
+    train(tracker, clock, range(101, 103), seconds=2.0)
+    opening, first, second = capsys.readouterr().err.splitlines()
+    assert opening == "digits: ddp, for 2h from step 100, global batch 256 = 2 ranks x 1 x 128"
+    assert first.endswith("step 101 loss 0.0099")
+    assert second.endswith("step 102 loss 0.0098 0.5 step/s")
+
+
+def test_speed_is_counted_afresh_after_a_rewind(capsys: pytest.CaptureFixture[str]) -> None:
+    tracker, clock = started(config())
+    train(tracker, clock, range(1, 4), seconds=1.0)
+    tracker.rewind(1)
+    train(tracker, clock, range(2, 4), seconds=2.0)
+    assert capsys.readouterr().err.splitlines()[-1].endswith("step 3/300 (1%) loss 0.3333 0.5 step/s eta 9m54s")
+
+
+def test_one_rank_is_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    started(config(accumulation=8))
+    assert capsys.readouterr().err == "digits: ddp, 300 steps, global batch 256 = 1 rank x 8 x 32\n"
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_a_bar_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    tracker, clock = started(config())
+    train(tracker, clock, range(1, 301), seconds=1 / 64)
+    tracker.log(300, {"eval/loss": 0.12})
+    tracker.finish(state="done", summary={"eval/loss": 0.12})
+
+    shown = terminal.getvalue()
+    assert "300/300" in shown
+    assert "64.0 step/s eta 0s" in shown
+    assert shown.endswith("done after 5s loss 0.12\n")
+    assert shown.count("eval step 300 loss 0.12\n") == 1
+
+
+@pytest.mark.parametrize(("name", "value"), [("CI", "true"), ("TERM", "dumb")])
+def test_a_terminal_that_cannot_redraw_gets_lines(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv(name, value)
+    tracker, clock = started(config())
+    train(tracker, clock, range(1, 2), seconds=1 / 64)
+    assert re.search(rf"{STAMP} step 1/300", terminal.getvalue())
+    assert "\r" not in terminal.getvalue()
+
+
+def test_forced_colour_does_not_make_a_pipe_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    tracker, clock = started(config())
+    train(tracker, clock, range(1, 2), seconds=1 / 64)
+    assert "\r" not in capsys.readouterr().err

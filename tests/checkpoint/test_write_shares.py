@@ -1,0 +1,45 @@
+"""Every element of what all ranks hold alike is written by one of them, and all write about as much."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpforge.checkpoint.write_shares import Extent, deal
+from ddpforge.interfaces.regions import flaw
+
+extents = st.dictionaries(
+    st.text("abc", max_size=3), st.builds(Extent, st.integers(0, 400), st.sampled_from([1, 2, 4, 8])), max_size=9
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(extents, st.integers(1, 7), st.integers(0, 300))
+def test_every_element_is_dealt_once_and_about_evenly(tensors: dict[str, Extent], ranks: int, smallest: int) -> None:
+    dealt = [deal(tensors, rank=rank, ranks=ranks, smallest=smallest) for rank in range(ranks)]
+
+    for name, extent in tensors.items():
+        pieces = [mine[name] for mine in dealt if mine[name].numel]
+        assert flaw((extent.numel,), pieces) is None
+        if len(pieces) > 1:
+            assert min(pieces[0].numel, pieces[-1].numel) * extent.itemsize + 8 > smallest
+    divided = [name for name in tensors if sum(mine[name].numel > 0 for mine in dealt) > 1]
+    assert len(divided) < ranks
+
+    total = sum(extent.nbytes for extent in tensors.values())
+    most = max(sum(mine[name].numel * extent.itemsize for name, extent in tensors.items()) for mine in dealt)
+    assert most <= total / ranks + 2 * smallest + 8
+
+
+def test_the_order_in_which_a_rank_names_its_tensors_does_not_matter() -> None:
+    tensors = {"b": Extent(10, 4), "a": Extent(7, 8), "c": Extent(100, 2)}
+
+    for rank in range(3):
+        assert deal(tensors, rank=rank, ranks=3) == deal(dict(reversed(tensors.items())), rank=rank, ranks=3)
+
+
+def test_small_tensors_stay_whole_and_a_large_one_is_shared() -> None:
+    tensors = {f"small {i}": Extent(1000, 4) for i in range(9)} | {"large": Extent(10 << 20, 4)}
+
+    first, second = (deal(tensors, rank=rank, ranks=2) for rank in range(2))
+
+    assert {name for name in tensors if first[name].numel and second[name].numel} == {"large"}
+    assert abs(first["large"].numel - second["large"].numel) < 1e5

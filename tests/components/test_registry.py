@@ -1,0 +1,552 @@
+"""How names become components: the index, the four ways to name one, what is wrong with broken ones, building."""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+from fake_distributions import forgetting_modules_below, install
+from torch import nn
+
+from ddpforge.components.registry import (
+    GIVEN,
+    KINDS,
+    AmbiguousComponent,
+    BrokenComponent,
+    BuildFailed,
+    Entry,
+    RefusedOptions,
+    Registry,
+    UnknownComponent,
+)
+from ddpforge.errors import ExitCode, PluginError
+from ddpforge.recipe.report import render
+from ddpforge.recipe.schema import Component
+
+WIDE = {"ddpforge.model": {"widenet": "wide_nets:WideNet"}}
+WIDE_SOURCE = """
+    class WideNet:
+        def __init__(self, *, width: int = 8) -> None:
+            self.width = width
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder of installed distributions, first on the path."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    with forgetting_modules_below(tmp_path):
+        yield folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A recipe's folder."""
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    with forgetting_modules_below(tmp_path):
+        yield folder
+
+
+def write(file: Path, source: str) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(dedent(source))
+    return file
+
+
+def broken(kind: str, use: str, base: Path = Path()) -> BrokenComponent:
+    with pytest.raises(BrokenComponent) as caught:
+        Registry.installed().load(kind, use, base)
+    return caught.value
+
+
+# -------------------------------------------------------------------------------------------------- the index
+def test_the_index_knows_names_and_imports_nothing(site: Path) -> None:
+    install(site, "wide-nets", WIDE, version="0.2", modules={"wide_nets.py": WIDE_SOURCE})
+
+    registry = Registry.installed()
+
+    expected = Entry("model", "widenet", distribution="wide-nets", version="0.2", target="wide_nets:WideNet")
+    assert expected in registry.entries()
+    assert expected in registry.entries("model")
+    assert expected not in registry.entries("data")
+    assert "widenet" in registry.names("model")
+    assert "wide_nets" not in sys.modules
+
+
+def test_entries_and_names_are_sorted() -> None:
+    registry = Registry(Entry(kind, name, "d", "1", "m:a") for kind in ("task", "data") for name in "ba")
+
+    assert [(entry.kind, entry.name) for entry in registry.entries()] == [
+        ("data", "a"),
+        ("data", "b"),
+        ("task", "a"),
+        ("task", "b"),
+    ]
+    assert registry.names("data") == ["a", "b"]
+
+
+def test_ddpforges_own_components_are_in_the_index() -> None:
+    registry = Registry.installed()
+
+    assert {"single", "ddp"} <= set(registry.names("strategy"))
+    assert all(registry.names(kind) for kind in KINDS)
+
+
+def test_a_hundred_other_distributions_cost_nothing_but_a_look(site: Path) -> None:
+    for number in range(125):
+        install(site, f"other-{number}", {"console_scripts": {f"tool{number}": "other:main"}})
+    install(site, "wide-nets", WIDE)
+    before = set(sys.modules)
+
+    registry = Registry.installed()
+
+    assert [entry.distribution for entry in registry.entries("model") if entry.name == "widenet"] == ["wide-nets"]
+    assert not any(entry.distribution.startswith("other-") for entry in registry.entries())
+    assert set(sys.modules) == before
+
+
+def test_listing_needs_neither_torch_nor_pydantic() -> None:
+    code = """
+        import sys
+        from ddpforge.components.registry import Registry
+        assert Registry.installed().entries()
+        print({"torch", "pydantic"} & set(sys.modules))
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_groups_of_other_programs_and_unknown_kinds_are_left_alone(site: Path) -> None:
+    install(
+        site, "strange", {"ddpforge.modle": {"a": "m:a"}, "ddpforge": {"b": "m:b"}, "x.ddpforge.model": {"c": "m:c"}}
+    )
+
+    assert not [entry for entry in Registry.installed().entries() if entry.distribution == "strange"]
+
+
+def test_of_two_installations_of_a_distribution_only_the_first_on_the_path_counts(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(site, "Wide_Nets", {"ddpforge.model": {"old": "m:Old", "both": "m:Old"}}, version="1")
+    first = tmp_path / "first"
+    install(first, "wide.nets", {"ddpforge.model": {"both": "m:New"}}, version="2")
+    monkeypatch.syspath_prepend(first)
+
+    entries = [entry for entry in Registry.installed().entries("model") if entry.target.startswith("m:")]
+
+    assert entries == [Entry("model", "both", "wide.nets", "2", "m:New")]
+
+
+def test_a_newer_installation_without_components_hides_an_older_one_with_some(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(site, "wide-nets", WIDE, version="1")
+    first = tmp_path / "first"
+    install(first, "wide-nets", {}, version="2")
+    monkeypatch.syspath_prepend(first)
+
+    assert "widenet" not in Registry.installed().names("model")
+
+
+def test_the_remains_of_an_uninstalled_distribution_are_ignored(site: Path) -> None:
+    install(site, "wide-nets", WIDE)
+    (site / "wide_nets-1.0.dist-info" / "METADATA").unlink()
+
+    assert "widenet" not in Registry.installed().names("model")
+
+
+def test_distributions_can_be_disabled_by_name(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(site, "wide-nets", WIDE)
+    install(site, "deep-nets", {"ddpforge.model": {"deepnet": "deep:Net"}})
+    install(site, "kept", {"ddpforge.model": {"kept": "kept:Net"}})
+
+    monkeypatch.setenv("DDPFORGE_DISABLE_PLUGINS", "Wide.Nets, deep_nets")
+
+    names = Registry.installed().names("model")
+    assert "kept" in names
+    assert not {"widenet", "deepnet"} & set(names)
+
+
+# ------------------------------------------------------------------------------------------------ naming one
+def test_a_name_that_nobody_registers_suggests_the_nearest(site: Path) -> None:
+    install(site, "wide-nets", WIDE)
+
+    with pytest.raises(UnknownComponent) as caught:
+        Registry.installed().load("model", "widnet")
+
+    error = caught.value
+    assert (error.kind, error.use) == ("model", "widnet")
+    assert "widenet" in error.known
+    assert error.message == "there is no model named `widnet`"
+    assert error.hints[0] == "did you mean `widenet`?"
+    assert error.exit_code == ExitCode.ENVIRONMENT
+
+
+@pytest.mark.parametrize("use", ["", "cosine", "no-such-distribution:mlp", ":mlp", "9:x"])
+def test_names_of_nothing(use: str) -> None:
+    with pytest.raises(UnknownComponent):
+        Registry.installed().load("model", use)
+
+
+def test_two_providers_of_a_name_are_an_error_only_when_it_is_used(site: Path) -> None:
+    install(site, "a-nets", {"ddpforge.model": {"net": "a_nets:Net"}}, modules={"a_nets.py": "class Net: ..."})
+    install(site, "b-nets", {"ddpforge.model": {"net": "b_nets:Net"}}, modules={"b_nets.py": "class Net: ..."})
+    registry = Registry.installed()
+
+    assert registry.names("model").count("net") == 1
+    with pytest.raises(AmbiguousComponent) as caught:
+        registry.load("model", "net")
+
+    error = caught.value
+    assert [entry.distribution for entry in error.providers] == ["a-nets", "b-nets"]
+    assert error.message == "model `net` is provided by a-nets 1.0 and by b-nets 1.0"
+    assert [hint.partition(": ")[2] for hint in error.hints] == ['use = "a-nets:net"', 'use = "b-nets:net"']
+    assert registry.load("model", "b-nets:net").__module__ == "b_nets"
+    assert registry.load("model", "A_Nets:net").__module__ == "a_nets"
+
+
+def test_the_name_of_a_distribution_goes_before_that_of_a_module(site: Path) -> None:
+    source = "def net(): return 'by module'\ndef other(): return 'by name'"
+    install(site, "nets", {"ddpforge.model": {"net": "nets:other"}}, modules={"nets.py": source})
+    registry = Registry.installed()
+
+    assert registry.load("model", "nets:net")() == "by name"
+    assert registry.load("task", "nets:net")() == "by module"
+
+
+def test_unregistered_code_is_named_by_module_and_attribute() -> None:
+    registry = Registry()
+
+    assert registry.load("optimizer", "torch.optim:RMSprop") is torch.optim.RMSprop
+    assert registry.load("model", "torch:nn.Linear") is nn.Linear
+
+
+# ----------------------------------------------------------------------------------------- broken components
+def test_a_missing_requirement_is_named_with_the_line_that_needs_it(site: Path) -> None:
+    install(
+        site,
+        "extra",
+        {"ddpforge.model": {"broken": "extra.broken:Net", "sound": "extra.sound:Net"}},
+        version="0.2",
+        modules={
+            "extra/__init__.py": "",
+            "extra/broken.py": "import math\nimport no_such_requirement\n",
+            "extra/sound.py": "class Net: ...",
+        },
+    )
+
+    error = broken("model", "broken")
+
+    file = site / "extra" / "broken.py"
+    assert error.where == f"{file}:2"
+    assert error.missing == "no_such_requirement"
+    assert error.entry is not None
+    assert error.entry.source == "extra 0.2"
+    assert isinstance(error.cause, ModuleNotFoundError)
+    assert error.message == (
+        "model `broken` of extra 0.2 cannot be imported: "
+        f"ModuleNotFoundError: No module named 'no_such_requirement' ({file}:2)"
+    )
+    assert error.hints == ("install what provides the module `no_such_requirement`",)
+    assert Registry.installed().load("model", "sound").__name__ == "Net"
+
+
+def test_an_import_that_fails_elsewhere_is_blamed_on_the_plugins_own_line(site: Path) -> None:
+    install(
+        site,
+        "extra",
+        {"ddpforge.model": {"net": "extra:Net"}},
+        modules={"extra.py": "x = 1\n\nimport library\n", "library.py": "raise RuntimeError('no driver')\n"},
+    )
+
+    error = broken("model", "net")
+
+    assert error.where == f"{site / 'extra.py'}:3"
+    assert error.missing is None
+    assert "RuntimeError: no driver" in error.message
+
+
+def test_a_requirement_that_is_there_but_too_old_is_not_called_missing(site: Path) -> None:
+    install(site, "extra", {"ddpforge.model": {"net": "extra:Net"}}, modules={"extra.py": "import json.newer\n"})
+
+    error = broken("model", "net")
+
+    assert error.missing is None
+    assert "No module named 'json.newer'" in error.message
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def Net(:\n", "SyntaxError"),
+        ("raise SystemExit('usage: …')\n", "SystemExit: usage: …"),
+        ("def __getattr__(name): raise ImportError('lazily')\n", "ImportError: lazily"),
+    ],
+)
+def test_whatever_happens_at_import_is_said_with_its_line(site: Path, source: str, said: str) -> None:
+    install(site, "extra", {"ddpforge.model": {"net": "extra:Net"}}, modules={"extra.py": source})
+
+    error = broken("model", "net")
+
+    assert said in error.message
+    assert error.where == f"{site / 'extra.py'}:1"
+
+
+@pytest.mark.parametrize(
+    ("target", "said", "hint"),
+    [
+        ("extra:Nett", "extra has no `Nett`", "did you mean `Net`?"),
+        ("extra:Net.build.x", "extra has no `Net.build.x`", None),
+        ("extra:SIZE", "is a value of type `int`, which cannot be called", None),
+        ("extra", "names a module, not what to use of it", "write `extra:Name`"),
+        ("no_such_module:Net", "No module named 'no_such_module'", "install what provides the module `no_such_module`"),
+    ],
+)
+def test_an_entry_that_leads_nowhere(site: Path, target: str, said: str, hint: str | None) -> None:
+    install(site, "extra", {"ddpforge.model": {"net": target}}, modules={"extra.py": "SIZE = 3\nclass Net: ..."})
+
+    error = broken("model", "net")
+
+    assert error.message.startswith("model `net` of extra 1.0 ")
+    assert said in error.message
+    assert error.hints == ((hint,) if hint else ())
+
+
+@pytest.mark.parametrize("api", ["3", "'1'", "None"])
+def test_a_plugin_for_a_newer_api_is_refused(site: Path, api: str) -> None:
+    source = f"ddpforge_plugin_api = {api}\nclass Net: ..."
+    install(site, "extra", {"ddpforge.model": {"net": "extra:Net"}}, modules={"extra.py": source})
+
+    error = broken("model", "net")
+
+    assert f"is written for plugin API {api.strip(chr(39))}; this ddpforge keeps version 2" in error.message
+    assert error.hints == ("update ddpforge, or install an older version of the plugin",)
+
+
+def test_a_strategy_for_the_first_api_is_refused(site: Path) -> None:
+    source = "ddpforge_plugin_api = 1\nclass Net: ..."
+    install(site, "extra", {"ddpforge.strategy": {"net": "extra:Net"}}, modules={"extra.py": source})
+
+    error = broken("strategy", "net")
+
+    assert "is written for plugin API 1; since version 2 there is another contract for this kind" in error.message
+    assert "docs/how-to/migrate-a-plugin.md" in error.hints[0]
+
+
+@pytest.mark.parametrize("api", [1, 2])
+def test_a_plugin_whose_contract_is_as_it_was_is_welcome(site: Path, api: int) -> None:
+    source = f"ddpforge_plugin_api = {api}\nclass Net: ..."
+    install(site, "extra", {"ddpforge.model": {"net": "extra:Net"}}, modules={"extra.py": source})
+
+    assert Registry.installed().load("model", "net").__name__ == "Net"
+
+
+# ----------------------------------------------------------------------------------------------- local files
+def test_a_local_file_is_imported_once_and_its_classes_pickle(folder: Path) -> None:
+    write(folder / "code" / "my.nets.py", "class Net:\n    size = 3\n")
+    registry = Registry()
+
+    net = registry.load("model", "./code/my.nets.py:Net", base=folder)
+
+    assert registry.load("model", "./my.nets.py:Net", base=folder / "code") is net
+    assert pickle.loads(pickle.dumps(net())).size == 3
+
+
+def test_files_of_one_name_in_two_folders_are_two_modules(folder: Path) -> None:
+    write(folder / "a" / "net.py", "def net(): return 'a'")
+    write(folder / "b" / "net.py", "def net(): return 'b'")
+
+    loaded = [Registry().load("model", "./net.py:net", base=folder / name) for name in "ab"]
+
+    assert [net() for net in loaded] == ["a", "b"]
+
+
+def test_a_local_file_does_not_leave_the_recipes_folder(folder: Path) -> None:
+    outside = write(folder.parent / "outside.py", "def net(): ...")
+    write(folder.parent / "recipes-too" / "net.py", "def net(): ...")
+    (folder / "link.py").symlink_to(outside)
+    (folder / "linked").symlink_to(folder.parent)
+
+    for use in (
+        "./../outside.py:net",
+        "../outside.py:net",
+        f"{outside}:net",
+        "./link.py:net",
+        "./linked/outside.py:net",
+        "../recipes-too/net.py:net",
+    ):
+        error = broken("model", use, folder)
+        assert error.message == f"model `{use}` leaves the recipe's folder {folder}"
+        assert not [name for name in sys.modules if name.startswith("ddpforge_local_outside")]
+
+
+def test_links_within_the_recipes_folder_are_fine(folder: Path) -> None:
+    write(folder / "code" / "net.py", "def net(): ...")
+    (folder / "link.py").symlink_to(folder / "code" / "net.py")
+    registry = Registry()
+
+    assert registry.load("model", "./link.py:net", folder) is registry.load("model", "./code/net.py:net", folder)
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        ("./absent.py:Net", "absent.py is not there"),
+        ("./code:Net", "code is not a Python file"),
+        ("./net.txt:Net", "net.txt is not a Python file"),
+        ("./net.py", "names a module, not what to use of it"),
+        ("./net.py:Nett", "./net.py has no `Nett`"),
+        ("./net.py:SIZE", "is a value of type `int`, which cannot be called"),
+        ("./n\0.py:Net", "null"),
+        (f"./{'n' * 300}.py:Net", "cannot be loaded"),
+    ],
+)
+def test_a_local_file_that_gives_nothing(folder: Path, use: str, said: str) -> None:
+    write(folder / "net.py", "SIZE = 3\nclass Net: ...")
+    write(folder / "net.txt", "class Net: ...")
+    (folder / "code").mkdir()
+
+    assert said in broken("model", use, folder).message
+
+
+def test_a_local_file_that_fails_can_be_mended_and_loaded_again(folder: Path) -> None:
+    file = write(folder / "net.py", "\n\nimport no_such_requirement\n")
+    error = broken("model", "./net.py:Net", folder)
+    assert error.where == f"{file}:3"
+    assert error.missing == "no_such_requirement"
+
+    write(file, "class Net: ...  # mended, and of another length")
+
+    assert Registry().load("model", "./net.py:Net", folder).__name__ == "Net"
+
+
+def test_a_local_file_that_imports_its_neighbour_is_told_how(folder: Path) -> None:
+    write(folder / "helper_next_door.py", "")
+    write(folder / "net.py", "import helper_next_door")
+
+    assert "cannot import its neighbours" in broken("model", "./net.py:Net", folder).hints[0]
+
+
+# -------------------------------------------------------------------------------------------------- building
+def test_a_component_gets_its_options_and_what_its_signature_names(folder: Path) -> None:
+    write(
+        folder / "parts.py",
+        """
+        def cosine(horizon, warmup=0): return horizon, warmup
+        def constant(): return "constant"
+        """,
+    )
+
+    def build(name: str, **options: Any) -> Any:
+        component = Component(use=f"./parts.py:{name}", options=options, base=folder)
+        return Registry().build("schedule", component, horizon=7)
+
+    assert build("cosine", warmup=2) == (7, 2)
+    assert build("constant") == "constant"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if GIVEN[kind]])
+def test_what_ddpforge_hands_over_is_refused_as_an_option(folder: Path, kind: str) -> None:
+    (name,) = GIVEN[kind]
+    write(folder / "parts.py", "def part(**anything): ...")
+    component = Component(use="./parts.py:part", options={name: 1}, base=folder)
+
+    with pytest.raises(PluginError, match=f"`{name}` is not an option of {kind} `./parts.py:part`"):
+        Registry().build(kind, component, **{name: 2})
+
+
+def test_options_that_the_component_refuses_itself() -> None:
+    component = Component(use="torch.optim:RMSprop", options={"lr": -1.0})
+
+    with pytest.raises(PluginError) as caught:
+        Registry().build("optimizer", component, params=nn.Linear(2, 2).parameters())
+
+    assert caught.value.message == ("optimizer `torch.optim:RMSprop` cannot be built: Invalid learning rate: -1.0")
+    assert caught.value.hints == ("`ddpforge plugins show torch.optim:RMSprop --kind optimizer` lists its options",)
+
+
+def test_a_refusal_on_purpose_says_where_and_needs_no_traceback(folder: Path) -> None:
+    write(folder / "parts.py", "def check():\n    raise ValueError('too wide')\ndef part(): check()")
+    with pytest.raises(RefusedOptions, match=r"model `\./parts\.py:part` cannot be built: too wide") as caught:
+        Registry().build("model", Component(use="./parts.py:part", base=folder))
+    assert caught.value.hints[0].endswith("parts.py:2, in check")
+    assert caught.value.trace == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("float('wide')", "raised ValueError while it was built: could not convert string to float"),
+        ("None + 1", "raised TypeError while it was built: unsupported operand"),
+        ("import json; json.loads('{')", "raised JSONDecodeError while it was built"),
+    ],
+)
+def test_a_mistake_in_a_constructor_keeps_its_traceback(folder: Path, code: str, said: str) -> None:
+    write(
+        folder / "parts.py", f"class Part:\n    def __init__(self):\n        self.build()\n    def build(self): {code}"
+    )
+    with pytest.raises(BuildFailed) as caught:
+        Registry().build("model", Component(use="./parts.py:Part", base=folder))
+    assert said in caught.value.message
+    assert caught.value.hints[0].endswith("parts.py:4, in Part.build")
+    assert caught.value.trace.count("parts.py") == 2
+    assert "registry.py" not in caught.value.trace
+    assert caught.value.trace.rstrip() in render(caught.value)
+
+
+def test_options_that_do_not_fit_the_signature_need_no_traceback(folder: Path) -> None:
+    write(folder / "parts.py", "def part(width: int): ...")
+    with pytest.raises(RefusedOptions, match=r"cannot be built: part\(\) missing 1 required") as caught:
+        Registry().build("model", Component(use="./parts.py:part", base=folder))
+    assert caught.value.trace == ""
+
+
+@pytest.mark.parametrize("error", ["RuntimeError", "KeyError", "FileNotFoundError"])
+def test_other_errors_of_a_component_are_its_own(folder: Path, error: str) -> None:
+    write(folder / "parts.py", f"def part(): raise {error}('mine')")
+
+    with pytest.raises((RuntimeError, KeyError, FileNotFoundError), match="mine") as caught:
+        Registry().build("model", Component(use="./parts.py:part", base=folder))
+    assert caught.type.__name__ == error
+
+
+def test_every_optimizer_of_torch_can_be_named_and_built() -> None:
+    names = [
+        name
+        for name, found in vars(torch.optim).items()
+        if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and name != "Optimizer"
+    ]
+    assert len(names) >= 14
+    registry = Registry()
+
+    for name in names:
+        use = f"torch.optim:{name}"
+        options = registry.options_model("optimizer", use).model_validate_json('{"lr": 0.25}')
+        optimizer = registry.build(
+            "optimizer",
+            Component(use=use, options=dict(options)),
+            params=[nn.Parameter(torch.ones(2, 2))],
+        )
+        assert type(optimizer).__name__ == name
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        assert set(dict(options)) >= {"lr"}
+        assert "params" not in dict(options)
+
+
+def test_disabling_is_read_anew(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(site, "wide-nets", WIDE)
+    assert "widenet" in Registry.installed().names("model")
+    assert Registry.installed() is Registry.installed()
+
+    monkeypatch.setitem(os.environ, "DDPFORGE_DISABLE_PLUGINS", "wide-nets")
+
+    assert "widenet" not in Registry.installed().names("model")

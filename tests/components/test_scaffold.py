@@ -1,0 +1,150 @@
+"""`ddpforge plugins new` writes packages that can be installed and that pass their own tests and the kit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ddpforge.cli import main
+from ddpforge.components.registry import KINDS
+from ddpforge.components.scaffold import write_plugin
+from ddpforge.recipe import load_recipe
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["plugins", "new", *arguments])
+
+
+def test_it_says_what_it_wrote_and_what_is_next() -> None:
+    result = invoke("task", "my-task")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        "my-task/pyproject.toml",
+        "my-task/README.md",
+        "my-task/src/my_task/__init__.py",
+        "my-task/src/my_task/ddpforge_testing.toml",
+        "my-task/recipe.toml",
+        "my-task/tests/test_my_task.py",
+    ]
+    assert all(Path(line).is_file() for line in result.stdout.splitlines())
+    assert "next: `pip install -e 'my-task[test]'`" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["model", "Net"], "`Net` cannot be the name of a plugin"),
+        (["model", "my net"], "cannot be the name"),
+        (["model", "../net"], "cannot be the name"),
+        (["model", "net-"], "cannot be the name"),
+        (["model", "a__b"], "cannot be the name"),
+        (["model", "9net"], "cannot be the name"),
+        (["model", "x" * 51], "cannot be the name"),
+        (["model", "class"], "is a word of Python's own"),
+        (["model", "mlp"], "there is a model `mlp` already, of ddpforge"),
+        (["data", "torch"], "a Python module `torch` can be imported already"),
+        (["data", "json"], "for example `my_json`"),
+        (["network", "net"], "Invalid value for"),
+    ],
+)
+def test_names_that_cannot_be(arguments: list[str], says: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert list(Path().iterdir()) == []
+
+
+def test_an_existing_folder_is_left_alone() -> None:
+    Path("net").mkdir()
+    result = invoke("model", "net")
+    assert result.exit_code == 2
+    assert "net exists already" in result.stderr
+    assert list(Path("net").iterdir()) == []
+    Path("a-file").write_text("")
+    assert invoke("model", "net", "--in", "a-file").exit_code == 2
+
+
+# ---------------------------------------------------------------------------------------------- what is written
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plugin of every kind, installed as pip installs it, in `site`."""
+    folder = tmp_path_factory.mktemp("plugins")
+    plugins = [str(write_plugin(kind, f"try_{kind}", folder).folder) for kind in KINDS]
+    offline = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *offline, "--target", str(folder / "site"), *plugins]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(folder / "site"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, env=environment, cwd=folder)
+
+
+def own_tests(folder: Path, *kinds: str, only: str = "") -> subprocess.CompletedProcess[str]:
+    tests = [f"try_{kind}/tests" for kind in kinds]
+    return run(folder, "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", *tests, "-k", only)
+
+
+def test_what_plugins_of_all_kinds_do(installed: Path) -> None:
+    done = own_tests(installed, *KINDS, only="not contract")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{2 * len(KINDS)} passed" in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["schedule", "metric", "optimizer", "task", "tracker"])
+def test_their_own_tests_pass(installed: Path, kind: str) -> None:
+    done = own_tests(installed, kind)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", ["model", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("data", "callback", "strategy"))]
+)
+def test_their_own_tests_pass_also_where_they_start_ranks(installed: Path, kind: str) -> None:
+    done = own_tests(installed, kind)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_an_editable_install_is_tested_too(installed: Path, tmp_path: Path) -> None:
+    """What `pip install -e` leaves: the entry points, and the package where it is."""
+    plugin = write_plugin("metric", "live_metric", tmp_path)
+    (tmp_path / "empty").mkdir()
+    subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", "env"], check=True)
+    site = next((tmp_path / "env").glob("lib/python*/site-packages"))
+    for path in sys.path:
+        if path.endswith("site-packages"):
+            (site / "outer.pth").write_text(f"import site; site.addsitedir({path!r})\n")
+    python = str(tmp_path / "env/bin/python")
+    offline = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    subprocess.run(
+        [python, "-m", "pip", "install", *offline, "-e", str(plugin.folder)], check=True, capture_output=True
+    )
+    command = [python, "-m", "ddpforge", "plugins", "test", "live-metric"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["model", "strategy"])
+def test_their_recipes_train(installed: Path, kind: str) -> None:
+    done = run(installed, "ddpforge", "launch", f"try_{kind}/recipe.toml", "--nproc=2", "--set=train.length=3st")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_recipes_name_what_was_written(tmp_path: Path) -> None:
+    write_plugin("strategy", "fast-lane", tmp_path)
+    assert 'use = "fast_lane"' in (tmp_path / "fast-lane/recipe.toml").read_text()
+    with pytest.raises(Exception, match="there is no strategy named `fast_lane`"):
+        load_recipe(tmp_path / "fast-lane/recipe.toml")

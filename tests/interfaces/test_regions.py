@@ -1,0 +1,193 @@
+"""Regions against brute force: a mask of every element."""
+
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from checkpoint.shapes import elements, several, tilings
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpforge.interfaces.regions import (
+    Box,
+    Part,
+    Range,
+    Region,
+    Shape,
+    boxes,
+    copy,
+    flaw,
+    normal,
+    overlaps,
+    split,
+    whole,
+)
+
+quick = settings(max_examples=200, deadline=None, derandomize=True)
+
+
+def mask(shape: Shape, found: list[Region]) -> np.ndarray:
+    counts = np.zeros(prod(shape), int)
+    for region in found:
+        counts[elements(shape, region).ravel()] += 1
+    return counts
+
+
+@quick
+@given(several(1))
+def test_the_normal_form_has_the_same_elements_and_is_a_range_wherever_that_is_possible(
+    case: tuple[Shape, list[Region]],
+) -> None:
+    shape, (region,) = case
+
+    form = normal(shape, region)
+
+    positions = elements(shape, region).ravel()
+    assert elements(shape, form).ravel().tolist() == positions.tolist()
+    gapless = bool((np.diff(positions) == 1).all())
+    assert isinstance(form, Range) is gapless
+    assert form.numel == region.numel == len(positions)
+    assert normal(shape, form) == form
+
+
+@quick
+@given(several(1))
+def test_a_range_is_few_boxes_in_order(case: tuple[Shape, list[Region]]) -> None:
+    shape, (region,) = case
+
+    found = boxes(shape, region)
+
+    assert len(found) <= max(2 * len(shape) - 1, 1)
+    assert [i for box in found for i in elements(shape, box).ravel()] == elements(shape, region).ravel().tolist()
+
+
+@quick
+@given(several(1), st.data())
+def test_any_stretch_of_a_region_is_regions_in_order(case: tuple[Shape, list[Region]], data: st.DataObject) -> None:
+    shape, (region,) = case
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, region.numel)] * 2)))
+
+    found = split(region, start, stop)
+
+    positions = elements(shape, region).ravel()
+    assert [i for each, _ in found for i in elements(shape, each).ravel()] == positions[start:stop].tolist()
+    begins = np.cumsum([start] + [each.numel for each, _ in found]).tolist()
+    assert [begin for _, begin in found] == begins[:-1]
+
+
+@quick
+@given(several(2), st.booleans())
+def test_copying_moves_exactly_what_two_regions_have_in_common(case: tuple[Shape, list[Region]], sliced: bool) -> None:
+    shape, (source, target) = case
+    held = torch.from_numpy(elements(shape, source).copy())
+    into = torch.full(elements(shape, target).shape, -1)
+    if sliced:  # neither needs to be contiguous
+        held, into = (torch.stack([x, x], -1)[..., 0] for x in (held, into))
+
+    count = copy(shape, source, held, target, into)
+
+    common = set(elements(shape, source).ravel().tolist()) & set(elements(shape, target).ravel().tolist())
+    positions = elements(shape, target)
+    assert into.tolist() == np.where(np.isin(positions, list(common)), positions, -1).tolist()
+    assert count == len(common) == sum(region.numel for region in overlaps(shape, source, target))
+
+
+@quick
+@given(st.integers(1, 5).flatmap(several))
+def test_the_first_element_that_is_not_covered_once_is_named(case: tuple[Shape, list[Region]]) -> None:
+    shape, found = case
+    counts = mask(shape, found)
+    wrong = np.flatnonzero(counts != 1)
+
+    flawed = flaw(shape, found)
+
+    if len(wrong):
+        assert flawed is not None
+        assert flawed.index == tuple(np.unravel_index(wrong[0], shape))
+        assert flawed.count == counts[wrong[0]]
+    else:
+        assert flawed is None
+
+
+@quick
+@given(tilings(), st.data())
+def test_an_exact_cover_has_no_flaw_until_a_region_is_lost_or_doubled(
+    case: tuple[Shape, list[Region]], data: st.DataObject
+) -> None:
+    shape, found = case
+    assert flaw(shape, found) is None
+
+    chosen = data.draw(st.sampled_from([each for each in found if each.numel]))
+    first = int(elements(shape, chosen).ravel()[0])
+    for count, others in ((0, [each for each in found if each is not chosen]), (2, [*found, chosen])):
+        flawed = flaw(shape, others)
+        assert flawed is not None
+        assert (int(np.ravel_multi_index(flawed.index, shape)) if shape else 0, flawed.count) == (first, count)
+
+
+@pytest.mark.parametrize(
+    ("shape", "region"),
+    [
+        ((2, 3), Range(0, 7)),
+        ((2, 3), Range(-1, 2)),
+        ((2, 3), Range(3, 2)),
+        ((2, 3), Box((0, 0), (2, 4))),
+        ((2, 3), Box((2, 0), (1, 1))),
+        ((2, 3), Box((-1, 0), (1, 1))),
+        ((2, 3), Box((0, 0), (1, -1))),
+        ((2, 3), Box((0,), (1,))),
+        ((), Box((0,), (1,))),
+    ],
+)
+def test_what_is_not_part_of_a_tensor_is_refused(shape: Shape, region: Region) -> None:
+    with pytest.raises(ValueError, match="is not part of a tensor of shape"):
+        normal(shape, region)
+    with pytest.raises(ValueError, match="is not part of a tensor of shape"):
+        flaw(shape, [region])
+
+
+def test_a_flaw_says_where_and_what() -> None:
+    assert str(flaw((2, 3), [Range(0, 4)])) == "element [1, 1] is missing"
+    assert str(flaw((2, 3), [whole((2, 3)), Box((0, 2), (2, 1))])) == "element [0, 2] is there 2 times"
+    assert str(flaw((), [])) == "its one element is missing"
+
+
+def test_a_thousand_boxes_are_checked_at_once() -> None:
+    """Tensor parallel columns of as many ranks, and a grid of 32 × 32."""
+    columns = [Box((0, 4 * i), (7, 4)) for i in range(1000)]
+    grid = [Box((3 * i, 5 * j), (3, 5)) for i in range(32) for j in range(32)]
+
+    assert flaw((7, 4000), columns) is None
+    assert flaw((96, 160), grid) is None
+
+
+# ---------------------------------------------------------------------------------------------- parts
+@quick
+@given(several(1), st.data())
+def test_a_part_is_cut_into_parts_of_the_same_tensor(case: tuple[Shape, list[Region]], data: st.DataObject) -> None:
+    shape, (region,) = case
+    part = Part(torch.from_numpy(elements(shape, region).copy()), shape, region)
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, region.numel)] * 2)))
+
+    cut = part.cut(start, stop)
+
+    for each in cut:
+        assert each.tensor.flatten().tolist() == elements(shape, each.region).ravel().tolist()
+    positions = elements(shape, region).ravel()[start:stop].tolist()
+    assert [i for each in cut for i in each.tensor.flatten().tolist()] == positions
+
+
+@pytest.mark.parametrize("held", [(5,), (3, 2), (6,)])
+def test_a_part_whose_tensor_does_not_fit_is_refused(held: Shape) -> None:
+    with pytest.raises(ValueError, match=r"a tensor of shape .* is not Box.* of a tensor of shape"):
+        Part(torch.zeros(held), (4, 4), Box((0, 1), (2, 3)))
+
+
+def test_a_cut_without_elements_keeps_no_memory_alive() -> None:
+    part = Part.whole(torch.ones(40, 50).t())
+
+    (nothing,) = part.cut(7, 7)
+
+    assert nothing.tensor.untyped_storage().nbytes() == 0
+    assert (nothing.shape, nothing.region) == ((50, 40), Range(0, 0))

@@ -1,0 +1,482 @@
+"""The launchers themselves: however ddpforge is started, the world it reports is the one that trained."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from shutil import copy
+from typing import Any
+
+import pytest
+from launched import Zygote
+
+from ddpforge import launch as launcher
+from ddpforge.errors import ExitCode
+from ddpforge.launch import Death, Ended, launch, threads_per_process, torchrun_command
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPE = """
+recipe = 1
+name = "tiny"
+model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
+data.train = { use = "digits", split = "train" }
+task = { use = "classification" }
+optimizer = { use = "sgd", lr = 0.1 }
+train = { length = "3st", global_batch = 8 }
+track.every = "1st"
+"""
+NOT_A_NUMBER = """
+recipe = 1
+name = "tiny"
+model = { use = "./parts.py:Scalars" }
+data.train = { use = "./parts.py:Values", values = [1.0, 1.0, 1.0, 1.0], nan = 3 }
+task = { use = "./parts.py:SumOfLosses" }
+optimizer = { use = "sgd", lr = 1.0 }
+train = { length = "1ep", global_batch = 2 }
+"""
+FOREVER = "--set=train.length=100000ep"
+STEP = re.compile(r"step (\d+)/")  # what rank 0 says on stderr now and then
+
+Start = Callable[..., subprocess.CompletedProcess[str]]
+
+
+# ---------------------------------------------------------------------------------------------- real launchers
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A shell in which nobody has configured Accelerate and this installation's commands come first."""
+    (tmp_path / "tiny.toml").write_text(RECIPE)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "HF_HOME": str(tmp_path / "huggingface"),
+        "PET_MASTER_PORT": str(port),  # torchrun's --master-port
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.fixture
+def start(tmp_path: Path, environment: dict[str, str]) -> Start:
+    """Runs a command to its end, by default in the test's folder, where there is a recipe."""
+
+    def run(command: str, cwd: Path = tmp_path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command.split(), cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+@pytest.fixture
+def popen(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Starts a command as a shell would, in a process group of its own, and waits until it has trained 3 steps."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(command: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command.split(),
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        assert process.stderr
+        assert any(int(found[1]) >= 3 for line in process.stderr if (found := STEP.search(line)))
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def status(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "status.json").read_text())
+    return found
+
+
+def losses(folder: Path) -> list[float]:
+    rows = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+@pytest.fixture(scope="module")
+def curve(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses that the tiny recipe gives."""
+    folder = tmp_path_factory.mktemp("curve")
+    (folder / "tiny.toml").write_text(RECIPE)
+    zygote.run(["run", "tiny.toml"], nproc=1, cwd=folder).check()
+    return losses(folder / "runs/tiny")
+
+
+SEVERAL = {1: "", 2: "--multi_gpu --num_processes 2 --main_process_port 0"}
+ACCELERATE = "accelerate launch {several} -m ddpforge run tiny.toml"
+TORCHRUN = "torchrun --nproc-per-node {nproc} -m ddpforge run tiny.toml"
+LAUNCH = "ddpforge launch tiny.toml --nproc {nproc}"
+
+slow, full = (pytest.mark.slow,), (pytest.mark.full,)
+
+
+@pytest.mark.parametrize(
+    ("form", "nproc"),
+    [
+        pytest.param(ACCELERATE, 1, marks=slow),
+        pytest.param(ACCELERATE, 2, marks=full),
+        pytest.param(TORCHRUN, 1, marks=full),
+        pytest.param(TORCHRUN, 2, marks=slow),
+        pytest.param(LAUNCH, 1, marks=full),
+        pytest.param(LAUNCH, 2, marks=full),
+    ],
+)
+def test_every_launcher_trains_the_same_curve(
+    tmp_path: Path, start: Start, curve: list[float], form: str, nproc: int
+) -> None:
+    """Those for `make test-all` are covered otherwise: two processes of `accelerate launch` and `ddpforge launch` by
+    the tests below, one of torchrun by all that `tests/launched.py` starts, which is the environment that it gives.
+    """
+    ended = start(f"{form.format(nproc=nproc, several=SEVERAL[nproc])} --json")
+
+    assert ended.returncode == 0, ended.stderr
+    found = status(tmp_path / "runs/tiny")
+    assert (found["state"], found["step"], found["world_size"]) == ("done", 3, nproc)
+    assert losses(tmp_path / "runs/tiny") == pytest.approx(curve, rel=1e-5)
+    assert json.loads(ended.stdout) == found  # one object, from one rank
+
+
+@pytest.mark.parametrize(
+    ("form", "strategy"),
+    [
+        pytest.param(ACCELERATE, "fsdp", marks=slow),
+        pytest.param(TORCHRUN, "deepspeed", marks=slow),
+        pytest.param(LAUNCH, "fsdp", marks=full),
+        pytest.param(LAUNCH, "deepspeed", marks=full),
+        pytest.param(
+            "accelerate launch --use_deepspeed --zero_stage 2 {processes} -m ddpforge run tiny.toml",
+            "deepspeed",
+            marks=slow,
+        ),
+    ],
+)
+def test_every_launcher_starts_every_strategy(
+    tmp_path: Path, start: Start, curve: list[float], form: str, strategy: str
+) -> None:
+    """Trap 05: what was asked for is what runs; without GPUs accelerate itself would train DDP, or nothing at all.
+
+    The tests of how `ddpforge launch` ends use the strategies too, so that here it is for `make test-all`.
+    """
+    processes = SEVERAL[2].removeprefix("--multi_gpu ")
+    command = form.format(several=SEVERAL[2], processes=processes, nproc=2)
+    ended = start(f'{command} --set strategy.use="{strategy}"')
+    assert ended.returncode == 0, ended.stderr
+    found = status(tmp_path / "runs/tiny")
+    assert (found["state"], found["strategy"], found["world_size"]) == ("done", strategy, 2)
+    assert losses(tmp_path / "runs/tiny") == pytest.approx(curve, rel=1e-5)
+
+
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=full), pytest.param(2, marks=slow)])
+def test_the_repository_itself_can_be_launched(tmp_path: Path, start: Start, nproc: int) -> None:
+    """`accelerate launch ddpforge` takes the word for a script and finds the package's folder."""
+    sets = "--set train.length=3st --set schedule.warmup=1st --set track.every=1st"
+    command = f"accelerate launch {SEVERAL[nproc]} ddpforge run recipes/digits.toml --out {tmp_path} {sets}"
+    ended = start(command, cwd=REPOSITORY)
+
+    assert ended.returncode == 0, ended.stderr
+    found = status(tmp_path / "digits")
+    assert (found["state"], found["step"], found["world_size"]) == ("done", 3, nproc)
+    assert losses(tmp_path / "digits")[-1] < losses(tmp_path / "digits")[0]
+
+
+# ---------------------------------------------------------------------------------------------- too few processes
+TWO = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 2\nuse_cpu: true\n"
+DEFAULT = "huggingface/accelerate/default_config.yaml"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("--cpu --num_processes 2", marks=slow),
+        pytest.param("--num-processes=2", marks=full),
+        pytest.param("--config_file two.yaml", marks=full),
+        pytest.param("with its default configuration", marks=full),
+    ],
+)
+def test_accelerate_that_starts_one_process_instead_of_two_is_refused(
+    tmp_path: Path, environment: dict[str, str], start: Start, flags: str
+) -> None:
+    """Trap 05b: without GPUs it does so and says nothing."""
+    (tmp_path / "two.yaml").write_text(TWO)
+    if not flags.startswith("--"):
+        flags = ""
+        (tmp_path / DEFAULT).parent.mkdir(parents=True)
+        (tmp_path / DEFAULT).write_text(TWO)
+
+    ended = start(f"accelerate launch {flags} -m ddpforge run tiny.toml")
+    assert ended.returncode != 0
+    assert "was asked for 2 processes and started 1" in ended.stderr
+    assert "ddpforge launch RECIPE --nproc 2" in ended.stderr
+    assert "torchrun --nproc-per-node 2 -m ddpforge run RECIPE" in ended.stderr
+    assert "accelerate launch --multi_gpu --num_processes 2 -m ddpforge run RECIPE" in ended.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "configured", "world_size", "expected"),
+    [
+        ("python accelerate launch --cpu --num_processes 2 -m ddpforge run", False, None, 2),
+        ("python accelerate launch --num-processes=3 -m ddpforge run", True, None, 3),
+        ("python accelerate launch --num_processes 1 -m ddpforge run", True, None, 1),
+        ("python accelerate launch --config_file two.yaml -m ddpforge run", False, None, 2),
+        ("python accelerate launch --config-file=two.yaml --cpu -m ddpforge run", False, None, 2),
+        ("python accelerate launch -m ddpforge run", True, None, 2),
+        ("python accelerate launch --cpu -m ddpforge run", True, None, 1),  # which makes it ignore its configuration
+        ("python accelerate launch -m ddpforge run", False, None, 1),
+        ("python accelerate launch --num_processes 2 -m ddpforge run", True, "2", 1),  # it is not alone
+        ("bash -c experiment --num_processes 2", True, None, 1),
+        ("", True, None, 1),  # the parent is gone
+    ],
+)
+def test_what_accelerate_was_asked_for_is_read_from_its_command_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    configured: bool,
+    world_size: str | None,
+    expected: int,
+) -> None:
+    """The same as `accelerate launch` sees it, without starting it; see the test above."""
+    from ddpforge.ranks import join
+
+    class Process:
+        def parent(self) -> "Process | None":
+            return self if words else None
+
+        def cmdline(self) -> list[str]:
+            return words.split()
+
+    monkeypatch.chdir(tmp_path)
+    for file in ("two.yaml", DEFAULT):
+        if configured or file != DEFAULT:
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / file).write_text(TWO)
+    monkeypatch.setattr(join.psutil, "Process", Process)
+    monkeypatch.setattr(join, "default_config_file", str(tmp_path / DEFAULT))
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(tmp_path / DEFAULT))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world_size:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    assert join.processes_asked_for() == expected
+
+
+def test_without_accelerate_nobody_asked_for_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddpforge.ranks import join
+
+    monkeypatch.setattr(join.psutil, "Process", None)  # not even looked at
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert join.processes_asked_for() == 1
+
+
+# ---------------------------------------------------------------------------------------------- how they end
+@pytest.mark.slow
+def test_launch_ends_with_the_exit_code_of_the_run_and_the_last_word_is_ours(tmp_path: Path, start: Start) -> None:
+    copy(REPOSITORY / "tests/parts.py", tmp_path)
+    (tmp_path / "tiny.toml").write_text(NOT_A_NUMBER)
+    ended = start('ddpforge launch tiny.toml --nproc 2 --set strategy.use="deepspeed" -- --role=scientist')
+
+    assert ended.returncode == ExitCode.DIVERGED
+    found = status(tmp_path / "runs/tiny")
+    assert (found["exit_code"], found["strategy"], found["world_size"]) == (ExitCode.DIVERGED, "deepspeed", 2)
+    assert "is not finite" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    environment = json.loads((tmp_path / "runs/tiny/env.json").read_text())["environment"]
+    assert environment["ROLE_NAME"] == "scientist"  # what follows `--` is torchrun's
+
+
+def stopped(folder: Path, process: subprocess.Popen[str], curve: list[float]) -> dict[str, Any]:
+    """The status of a run that was asked to stop, after having trained the curve that it should."""
+    told, said = process.communicate(timeout=60)
+    assert process.returncode == ExitCode.STOPPED, said
+    assert "Traceback" not in said
+    found = status(folder)
+    assert (found["state"], found["exit_code"]) == ("stopped", 75)
+    assert json.loads(told) == found  # one object, from one rank
+    assert losses(folder)[:3] == pytest.approx(curve, rel=1e-5)
+    assert f"step-{found['step']:09}" in max((folder / "checkpoints").glob("step-*")).name
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("asked", "strategy"), [(signal.SIGTERM, "ddp"), (signal.SIGINT, "fsdp")])
+def test_launch_trains_until_a_request_to_stop_is_passed_on_to_the_ranks(
+    tmp_path: Path,
+    popen: Callable[[str], subprocess.Popen[str]],
+    curve: list[float],
+    asked: signal.Signals,
+    strategy: str,
+) -> None:
+    """SIGTERM reaches the process that a scheduler started, Ctrl-C the whole process group of a terminal."""
+    process = popen(f'ddpforge launch tiny.toml --nproc 2 --set=strategy.use="{strategy}" --json {FOREVER}')
+    if asked == signal.SIGINT:
+        os.killpg(process.pid, asked)
+    else:
+        process.send_signal(asked)
+
+    found = stopped(tmp_path / "runs/tiny", process, curve)
+    assert (found["strategy"], found["world_size"]) == (strategy, 2)
+
+
+@pytest.mark.slow
+def test_no_launcher_is_needed_for_one_process_and_its_loaders_leave_stopping_to_it(
+    tmp_path: Path, popen: Callable[[str], subprocess.Popen[str]], curve: list[float]
+) -> None:
+    """torchrun and Slurm signal every process of a rank, also those that fetch its data."""
+    process = popen(f"ddpforge run tiny.toml --set=data.workers=1 --json {FOREVER}")
+    os.killpg(process.pid, signal.SIGTERM)
+    assert stopped(tmp_path / "runs/tiny", process, curve)["world_size"] == 1
+
+
+# ---------------------------------------------------------------------------------------------- launch() alone
+def pretend(script: str) -> list[str]:
+    """A launcher that only does what `script` says; `verdict(*codes)` writes what its ranks would."""
+    prelude = """
+import os, signal, sys
+from ddpforge.launch import record_death, record_verdict
+def verdict(*codes):
+    for rank, code in enumerate(codes):
+        os.environ["RANK"] = str(rank)
+        record_verdict(code)
+"""
+    return [sys.executable, "-c", prelude + script]
+
+
+@pytest.mark.parametrize(
+    ("codes", "ends_with", "expected"),
+    [
+        ([0, 0], 0, 0),
+        ([0, 0], 1, 0),  # a launcher that stumbles after all ranks have finished
+        ([1, 1, 0, 0], 0, 0),  # torchrun has started the ranks a second time
+        ([4, 4], 1, 4),
+        ([0, 3], 1, 3),
+        ([75, 75], 1, 75),
+        ([0], 1, 1),  # a rank that could not say anything: killed
+        ([], 1, 1),
+    ],
+)
+def test_the_ranks_verdict_counts(codes: Sequence[int], ends_with: int, expected: int) -> None:
+    assert launch(pretend(f"verdict(*{codes}); sys.exit({ends_with})"), nproc=2) == expected
+
+
+def test_a_launcher_that_was_killed_is_reported_like_a_shell_does() -> None:
+    assert launch(pretend("os.kill(os.getpid(), signal.SIGKILL)"), nproc=1) == 128 + signal.SIGKILL
+
+
+def test_a_launch_knows_which_rank_a_signal_ended_and_which_ranks_spoke() -> None:
+    script = "record_death(1, signal.SIGKILL); verdict(1); sys.exit(1)"
+    ended = launcher.start(pretend(script), nproc=2)
+    assert ended == Ended(1, Death(1, signal.SIGKILL), frozenset({0}))
+    assert str(ended.death) == "ended by signal 9 (SIGKILL)"
+    assert str(Death(1, 99)) == "ended by signal 99"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_every_request_reaches_the_launcher_as_one_sigterm(number: signal.Signals) -> None:
+    """torchrun passes SIGTERM on to its ranks, but dies of SIGUSR1 and leaves them behind."""
+    script = """
+signal.signal(signal.SIGTERM, lambda *_: (verdict(75), sys.exit(1)))
+os.kill(os.getppid(), int(sys.argv[1]))
+signal.pause()
+"""
+    assert launch([*pretend(script), str(int(number))], nproc=1) == ExitCode.STOPPED
+
+
+def test_a_stop_before_there_is_anything_to_save() -> None:
+    assert launch(pretend("os.kill(os.getppid(), signal.SIGTERM); signal.pause()"), nproc=1) == 128 + signal.SIGTERM
+
+
+def test_a_second_ctrl_c_ends_the_launcher_and_all_that_it_started(tmp_path: Path) -> None:
+    """Also ranks in process groups of their own, as torchrun's are: the pipe that one holds is closed in the end."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    script = """
+import subprocess
+rank = "import signal, sys; pipe = open(sys.argv[1], 'w'); print('here', flush=True); signal.pause()"
+rank = subprocess.Popen([sys.executable, "-c", rank, sys.argv[1]], stdout=subprocess.PIPE, start_new_session=True)
+rank.stdout.readline()
+signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT))
+os.kill(os.getppid(), signal.SIGINT)
+while True:
+    signal.pause()
+"""
+    assert launch([*pretend(script), str(pipe)], nproc=1) == ExitCode.INTERRUPTED
+    os.set_blocking(reading, True)
+    assert os.read(reading, 1) == b""
+    os.close(reading)
+
+
+def test_the_launchers_signals_are_its_own_again_afterwards() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)]
+    launch(pretend(""), nproc=1)
+    after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)]
+    assert after == before
+
+
+@pytest.fixture
+def _nohup() -> Iterator[None]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_nohup")
+def test_under_nohup_a_launch_outlives_its_terminal() -> None:
+    """Of the two signals only the second is a request to stop, and the launch ends as if it had been the first."""
+    script = "os.kill(os.getppid(), signal.SIGHUP); os.kill(os.getppid(), signal.SIGUSR1); signal.pause()"
+    assert launch(pretend(script), nproc=1) == 128 + signal.SIGUSR1
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+
+
+@pytest.mark.parametrize(
+    ("shell", "asked", "expected"), [({}, {}, "600"), ({GRACE: "5"}, {}, "5"), ({GRACE: "5"}, {GRACE: "7"}, "7")]
+)
+def test_ranks_get_ten_minutes_to_save_unless_the_environment_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: dict[str, str], asked: dict[str, str], expected: str
+) -> None:
+    """torchrun kills those that it has asked to stop after 30 seconds by itself."""
+    monkeypatch.delenv(GRACE, raising=False)
+    for name, value in shell.items():
+        monkeypatch.setenv(name, value)
+    with (tmp_path / "said").open("wb") as output:
+        assert launch(pretend(f"print(os.environ[{GRACE!r}])"), nproc=1, output=output, variables=asked) == 0
+    assert (tmp_path / "said").read_text() == f"{expected}\n"
+
+
+# ---------------------------------------------------------------------------------------------- command lines
+def test_torchrun_stands_alone_unless_a_rendezvous_is_named() -> None:
+    alone = torchrun_command(["r.toml"], nproc=2)
+    assert alone[1:] == [
+        *("-m", "ddpforge.launch.torchrun", "--standalone", "--nproc-per-node=2"),
+        *("-m", "ddpforge", "run", "r.toml"),
+    ]
+    for flag in ("--nnodes=2", "--rdzv-endpoint=a:1", "--master-port=1"):
+        command = torchrun_command(["r.toml"], nproc=2, flags=[flag])
+        assert flag in command
+        assert "--standalone" not in command
+
+
+def test_processes_share_the_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert threads_per_process(1) == cores
+    assert threads_per_process(cores) == 1
+    assert threads_per_process(1000 * cores) == 1

@@ -1,0 +1,189 @@
+"""Starts real ranks quickly: a process that has imported torch once forks them, where a launcher would start each anew.
+
+Every rank is a process of its own with the environment that torchrun gives it, joins a real gloo group and leaves the
+way a launched rank leaves. `tests/launch/test_launch.py` covers the launchers themselves.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What became of the ranks of one world."""
+
+    codes: list[int]
+    stdout: str
+    stderr: str
+
+    def check(self) -> "Ranks":
+        """Fails the test with the ranks' own words unless all of them ended well."""
+        assert not any(self.codes), f"exit codes {self.codes}\n{self.stdout}\n{self.stderr}"
+        return self
+
+
+class Zygote:
+    """The process that forks; started on first use, ended with the test session."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[str] | None = None
+
+    def run(
+        self,
+        arguments: Sequence[str],
+        *,
+        nproc: int,
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 120,
+    ) -> Ranks:
+        """`ddpforge ARGUMENTS` in each of `nproc` ranks."""
+        if self.process is None:
+            command = [sys.executable, __file__]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+
+        order = {
+            "arguments": list(arguments),
+            "nproc": nproc,
+            "cwd": str(cwd),
+            "env": dict(env or {}),
+            "timeout": timeout,
+        }
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return Ranks(**json.loads(self.process.stdout.readline()))
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.communicate()
+
+
+# ---------------------------------------------------------------------------------------------- in the zygote
+# What nearly every rank would import for itself, which is a third of what a short run costs.
+_IMPORTED = [
+    *("click", "pydantic._internal._serializers", "rich._emoji_codes", "rich.progress", "tomlkit"),
+    "torch._dynamo",  # by the first optimizer of every process: 2 seconds
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    *(f"ddpforge.cli.{command}" for command in ("run", "evaluate", "export")),
+    *("ddpforge.components.options", "ddpforge.runner", "ddpforge.strategies.ddp", "ddpforge.strategies.fsdp"),
+    *("ddpforge.builtin.trackers.console", "ddpforge.runs.metrics"),
+]
+_IMPORTED_BY_DEEPSPEED = [
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # and with it torch._inductor: 1.4 seconds
+    *("deepspeed.comm.mori", "deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops"),
+    *("deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.utils.pin_memory"),
+    *("ddpforge.strategies.deepspeed", "ddpforge.strategies.deepspeed.nvme"),
+    *("torch._subclasses.schema_check_mode", "torch.utils.cpp_extension"),
+]
+
+
+def _serve() -> None:
+    import gc
+    import logging
+    from contextlib import suppress
+    from importlib import import_module
+    from importlib.metadata import entry_points
+
+    modules = _IMPORTED
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if (
+        hidden or not Path("/dev/nvidiactl").exists()
+    ):  # DeepSpeed might touch a GPU, which a process that forks must not
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        modules = modules + _IMPORTED_BY_DEEPSPEED
+    logging.disable(logging.WARNING)  # torch's, about a machine with CUDA and without a GPU
+    for module in modules:
+        with suppress(ImportError):  # other versions of DeepSpeed and torch have other modules
+            import_module(module)
+    logging.disable(logging.NOTSET)
+    for kind in ("model", "data", "task", "metric", "optimizer", "schedule", "callback"):
+        for component in entry_points(group=f"ddpforge.{kind}"):
+            if component.value.startswith("ddpforge."):
+                component.load()
+
+    gc.collect()
+    gc.freeze()  # a rank that collects garbage need not look through all that, which copies the pages that it is on
+    for line in sys.stdin:
+        print(json.dumps(_start(**json.loads(line))), flush=True)
+    os._exit(0)  # nor need anybody look through it at the end
+
+
+def _start(arguments: list[str], nproc: int, cwd: str, env: dict[str, str], timeout: float) -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    output = Path(cwd) / ".ranks"
+    output.mkdir(exist_ok=True)
+    children = []
+    for rank in range(nproc):
+        world = {
+            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
+        }  # fmt: skip
+        child = os.fork()
+        if child == 0:
+            _rank(arguments, cwd, {key: str(value) for key, value in world.items()} | env, output)
+        children.append(child)
+
+    codes = _wait(children, timeout)
+    texts = {
+        kind: "".join((output / f"{kind}-{rank}").read_text() for rank in range(nproc)) for kind in ("stdout", "stderr")
+    }
+    return {"codes": codes, **texts}
+
+
+def _wait(children: list[int], timeout: float) -> list[int]:
+    """Exit codes; like a launcher, ends the others once one has failed, and all of them at the time limit."""
+    import signal
+    import time
+
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + timeout
+    while len(codes) < len(children):
+        for child in set(children) - codes.keys():
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                codes[child] = os.waitstatus_to_exitcode(status)
+                if codes[child]:
+                    deadline = min(deadline, time.monotonic() + 20)
+        if time.monotonic() > deadline:
+            for child in set(children) - codes.keys():
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    return [codes[child] for child in children]
+
+
+def _rank(arguments: list[str], cwd: str, env: dict[str, str], output: Path) -> None:
+    """Becomes one rank; never returns."""
+    import torch
+
+    os.environ.update(env)
+    os.chdir(cwd)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    for stream, kind in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(output / f"{kind}-{env['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+    from ddpforge.cli import main
+
+    try:
+        main(arguments, prog_name="ddpforge")
+    except SystemExit as ending:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ending.code if isinstance(ending.code, int) else 1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,81 @@
+"""Ranks talk: one alone, threads of one process, and processes over gloo all keep the same contract."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from talking import CHECKS
+
+from ddpforge.errors import PeerFailed, UsageError
+from ddpforge.interfaces import Ranks
+from ddpforge.ranks.collectives import Alone
+from ddpforge.ranks.rank_zero import on_rank_zero
+from ddpforge.testing.doubles import in_threads
+
+each = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+
+
+@each
+def test_one_alone(check: Callable[[Ranks], None]) -> None:
+    check(Alone())
+
+
+@each
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_threads(check: Callable[[Ranks], None], size: int) -> None:
+    in_threads(size, check)
+
+
+@pytest.mark.slow
+def test_processes(tmp_path: Path) -> None:
+    """Three of them, and two that form a group of their own."""
+    command = [sys.executable, str(Path(__file__).parents[1] / "talking.py")]
+    ranks = [
+        subprocess.Popen([*command, str(rank), "3", str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    assert [rank.communicate()[0].strip() for rank in ranks] == ["all is well"] * 3
+
+
+def test_a_thread_that_fails_releases_the_others() -> None:
+    def act(ranks: Ranks) -> None:
+        if ranks.rank == 1:
+            raise ZeroDivisionError
+        ranks.barrier()
+
+    with pytest.raises(ZeroDivisionError):
+        in_threads(2, act)
+
+
+# ---------------------------------------------------------------------------------------------- rank 0 acts for all
+def test_what_rank_0_finds_everybody_has() -> None:
+    acted: list[int] = []
+
+    def act(ranks: Ranks) -> str:
+        return on_rank_zero(ranks, lambda: acted.append(ranks.rank) or "found")
+
+    assert in_threads(3, act) == ["found"] * 3
+    assert acted == [0]
+
+
+@pytest.mark.parametrize(("error", "code"), [(UsageError("no"), 2), (ZeroDivisionError(), 1)])
+def test_where_rank_0_fails_the_others_end_with_its_exit_code(error: Exception, code: int) -> None:
+    def fail() -> None:
+        raise error
+
+    def act(ranks: Ranks) -> BaseException:
+        with pytest.raises(type(error) if ranks.is_main else PeerFailed) as failed:
+            on_rank_zero(ranks, fail)
+        return failed.value
+
+    first, second = in_threads(2, act)
+    assert first is error
+    assert isinstance(second, PeerFailed)
+    assert second.exit_code == code
+
+
+def test_a_group_of_ranks_makes_tensors_of_its_own_device() -> None:
+    assert Alone(torch.device("meta")).sum(torch.ones(2)).device.type == "meta"

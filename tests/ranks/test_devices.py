@@ -1,0 +1,264 @@
+"""Every rank computes on a device of its own, of the kind that was asked for, or hears why it cannot."""
+
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from doubles import Elsewhere
+from torch import nn
+
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import Strategy, World
+from ddpforge.ranks import devices, join
+from ddpforge.ranks.devices import check, choose_device, device_type
+from ddpforge.recipe.schema import TrainSection
+from ddpforge.strategies import ddp
+from ddpforge.strategies.ddp import DDP
+from ddpforge.strategies.deepspeed import DeepSpeed, zero
+from ddpforge.strategies.fsdp import FSDP
+from ddpforge.training.refusals import general_refusals
+
+
+def train(**options: Any) -> TrainSection:
+    return TrainSection.model_validate({"length": "1st", "global_batch": 4} | options)
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "RANK", "CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`machine(gpus=2, local_rank=1, …)`: what torch and the launcher are to say."""
+
+    def make(*, gpus: int, driver: bool = True, **variables: object) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(devices, "Path", lambda path: SimpleNamespace(exists=lambda: driver))
+        for name, value in variables.items():
+            monkeypatch.setenv(name.upper(), str(value))
+
+    return make
+
+
+# ---------------------------------------------------------------------------------------------- this rank's device
+def chosen(**options: Any) -> torch.device:
+    settings = train(**options)
+    return choose_device(device_type(settings), asked=settings.device != "auto")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "driver", "device", "expected"),
+    [
+        (0, False, "auto", "cpu"),
+        (0, True, "cpu", "cpu"),
+        (1, True, "auto", "cuda:0"),
+        (1, True, "cuda", "cuda:0"),
+        (1, True, "cpu", "cpu"),
+    ],
+)
+def test_the_recipe_decides_or_what_there_is(machine: Any, gpus: int, driver: bool, device: str, expected: str) -> None:
+    machine(gpus=gpus, driver=driver)
+    assert str(chosen(device=device)) == expected
+
+
+def test_a_gpu_that_cannot_be_used_is_not_replaced_by_the_cpu(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
+
+    machine(gpus=0, driver=True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(StrategyError, match=r"this machine has a GPU.*driver on your system is too old") as refused:
+        chosen()
+    assert refused.value.hints == ('to train on the CPU, set train.device = "cpu"',)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(StrategyError, match=r'train.device = "cuda".*was built without CUDA'):
+        chosen(device="cuda")
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_gpus_that_are_hidden_on_purpose_are_not_there(machine: Any, hidden: str) -> None:
+    machine(gpus=0, driver=True, cuda_visible_devices=hidden)
+    assert chosen().type == "cpu"
+
+
+def test_a_gpu_that_the_environment_names_must_be_there(machine: Any) -> None:
+    machine(gpus=0, driver=False, cuda_visible_devices="0,1")
+    with pytest.raises(StrategyError, match="CUDA_VISIBLE_DEVICES=0,1 names a GPU"):
+        chosen()
+
+
+@pytest.mark.parametrize(("gpus", "rank", "index"), [(2, 0, 0), (2, 1, 1), (1, 1, 0)])
+def test_a_rank_takes_the_gpu_with_its_number_or_the_one_it_sees(
+    machine: Any, gpus: int, rank: int, index: int
+) -> None:
+    machine(gpus=gpus, local_rank=rank, local_world_size=2)
+    assert chosen() == torch.device("cuda", index)
+
+
+def test_more_processes_than_gpus_are_refused(machine: Any) -> None:
+    machine(gpus=2, local_rank=0, local_world_size=3)
+    with pytest.raises(StrategyError, match="3 processes are to share 2 GPUs") as refused:
+        chosen()
+    assert refused.value.hints[0] == "ddpforge launch RECIPE --nproc 2"
+
+
+def test_the_launcher_and_the_recipe_may_contradict_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert device_type(train()) == "cpu"
+    with pytest.raises(StrategyError, match=r'ACCELERATE_USE_CPU=true, and the recipe train.device = "cuda"'):
+        join.join(train(device="cuda"), DDP())
+
+
+# ---------------------------------------------------------------------------------------------- all ranks' devices
+def gpu(uuid: str, host: str = "a", visible: str | None = None, index: int = 0) -> dict[str, Any]:
+    return {"kind": "cuda", "host": host, "gpu": [uuid, visible, index]}
+
+
+CPU: dict[str, Any] = {"kind": "cpu", "host": "b", "gpu": None}
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [gpu("1"), gpu("2")],
+        [gpu("1", visible="0"), gpu("2", visible="1")],
+        [gpu("1"), gpu("1", host="b")],
+        [gpu("1", visible="MIG-1"), gpu("1", visible="MIG-2")],
+        [CPU, CPU],
+    ],
+    ids=["two", "one each", "two hosts", "parts of one", "CPUs"],
+)
+def test_ranks_that_fit_together(ranks: list[dict[str, Any]]) -> None:
+    check(ranks)
+
+
+def test_two_processes_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StrategyError, match="ranks 0 and 2 would share a GPU of a") as refused:
+        check([gpu("1"), gpu("2"), gpu("1")])
+    assert refused.value.hints[0] == "ddpforge launch RECIPE --nproc 2"
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    check([gpu("1"), gpu("1")])
+
+
+def test_ranks_on_gpus_and_cpus_are_refused() -> None:
+    with pytest.raises(StrategyError, match="rank 1 on b has cpu, rank 0 on a has cuda"):
+        check([gpu("1"), CPU, gpu("2"), CPU])
+
+
+def test_ranks_tell_each_other_before_there_is_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has a GPU and the other none; both hear of it."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+
+    def joined(rank: int) -> str:
+        store.set(f"ddpforge/device/{rank}", json.dumps(CPU if rank else gpu("1")))
+        with pytest.raises(StrategyError) as refused:
+            check([json.loads(store.get(f"ddpforge/device/{other}")) for other in range(2)])
+        return refused.value.message
+
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(joined, range(2))
+    assert first == second
+
+    def rendezvous(url: str, timeout: timedelta) -> Iterator[Any]:
+        yield store, 1, 2
+
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "rendezvous", rendezvous)
+    with pytest.raises(StrategyError, match="ranks compute on different devices"):
+        devices.Agreement(torch.device("cpu"), timedelta(seconds=1))
+
+
+# ---------------------------------------------------------------------------------------------- what is told of it
+FOUR = Elsewhere(ranks=4, rank=3)
+SEES_ONE = World(all=FOUR, data=FOUR, local_rank=3, device=torch.device("cuda", 0))
+
+
+def test_deepspeed_takes_the_gpu_that_a_rank_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fourth rank of a machine sees one GPU, whose number is 0."""
+    told: list[str] = []
+    monkeypatch.setenv("LOCAL_RANK", "3")
+
+    def initialize(**_: Any) -> tuple[SimpleNamespace]:
+        told.append(os.environ["LOCAL_RANK"])
+        return (SimpleNamespace(training=True),)
+
+    library = SimpleNamespace(DeepSpeedConfig=lambda _: None, init_distributed=lambda **_: None, initialize=initialize)
+    monkeypatch.setattr(zero, "_share", lambda tensors, device, ranks: None)
+    zero.start(library, nn.Linear(1, 1), None, {"zero_optimization": {"stage": 1}}, SEES_ONE)  # type: ignore[arg-type]
+    assert told == ["0"]
+
+
+def test_ddp_takes_the_gpu_that_a_rank_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Told(Exception):
+        pass
+
+    def wrapped(model: nn.Module, **options: Any) -> None:
+        raise Told(options.get("device_ids"))
+
+    monkeypatch.setattr(ddp, "DistributedDataParallel", wrapped)
+    monkeypatch.setattr(DDP, "_share_constants", lambda self, model: None)
+    strategy = DDP()
+    strategy.setup(train(), SEES_ONE)
+    with pytest.raises(Told) as told:
+        strategy.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters()))
+    assert told.value.args == (None,)  # the device that the model is on
+
+
+@pytest.mark.parametrize(("launched", "backend"), [(True, "cuda:nccl,cpu:gloo"), (False, None)])
+def test_beside_nccl_there_is_gloo_for_what_is_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, machine: Any, launched: bool, backend: str | None
+) -> None:
+    """Shards under cpu_offload are reduced there, fp16's overflows too, and objects are exchanged."""
+    machine(gpus=1, **({"local_rank": 0} if launched else {}))
+
+    class Told(Exception):
+        pass
+
+    def accelerator(*, kwargs_handlers: list[Any], **_: Any) -> None:
+        raise Told(kwargs_handlers[0].to_kwargs().get("backend"))
+
+    monkeypatch.setattr(join, "Accelerator", accelerator)
+    with pytest.raises(Told) as told:
+        join.join(train(precision="fp16"), FSDP(cpu_offload=True))
+    assert told.value.args == (backend,)
+
+
+# ---------------------------------------------------------------------------------------------- CUDA graphs
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "device", "options", "refused"),
+    [
+        (DDP(), 2, "cuda", {}, None),
+        (DDP(), 2, "cuda", {"micro_batch": 2}, None),
+        (DDP(), 2, "cuda", {"micro_batch": 1}, "gradients of 2 passes"),
+        (DDP(), 1, "cuda", {"elastic_shards": 4}, "gradients of 4 passes"),
+        (DDP(), 2, "cpu", {"micro_batch": 1}, None),
+        (FSDP(), 2, "cuda", {}, "FSDP gathers them anew"),
+        (FSDP(), 2, "cpu", {}, None),
+        (DeepSpeed(stage=3), 2, "cuda", {}, "ZeRO stage 3 gathers them anew"),
+        (DeepSpeed(stage=2), 2, "cuda", {}, None),
+        (DeepSpeed(stage=2), 2, "cuda", {"micro_batch": 1}, "gradients of 2 passes"),
+    ],
+)
+def test_cuda_graphs_are_refused_where_memory_does_not_stay(
+    mode: str, strategy: Strategy, ranks: int, device: str, options: dict[str, Any], refused: str | None
+) -> None:
+    settings = train(compile=mode, **options)
+    refusals = [*general_refusals(settings, ranks, device), *strategy.refusals(settings, ranks, device)]
+    messages = [refusal.message for refusal in refusals]
+    found = [message for message in messages if "CUDA graphs" in message]  # ZeRO-3 has more to say with old torch
+    assert len(found) == (refused is not None)
+    assert refused is None or refused in found[0]

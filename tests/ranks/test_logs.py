@@ -1,0 +1,121 @@
+"""Messages of many ranks: one voice on stderr, everything in the files."""
+
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddpforge.ranks.logs import setup_logging
+
+logger = logging.getLogger("ddpforge")
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GROUP_WORLD_SIZE", "SLURM_NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    logger.handlers.clear()
+
+
+def say_all() -> None:
+    logger.debug("a detail")
+    logger.info("saved step 10")
+    logger.warning("step 11 was left out")
+    logger.error("the disk is full")
+
+
+def test_the_first_rank_speaks_plainly(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(0)
+    say_all()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "saved step 10\nwarning: step 11 was left out\nerror: the disk is full\n"
+
+
+def test_other_ranks_only_warn_and_say_who_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(3)
+    say_all()
+    assert capsys.readouterr().err == "[rank 3] warning: step 11 was left out\n[rank 3] error: the disk is full\n"
+
+
+@pytest.mark.parametrize("variable", ["GROUP_WORLD_SIZE", "SLURM_NNODES"])
+def test_on_several_nodes_they_say_where_too(
+    variable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, "2")
+    monkeypatch.setattr("socket.gethostname", lambda: "node07")
+    setup_logging(3)
+    logger.warning("slow")
+    assert capsys.readouterr().err == "[rank 3 node07] warning: slow\n"
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_every_rank_has_its_own_complete_file(rank: int, tmp_path: Path) -> None:
+    setup_logging(rank, tmp_path)
+    say_all()
+    text = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+    assert re.sub(r"^\S+ \S+ ", "", text, flags=re.MULTILINE) == (
+        "DEBUG a detail\nINFO saved step 10\nWARNING step 11 was left out\nERROR the disk is full\n"
+    )
+
+
+def test_the_level_is_that_of_stderr_and_the_file_holds_everything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging(0, tmp_path, logging.ERROR)
+    say_all()
+    assert capsys.readouterr().err == "error: the disk is full\n"
+    setup_logging(0, tmp_path, logging.DEBUG)
+    say_all()
+    assert capsys.readouterr().err.startswith("a detail\nsaved step 10\n")
+
+    levels = [line.split()[2] for line in (tmp_path / "logs" / "rank-0.log").read_text().splitlines()]
+    assert levels == ["DEBUG", "INFO", "WARNING", "ERROR"] * 2
+
+
+def test_a_log_that_cannot_be_written_is_named_once_and_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
+    setup_logging(0, tmp_path)
+    say_all()
+    err = capsys.readouterr().err
+    assert err.count("warning: cannot write") == 1
+    assert "No space left on device" in err
+    assert "Traceback" not in err
+    assert "error: the disk is full\n" in err
+
+
+def test_what_is_for_the_file_alone_is_not_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(0, tmp_path)
+    logger.error("a traceback", extra={"in_file_only": True})
+    assert capsys.readouterr().err == ""
+    assert "a traceback" in (tmp_path / "logs" / "rank-0.log").read_text()
+
+
+def test_setting_up_again_does_not_repeat_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(0)
+    setup_logging(0, tmp_path)
+    logger.info("once")
+    assert capsys.readouterr().err == "once\n"
+    assert len((tmp_path / "logs" / "rank-0.log").read_text().splitlines()) == 1
+
+
+def test_an_error_shows_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(0)
+    try:
+        raise ValueError("no such class")
+    except ValueError:
+        logger.exception("the loader failed")
+    err = capsys.readouterr().err
+    assert err.startswith("error: the loader failed\nTraceback")
+    assert err.endswith("ValueError: no such class\n")
+
+
+def test_neither_logging_nor_trackers_import_torch() -> None:
+    code = "import sys, ddpforge.ranks.logs, ddpforge.training.trackers; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"False\n"

@@ -1,0 +1,140 @@
+"""Keys that people bring along from other tools are met with what ddpforge calls them."""
+
+from collections.abc import Callable
+
+import pytest
+
+from ddpforge.errors import RecipeError
+from ddpforge.recipe import LoadedRecipe
+from ddpforge.recipe.layers import SLOTS
+from ddpforge.recipe.other_tools import FOREIGN_KEYS, FOREIGN_SECTIONS
+from ddpforge.recipe.vocabulary import Vocabulary
+
+Load = Callable[..., LoadedRecipe]
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("train.epochs", 'length = "1ep"'),
+        ("train.steps", 'length = "1st"'),
+        ("train.max_steps", 'length = "1st"'),
+        ("train.batch_size", "`global_batch` per step, over all ranks, and `micro_batch` per forward pass"),
+        ("data.batch_size", "`global_batch` per step"),
+        ("optimizer.learning_rate", "lr = 1"),
+        ("train.lr", "`lr` is a key of [optimizer]"),
+        ("optimizer.clip_norm", "`clip_norm` is a key of [train]"),
+        ("train.gradient_accumulation_steps", "global_batch / (micro_batch × ranks)"),
+        ("train.accumulate", "global_batch / (micro_batch × ranks)"),
+        ("train.num_processes", "the launcher decides"),
+        ("strategy.world_size", "the launcher decides"),
+        ("train.mixed_precision", 'precision = "bf16"'),
+        ("train.max_grad_norm", "clip_norm = 1`"),
+        ("train.gradient_clipping", "clip_norm = 1`"),
+        ("train.gradient_checkpointing", "activation_checkpointing = true"),
+        ("strategy.zero_stage", "stage = 1"),
+        ("train.save_every", 'every = "1ep"` in [checkpoint]'),
+        ("model.type", "keys of [model]: use"),
+    ],
+)
+def test_the_hint_says_what_it_is_called_here(load: Load, key: str, said: str) -> None:
+    sets = ["strategy.use=ddp"] if key.startswith("strategy") else []
+    with pytest.raises(RecipeError) as caught:
+        load(None, f"{key}=1", *sets)
+    (problem,) = caught.value.problems
+    assert problem.key == key
+    assert any(said in hint for hint in problem.hints)
+
+
+@pytest.mark.parametrize(
+    ("assigned", "said"),
+    [
+        ("train.num_train_epochs=3", 'length = "3ep"'),
+        ("train.max_steps=500", 'length = "500st"'),
+        ("train.save_steps=500", 'every = "500st"'),
+        ("train.eval_steps=50", 'eval_every = "50st"'),
+        ("track.logging_steps=7", 'every = "7st"'),
+        ("optimizer.learning_rate=2e-5", "lr = 2e-05"),
+        ("train.fp16=true", 'precision = "fp16"'),
+        ("train.bf16=true", 'precision = "bf16"'),
+        ("train.fp16=false", 'precision = "fp32"'),
+        ('train.mixed_precision="16-mixed"', 'precision = "fp16"'),
+        ("train.max_grad_norm=0.5", "clip_norm = 0.5"),
+        ("train.gradient_checkpointing=false", "activation_checkpointing = false"),
+        ("checkpoint.save_total_limit=7", "keep = { last = 7 }"),
+        ("train.random_seed=42", "seed = 42"),
+        ("train.num_workers=8", "workers = 8"),
+        ("schedule.warmup_steps=20", 'warmup = "20st"'),
+        ("schedule.warmup_ratio=0.1", '10 % of this run: warmup = "0.5ep"'),
+        ("train.ema=true", "add [callbacks.ema]"),
+        ("train.fp8=true", "fp8 is not supported"),
+        ("train.deterministic=true", "there is no key for this"),
+        ("train.resume_from_checkpoint=x", "the same command resumes"),
+        ("peft=1", "there are no adapters"),
+        ("report_to=wandb", "each tracker is a table"),
+    ],
+)
+def test_the_answer_has_the_users_own_value(load: Load, assigned: str, said: str) -> None:
+    sets = ["schedule.use=constant"] if assigned.startswith("schedule") else []
+    with pytest.raises(RecipeError) as caught:
+        load(None, assigned, *sets)
+    assert any(said in hint for problem in caught.value.problems for hint in problem.hints)
+
+
+@pytest.mark.parametrize(
+    ("assigned", "said", "unsaid"),
+    [
+        ("schedule.warmup=0.1", '"0.1ep" (epochs)', "0.1st"),
+        ("schedule.warmup=0.1", '10 % of this run: warmup = "0.5ep"', "0.1h"),
+        ("schedule.warmup=7", '"7st" (steps)', "7h"),
+        ("train.length=7", '"7h" (hours)', "never"),
+        ("train.compile=true", "did you mean `default`?", "never"),
+        ("train.compile=false", "did you mean `off`?", "never"),
+        ("train.precision=bfloat16", "did you mean `bf16`?", "fp8"),
+        ("train.eval_every=never", "leave out [data.eval]", "needs a unit"),
+        ("checkpoint.every=false", "keep = { last = 1 }", "needs a unit"),
+        ("checkpoint.every=0", "keep = { last = 1 }", '"0ep"'),
+        ('model={class_path="my.Net"}', 'use = "my:Net"', '"my.Net"'),
+        ("optimizer.use=torch.optim.RMSprop", "did you mean `torch.optim:RMSprop`?", "never"),
+        ("optimizer.use=RMSprop", "torch has it: `torch.optim:RMSprop`", "never"),
+        ("strategy.use=zero3", 'use = "deepspeed" and stage = 3', "never"),
+        ("model.use=resnet18", 'use = "torchvision" and arch = "resnet18"', "never"),
+        ("data.train.use=hf", "`datasets:load_dataset`", "never"),
+        ("track.tensorboard.x=1", "no tracker for tensorboard is installed", "never"),
+    ],
+)
+def test_a_hint_can_be_followed(load: Load, assigned: str, said: str, unsaid: str) -> None:
+    sets = ["schedule.use=cosine"] if assigned.startswith("schedule") else []
+    text = 'model = { class_path = "my.Net" }\n' if "class_path" in assigned else None
+    with pytest.raises(RecipeError) as caught:
+        load(text) if text else load(None, assigned, *sets)
+    hints = [hint for problem in caught.value.problems for hint in problem.hints]
+    assert any(said in hint for hint in hints), hints
+    assert not any(unsaid in hint for hint in hints), hints
+
+
+def test_an_option_that_went_with_its_component_is_remembered(load: Load, valid: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load('extends = "base.toml"\n[optimizer]\nuse = "sgd"\n', base=valid)
+    (problem,) = caught.value.problems
+    assert problem.hints[0] == '`optimizer.lr = 0.001` is of "adamw", and went with it; set it again to keep it'
+
+
+def test_a_foreign_name_for_a_required_key_is_one_problem(load: Load, valid: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(valid.replace("lr = 1e-3", "learning_rate = 1e-3").replace("[train]", "[trainer]"))
+    assert [problem.message for problem in caught.value.problems] == [
+        'unknown key `learning_rate` in [optimizer], which uses "adamw"',
+        "unknown section [trainer]",
+    ]
+
+
+def test_every_hint_points_at_something_that_exists() -> None:
+    vocabulary = Vocabulary()
+    for alias, foreign in FOREIGN_KEYS.items():
+        table = foreign.path[:-1]
+        assert not foreign.path or table in SLOTS or foreign.path[-1] in vocabulary.keys(table), alias
+        assert alias not in vocabulary.keys(table)
+    for section in FOREIGN_SECTIONS.values():
+        path = tuple(section.split("."))
+        assert path in SLOTS or path in vocabulary.models or path[0] in ("track", "callbacks"), section

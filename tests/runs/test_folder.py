@@ -1,0 +1,490 @@
+"""The run's folder: what is in it, what survives a crash, and which changed recipes may go on in it."""
+
+import errno
+import itertools
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from ddpforge import disk
+from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.recipe import LoadedRecipe
+from ddpforge.runs.environment import describe_environment
+from ddpforge.runs.folder import RunFolder, Status, papers_of, recipe_changes, refuse_fixed
+
+TEXT, RESOLVED = "# mine\nrecipe = 1\n", 'recipe = 1\nname = "digits"\n'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "runs" / "digits")
+    folder.create(text=TEXT, resolved=RESOLVED, local_files={})
+    return folder
+
+
+def begin(folder: RunFolder, step: int, resolved: str = RESOLVED) -> int:
+    return folder.begin_attempt(step=step, text=TEXT, resolved=resolved, local_files={})
+
+
+def status_of(**changes: Any) -> Status:
+    status = Status(
+        state="running",
+        exit_code=None,
+        step=5,
+        samples=40,
+        world_size=2,
+        strategy="ddp",
+        metrics={"train/loss": 0.5},
+        error=None,
+    )
+    return cast(Status, status | changes)
+
+
+# ---------------------------------------------------------------------------------------------- creation
+def test_a_new_folder_holds_the_recipe_as_given_and_as_resolved(folder: RunFolder) -> None:
+    assert folder.exists()
+    assert folder.recipe.read_text() == TEXT
+    assert folder.resolved.read_text() == RESOLVED
+    assert folder.tables() == {"recipe": 1, "name": "digits"}
+    assert folder.checkpoints.is_dir()
+    assert (folder.attempts(), folder.lineage(), folder.status()) == (0, [], None)
+    assert [path.name for path in folder.path.parent.iterdir()] == ["digits"]
+
+
+def test_local_code_is_copied_to_where_the_resolved_recipe_looks_for_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "runs" / "digits")
+
+    folder.create(text=TEXT, resolved=RESOLVED, local_files={"./code/my_models.py": b"class Net: ..."})
+
+    assert (folder.path / "code" / "my_models.py").read_text() == "class Net: ..."
+
+
+def test_copies_of_local_code_keep_their_names_when_a_recipe_names_another_file(tmp_path: Path) -> None:
+    """Their paths stand in the resolved recipe, which a resume compares with the one before."""
+    for name in ("a/parts.py", "b/model.py", "c/parts.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    loaded = SimpleNamespace(text="", dumps=str, local_files=lambda: sorted(tmp_path.rglob("*.py")))
+    copies = papers_of(cast(LoadedRecipe, loaded))["local_files"]
+    assert copies == {"code/parts.py": b"a/parts.py", "code/model.py": b"b/model.py", "code/1/parts.py": b"c/parts.py"}
+
+
+@pytest.mark.parametrize("name", ["../models.py", "/elsewhere/models.py", "code/../../models.py"])
+def test_local_code_is_never_written_outside_the_folder(tmp_path: Path, name: str) -> None:
+    folder = RunFolder(tmp_path / "runs" / "digits")
+
+    with pytest.raises(UsageError, match="is not below the recipe's folder"):
+        folder.create(text=TEXT, resolved=RESOLVED, local_files={name: b""})
+    assert not folder.exists()
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "digits").mkdir()
+    (tmp_path / "digits" / "recipe.toml").write_text("precious")
+
+    with pytest.raises(UsageError, match="exists and is not the folder of a run"):
+        RunFolder(tmp_path / "digits").create(text=TEXT, resolved=RESOLVED, local_files={})
+    assert (tmp_path / "digits" / "recipe.toml").read_text() == "precious"
+
+
+def test_a_process_killed_while_creating_leaves_nothing_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(*arguments: object) -> None:
+        raise Killed
+
+    folder = RunFolder(tmp_path / "runs" / "digits")
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "sync", die)
+        with pytest.raises(Killed):
+            folder.create(text=TEXT, resolved=RESOLVED, local_files={})
+    assert not folder.path.exists()
+
+    folder.create(text=TEXT, resolved=RESOLVED, local_files={})
+    assert [path.name for path in folder.path.parent.iterdir()] == ["digits"]
+
+
+def test_of_two_first_starts_at_one_moment_one_lays_the_folder_down_and_the_other_sees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second begins at each of the moments at which the first changes the disk."""
+    assert not any(_meets(tmp_path, moment, monkeypatch) for moment in range(25, 30)), "there are fewer moments"
+    assert all(_meets(tmp_path, moment, monkeypatch) for moment in range(15))
+
+
+def _meets(tmp_path: Path, moment: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the other start came in between; what is left then is one run, whole."""
+    folder, other = (RunFolder(tmp_path / str(moment) / "digits") for _ in range(2))
+    laid_down: list[bool] = []
+    moments = itertools.count()
+
+    def interrupted(real: Any) -> Any:
+        def operation(*arguments: Any) -> Any:
+            if next(moments) == moment:
+                with monkeypatch.context() as patch:
+                    patch.setattr("os.getpid", lambda: 1)  # another process, which is alive
+                    laid_down.append(other.create(text="other", resolved=RESOLVED, local_files={}))
+            return real(*arguments)
+
+        return operation
+
+    with monkeypatch.context() as patch:
+        for name in ("make_folder", "create", "write", "sync", "rename", "remove", "sync_folder"):
+            patch.setattr(disk, name, interrupted(getattr(disk, name)))
+        mine = folder.create(text=TEXT, resolved=RESOLVED, local_files={})
+
+    assert [mine, *laid_down].count(True) == 1
+    assert folder.recipe.read_text() == (TEXT if mine else "other")
+    assert (folder.attempts(), folder.tables()) == (0, {"recipe": 1, "name": "digits"})
+    assert [path.name for path in folder.path.parent.iterdir()] == ["digits"]
+    return bool(laid_down)
+
+
+def test_a_folder_is_claimed_before_anybody_can_see_it(tmp_path: Path) -> None:
+    """From another process: locks of one process do not keep itself out."""
+    folder = RunFolder(tmp_path / "runs" / "digits")
+    script = """
+import sys
+from pathlib import Path
+from ddpforge.runs.folder import RunFolder
+with RunFolder(Path(sys.argv[1])).claim():
+    pass
+"""
+    with folder.claim_new(text=TEXT, resolved=RESOLVED, local_files={}) as mine:
+        assert mine
+        tried = subprocess.run([sys.executable, "-c", script, folder.path], capture_output=True, text=True, check=False)
+    assert "is being trained in already, by process" in tried.stderr
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+
+    with pytest.raises(EnvironmentProblem, match=r"the run's folder .*/runs/digits cannot be written"):
+        RunFolder(tmp_path / "runs" / "digits").create(text=TEXT, resolved=RESOLVED, local_files={})
+
+
+# ---------------------------------------------------------------------------------------------- attempts
+def test_attempts_are_counted(folder: RunFolder) -> None:
+    assert [begin(folder, step) for step in (0, 10, 10)] == [1, 2, 3]
+    assert folder.attempts() == 3
+
+
+def test_an_attempt_stores_the_recipe_it_follows(folder: RunFolder) -> None:
+    folder.begin_attempt(step=10, text="# new\n", resolved="recipe = 1\nx = 2\n", local_files={})
+
+    assert folder.recipe.read_text() == "# new\n"
+    assert folder.tables() == {"recipe": 1, "x": 2}
+
+
+def test_the_lineage_tells_from_which_step_each_recipe_applied(folder: RunFolder) -> None:
+    a, b, c = "lr = 1\n", "lr = 2\n", "lr = 3\n"
+    for step, resolved in ((0, a), (10, a), (20, b), (30, c)):
+        begin(folder, step, resolved)
+
+    def entry(step: int, resolved: str) -> dict[str, Any]:
+        return {"step": step, "recipe": sha256(resolved.encode()).hexdigest()}
+
+    assert folder.lineage() == [entry(0, a), entry(20, b), entry(30, c)]
+
+    begin(folder, 25, a)  # back to before c: c never trained a step that counts
+    assert folder.lineage() == [entry(0, a), entry(20, b), entry(25, a)]
+
+    begin(folder, 0, b)
+    assert folder.lineage() == [entry(0, b)]
+
+
+def test_retiring_renames_to_the_first_free_number_and_loses_nothing(folder: RunFolder) -> None:
+    first = folder.retire()
+    folder.create(text="second", resolved=RESOLVED, local_files={})
+    second = folder.retire()
+
+    assert (first.name, second.name) == ("digits.1", "digits.2")
+    assert RunFolder(first).recipe.read_text() == TEXT
+    assert RunFolder(second).recipe.read_text() == "second"
+    assert not folder.exists()
+
+
+# ---------------------------------------------------------------------------------------------- status
+def test_the_status_has_exactly_the_keys_that_scripts_rely_on(folder: RunFolder) -> None:
+    folder.write_status(status_of())
+
+    assert json.loads((folder.path / "status.json").read_text()) == status_of()
+    assert folder.status() == status_of()
+    assert list(Status.__annotations__) == list(status_of())
+
+
+def test_the_status_is_strict_json_even_after_divergence(folder: RunFolder) -> None:
+    folder.write_status(status_of(metrics={"train/loss": math.nan, "eval/loss": math.inf, "lr": 0.1}))
+
+    assert json.loads((folder.path / "status.json").read_text())["metrics"] == {
+        "train/loss": None,
+        "eval/loss": None,
+        "lr": 0.1,
+    }
+
+
+@pytest.mark.parametrize("operation", ["create", "write", "sync", "rename"])
+def test_a_status_that_cannot_be_written_leaves_the_last_one(
+    folder: RunFolder, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    folder.write_status(status_of())
+    monkeypatch.setattr(disk, operation, refuse)
+
+    with pytest.raises(EnvironmentProblem, match="Input/output error"):
+        folder.write_status(status_of(state="done"))
+    assert folder.status() == status_of()
+
+
+def test_on_a_full_disk_the_status_is_written_where_the_old_one_is(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not stay at "running" because of the very thing that the run failed of."""
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder.write_status(status_of(metrics={f"train/{name}": 1.0 for name in range(20)}))
+    monkeypatch.setattr(disk, "write", full)
+    folder.write_status(status_of(state="failed", exit_code=3, error="rank 0: the disk is full"))
+    assert folder.status() == status_of(state="failed", exit_code=3, error="rank 0: the disk is full")
+
+    many = {f"train/{name}": 1.0 for name in range(1000)}
+    folder.write_status(status_of(state="failed", exit_code=1, error="x" * 9000, metrics=many))
+    found = folder.status()
+    assert found is not None
+    assert (found["state"], found["exit_code"], found["metrics"]) == ("failed", 1, {})
+    assert str(found["error"]).startswith("xxx")
+
+
+@pytest.mark.parametrize(
+    ("state", "amended"), [("running", True), ("failed", True), ("done", False), ("stopped", False)]
+)
+def test_a_failure_is_amended_and_nothing_else(folder: RunFolder, state: str, amended: bool) -> None:
+    before = status_of(state=state)
+    folder.write_status(before)
+    folder.amend_failure("rank 1 was ended by signal 9 (SIGKILL)", 1)
+    failed = {"state": "failed", "exit_code": 1, "error": "rank 1 was ended by signal 9 (SIGKILL)"}
+    assert folder.status() == (before | failed if amended else before)
+
+
+def test_what_metrics_are_written_so_far_is_on_the_disk_when_synced(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    folder.sync_metrics()  # without a file there is nothing to lose
+    assert synced == []
+    folder.metrics.write_text("{}\n")
+    folder.sync_metrics()
+    assert synced == [folder.metrics.stat().st_ino, folder.path.stat().st_ino]
+
+
+@pytest.mark.parametrize("text", ["{", "3", '{"state": "done"}'])
+def test_a_status_that_somebody_broke_is_named(folder: RunFolder, text: str) -> None:
+    (folder.path / "status.json").write_text(text)
+
+    with pytest.raises(EnvironmentProblem, match=r"status\.json cannot be read"):
+        folder.status()
+
+
+# ---------------------------------------------------------------------------------------------- finding runs
+def test_a_run_is_found_by_folder_or_by_name(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.path.parent.parent)
+
+    assert RunFolder.find("digits").path == Path("runs/digits")
+    assert RunFolder.find(str(folder.path)).path == folder.path
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hint"), [("digit", "did you mean digits?"), ("zzz", "runs there: digits"), ("", "runs there: digits")]
+)
+def test_a_run_that_is_not_there_is_a_usage_error_with_the_nearest_name(
+    folder: RunFolder, wanted: str, hint: str
+) -> None:
+    with pytest.raises(UsageError, match=f"there is no run '{wanted}'") as caught:
+        RunFolder.find(wanted, folder.path.parent)
+    assert caught.value.hints == (hint,)
+
+
+# ---------------------------------------------------------------------------------------------- environment
+def test_the_environment_is_recorded_without_secrets(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    for secret in ("WANDB_API_KEY", "SLURM_JWT", "CUDA_SECRET_X", "TORCH_AUTH_TOKEN"):
+        monkeypatch.setenv(secret, "hush")
+    monkeypatch.setenv("HOME", "hush")
+    begin(folder, 0)
+
+    text = (folder.path / "env.json").read_text()
+    recorded = json.loads(text)
+    assert recorded["environment"].items() >= {"RANK": "0", "NCCL_DEBUG": "INFO"}.items()
+    assert "hush" not in text
+    assert recorded["packages"].keys() >= {"torch", "accelerate", "ddpforge"}
+    assert recorded["command"] == sys.argv
+
+
+def test_the_environment_knows_the_gpus_and_what_drives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = describe_environment()
+    assert found["cpus"] == len(os.sched_getaffinity(0))
+    assert found["cuda"] is None
+
+    gpu = SimpleNamespace(name="NVIDIA H100", total_memory=85_000_000_000)
+    for name, value in (("is_initialized", True), ("device_count", 2), ("get_device_properties", gpu)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92400)
+    kernel = (
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version: gcc 12.2.0"
+    )
+    monkeypatch.setattr("ddpforge.runs.environment.Path", lambda path: SimpleNamespace(read_text=lambda: kernel))
+    assert describe_environment()["cuda"] == {
+        "gpus": [{"name": "NVIDIA H100", "memory": 85_000_000_000}] * 2,
+        "driver": "580.95.05",
+        "runtime": "13.0",
+        "cudnn": 92400,
+        "nccl": "2.30.7",
+    }
+
+
+def test_the_environment_knows_the_commit_and_whether_it_was_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *identity, *arguments], check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert describe_environment()["git"] is None
+
+    git("init", "--quiet")
+    (tmp_path / "file").write_text("a")
+    git("add", "file")
+    git("commit", "--quiet", "-m", "a")
+    assert describe_environment()["git"] == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+
+    (tmp_path / "file").write_text("b")
+    assert describe_environment()["git"] == {"commit": git("rev-parse", "HEAD"), "dirty": True}
+
+    monkeypatch.setenv("PATH", os.devnull)
+    assert describe_environment()["git"] is None
+
+
+# ---------------------------------------------------------------------------------------------- changed recipes
+OLD = {
+    "name": "digits",
+    "model": {"use": "cnn", "depth": 4},
+    "data": {"train": {"use": "digits"}, "workers": 2},
+    "optimizer": {"use": "adamw", "lr": 1e-3, "no_decay": ["bias"]},
+    "train": {"seed": 0, "length": "5ep", "eval_every": "1ep"},
+    "callbacks": {},
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    new: dict[str, Any] = json.loads(json.dumps(OLD))
+    *tables, key = path.split(".")
+    inner = new
+    for table in tables:
+        inner = inner.setdefault(table, {})
+    inner[key] = value
+    return new
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "policy"),
+    [
+        ("model.depth", 6, "fixed"),
+        ("model.use", "mlp", "fixed"),
+        ("data.train.split", "test", "fixed"),
+        ("data.eval.use", "digits", "fixed"),
+        ("task.use", "regression", "fixed"),
+        ("optimizer.use", "sgd", "fixed"),
+        ("train.seed", 1, "fixed"),
+        ("train.global_batch", 64, "fixed"),
+        ("train.last_batch", "drop", "fixed"),
+        ("train.elastic_shards", 4, "fixed"),
+        ("optimizer.lr", 1e-4, "tunable"),
+        ("optimizer.no_decay", [], "tunable"),
+        ("schedule.use", "cosine", "tunable"),
+        ("train.length", "9ep", "tunable"),
+        ("train.precision", "bf16", "tunable"),
+        ("train.micro_batch", 8, "tunable"),
+        ("callbacks.ema.decay", 0.9, "tunable"),
+        ("name", "other", "free"),
+        ("output_dir", "other", "free"),
+        ("track.every", "5st", "free"),
+        ("data.workers", 0, "free"),
+        ("data.prefetch", 4, "free"),
+        ("strategy.use", "ddp", "free"),
+        ("checkpoint.keep.last", 1, "free"),
+        ("train.timeout", "1m", "free"),
+        ("train.compile", "default", "free"),
+        ("train.eval_every", "2ep", "free"),
+        ("train.eval_batch", 9, "free"),
+    ],
+)
+def test_every_changed_key_has_a_policy(path: str, value: Any, policy: str) -> None:
+    (change,) = recipe_changes(OLD, changed(path, value))
+
+    assert (change.path, change.new, change.policy) == (path, value, policy)
+    (back,) = recipe_changes(changed(path, value), OLD)
+    assert (back.path, back.old, back.policy) == (path, value, policy)
+
+
+def test_equal_recipes_have_no_changes() -> None:
+    assert recipe_changes(OLD, json.loads(json.dumps(OLD))) == []
+
+
+def test_a_fixed_change_is_refused_with_the_difference_and_the_way_out() -> None:
+    new = changed("model.depth", 6) | {"name": "other", "task": {"use": "regression"}}
+
+    with pytest.raises(UsageError) as caught:
+        refuse_fixed(recipe_changes(OLD, new), allowed=[])
+
+    assert "model.depth: 4 → 6" in caught.value.message
+    assert 'task.use: absent → "regression"' in caught.value.message
+    assert "name" not in caught.value.message
+    assert caught.value.hints[-1].endswith("--allow-change model.depth --allow-change task.use")
+
+
+@pytest.mark.parametrize("allowed", ["model.depth", "model"])
+def test_a_fixed_change_may_be_allowed_by_key_or_by_table(allowed: str) -> None:
+    changes = recipe_changes(OLD, changed("model.depth", 6))
+
+    refuse_fixed(changes, [allowed])
+    with pytest.raises(UsageError):
+        refuse_fixed(changes, ["model.dep"])
+
+
+def test_where_files_cannot_be_locked_a_warning_says_so(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    monkeypatch.setattr(logging.getLogger("ddpforge"), "propagate", True)
+    with folder.claim():
+        pass
+    assert (
+        f"digits cannot be locked ([Errno {errno.ENOLCK}] No locks available): see that no other process trains"
+        in caplog.text
+    )

@@ -1,0 +1,243 @@
+"""`metrics.jsonl` is the truth about a run: every row once, in its newest version, whatever happened."""
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpforge.errors import EnvironmentProblem
+from ddpforge.runs.metrics import JSONLTracker, read_metrics
+
+
+def started(folder: Path, resumed_at: int | None = None) -> JSONLTracker:
+    tracker = JSONLTracker()
+    tracker.start(name="run", folder=folder, config={}, resumed_at=resumed_at)
+    return tracker
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {row["step"]: row["train/loss"] for row in read_metrics(folder)}
+
+
+def test_a_row_is_on_disk_when_log_returns(tmp_path: Path) -> None:
+    started(tmp_path).log(10, {"samples": 2560, "train/loss": 0.5, "lr": 1e-3})
+    (row,) = lines(tmp_path / "metrics.jsonl")
+    assert row.pop("time") > 1.7e9
+    assert row == {"step": 10, "samples": 2560, "attempt": 1, "train/loss": 0.5, "lr": 1e-3}
+
+
+def test_what_is_not_finite_is_null_and_named(tmp_path: Path) -> None:
+    started(tmp_path).log(1, {"train/loss": math.nan, "train/grad_norm": math.inf, "lr": 0.1})
+    (row,) = lines(tmp_path / "metrics.jsonl")
+    assert (row["train/loss"], row["train/grad_norm"], row["lr"]) == (None, None, 0.1)
+    assert row["nonfinite"] == ["train/loss", "train/grad_norm"]
+
+    (read,) = read_metrics(tmp_path)
+    assert math.isnan(read["train/loss"])
+    assert "nonfinite" not in read
+
+
+def test_a_reader_sees_training_and_evaluation_of_a_step_as_one_row(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    tracker.log(1, {"samples": 8, "train/loss": 3.0})
+    tracker.log(2, {"samples": 16, "train/loss": 2.0})
+    tracker.log(2, {"eval/loss": 2.5})
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+    assert read_metrics(tmp_path)[1].items() >= {"samples": 16, "train/loss": 2.0, "eval/loss": 2.5}.items()
+
+
+def test_a_resume_supersedes_the_rows_after_its_checkpoint(tmp_path: Path) -> None:
+    first = started(tmp_path)
+    for step in range(1, 10):
+        first.log(step, {"train/loss": float(step)})
+
+    second = started(tmp_path, resumed_at=5)
+    for step in range(6, 15):
+        second.log(step, {"train/loss": -float(step)})
+
+    assert losses(tmp_path) == {s: float(s) for s in range(1, 6)} | {s: -float(s) for s in range(6, 15)}
+    assert [row["attempt"] for row in lines(tmp_path / "metrics.jsonl")] == [1] * 5 + [2] * 9
+    assert [row["step"] for row in lines(tmp_path / "metrics.superseded.jsonl")] == [6, 7, 8, 9]
+
+
+def test_training_from_scratch_supersedes_everything_and_is_another_attempt(tmp_path: Path) -> None:
+    started(tmp_path).log(0, {"train/loss": 1.0})
+    started(tmp_path)
+    assert read_metrics(tmp_path) == []
+    started(tmp_path).log(1, {"train/loss": 2.0})
+    assert [row["attempt"] for row in lines(tmp_path / "metrics.jsonl")] == [2]
+
+
+def test_going_back_within_a_run_supersedes_too(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    for step in (1, 2, 3):
+        tracker.log(step, {"train/loss": float(step)})
+    tracker.rewind(1)
+    tracker.log(2, {"train/loss": 20.0})
+    assert losses(tmp_path) == {1: 1.0, 2: 20.0}
+    assert {row["attempt"] for row in lines(tmp_path / "metrics.jsonl")} == {1}
+
+
+def test_a_line_torn_by_a_crash_is_dropped(tmp_path: Path) -> None:
+    started(tmp_path).log(1, {"train/loss": 1.0})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "attempt": 1, "train/lo')
+    assert losses(tmp_path) == {1: 1.0}
+
+    started(tmp_path, resumed_at=2).log(3, {"train/loss": 3.0})
+    assert losses(tmp_path) == {1: 1.0, 3: 3.0}
+
+
+def test_damage_elsewhere_is_an_error_that_names_the_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "attempt": 1}\n{"step": \n{"step": 3, "attempt": 1}\n')
+    with pytest.raises(EnvironmentProblem, match=r"metrics\.jsonl, line 2"):
+        read_metrics(tmp_path)
+    with pytest.raises(EnvironmentProblem, match="line 2"):
+        started(tmp_path, resumed_at=3)
+
+
+def test_a_folder_without_metrics_is_not_a_run(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match=r"there is no .*metrics\.jsonl"):
+        read_metrics(tmp_path)
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("ddpforge"), "propagate", True)
+    return caplog
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_somebody_removed_is_written_again_with_all_its_rows(
+    tmp_path: Path, heard: pytest.LogCaptureFixture, replaced: bool
+) -> None:
+    tracker = started(tmp_path)
+    for step in (1, 2):
+        tracker.log(step, {"train/loss": float(step)})
+    (tmp_path / "metrics.jsonl").unlink()
+    if replaced:
+        (tmp_path / "metrics.jsonl").write_text("")
+    tracker.log(3, {"train/loss": 3.0})
+    assert losses(tmp_path) == {1: 1.0, 2: 2.0, 3: 3.0}
+    assert "metrics.jsonl was removed or replaced during training: all its rows were written again" in heard.text
+    tracker.log(4, {"train/loss": 4.0})
+    assert losses(tmp_path)[4] == 4.0
+    assert heard.text.count("metrics.jsonl") == 1
+
+
+def test_a_file_that_somebody_removed_is_noticed_at_the_end_too(
+    tmp_path: Path, heard: pytest.LogCaptureFixture
+) -> None:
+    tracker = started(tmp_path)
+    tracker.log(1, {"train/loss": 1.0})
+    (tmp_path / "metrics.jsonl").unlink()
+    tracker.finish(state="done", summary={})
+    assert losses(tmp_path) == {1: 1.0}
+    assert "was removed or replaced" in heard.text
+
+
+def test_what_somebody_put_in_its_place_is_not_lost_either(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").write_text("theirs")
+    tracker.log(1, {"train/loss": 1.0})
+    assert (tmp_path / "metrics.replaced.jsonl").read_text() == "theirs"
+
+
+def test_a_file_that_somebody_cut_is_named(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
+    tracker = started(tmp_path)
+    tracker.log(1, {"train/loss": 1.0})
+    (tmp_path / "metrics.jsonl").write_text("")
+    tracker.log(2, {"train/loss": 2.0})
+    assert losses(tmp_path) == {2: 2.0}
+    assert "rows were removed from" in heard.text
+
+
+def test_a_page_of_zeros_costs_the_rows_in_it_and_no_more(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
+    """What a file system may leave of blocks that it had not written when the power failed, wherever rows begin."""
+    rows = [f'{{"step": {step}, "attempt": 1, "train/loss": {step / 8}}}'.encode() for step in range(100, 300)]
+    content = b"".join(row + b"\n" for row in rows)
+    for begin in range(4000, 4000 + 2 * len(rows[0])):
+        end = begin + 4096
+        (tmp_path / "metrics.jsonl").write_bytes(content[:begin] + bytes(end - begin) + content[end:])
+        places = {100 + number: content.index(row) for number, row in enumerate(rows)}
+        kept = [step for step, at in places.items() if at + len(rows[step - 100]) <= begin or at >= end]
+        assert list(losses(tmp_path)) == kept
+
+    tracker = started(tmp_path, resumed_at=300)
+    tracker.log(301, {"train/loss": 301.0})
+    assert list(losses(tmp_path)) == [*kept, 301]
+    assert b"\0" not in (tmp_path / "metrics.jsonl").read_bytes()
+    assert "metrics.jsonl has zeros in it" in heard.text
+
+
+def test_a_page_of_zeros_at_the_end_is_no_error(tmp_path: Path) -> None:
+    started(tmp_path).log(1, {"train/loss": 1.0})
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(bytes(4096))
+    assert losses(tmp_path) == {1: 1.0}
+    started(tmp_path, resumed_at=1).log(2, {"train/loss": 2.0})
+    assert losses(tmp_path) == {1: 1.0, 2: 2.0}
+
+
+def test_the_attempt_is_the_runs_own(tmp_path: Path) -> None:
+    """An attempt that ended before its first row counts too, as in `run.json`."""
+    tracker = JSONLTracker()
+    tracker.start(name="run", folder=tmp_path, config={"run": {"attempt": 3}}, resumed_at=None)
+    tracker.log(1, {"train/loss": 1.0})
+    assert [row["attempt"] for row in lines(tmp_path / "metrics.jsonl")] == [3]
+
+
+def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = started(tmp_path)
+    monkeypatch.setattr(tracker, "_path", Path("/dev/full"))
+    monkeypatch.setattr(tracker, "_kept", open("/dev/full", "rb"))  # noqa: SIM115
+    with pytest.raises(EnvironmentProblem, match=r"cannot write /dev/full: No space left on device"):
+        tracker.log(1, {"train/loss": 1.0})
+
+
+def test_a_crash_while_rows_are_moved_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = started(tmp_path)
+    for step in (1, 2, 3):
+        tracker.log(step, {"train/loss": float(step)})
+
+    import os
+
+    real, calls = os.replace, iter([True, False])
+
+    def crash_at_the_second(source: Path, target: Path) -> None:
+        if not next(calls):
+            raise KeyboardInterrupt
+        real(source, target)
+
+    monkeypatch.setattr("os.replace", crash_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        started(tmp_path, resumed_at=1)
+    monkeypatch.undo()
+
+    assert [row["step"] for row in lines(tmp_path / "metrics.superseded.jsonl")] == [2, 3]
+    started(tmp_path, resumed_at=1)
+    assert losses(tmp_path) == {1: 1.0}
+
+
+@given(attempts=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=5))
+def test_each_step_is_there_once_in_its_newest_version(
+    attempts: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder, expected = tmp_path_factory.mktemp("run"), dict[int, float]()
+    for number, (resumed_at, steps) in enumerate(attempts):
+        tracker = started(folder, resumed_at)
+        expected = {step: loss for step, loss in expected.items() if step <= resumed_at}
+        for step in range(resumed_at + 1, resumed_at + 1 + steps):
+            tracker.log(step, {"train/loss": float(number)})
+            expected[step] = float(number)
+    assert losses(folder) == expected

@@ -1,0 +1,233 @@
+"""Which parts of a model are treated one by one, and that recomputing them changes nothing."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.checkpoint
+from odd_models import NormedBlocks
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torchvision.models import resnet18
+
+from ddpforge.builtin.models.cnn import CNN
+from ddpforge.builtin.models.gpt import GPT
+from ddpforge.recipe.schema import TrainSection
+from ddpforge.training.blocks import find_blocks, rework_blocks
+
+_BACKEND = "aot_eager_decomp_partition"  # everything that torch.compile does before it generates code
+
+
+def settings(**options: Any) -> TrainSection:
+    return TrainSection.model_validate({"length": "1st", "global_batch": 1} | options)
+
+
+def small() -> GPT:
+    return GPT(vocab_size=8, block_size=4, layers=3, heads=1, width=4, dropout=0.5)
+
+
+def names(model: nn.Module, *classes: str) -> list[str]:
+    found = {id(block) for block in find_blocks(model, classes)}
+    return [name for name, module in model.named_modules() if id(module) in found]
+
+
+def test_a_model_names_its_own_blocks() -> None:
+    assert names(small()) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_members_that_are_alike_and_have_children_are_blocks() -> None:
+    assert names(resnet18()) == [f"layer{stage}.{number}" for stage in (1, 2, 3, 4) for number in (0, 1)]
+
+
+def test_plain_layers_are_not() -> None:
+    assert names(CNN()) == []
+
+
+def test_a_recipe_names_classes_and_gets_the_outermost() -> None:
+    assert names(small(), "Attention") == [f"blocks.{number}.attention" for number in range(3)]
+    assert "blocks.0.mlp.0" in names(small(), "Linear")  # subclasses count
+
+
+@pytest.mark.parametrize(
+    ("classes", "said"),
+    [
+        (["Attention", "Block"], "no Attention outside of the others"),
+        (["Blok"], "no Blok; near it are Block"),
+        (["GPT"], "no GPT; near it"),
+    ],
+)
+def test_a_class_that_is_not_there(classes: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        find_blocks(small(), classes)
+
+
+@pytest.mark.parametrize("key", ["activation_checkpointing", "compile_blocks"])
+def test_blocks_are_needed_where_something_is_to_be_done_to_them(key: str) -> None:
+    with pytest.raises(ValueError, match=rf"train\.{key} needs repeated blocks"):
+        rework_blocks([], settings(**{key: True}))
+
+
+def test_recomputed_blocks_draw_the_same_dropout_and_give_the_same_gradients() -> None:
+    kept, recomputed = small(), small()
+    recomputed.load_state_dict(kept.state_dict())
+    rework_blocks(find_blocks(recomputed, []), settings(activation_checkpointing=True))
+
+    tokens = torch.arange(8).view(2, 4)
+    for model in (kept, recomputed):
+        torch.manual_seed(0)
+        model(tokens).square().sum().backward()
+    for one, other in zip(kept.parameters(), recomputed.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+    assert recomputed.state_dict().keys() == kept.state_dict().keys()
+
+
+# ---------------------------------------------------------------------------------------------- what forward changes
+class OldSpectralNorm(nn.Sequential):
+    """A hook keeps its power iteration in buffers, and the weight in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.utils.spectral_norm(nn.Linear(4, 4)))
+
+
+class Codebook(nn.Module):
+    """Writes to a buffer through `.data`, which leaves no trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("codes", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x) * self.codes.clone()
+        if self.training:
+            self.codes.data.lerp_(x.detach().mean(0), 0.5)
+        return x
+
+
+class Frozen(nn.Module):
+    """A BatchNorm that keeps its statistics, which autograd saves; its neighbour does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.norm = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.frozen.eval()
+        return self.frozen(self.norm(x)).sin()
+
+
+class Dice(nn.Module):
+    """Draws from python's and numpy's generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x * random.random()).sin() * float(np.random.random())
+
+
+def train(model: nn.Module, **options: Any) -> dict[str, Tensor]:
+    """Three steps of two micro-batches; returns what the model holds afterwards."""
+    rework_blocks(list(model.children()), settings(**options))
+    for step in range(3):
+        for micro in range(2):
+            for seed in (torch.manual_seed, random.seed, np.random.seed):
+                seed(10 * step + micro)
+            model(torch.randn(8, 4)).square().sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.01 * parameter.grad
+                parameter.grad = None
+    return model.state_dict()
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "BatchNorm": lambda: nn.BatchNorm1d(4),
+    "spectral_norm of old": OldSpectralNorm,
+    "written through .data": Codebook,
+    "frozen BatchNorm": Frozen,
+    "python's random numbers": Dice,
+    "spectral_norm, replaced buffers, used twice": NormedBlocks,
+}
+
+
+def built(block: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(block())
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_recomputing_changes_no_number(block: Callable[[], nn.Module]) -> None:
+    plain, recomputed = train(built(block)), train(built(block), activation_checkpointing=True)
+    for name, tensor in plain.items():
+        assert torch.equal(recomputed[name], tensor), name
+
+
+def test_a_gradient_penalty_recomputes_from_the_same_buffers_again() -> None:
+    """The block is recomputed twice for one forward pass."""
+
+    def penalised(**options: Any) -> list[Tensor]:
+        model = built(NormedBlocks)
+        rework_blocks(list(model.children()), settings(**options))
+        x = torch.randn(8, 4, requires_grad=True)
+        output = model(x).square().sum()
+        (slope,) = torch.autograd.grad(output, x, create_graph=True)
+        (output + slope.square().sum()).backward()
+        return [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+
+    for one, other in zip(penalised(), penalised(activation_checkpointing=True), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_evaluation_keeps_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built(lambda: nn.BatchNorm1d(4))
+    rework_blocks(list(model.children()), settings(activation_checkpointing=True))
+    monkeypatch.setattr(Tensor, "clone", lambda self: pytest.fail("a buffer was copied"))
+    with torch.no_grad():
+        model.eval()(torch.randn(8, 4))
+
+
+def test_random_numbers_of_the_device_are_kept_for_blocks_called_with_keywords(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch looks for devices in positional arguments only; on a CPU its generator is always kept."""
+    seen: list[Any] = []
+    monkeypatch.setattr(torch.utils.checkpoint, "get_device_states", lambda *args: seen.append(args) or ([], []))
+    monkeypatch.setattr(
+        torch.utils.checkpoint, "_get_device_module", lambda _: type("cuda", (), {"_initialized": True})
+    )
+    model = built(NormedBlocks)
+    rework_blocks(list(model[0].blocks), settings(activation_checkpointing=True))
+    x = torch.randn(8, 4)
+    model(x)
+    found = [leaf for leaf in tree_leaves(seen) if isinstance(leaf, Tensor)]
+    assert len(seen) == 3  # blocks, which NormedBlocks calls with x = …
+    assert found[0] is x
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_recomputing_blocks_with_buffers_in_cuda_graphs_is_refused(mode: str) -> None:
+    with pytest.raises(ValueError, match=r"`norm.num_batches_tracked`|`largest`.*set train.compile = \"default\""):
+        rework_blocks(list(NormedBlocks().blocks), settings(activation_checkpointing=True, compile=mode))
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["in a compiled model", "one by one"])
+def test_compiled_blocks_change_their_buffers_once(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where something in a block cannot be compiled."""
+
+    class Broken(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            torch._dynamo.graph_break()
+            return x.sin()
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda forward, mode=None: compile_(forward, backend=_BACKEND))
+    plain, model = train(built(lambda: Broken(4))), built(lambda: Broken(4))
+    if whole:
+        model.compile()
+    compiled = train(model, activation_checkpointing=True, compile="default", compile_blocks=not whole)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(compiled[name], tensor)

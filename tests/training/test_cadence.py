@@ -1,0 +1,93 @@
+"""When something is due, by steps and by the clock, and how long steps take."""
+
+import pytest
+
+from ddpforge.errors import UsageError
+from ddpforge.interfaces.durations import Duration, Horizon
+from ddpforge.training.cadence import Alarm, Cadence, Window, in_steps
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+# ---------------------------------------------------------------------------------------------- alarms
+def test_an_alarm_rings_once_its_time_is_up_until_it_is_reset(clock: Clock) -> None:
+    alarm = Alarm("checkpoint.every", 60, clock)
+    assert not alarm.rings()
+    clock.now += 59.9
+    assert not alarm.rings()
+    clock.now += 0.1
+    assert alarm.rings()
+    clock.now += 500
+    assert alarm.rings()
+
+    alarm.reset()
+    assert not alarm.rings()
+    clock.now += 60
+    assert alarm.rings()
+
+
+@pytest.mark.parametrize("seconds", [0.0, -5.0])
+def test_an_alarm_whose_time_was_up_before_it_was_set_rings_at_once(clock: Clock, seconds: float) -> None:
+    """A run of "2h" that is resumed after more than two hours."""
+    assert Alarm("end", seconds, clock).rings()
+
+
+# ---------------------------------------------------------------------------------------------- cadences
+@pytest.mark.parametrize(
+    ("every", "expected"), [("3st", [3, 6, 9, 12]), ("1ep", [4, 8, 12]), ("0.5ep", [2, 4, 6, 8, 10, 12]), ("20st", [])]
+)
+def test_a_cadence_in_training_time_counts_steps(every: str, expected: list[int]) -> None:
+    cadence = Cadence("train.eval_every", Duration.parse(every), Horizon(12, steps_per_epoch=4))
+    assert cadence.alarm is None
+    assert [step for step in range(1, 13) if cadence.due(step, rung=())] == expected
+
+
+def test_a_cadence_in_wall_time_waits_for_what_the_ranks_agreed_on(clock: Clock) -> None:
+    cadence = Cadence("checkpoint.every", Duration.parse("1m"), Horizon(None, steps_per_epoch=None))
+    assert cadence.alarm
+    assert cadence.alarm.seconds == 60
+    cadence.alarm = Alarm(cadence.key, 60, clock)
+
+    clock.now += 61
+    assert cadence.alarm.rings()
+    assert not cadence.due(1, rung={"train.eval_every"})
+    assert cadence.due(2, rung={"train.eval_every", "checkpoint.every"})
+    assert not cadence.alarm.rings()  # and begins anew
+
+
+def test_epochs_of_data_without_a_length_are_refused_by_the_key_that_asks_for_them() -> None:
+    for ask in (Cadence, in_steps):
+        with pytest.raises(UsageError, match=r"train\.eval_every: 1ep needs to know how long an epoch is") as caught:
+            ask("train.eval_every", Duration.parse("1ep"), Horizon(100, steps_per_epoch=None))
+        assert "in steps" in caught.value.hints[0]
+
+
+# ---------------------------------------------------------------------------------------------- windows
+def test_a_window_adds_up_steps_samples_and_the_time_that_was_training(clock: Clock) -> None:
+    window = Window(clock)
+    window.add(64)
+    clock.now += 2
+    window.add(37)
+    assert (window.steps, window.samples, window.seconds) == (2, 101, 2)
+
+    window.pause()
+    clock.now += 500  # an evaluation
+    window.go_on()
+    clock.now += 1
+    assert window.seconds == 3
+
+    window.restart()
+    assert (window.steps, window.samples, window.seconds) == (0, 0, 0)

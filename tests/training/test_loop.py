@@ -1,0 +1,417 @@
+"""When the loop does what, with doubles for everything that it talks to."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+from doubles import Loop, Plain, Saved, noting
+
+import ddpforge.training.loop
+from ddpforge.checkpoint.contents import Facts, Share
+from ddpforge.errors import CheckpointError, Diverged, UsageError
+from ddpforge.interfaces import Callback, StepInfo
+from ddpforge.training.cadence import Window
+
+
+class Watcher(Callback):
+    """Notes what it is told, and wants to stop after the step `until`."""
+
+    def __init__(
+        self, events: list[str] | None = None, until: int = 0, action: Callable[[int], Any] | None = None
+    ) -> None:
+        self.events = [] if events is None else events
+        self.until, self.action = until, action
+        self.told: list[StepInfo] = []
+        self.evaluated: list[tuple[int, dict[str, float]]] = []
+        self.checkpoints: list[int] = []
+        self.taken: Any = None
+
+    def on_step(self, info: StepInfo) -> bool:
+        self.events.append("callback")
+        self.told.append(info)
+        if self.action:
+            self.action(info.step)
+        return info.step == self.until
+
+    def on_log(self, info: StepInfo) -> Mapping[str, float]:
+        return {"twice": 2.0 * info.step}
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool:
+        self.evaluated.append((step, dict(metrics)))
+        return step == -self.until
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return noting(self.events, "evaluation")
+
+    def on_checkpoint(self, step: int, folder: Any) -> None:
+        self.checkpoints.append(step)
+
+    def state(self) -> dict[str, int]:
+        return {"told": len(self.told)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.taken = state
+
+
+@pytest.fixture
+def _looks_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, norms are read only where ranks agree, or where something depends on it."""
+    monkeypatch.setattr(ddpforge.training.loop, "_looks_are_free", lambda device: False)
+
+
+@pytest.fixture
+def _agrees_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks agree at steps that log, and every thousand."""
+    monkeypatch.setattr(ddpforge.training.loop, "_AGREE_SECONDS", 1e9)
+
+
+# ---------------------------------------------------------------------------------------------- what happens when
+def test_the_order_of_a_step_is_step_callbacks_log_evaluate_save() -> None:
+    watcher = Watcher()
+    loop = Loop(steps=2, train={"eval_every": "1st"}, checkpoint={"every": "1st"}, callbacks={"watch": watcher})
+    watcher.events = loop.events
+    assert loop.fit() == "done"
+    one = ["step", "callback", "log", "evaluation begins", "evaluation ends", "evaluate", "save"]
+    assert loop.events == one * 2
+
+
+def test_rows_are_logged_at_the_first_step_at_every_so_many_and_at_the_last() -> None:
+    loop = Loop(steps=11, track="4st")
+    loop.fit()
+    assert loop.tracker.steps() == [1, 4, 8, 11]
+    assert loop.tracker.steps("eval/loss") == [11]
+    assert [row["epoch"] for _, row in loop.tracker.rows if "epoch" in row] == [1 / 11, 4 / 11, 8 / 11, 1.0]
+
+
+def test_callbacks_hear_of_every_step_and_of_metrics_where_they_are_logged() -> None:
+    watcher = Watcher()
+    loop = Loop(steps=4, track="3st", callbacks={"watch": watcher}, schedule=lambda step: 1.0 / (step + 1))
+    loop.fit()
+    assert [info.step for info in watcher.told] == [1, 2, 3, 4]
+    assert [bool(info.metrics) for info in watcher.told] == [True, False, True, True]
+    assert [info.samples for info in watcher.told] == [1, 2, 3, 4]
+    assert [info.lr for info in watcher.told] == pytest.approx([0.001, 0.0005, 0.001 / 3, 0.00025])
+    assert dict(loop.tracker.rows)[3]["twice"] == 6.0
+
+
+def test_the_learning_rate_of_a_step_is_that_of_the_recipe_times_its_factor() -> None:
+    """Two epochs of one step with x = 0 and x = 1 would not tell: three samples a step, all of them each time."""
+    loop = Loop(steps=1, batch=3, length="3st", schedule=lambda step: 10.0**-step, evaluation=False)
+    loop.fit()
+    assert loop.model.w.item() == pytest.approx(1.0 - 0.001 * (1 + 0.1 + 0.01))  # type: ignore[union-attr, operator]
+
+
+def test_evaluation_is_without_training_mode_and_buffers_are_made_equal_before_it() -> None:
+    loop = Loop(steps=2, train={"eval_every": "1st"})
+    loop.fit()
+    assert loop.model.modes == [True, False, False, True, False, False]
+    assert loop.model.training
+    assert loop.replica.synced == 3  # two evaluations and the save at the end
+    assert dict(loop.tracker.rows[-1][1])["eval/x"] == 1.0
+
+
+def test_buffers_are_made_equal_before_a_save_too() -> None:
+    loop = Loop(steps=4, evaluation=False, checkpoint={"every": "2st"})
+    loop.fit()
+    assert loop.replica.synced == 2
+
+
+def test_what_an_older_evaluation_found_is_not_saved_with_newer_weights() -> None:
+    loop = Loop(steps=5, train={"eval_every": "4st"}, checkpoint={"every": "1st"}, length="7st")
+    loop.fit()
+    evaluated = {
+        saved.facts.step for saved in loop.checkpoints.saved if any("eval/" in name for name in saved.facts.metrics)
+    }
+    assert evaluated == {4, 7}
+    assert all("train/loss" in saved.facts.metrics for saved in loop.checkpoints.saved)
+
+
+def test_speed_is_that_of_the_steps_since_the_last_row() -> None:
+    """A second for each of steps 1 to 2, ten for 3 and 4; evaluations take none of it."""
+    loop = Loop(steps=4, batch=5, track="2st")
+    loop.trainer._window = Window(loop.clock)
+
+    def work(step: int) -> None:
+        loop.clock.now += 1.0 if step <= 2 else 10.0
+
+    watch = Watcher(action=work)
+    loop.trainer.callbacks = {"watch": watch}
+    slow = loop.replica.step
+
+    def step() -> Any:
+        work(loop.trainer.progress.step + 1)
+        return slow()
+
+    watch.action = None
+    loop.replica.step = step  # type: ignore[method-assign]
+    loop.fit()
+    speeds = {step: row["train/samples_per_second"] for step, row in loop.tracker.rows if "lr" in row}
+    assert speeds == pytest.approx({1: 5.0, 2: 5.0, 4: 0.5})
+    assert [info.seconds for info in watch.told] == pytest.approx([1.0, 1.0, 10.0, 10.0])
+
+
+@pytest.mark.usefixtures("_agrees_seldom")
+def test_between_rows_ranks_do_not_talk() -> None:
+    loop = Loop(steps=50, track="25st", evaluation=False)
+    loop.trainer._agree_every = 1000
+    loop.fit()
+    names = 1  # the first reduction meets names that ranks have not agreed on: there is a second one
+    assert len(loop.replica.ranks.asked) == 3 + names
+
+
+def test_ranks_agree_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a quarter of a second: every fourth."""
+    loop = Loop(steps=21, track="20st", evaluation=False)
+    loop.trainer._window = Window(loop.clock)
+    agreed: list[int] = []
+    agree = loop.trainer._agree
+
+    def step() -> Any:
+        loop.clock.now += 0.25
+        return Plain.step(loop.replica)
+
+    def noted(totals: Any, alarms: Any) -> Any:
+        agreed.append(loop.trainer.progress.step)
+        return agree(totals, alarms)
+
+    loop.replica.step = step  # type: ignore[method-assign]
+    monkeypatch.setattr(loop.trainer, "_agree", noted)
+    loop.fit()
+    assert agreed == [1, 4, 8, 12, 16, 20, 21]
+
+
+# ---------------------------------------------------------------------------------------------- the end
+def test_a_callback_may_end_training_after_a_step_or_an_evaluation() -> None:
+    for until in (3, -4):
+        watcher = Watcher(until=until)
+        loop = Loop(steps=9, train={"eval_every": "2st"}, callbacks={"watch": watcher})
+        assert loop.fit() == "done"
+        assert loop.trainer.progress.step == abs(until)
+        assert loop.checkpoints.steps() == [abs(until)]
+        assert loop.tracker.steps("eval/loss")[-1] == abs(until)
+
+
+def test_a_request_to_stop_saves_and_does_not_wait_for_an_evaluation() -> None:
+    watcher = Watcher(action=lambda step: step == 3 and os.kill(os.getpid(), signal.SIGUSR1))
+    loop = Loop(steps=9, train={"eval_every": "1st"}, callbacks={"watch": watcher})
+    assert loop.fit() == "stopped"
+    assert loop.trainer.progress.step == 4
+    assert loop.tracker.steps("eval/loss") == [1, 2, 3]
+    assert loop.checkpoints.steps() == [4]
+
+
+def test_a_run_by_the_clock_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(steps=3, length="1m", evaluation=False)
+    monkeypatch.setattr("ddpforge.training.loop.time.monotonic", loop.clock)
+    monkeypatch.setattr("ddpforge.training.cadence.Alarm.rings", lambda alarm: loop.clock() - 1000.0 >= alarm.seconds)
+    watcher = Watcher(action=lambda step: setattr(loop.clock, "now", loop.clock.now + 11))
+    loop.trainer.callbacks = {"watch": watcher}
+    assert loop.fit() == "done"
+    assert loop.trainer.progress.step == 7  # asked at the seventh, after six callbacks of 11 seconds
+    assert loop.checkpoints.saved[-1].facts.position["seconds"] == 77.0
+
+
+def test_there_is_nothing_to_evaluate_on() -> None:
+    with pytest.raises(UsageError, match=r"the recipe has no \[data.eval\]"):
+        Loop(evaluation=False).trainer.evaluate()
+
+
+# ---------------------------------------------------------------------------------------------- not finite
+def test_a_bad_gradient_stops_the_run_and_the_log_says_so() -> None:
+    loop = Loop(steps=6, bad=[3], track="10st", checkpoint={"every": "1st"})
+    with pytest.raises(Diverged, match="the gradient of step 3 is not finite"):
+        loop.fit()
+    assert loop.checkpoints.steps() == [1, 2]
+    step, row = loop.tracker.rows[-1]
+    assert step == 3
+    assert row["train/grad_norm"] != row["train/grad_norm"]
+    assert row["train/loss"] != row["train/loss"]
+
+
+def test_a_bad_step_that_is_skipped_has_one_row_and_is_counted() -> None:
+    loop = Loop(steps=6, bad=[2, 3], train={"on_nonfinite": "skip"}, evaluation=False)
+    assert loop.fit() == "done"
+    assert [step for step, _ in loop.tracker.rows] == [1, 2, 3, 4, 5, 6]
+    assert [row.get("train/skipped_steps", 0) for _, row in loop.tracker.rows] == [0, 1, 2, 2, 2, 2]
+    assert loop.checkpoints.saved[-1].facts.position["skipped"] == 2
+
+
+def test_a_bad_step_between_rows_has_one_of_its_own() -> None:
+    loop = Loop(steps=6, bad=[3], train={"on_nonfinite": "skip"}, track="10st", evaluation=False)
+    loop.fit()
+    assert [step for step, _ in loop.tracker.rows] == [1, 3, 6]
+
+
+def test_skipping_a_hundred_steps_in_a_row_is_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ddpforge.training.loop, "_MOST_SKIPS", 3)
+    loop = Loop(steps=9, bad=[2, 3, 5, 6, 7], train={"on_nonfinite": "skip"}, evaluation=False)
+    with pytest.raises(Diverged, match="the gradient of step 7"):
+        loop.fit()
+    assert loop.trainer.progress.step == 7
+
+
+def test_overflows_of_fp16_are_no_divergence() -> None:
+    loop = Loop(steps=4, bad=[2], evaluation=False)
+    loop.replica.overflowed = lambda: True  # type: ignore[method-assign]
+    assert loop.fit() == "done"
+    assert loop.trainer.progress.skipped == 1
+
+
+@pytest.mark.usefixtures("_looks_cost", "_agrees_seldom")
+def test_where_looking_costs_a_bad_step_is_found_when_ranks_agree() -> None:
+    loop = Loop(steps=9, bad=[3, 5], track="6st", train={"on_nonfinite": "skip"}, evaluation=False)
+    loop.trainer._agree_every = 1000
+    loop.fit()
+    assert loop.trainer.progress.skipped == 2
+    assert [step for step, _ in loop.tracker.rows] == [1, 5, 6, 9]  # of several bad ones the newest
+
+
+@pytest.mark.usefixtures("_looks_cost", "_agrees_seldom")
+@pytest.mark.parametrize("due", ["save", "evaluation", "end"])
+def test_what_a_bad_step_left_behind_is_neither_saved_nor_evaluated(due: str) -> None:
+    loop = Loop(
+        steps=9,
+        bad=[4],
+        track="100st",
+        checkpoint={"every": "4st" if due == "save" else "100st"},
+        train={"eval_every": "4st" if due == "evaluation" else "100st"},
+        callbacks={"watch": Watcher(until=4)} if due == "end" else {},
+    )
+    loop.trainer._agree_every = 1000
+    with pytest.raises(Diverged, match="the gradient of step 4"):
+        loop.fit()
+    assert loop.checkpoints.steps() == []
+    assert "evaluate" not in loop.events
+
+
+# ---------------------------------------------------------------------------------------------- going back
+def test_a_rollback_leaves_out_every_bad_step_since_the_checkpoint() -> None:
+    loop = Loop(steps=8, bad=[4, 6], train={"on_nonfinite": "rollback"}, checkpoint={"every": "3st"}, evaluation=False)
+    assert loop.fit() == "done"
+    assert loop.tracker.rewound == [3, 3]
+    assert loop.checkpoints.steps() == [0, 3, 6, 8]
+    assert loop.trainer.progress.left_out == {4, 6}
+    assert loop.trainer.progress.skipped == 2
+    assert loop.replica.loop == {"scale": 3.0}
+    assert loop.events.count("step") == 4 + 2 + 3  # to 4; 5 and 6; 5, 7 and 8
+
+
+def test_a_rollback_before_the_first_save_begins_again() -> None:
+    loop = Loop(steps=4, bad=[1], train={"on_nonfinite": "rollback"}, evaluation=False)
+    assert loop.fit() == "done"
+    assert loop.tracker.rewound == [0]
+
+
+def test_rolling_back_again_and_again_is_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ddpforge.training.loop, "_MOST_ROLLBACKS", 2)
+    loop = Loop(steps=9, bad=[2, 4, 6], train={"on_nonfinite": "rollback"}, evaluation=False)
+    with pytest.raises(Diverged, match="the gradient of step 6 is not finite, after 2 rollbacks"):
+        loop.fit()
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+def test_a_step_is_saved_once_and_callbacks_hear_of_it() -> None:
+    watcher = Watcher()
+    loop = Loop(steps=4, checkpoint={"every": "2st", "at_start": True}, callbacks={"watch": watcher})
+    loop.fit()
+    assert loop.checkpoints.steps() == watcher.checkpoints == [0, 2, 4]
+    facts = loop.checkpoints.saved[1].facts
+    assert (facts.step, facts.samples, facts.loop) == (2, 2, {"scale": 3.0})
+    assert loop.checkpoints.saved[1].share.callbacks == {"watch": {"told": 2}}
+
+
+def test_a_checkpoint_that_cannot_be_written_stops_the_run_or_not() -> None:
+    failing: dict[str, Any] = {"steps": 6, "fails_at": [2], "evaluation": False}
+    loop = Loop(**failing, checkpoint={"every": "2st", "on_failure": "continue"})
+    assert loop.fit() == "done"
+    assert loop.checkpoints.steps() == [4, 6]
+
+    loop = Loop(**failing, checkpoint={"every": "2st", "on_failure": "stop"})
+    with pytest.raises(CheckpointError):
+        loop.fit()
+
+
+def test_the_last_checkpoint_must_be_written_whatever_the_recipe_says() -> None:
+    for background in (True, False):
+        loop = Loop(
+            steps=2, fails_at=[2], evaluation=False, checkpoint={"on_failure": "continue", "background": background}
+        )
+        with pytest.raises(CheckpointError):
+            loop.fit()
+
+
+def test_what_is_being_written_counts_when_the_best_is_sought() -> None:
+    """Saves at steps 2 and 4; evaluations at 3 and 6. The second look must know of what was saved at 4."""
+    loop = Loop(
+        steps=6,
+        train={"eval_every": "3st"},
+        checkpoint={"every": "2st", "keep": {"last": 1, "best": 1, "by": "eval/loss"}},
+    )
+    loop.checkpoints.ready = lambda: False  # type: ignore[method-assign]
+    loop.fit()
+    assert [steps for _, steps in loop.checkpoints.asked_for_best] == [[2]]
+
+
+def test_a_new_best_is_saved_at_once() -> None:
+    loop = Loop(steps=4, train={"eval_every": "3st"}, checkpoint={"keep": {"best": 1, "by": "eval/loss"}})
+    loop.checkpoints.best = True
+    loop.fit()
+    assert loop.checkpoints.steps() == [3, 4]
+
+
+# ---------------------------------------------------------------------------------------------- resuming
+def saved(step: int, **more: Any) -> Saved:
+    facts: dict[str, Any] = {"position": {"seconds": 5.0, "skipped": 1, "left_out": [2]}, "loop": {"scale": 2.0}}
+    facts |= {"strategy": "plain", "world_size": 1, "samples": step} | more
+    share = Share(model={"w": Loop().model.w.detach() + 6}, optimizer={"w": {"m": 1.0}}, callbacks={"watch": {"n": 3}})  # type: ignore[union-attr, operator]
+    return Saved(Facts(step=step, **facts), share)
+
+
+def test_a_resumed_run_goes_on_where_it_was_saved() -> None:
+    watcher = Watcher()
+    loop = Loop(steps=6, callbacks={"watch": watcher})
+    loop.trainer.restore(saved(4, metrics={"eval/loss": 1.0}))  # type: ignore[arg-type]
+    progress = loop.trainer.progress
+    assert (progress.step, progress.samples, progress.seconds, progress.skipped) == (4, 4, 5.0, 1)
+    assert progress.left_out == {2}
+    assert watcher.taken == {"n": 3}
+    assert loop.replica.loop == {"scale": 2.0}
+    assert loop.model.w.item() == 7.0  # type: ignore[union-attr, operator]
+    loop.fit()
+    assert loop.tracker.steps() == [5, 6]
+    assert loop.checkpoints.steps() == [6]
+
+
+@pytest.mark.parametrize(("done", "first"), [({}, [3, 6]), ({"eval/loss": 1.0}, [6])])
+def test_an_evaluation_that_a_stop_left_out_is_made_up_for(done: dict[str, float], first: list[int]) -> None:
+    loop = Loop(steps=6, train={"eval_every": "3st"})
+    loop.trainer.restore(saved(3, metrics=done))  # type: ignore[arg-type]
+    loop.fit()
+    assert loop.tracker.steps("eval/loss") == first
+
+
+def test_an_evaluation_at_the_end_is_made_up_for_whatever_the_cadence() -> None:
+    loop = Loop(steps=6, train={"eval_every": "4st"})
+    loop.trainer.restore(saved(6))  # type: ignore[arg-type]
+    loop.fit()
+    assert loop.tracker.steps("eval/loss") == [6]
+
+
+def test_state_of_another_optimizer_or_callback_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
+    recipe = '[optimizer]\nuse = "adamw"\n[callbacks.watch]\nuse = "other"\n'
+    watcher = Watcher()
+    loop = Loop(steps=6, callbacks={"watch": watcher}, optimizer="sgd")
+    loop.trainer.restore(saved(3, recipe=recipe))  # type: ignore[arg-type]
+    assert loop.replica.loaded.optimizer == {}
+    assert watcher.taken is None
+    assert "optimizer `sgd` starts afresh: the checkpoint has the state of `adamw`" in caplog.text
+    assert "callbacks.watch `watch` starts afresh: the checkpoint has the state of `other`" in caplog.text
+
+    loop.trainer.restore(saved(3, recipe='[optimizer]\nuse = "sgd"\n[callbacks.watch]\nuse = "watch"\n'))  # type: ignore[arg-type]
+    assert loop.replica.loaded.optimizer == {"w": {"m": 1.0}}
+    assert watcher.taken == {"n": 3}

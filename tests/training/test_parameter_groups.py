@@ -1,0 +1,133 @@
+"""Which parameters are trained, and which are decayed."""
+
+import pytest
+import torch
+from torch import nn
+
+from ddpforge.builtin.models.gpt import GPT
+from ddpforge.training.parameter_groups import parameter_groups
+
+
+class Net(nn.Module):
+    """One of everything: an embedding tied to the output layer, norms, a bias, a scale, a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.tokens = nn.Embedding(5, 4)
+        self.norm = nn.LayerNorm(4)
+        self.hidden = nn.Linear(4, 4)
+        self.batch_norm = nn.BatchNorm1d(4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.tokens.weight
+
+
+TRAINABLE = [
+    *("scale", "tokens.weight", "norm.weight", "norm.bias", "hidden.weight", "hidden.bias"),
+    *("batch_norm.weight", "batch_norm.bias"),
+]
+
+
+def test_without_patterns_there_is_one_group_of_everything_trainable_once() -> None:
+    model = Net()
+    (group,) = parameter_groups(model, [])
+    assert group["names"] == TRAINABLE
+    assert [id(p) for p in group["params"]] == [id(model.get_parameter(name)) for name in TRAINABLE]
+    assert "weight_decay" not in group
+
+
+@pytest.mark.parametrize(
+    ("no_decay", "names"),
+    [
+        (["bias"], {"norm.bias", "hidden.bias", "batch_norm.bias"}),
+        (["norm"], {"norm.weight", "norm.bias", "batch_norm.weight", "batch_norm.bias"}),
+        (["embedding"], {"tokens.weight"}),
+        (["1d"], set(TRAINABLE) - {"tokens.weight", "hidden.weight"}),
+        (["hidden.*"], {"hidden.weight", "hidden.bias"}),
+        (["head.weight"], {"tokens.weight"}),  # its other name
+        (["scale", "bias"], {"scale", "norm.bias", "hidden.bias", "batch_norm.bias"}),
+    ],
+)
+def test_patterns_choose_what_is_not_decayed(no_decay: list[str], names: set[str]) -> None:
+    decayed, others = parameter_groups(Net(), no_decay)
+    assert others["names"] == [name for name in TRAINABLE if name in names]
+    assert decayed["names"] == [name for name in TRAINABLE if name not in names]
+    assert others["weight_decay"] == 0.0
+    assert "weight_decay" not in decayed
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.RMSNorm(4), nn.GroupNorm(2, 4), nn.BatchNorm3d(4), nn.InstanceNorm2d(4, affine=True), nn.SyncBatchNorm(4)],
+)
+def test_every_normalisation_layer_of_torch_is_a_norm(layer: nn.Module) -> None:
+    (group,) = parameter_groups(layer, ["norm"])
+    assert group["weight_decay"] == 0.0
+
+
+def test_a_norm_of_somebody_elses_is_known_by_the_name_of_its_class() -> None:
+    class LlamaRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+    assert [group["weight_decay"] for group in parameter_groups(LlamaRMSNorm(), ["norm"])] == [0.0]
+
+
+def test_biases_inside_attention_and_recurrent_layers_are_biases() -> None:
+    attention, recurrent = nn.MultiheadAttention(4, 2), nn.LSTM(4, 4)
+    assert parameter_groups(attention, ["bias"])[1]["names"] == ["in_proj_bias", "out_proj.bias"]
+    assert parameter_groups(recurrent, ["bias"])[1]["names"] == ["bias_ih_l0", "bias_hh_l0"]
+
+
+def test_a_gpt_decays_its_matrices_only() -> None:
+    model = GPT(layers=1, width=8, heads=2)
+    decayed, others = parameter_groups(model, ["bias", "norm", "embedding"])
+    assert decayed["names"] == [
+        "blocks.0.attention.qkv.weight",
+        "blocks.0.attention.projection.weight",
+        "blocks.0.mlp.0.weight",
+        "blocks.0.mlp.2.weight",
+    ]
+    assert len(decayed["names"]) + len(others["names"]) == len(list(model.parameters()))
+
+
+def test_norms_and_biases_with_zero_gradient_stay_where_they_are() -> None:
+    """Trap 35a: a LayerNorm of ones, zero gradients, one step of AdamW at learning rate 0.1 and decay 0.1."""
+    for no_decay, expected in ((["norm"], 1.0), ([], 0.99)):
+        layer = nn.LayerNorm(4)
+        nn.init.ones_(layer.bias)
+        optimizer = torch.optim.AdamW(parameter_groups(layer, no_decay), lr=0.1, weight_decay=0.1)
+        for parameter in layer.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        assert torch.cat(list(layer.parameters())).tolist() == pytest.approx([expected] * 8)
+
+
+def test_names_survive_saving_and_loading_the_optimizer() -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(parameter_groups(model, ["bias"]))
+    other = torch.optim.AdamW(parameter_groups(model, ["bias"]))
+    other.load_state_dict(optimizer.state_dict())
+    assert [group["names"] for group in other.param_groups] == [
+        group["names"] for group in parameter_groups(model, ["bias"])
+    ]
+
+
+def test_a_glob_may_match_frozen_parameters_only() -> None:
+    (group,) = parameter_groups(Net(), ["frozen.*"])
+    assert group["names"] == TRAINABLE
+
+
+def test_a_glob_that_matches_nothing_is_refused_with_near_names() -> None:
+    with pytest.raises(ValueError, match=r"`hiden.weight` matches no parameter; near it are hidden.weight"):
+        parameter_groups(Net(), ["hiden.weight"])
+    with pytest.raises(ValueError, match="`norms` matches no parameter; near it are norm"):
+        parameter_groups(Net(), ["norms"])
+
+
+@pytest.mark.parametrize("model", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)])
+def test_a_model_without_trainable_parameters_is_refused(model: nn.Module) -> None:
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        parameter_groups(model, [])

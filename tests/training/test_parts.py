@@ -1,0 +1,246 @@
+"""Before training all that cannot work is found in one pass; what a few samples tell is told in words."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddpforge.components.registry import Registry
+from ddpforge.errors import ForgeError, RecipeError
+from ddpforge.recipe import load_recipe
+from ddpforge.training.parts import Parts
+
+RECIPE = """
+recipe = 1
+name = "run"
+[model]
+use = "./mine.py:Net"
+[data.train]
+use = "./mine.py:Data"
+[task]
+use = "classification"
+metrics = ["accuracy"]
+[optimizer]
+use = "sgd"
+lr = 0.1
+[train]
+length = "4st"
+global_batch = 8
+[checkpoint]
+every = "4st"
+"""
+CODE = """
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+from ddpforge.interfaces import Task, Total
+
+class Net(nn.Module):
+    def __init__(self, inputs: int = 4, outputs: int = 3, gives: str = "logits") -> None:
+        super().__init__()
+        self.layer, self.gives = nn.Linear(inputs, outputs), gives
+    def forward(self, x):
+        y = self.layer(x)
+        return {"logits": y} if self.gives == "dict" else y
+
+class Data:
+    def __init__(self, gives: str = "pair", top: int = 2) -> None:
+        self.gives, self.top = gives, top
+    def __len__(self):
+        return 16
+    def __getitem__(self, i):
+        x, y = torch.full((4,), float(i)) / 16, i % (self.top + 1)
+        return {"x": x, "y": y} if self.gives == "dict" else (x, "text") if self.gives == "text" else (x, y)
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        data = Data()
+        yield from (data[i] for i in range(16))
+
+class Odd(Task):
+    def __init__(self, how: str) -> None:
+        self.how = how
+    def loss(self, model, batch):
+        y = model(batch[0])
+        losses = nn.functional.cross_entropy(y, batch[1], reduction="none")
+        found = {"mean": losses.mean(), "unreduced": losses, "detached": losses.sum().detach()}.get(self.how)
+        found = losses.sum() if found is None else found
+        return found if self.how == "alone" else (found.item(), y) if self.how == "float" else (found, y)
+    def metrics(self, outputs, batch):
+        if self.how == "list":
+            return [1.0]
+        return {"it": 0.5} if self.how == "floats" else {"it": Total(torch.zeros(3), 3)} if self.how == "wide" else {}
+"""
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Parts]:
+    """`parts("model.inputs=5", …)`: the parts of a small recipe with local code, as `check --build` builds them."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(RECIPE)
+    Path("mine.py").write_text(CODE)
+
+    def make(*sets: str) -> Parts:
+        registry = Registry.installed()
+        parts = Parts(load_recipe("run.toml", sets=sets, registry=registry), registry)
+        parts.foresee(ranks=1, device="cpu")
+        parts.build(meta=True)
+        return parts
+
+    return make
+
+
+def told(parts: Parts, *, strict: bool = False) -> dict[str, str]:
+    """What is wrong, by key: what a run finds, or a check."""
+    if strict:
+        parts.try_out()
+    else:
+        parts.rehearse()
+    try:
+        parts.report()
+    except RecipeError as error:
+        return {problem.key: problem.message for problem in error.problems}
+    return {}
+
+
+def test_parts_that_fit_are_built_and_tried(parts: Callable[..., Parts]) -> None:
+    built = parts()
+    tried = built.try_out()
+    built.report()
+    assert tried["train"].batch == "a list (float32 [8, 4], int64 [8])"
+    assert tried["train"].metrics.keys() == {"loss", "accuracy"}
+    assert (built.size.all, built.horizon.total, built.plan.micro_batch) == (15, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["data.train.gives=dict"], "takes a batch (inputs, classes); the data gives a dict with x float32 [8, 4], y"),
+        (["data.train.gives=text"], "takes a batch (inputs, classes); the data gives a list (float32 [8, 4], a tuple"),
+        (["model.gives=dict"], "takes one tensor from the model, which returns a dict with logits float32 [8, 3]"),
+        (["data.train.top=7"], "int64 [8] from 0 to 7 do not fit together"),
+        (["task={use='./mine.py:Odd', how='alone'}"], "mine.py:Odd.loss returns float32 [], not a pair"),
+        (["task={use='./mine.py:Odd', how='unreduced'}"], "returns a loss of shape [8], not one number"),
+        (["task={use='./mine.py:Odd', how='detached'}"], "does not depend on any trainable parameter"),
+        (["task={use='./mine.py:Odd', how='float'}"], "returns a float for the loss, not a tensor"),
+        (["task={use='./mine.py:Odd', how='floats'}"], "metric `it` is a float, and must be a Total"),
+        (["task={use='./mine.py:Odd', how='wide'}"], "metric `it` is a Total with float32 [3] for its sum"),
+        (["task={use='./mine.py:Odd', how='list'}"], "metrics returns a list (a float), not a dict of totals"),
+        (["task={use='./mine.py:Odd', how='mean'}"], "returns a mean over the batch"),
+    ],
+)
+def test_a_form_that_cannot_work_is_told_in_words(parts: Callable[..., Parts], sets: list[str], said: str) -> None:
+    (message,) = told(parts(*sets), strict=True).values()
+    assert said in message
+    if sets[0].startswith("data.train.gives"):
+        (message,) = told(parts(*sets)).values()
+        assert said in message
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("mean", "returns a mean over the batch"), ("alone", "not a pair"), ("floats", "must be a Total"), ("sum", "")],
+)
+def test_a_run_tries_a_task_of_its_own_files_with_a_model_that_only_computes(
+    parts: Callable[..., Parts], how: str, said: str
+) -> None:
+    found = told(
+        parts(
+            "model={use='torch.nn:Linear', in_features=4, out_features=3}", f"task={{use='./mine.py:Odd', how='{how}'}}"
+        )
+    )
+    assert len(found) == (1 if said else 0)
+    assert all(said in message for message in found.values())
+
+
+def test_a_sum_is_no_mean(parts: Callable[..., Parts]) -> None:
+    assert told(parts("task={use='./mine.py:Odd', how='sum'}"), strict=True) == {}
+
+
+def test_a_model_of_another_shape_is_left_to_the_run_but_not_by_check(parts: Callable[..., Parts]) -> None:
+    assert told(parts("model.inputs=5")) == {}
+    (message,) = told(parts("model.inputs=5"), strict=True).values()
+    assert "a batch of [data.train] cannot be evaluated: RuntimeError: " in message
+    assert "mat1 and mat2 shapes" in message
+
+
+def test_a_stream_without_a_length_is_met_with_all_that_counts_epochs(parts: Callable[..., Parts]) -> None:
+    sets = ["data.train.use=./mine.py:Stream", "checkpoint.every=1ep", "track.every=1ep", "train.length=2ep"]
+    assert told(parts(*sets)).keys() == {"checkpoint.every", "track.every", "train.length"}
+
+
+def test_random_numbers_are_what_they_were(parts: Callable[..., Parts]) -> None:
+    built = parts()
+    torch.manual_seed(7)
+    wanted = torch.get_rng_state()
+    built.try_out()
+    assert torch.equal(torch.get_rng_state(), wanted)
+
+
+def test_initial_weights_that_are_not_there_do_not_matter_to_a_resume(parts: Callable[..., Parts]) -> None:
+    from ddpforge.runs.folder import RunFolder
+
+    built = parts()
+    loaded = load_recipe("run.toml", sets=["checkpoint.init_from=nowhere"])
+    for made in (True, False):
+        built = Parts(loaded, Registry.installed())
+        (Path("runs/run/checkpoints") / "step-000000001-0000").mkdir(parents=True, exist_ok=True)
+        built.foresee(ranks=1, device="cpu", folder=RunFolder.of(loaded.recipe) if made else None)
+        assert built.found is not made
+
+
+def test_one_error_of_the_machine_stays_what_it_is(parts: Callable[..., Parts]) -> None:
+    Path("mine.py").write_text(
+        CODE + "\nfrom ddpforge.errors import EnvironmentProblem\n"
+        "def absent(seed: int):\n    raise EnvironmentProblem('no disk', hints=['mount it'])\n"
+    )
+    with pytest.raises(ForgeError, match="no disk") as caught:
+        parts("data.train.use=./mine.py:absent").report()
+    assert (caught.value.exit_code, caught.value.hints) == (3, ("mount it",))
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_run_says_all_of_it_and_makes_no_folder(ddpforge: Callable[..., object], tmp_path: Path, nproc: int) -> None:
+    (tmp_path / "run.toml").write_text(RECIPE)
+    (tmp_path / "mine.py").write_text(CODE)
+    wrong = ('optimizer.no_decay=["biass"]', 'train.blocks=["Nope"]', "data.train.gives=dict")
+    sets = [word for text in wrong for word in ("--set", text)]
+    failed = ddpforge("run", "run.toml", *sets, nproc=nproc, fails=True)
+    assert set(failed.codes) == {2}  # type: ignore[attr-defined]
+    said = failed.stderr  # type: ignore[attr-defined]
+    assert "3 errors in the recipe; nothing was started." in said
+    for message in ("`biass` matches no parameter", "has no Nope", "the data gives a dict with x float32 [4, 4]"):
+        assert message.replace("[4, 4]", f"[{8 // nproc}, 4]") in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_json_of_a_check_has_keys(parts: Callable[..., Parts]) -> None:
+    found = told(parts("optimizer.no_decay=['biass']"))
+    assert json.dumps(list(found)) == '["optimizer.no_decay"]'
+
+
+def test_what_is_looked_at_before_training_is_fetched_once(ddpforge: Callable[..., object], tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RECIPE)
+    noted = "        open('fetched', 'a').write(f'{i}\\n')\n        x, y = torch.full"
+    (tmp_path / "mine.py").write_text(CODE.replace("        x, y = torch.full", noted))
+    ddpforge("run", "run.toml")
+    fetched = (tmp_path / "fetched").read_text().split()
+    assert len(fetched) == 4 * 8
+    assert sorted(map(int, fetched[:16])) == sorted(map(int, fetched[16:])) == list(range(16))
+
+
+def test_the_first_micro_batch_is_that_of_training() -> None:
+    from ddpforge.data import Share, open_data
+
+    fetching = {"seed": 3, "shuffle": True, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False}
+    batches = open_data(torch.arange(10), global_batch=4, share=Share(0, 1, 4), **fetching)  # type: ignore[arg-type]
+    wanted = [next(batches.training(start)).data.tolist() for start in (0, 1)]
+    assert batches.first().data.tolist() == wanted[0]
+    source = batches.training(0)
+    assert [next(source).data.tolist() for _ in (0, 1)] == wanted
+    batches.first()
+    assert next(batches.training(1)).data.tolist() == wanted[1]
+    assert next(batches.training(0)).data.tolist() == wanted[0]

@@ -1,0 +1,338 @@
+"""What a step computes, in one process: numbers that can be worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from doubles import Line, Plain
+from torch import Tensor, nn
+
+from ddpforge.data import MicroBatch
+from ddpforge.errors import PluginError, StrategyError, UsageError
+from ddpforge.interfaces import Task, Total
+from ddpforge.training.batchnorm import Statistics
+from ddpforge.training.step import Steps
+
+IDLE: Any = SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
+"""An optimizer that does nothing."""
+
+
+class Weighed(Task):
+    """The loss of x is w·x; how much each sample weighs comes with the batch, or is one."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        x, weights = batch
+        outputs = model(x)
+        return (outputs * weights).sum(), outputs
+
+    def count(self, batch: Any) -> Tensor:
+        weights: Tensor = batch[1]
+        return weights.sum()
+
+
+class Plainly(Weighed):
+    """Every sample is an item; one metric, whatever `metric` makes of a batch's outputs."""
+
+    def __init__(self, metric: Callable[[Tensor], Any] = lambda outputs: Total(outputs.sum(), len(outputs))) -> None:
+        self.metric = metric
+
+    def count(self, batch: Any) -> None:  # type: ignore[override]
+        return None
+
+    def metrics(self, outputs: Tensor, batch: Any) -> Mapping[str, Total]:
+        return {"it": self.metric(outputs)}
+
+
+class Normed(nn.Module):
+    """BatchNorm, whose running mean is the last batch's; a weight, so that there is something to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.w = nn.BatchNorm1d(1, momentum=1.0, affine=False), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w * self.norm(x.unsqueeze(1)).squeeze(1)
+
+
+def micro(
+    x: Sequence[float], weights: Sequence[float] = (), *, samples: int | None = None, step: int = 0, **more: Any
+) -> MicroBatch:
+    data = (torch.tensor(x), torch.tensor(weights or [1.0] * len(x)))
+    number = len(x) if samples is None else samples
+    return MicroBatch(data, number, step or number, more.get("last", True), more.get("shard", 0), more.get("number", 0))
+
+
+def run(
+    model: nn.Module, task: Task, batches: Sequence[MicroBatch], replica: Plain | None = None, skips: bool = False
+) -> tuple[dict[str, Total], Tensor]:
+    replica = (replica or Plain()).holding(model, IDLE)
+    steps = Steps(replica.world, replica, task, IDLE, Statistics(None), seed=0, skips=skips)
+    return steps.train(1, batches[0], batches, measure=True)
+
+
+# ---------------------------------------------------------------------------------------------- items that weigh
+@pytest.mark.parametrize("weights", [[0.1, 0.3], [4.0, 12.0]])
+def test_weights_are_relative_also_below_one(weights: list[float]) -> None:
+    """(0.1·1 + 0.3·5) / 0.4 = 4, and the same with weights that sum to 16."""
+    model = Line()
+    totals, norm = run(model, Weighed(), [micro([1.0], weights[:1]), micro([5.0], weights[1:])])
+    assert norm.item() == pytest.approx(4.0)
+    assert (totals["loss"].sum / totals["loss"].count).item() == pytest.approx(4.0)
+
+
+def test_items_of_other_ranks_weigh_too() -> None:
+    """This rank's gradient is 3·2 / (2 + 0.5); ranks take the mean over two of them, hence twice that."""
+    model = Line()
+    _, norm = run(model, Weighed(), [micro([3.0], [2.0])], Plain(ranks=2, elsewhere=0.5))
+    assert norm.item() == pytest.approx(2 * 3.0 * 2.0 / 2.5)
+
+
+def test_every_rank_counts_in_float64_also_one_with_a_stand_in() -> None:
+    replica = Plain(ranks=2, elsewhere=2.0)
+    run(Line(), Weighed(), [micro([3.0], [2.0], samples=0)], replica)
+    assert [(x.dtype, x.item()) for x in replica.ranks.asked] == [(torch.float64, 0.0)]
+
+
+def test_a_step_without_items_has_the_gradient_zero() -> None:
+    _, norm = run(Line(), Weighed(), [micro([3.0, 4.0], [0.0, 0.0])])
+    assert norm.item() == 0.0
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_a_count_that_cannot_be_one_is_refused(weight: float) -> None:
+    with pytest.raises(PluginError, match=r"Weighed\.count gave (-1|nan|inf) for a step"):
+        run(Line(), Weighed(), [micro([3.0], [weight])])
+
+
+# ---------------------------------------------------------------------------------------------- totals
+def test_totals_are_added_up_in_float64() -> None:
+    """In bfloat16 256 + 1 is 256: six hundred ones would have a mean of 0.43."""
+    ones = Plainly(lambda outputs: Total(torch.ones((), dtype=torch.bfloat16), torch.ones((), dtype=torch.bfloat16)))
+    totals, _ = run(Line(torch.bfloat16), ones, [micro([1.0], step=600)] * 600)
+    assert totals["it"].sum.item() == totals["it"].count.item() == 600
+    assert totals["loss"].sum.dtype == torch.float64
+
+
+def test_evaluation_adds_up_in_float64_too_and_leaves_stand_ins_out() -> None:
+    model = Line()
+    replica = Plain().holding(model, IDLE)
+    steps = Steps(replica.world, replica, Plainly(), IDLE, Statistics(None), seed=0, skips=False)
+    totals = steps.evaluate([micro([1.0, 2.0]), micro([100.0], samples=0)])
+    assert (totals["it"].sum.item(), totals["it"].count) == (3.0, 2)
+    assert totals["it"].sum.dtype == torch.float64
+
+
+@pytest.mark.parametrize("wrong", [0.5, torch.tensor(0.5), Total(0.5, 1)])  # type: ignore[arg-type]
+def test_a_metric_that_is_no_total_is_named(wrong: Any) -> None:
+    with pytest.raises(PluginError, match=r"metric `it` is a .*, and must be a Total"):
+        run(Line(), Plainly(lambda _: wrong), [micro([1.0])])
+
+
+def test_totals_do_not_change_when_a_graph_reuses_its_outputs() -> None:
+    """One float64 tensor for every batch, as CUDA graphs give: 1 + 2 and not 2 + 2."""
+    kept = torch.zeros((), dtype=torch.float64)
+    totals, _ = run(
+        Line(), Plainly(lambda outputs: Total(kept.copy_(outputs.detach().sum()), 1)), [micro([1.0]), micro([2.0])]
+    )
+    assert totals["it"].sum.item() == 3.0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_gradient_is_that_of_the_mean_over_the_steps_samples(ranks: int) -> None:
+    """A rank has 1 and 5 of a step of eight samples: 6 / 8, times the ranks over which strategies take the mean."""
+    _, norm = run(Line(), Plainly(), [micro([1.0], step=8), micro([5.0], step=8)], Plain(ranks=ranks))
+    assert norm.item() == pytest.approx(ranks * 6 / 8)
+
+
+class Means(Plainly):
+    """Forgets that a loss is a sum."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        outputs = model(batch[0])
+        return outputs.mean(), outputs
+
+
+def compared(task: Task, step: int = 1) -> Line:
+    model = Line()
+    replica = Plain().holding(model, IDLE)
+    steps = Steps(replica.world, replica, task, IDLE, Statistics(None), seed=0, skips=False, compares=True)
+    for number in (0, 1):
+        steps.train(step, first := micro([1.0, 2.0, 3.0, 4.0], number=number), [first], measure=False)
+    return model
+
+
+def test_a_loss_that_is_a_mean_is_refused_in_the_first_step() -> None:
+    """2.5 for all four samples, and 1.5 and 3.5 for its halves."""
+    with pytest.raises(
+        UsageError, match=r"Means\.loss returns a mean over the batch: 2.5 for 4 samples, and 1.5 and 3.5"
+    ):
+        compared(Means())
+    compared(Means(), step=2)  # a resumed run has been looked at
+
+
+def test_the_look_at_a_loss_leaves_no_trace_in_the_model() -> None:
+    assert compared(Plainly()).modes == [True, True]
+
+
+# ---------------------------------------------------------------------------------------------- several passes
+class Explores(Plain):
+    """Notes in which order an optimizer of several passes is asked for what; explores when the gradient is finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def holding(self, model: nn.Module, optimizer: Any) -> Explores:
+        super().holding(model, optimizer)
+        self.weights.changed = lambda: self.events.append("changed")  # type: ignore[method-assign]
+        return self
+
+    def explore(self, optimizer: Any) -> Tensor:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+        self.norms.append(norm.item())
+        if norm.isfinite():
+            optimizer.explore(norm.item())
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        return norm
+
+    def step(self) -> Tensor:
+        norm = super().step()
+        self.norms.append(norm.item())
+        return norm
+
+
+class Wanders:
+    """An optimizer that looks at gradients in `passes` places."""
+
+    def __init__(self, passes: int, events: list[str]) -> None:
+        self.passes, self.events = passes, events
+
+    def explore(self, norm: float) -> None:
+        self.events.append("explore")
+
+    def restore(self) -> None:
+        self.events.append("restore")
+
+    def step(self) -> None:
+        self.events.append("update")
+
+    def zero_grad(self) -> None: ...
+
+
+class Dropped(Normed):
+    """Draws as many random numbers as it has samples, and forgets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.drawn.append(torch.rand(()).item())
+        super().forward(x)  # for the running mean
+        return self.w * x
+
+
+def passes(number: int, batches: list[MicroBatch], task: Task | None = None) -> tuple[Explores, Dropped, Any]:
+    replica, model = Explores(), Dropped()
+    optimizer: Any = Wanders(number, replica.events)
+    replica.holding(model, optimizer)
+    steps = Steps(replica.world, replica, task or Plainly(), optimizer, Statistics(None), seed=0, skips=False)
+    return replica, model, steps.train(1, batches[0], iter(batches), measure=True)
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_every_pass_sees_the_whole_step_with_the_same_random_numbers(number: int) -> None:
+    measured: list[float] = []
+
+    def metric(outputs: Tensor) -> Total:
+        measured.append(outputs.sum().item())
+        return Total(outputs.sum(), len(outputs))
+
+    batches = [micro([1.0, 2.0], step=4), micro([3.0, 6.0], step=4, number=1)]
+    replica, model, (totals, norm) = passes(number, batches, Plainly(metric))
+    assert replica.events == ["explore"] * (number - 1) + ["restore", "step", "update"]
+    assert replica.norms == [3.0] * number
+    assert norm.item() == 3.0
+    assert model.drawn == model.drawn[:2] * number
+    assert model.drawn[0] != model.drawn[1]
+    assert (totals["it"].sum.item(), totals["it"].count) == (12.0, 4)  # of the first pass alone
+    assert measured == [3.0, 9.0]
+    assert model.norm.num_batches_tracked is not None
+    assert model.norm.num_batches_tracked.item() == 2
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_bad_gradient_in_any_pass_ends_the_step_without_an_update(number: int) -> None:
+    replica, _, (_, norm) = passes(number, [micro([float("nan"), 1.0])])
+    assert replica.events == ["restore", "changed"]
+    assert not norm.isfinite()
+
+
+def test_one_pass_needs_nothing_to_explore() -> None:
+    replica, _, _ = passes(1, [micro([1.0, 2.0])])
+    assert replica.events == ["step", "update"]
+
+
+def test_a_strategy_that_cannot_explore_refuses_an_optimizer_that_does() -> None:
+    plain, model = Plain(), Line()
+    optimizer: Any = Wanders(2, [])
+    with pytest.raises(
+        StrategyError, match="Wanders makes 2 passes per step, and the strategy is for optimizers that make"
+    ):
+        Steps(plain.world, plain.holding(model, optimizer), Plainly(), optimizer, Statistics(None), seed=0, skips=False)
+
+
+# ---------------------------------------------------------------------------------------------- stand-ins
+def test_a_stand_in_adds_nothing() -> None:
+    model = Line()
+    totals, norm = run(model, Plainly(), [micro([3.0], step=1), micro([5.0], samples=0, step=1)])
+    assert norm.item() == 3.0
+    assert (totals["loss"].sum.item(), totals["loss"].count) == (3.0, 1)
+
+
+def test_a_stand_in_does_not_count_in_running_statistics() -> None:
+    """The mean stays that of the batch with the samples 1 and 3."""
+    model = Normed()
+    run(model, Plainly(), [micro([1.0, 3.0]), micro([11.0, 13.0], samples=0)])
+    assert model.norm.running_mean is not None
+    assert model.norm.num_batches_tracked is not None
+    assert model.norm.running_mean.item() == 2.0
+    assert model.norm.num_batches_tracked.item() == 1
+
+
+@pytest.mark.parametrize("nan", [False, True])
+def test_a_step_that_is_skipped_leaves_buffers_alone(nan: bool) -> None:
+    model = Normed()
+    run(model, Plainly(), [micro([1.0, 3.0])], skips=True)
+    run(model, Plainly(), [micro([11.0, float("nan") if nan else 13.0])], skips=True)
+    assert model.norm.running_mean is not None
+    assert model.norm.running_mean.item() == (2.0 if nan else 12.0)
+
+
+# ---------------------------------------------------------------------------------------------- random numbers
+def test_every_micro_batch_of_every_shard_and_step_draws_its_own_numbers() -> None:
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.drawn = nn.Parameter(torch.ones(())), list[float]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.drawn.append(torch.rand(()).item())
+            return self.w * x
+
+    model = Draws()
+    replica = Plain().holding(model, IDLE)
+    steps = Steps(replica.world, replica, Plainly(), IDLE, Statistics(None), seed=0, skips=False)
+    places = [(step, shard, number) for step in (1, 2) for shard in (0, 1) for number in (0, 1)]
+    for _ in range(2):
+        for step, shard, number in places:
+            one = micro([1.0], shard=shard, number=number)
+            steps.train(step, one, [one], measure=False)
+    first, again = model.drawn[: len(places)], model.drawn[len(places) :]
+    assert len(set(first)) == len(places)
+    assert first == again
