@@ -23,6 +23,7 @@ LAYERS = [
     {"cli"},
     {"testing"},
     {"parity", "runner"},
+    {"attempt"},
     {"training"},
     {"exchange"},
     {"data", "runs", "strategies"},

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ddpforge.components.registry import Registry
 from ddpforge.errors import RecipeError
 from ddpforge.recipe import check_world, load_recipe, render
-from ddpforge.components.registry import Registry
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -1,0 +1,111 @@
+"""Opens a run's folder for another attempt: claims it, compares recipes, and refuses what would lose or mix up work."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import tomllib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpforge.checkpoint.retention import check_folder
+from ddpforge.errors import CheckpointError
+from ddpforge.ranks.failures import Failures
+from ddpforge.runs.folder import (
+    Change,
+    Papers,
+    RunFolder,
+    Status,
+    recipe_changes,
+    refuse_finished,
+    refuse_fixed,
+)
+
+__all__ = ["Opened", "mention_what_is_lost", "open_folder"]
+
+log = logging.getLogger("ddpforge")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """How rank 0 found the run's folder; `token` is the attempt's own.
+
+    `result` is what a finished run has come to, if that is all that is asked for; `changes` and `edited` tell the
+    recipe from the one before.
+    """
+
+    token: str
+    earlier: Status | None = None
+    result: Status | None = None
+    changes: Sequence[Change] = ()
+    edited: Sequence[str] = ()
+
+
+def open_folder(
+    folder: RunFolder, papers: Papers, claims: ExitStack, *, fresh: bool, allow_change: Sequence[str]
+) -> Opened:
+    """Makes sure that the folder may be trained in, until `claims` ends."""
+    token = secrets.token_hex(8)
+    if fresh and folder.exists():
+        with folder.claim():
+            log.info("the earlier run is kept as %s", folder.retire())
+    if not folder.exists() and claims.enter_context(folder.claim_new(**papers)):
+        return Opened(token)
+
+    earlier = folder.status()
+    changes = recipe_changes(folder.tables(), tomllib.loads(papers["resolved"]))
+    edited = _edited(folder, papers)
+    if earlier and earlier["state"] == "done" and not any(change.path == "train.length" for change in changes):
+        refuse_finished(folder.path, changes, edited)
+        log.info("%s is finished; --fresh trains it anew, a longer train.length goes on with it", folder.path)
+        return Opened(token, result=earlier)
+
+    claims.enter_context(folder.claim())
+    _settle_changes(folder, changes, edited, allow_change)
+    Failures.clear(folder.logs)
+    return Opened(token, earlier, changes=changes, edited=edited)
+
+
+def _edited(folder: RunFolder, papers: Papers) -> list[str]:
+    """The names of local files whose code is not what the last attempt used."""
+    kept = {name: folder.path / name for name in papers["local_files"]}
+    return [
+        Path(name).name
+        for name, code in papers["local_files"].items()
+        if kept[name].is_file() and kept[name].read_bytes() != code
+    ]
+
+
+def _settle_changes(
+    folder: RunFolder, changes: Sequence[Change], edited: Sequence[str], allow_change: Sequence[str]
+) -> None:
+    """Refuses what would make another run of it, unless nothing would be lost by that."""
+    if _may_have_checkpoints(folder):
+        refuse_fixed(changes, allow_change)
+    elif changes or edited:
+        log.info("no checkpoint was saved: the new recipe counts from the first step")
+    for change in changes:
+        log.info("changed since the last attempt: %s", change)
+    for name in edited:
+        log.info("changed since the last attempt: the code in %s", name)
+
+
+def _may_have_checkpoints(folder: RunFolder) -> bool:
+    try:
+        check_folder(folder.checkpoints)
+    except CheckpointError:
+        return True  # the attempt will say so
+    return any(folder.checkpoints.glob("step-*"))
+
+
+def mention_what_is_lost(folder: RunFolder) -> None:
+    """A run that begins anew, because it has no checkpoint, does not do so behind anybody's back."""
+    status = folder.status()
+    if status is not None and status["step"]:
+        log.warning(
+            "%s has no checkpoints: training begins anew, and an earlier attempt had come to step %d",
+            folder.path,
+            status["step"],
+        )
