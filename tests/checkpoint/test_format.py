@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import platform
 import re
 import struct
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from checkpoint.doubles import Bomb, Checkpoint, checkpoint_of, read, reseal, sa
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import ddpforge
+from ddpforge.checkpoint import commit
 from ddpforge.checkpoint.compare import compare
 from ddpforge.checkpoint.manifest import read_manifest
 from ddpforge.checkpoint.retention import newest
@@ -154,7 +157,12 @@ def test_the_manifest_is_strict_json_that_says_what_is_where(folder: Path) -> No
 
     manifest = json.loads((path / "manifest.json").read_text(), parse_constant=refuse)
     assert (manifest["format"], manifest["version"], manifest["step"]) == ("ddpforge", 2, 7)
-    assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["versions"] == {
+        "ddpforge": ddpforge.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}\+00:00", manifest["created"])
     assert manifest["optimizer"]["layer.weight"] == {"step": {"dtype": "float32", "value": 7.0}}
     assert manifest["files"].keys() == {SHARD, "rank-00000.json"}
     content = (path / SHARD).read_bytes()
@@ -178,6 +186,15 @@ def test_saving_a_step_again_leaves_the_first_alone_and_moves_the_hint(folder: P
     assert first != second
     assert first.exists()
     assert json.loads((folder / "latest.json").read_text()) == {"dir": second.name, "step": 7}
+
+
+def test_a_name_that_another_checkpoint_has_is_not_given_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = iter(["abcd", "abcd", "abcd", "ef01"])
+    monkeypatch.setattr("secrets.token_hex", lambda count: next(ends))
+
+    first, second = (write(folder, checkpoint_of(7)) for _ in range(2))
+
+    assert [first.name, second.name] == ["step-000000007-abcd", "step-000000007-ef01"]
 
 
 def test_files_obey_the_umask(folder: Path) -> None:
@@ -213,6 +230,21 @@ def test_what_could_not_be_read_back_is_refused_by_name_and_nothing_is_written(
         write(folder, checkpoint_of(7, **changes))
 
     assert not list(folder.iterdir())
+
+
+def test_a_manifest_that_would_be_too_large_to_be_read_is_not_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = len((write(folder, checkpoint_of(6)) / "manifest.json").read_bytes())
+    monkeypatch.setattr(commit, "MOST_TEXT", size)
+    earlier = write(folder, checkpoint_of(7)).name
+    monkeypatch.setattr(commit, "MOST_TEXT", size - 1)
+
+    with pytest.raises(CheckpointError, match=f"the checkpoint of step 8 has a manifest of {size:,} bytes: too many"):
+        write(folder, checkpoint_of(8))
+
+    assert {path.name[:14] for path in folder.iterdir()} == {"step-000000006", "step-000000007", "latest.json"}
+    assert json.loads((folder / "latest.json").read_text())["dir"] == earlier
 
 
 # ---------------------------------------------------------------------------------------------- refused at loading

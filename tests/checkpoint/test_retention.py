@@ -10,7 +10,7 @@ import pytest
 from checkpoint.doubles import checkpoint_of, write
 
 from ddpforge.checkpoint.manifest import read_manifest
-from ddpforge.checkpoint.retention import best, clean, committed, is_best, newest, prune
+from ddpforge.checkpoint.retention import Known, best, clean, committed, is_best, newest, prune
 from ddpforge.errors import CheckpointError
 from ddpforge.recipe.schema import KeepSection
 
@@ -163,11 +163,17 @@ def test_best_means_better_than_all_that_are_kept(folder: Path) -> None:
     assert not is_best({"eval/loss": 0.9}, KeepSection(best=1), found), "nothing says what best means"
 
 
-def test_a_broken_checkpoint_does_not_count_as_kept_and_is_left_alone(folder: Path) -> None:
+@pytest.mark.parametrize("known", [None, Known()], ids=["anew", "with a memory"])
+@pytest.mark.parametrize("seen", [False, True], ids=["broken at first", "broken later"])
+def test_a_broken_checkpoint_does_not_count_as_kept_and_is_left_alone(
+    folder: Path, known: Known | None, *, seen: bool
+) -> None:
     _, twenty, thirty = save(folder, [10, 20, 30])
+    if seen:
+        assert len(committed(folder, known)[0]) == 3
     (thirty / "shard-00000-of-00001.safetensors").write_bytes(b"")
 
-    prune(folder, KeepSection(last=1))
+    prune(folder, KeepSection(last=1), known=known)
 
     assert {path.name for path in folder.glob("step-*")} == {twenty.name, thirty.name}
 
