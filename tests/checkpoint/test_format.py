@@ -138,6 +138,15 @@ def test_a_shard_is_plain_safetensors_with_the_bare_models_names(folder: Path) -
     }
 
 
+def test_other_tools_read_tensors_of_every_kind(folder: Path) -> None:
+    state = CanonicalState(model=tensors_of_every_kind(), optimizer={})
+
+    found = load_file(write(folder, checkpoint_of(7, state=state, callbacks={})) / SHARD)
+
+    assert found.keys() == state.model.keys()
+    assert all(same(found[name], tensor) for name, tensor in state.model.items())
+
+
 def test_a_file_holds_its_tensors_aligned(folder: Path) -> None:
     content = (write(folder, checkpoint_of(7)) / SHARD).read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
