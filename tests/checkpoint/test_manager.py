@@ -192,6 +192,23 @@ def test_without_a_background_the_live_tensors_are_written_before_save_returns(
     assert (saving.pending, saving.ready()) == (False, False)
 
 
+@pytest.mark.parametrize("background", [True, False])
+def test_the_whole_model_is_there_as_one_file_where_the_recipe_asks_for_it(folder: Path, background: bool) -> None:
+    found = {
+        layout: sorted(
+            file.name for file in save(alone(folder, background=background, **settings), checkpoint).iterdir()
+        )
+        for layout, settings, checkpoint in (
+            ("full", {"layout": "full"}, checkpoint_of(1)),
+            ("sharded", {"layout": "sharded"}, checkpoint_of(2)),
+            ("by default", {}, checkpoint_of(3)),
+        )
+    }
+
+    sharded = ["COMMIT", "manifest.json", "rank-00000.json", "shard-00000-of-00001.safetensors"]
+    assert found == {"full": sorted([*sharded, "model.safetensors"]), "sharded": sharded, "by default": sharded}
+
+
 def test_ready_says_when_the_writer_is_done(folder: Path, disk: threading.Event) -> None:
     saving = alone(folder)
     assert not saving.ready()
@@ -384,7 +401,23 @@ def test_a_checkpoint_that_cannot_be_removed_is_a_warning(
     first, second = (save(saving, checkpoint_of(step)) for step in (1, 2))
 
     assert f"older checkpoints were not removed: {first} could not be removed: Permission denied" in aloud.text
+    assert "Traceback" not in aloud.text
     assert [path for path, _ in committed(folder)[0]] == [second, first]
+
+
+def test_a_defect_in_pruning_costs_no_checkpoint_and_its_traceback_is_in_the_log(
+    folder: Path, aloud: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def defective(*arguments: Any, **options: Any) -> None:
+        raise ZeroDivisionError("how odd")
+
+    monkeypatch.setattr(retention, "prune", defective)
+
+    path = save(alone(folder), checkpoint_of(1))
+
+    assert path.is_dir()
+    assert "older checkpoints were not removed: how odd" in aloud.text
+    assert "Traceback" in aloud.text
 
 
 def test_nothing_is_removed_for_a_checkpoint_that_cannot_be_read_back(
