@@ -630,17 +630,53 @@ def test_a_smaller_process_group_than_the_world_is_named(tmp_path: Path) -> None
 def test_memory_that_cannot_be_page_locked_is_used_as_it_is(
     monkeypatch: pytest.MonkeyPatch, aloud: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody loses a checkpoint for it, and nobody tries again at every save."""
+    """Nobody loses a checkpoint for it, and nobody tries again at every save.
+
+    CUDA's error is taken by something that may fail, so that no kernel of the training gets it.
+    """
     asked: list[int] = []
+    took: list[int] = []
+
+    def take(*shape: Any, device: str) -> None:
+        assert device == "cuda"
+        took.append(asked[-1])
+        raise RuntimeError("CUDA error")
+
     library = SimpleNamespace(cudaHostRegister=lambda address, size, flags: asked.append(size) or 2)
     monkeypatch.setattr(staging, "_cuda", lambda: library)
+    monkeypatch.setattr(torch, "zeros", take)
     memory = staging.Staging()
     first = memory._bytes(100, locked=True)
     assert len(first) == 100
     assert memory._bytes(80, locked=True).data_ptr() == first.data_ptr()
     assert len(memory._bytes(200, locked=True)) == 200
-    assert asked == [100, 200]
+    assert asked == took == [100, 200]
     assert "100 bytes of host memory could not be page-locked (CUDA error 2)" in aloud.text
+
+
+def test_memory_is_locked_once_there_is_something_on_a_gpu_and_unlocked_when_it_goes(
+    monkeypatch: pytest.MonkeyPatch, aloud: pytest.LogCaptureFixture
+) -> None:
+    calls: list[tuple[str, int]] = []
+    library = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: calls.append(("lock", address)) or 0,
+        cudaHostUnregister=lambda address: calls.append(("unlock", address)),
+    )
+    monkeypatch.setattr(staging, "_cuda", lambda: library)
+    memory = staging.Staging()
+
+    memory._bytes(100, locked=False)
+    assert calls == []
+    small = memory._bytes(100, locked=True).data_ptr()
+    assert memory._bytes(90, locked=False).data_ptr() == small
+    assert calls == [("lock", small)]
+    large = memory._bytes(200, locked=True).data_ptr()
+    assert calls == [("lock", small), ("unlock", small), ("lock", large)]
+    del memory
+    assert calls[3:] == [("unlock", large)]
+    staging.Staging()._bytes(0, locked=True)
+    assert len(calls) == 4, "nothing is locked of nothing"
+    assert "page-locked" not in aloud.text
 
 
 @pytest.mark.gpu
