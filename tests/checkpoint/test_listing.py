@@ -98,7 +98,7 @@ def test_what_cannot_be_chosen_is_refused_with_what_there_is(run: RunFolder) -> 
         (nameless, {"best": True}, "does not set checkpoint.keep.by", "it has checkpoints of step 5, 6"),
     ):
         with pytest.raises(UsageError) as caught:
-            choose(folder, **options)  # type: ignore[arg-type]
+            choose(folder, **options)
         assert complaint in caught.value.message
         assert caught.value.hints[0].startswith(hint)
 
@@ -207,7 +207,7 @@ def test_a_checkpoint_is_named_by_itself_or_by_its_run_and_step(run: RunFolder) 
         parse("digits")
     for options in ({"step": 3}, {"best": True}):
         with pytest.raises(UsageError, match="is a checkpoint, and --step and --best choose one among several"):
-            find(str(path), **options)  # type: ignore[arg-type]
+            find(str(path), **options)
     for text in ("digits:newest", "digits:-1", "digits:", "digits:1.0"):
         with pytest.raises(UsageError, match="is neither a step nor `best`"):
             parse(text)
