@@ -166,6 +166,8 @@ def test_tensors_are_compared_piece_by_piece(monkeypatch: pytest.MonkeyPatch) ->
     other[0, 2], other[1, 2], other[1, 4] = 3.5, 10.0, 10.5
 
     assert distance(one, other) == ("", 3, 2.0, 0.2)
+    other[0, 0] = 1e300
+    assert distance(one, other) == ("", 4, 1e300, 1.0), "more than a float32 holds"
 
 
 def test_integers_that_no_float_can_tell_apart_differ() -> None:

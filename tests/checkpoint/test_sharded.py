@@ -178,6 +178,21 @@ def test_every_rank_writes_one_shard_and_other_tools_can_read_it(folder: Path) -
     assert json.loads((folder / "latest.json").read_text()) == {"dir": path.name, "step": 7}
 
 
+def test_a_rank_that_holds_nothing_of_a_tensor_writes_nothing_of_it(folder: Path) -> None:
+    shares = [
+        Share(model={"w": Part(counted(6), (6,), Range(0, 6)), "none": torch.zeros(0, 3)}),
+        Share(model={"w": Part(torch.zeros(0), (6,), Range(6, 6)), "none": torch.zeros(0, 3)}),
+    ]
+
+    path = saved(folder, shares)
+
+    assert load_file(path / "shard-00000-of-00002.safetensors").keys() == {"w", "none"}
+    assert load_file(path / "shard-00001-of-00002.safetensors").keys() <= {"none"}
+    loaded = read(path).state.model
+    assert torch.equal(loaded["w"], counted(6))
+    assert loaded["none"].shape == (0, 3)
+
+
 def test_names_that_meet_in_one_file_are_kept_apart(folder: Path) -> None:
     share = Share(
         model={
@@ -195,6 +210,11 @@ def test_names_that_meet_in_one_file_are_kept_apart(folder: Path) -> None:
     assert torch.equal(loaded.state.model["w"], counted(6))
     assert torch.equal(loaded.state.optimizer["a"]["b"], counted(4))  # type: ignore[arg-type]
     assert torch.equal(loaded.callbacks["a"]["b"], counted(5))  # type: ignore[arg-type]
+    (file,) = folder.glob("step-*/shard-*")
+    assert load_file(file).keys() == {
+        *("a/b", "a/b'", "a/b''", "__metadata__'"),
+        *("w[flat 0:2]", "w[flat 2:4]", "w[flat 4:6]"),
+    }
 
 
 def test_ranks_share_the_work_of_writing_what_all_of_them_hold(folder: Path) -> None:
