@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ddpforge
-from ddpforge.checkpoint import commit
+from ddpforge.checkpoint import commit, manifest
 from ddpforge.checkpoint.compare import compare
 from ddpforge.checkpoint.manifest import read_manifest
 from ddpforge.checkpoint.retention import newest
@@ -216,6 +216,10 @@ def test_files_obey_the_umask(folder: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- refused at saving
+class More(Tensor):
+    """A tensor that says more than its numbers."""
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -225,6 +229,12 @@ def test_files_obey_the_umask(folder: Path) -> None:
         ({"state": CanonicalState({"w": torch.ones(2).to_sparse()}, {})}, "w of the model .* not dense"),
         ({"state": CanonicalState({"w": torch.ones(2, device="meta")}, {})}, "w of the model .* meta device"),
         ({"state": CanonicalState({"w": torch.ones(2, dtype=torch.complex64)}, {})}, "w of the model .* complex64"),
+        (
+            {"state": CanonicalState({"w": torch.ones(2).as_subclass(More)}, {})},
+            "w of the model .* a More, which is more",
+        ),
+        ({"state": CanonicalState({}, {"w": {"z": torch.tensor(1j)}})}, "z in the optimizer state of w .* complex64"),
+        ({"state": CanonicalState({}, {"w": {"z": torch.ones((), device="meta")}})}, "z in the .* the meta device"),
         ({"callbacks": {"a/b": {"x": torch.ones(2)}}}, "x in the state of callback a/b .* slash"),
         ({"callbacks": {"mine": {"when": [1, 2]}}}, "when in the state of callback mine .* list"),
         ({"position": {"epoch": {1, 2}}}, "position.epoch"),
@@ -362,6 +372,23 @@ def test_a_lying_safetensors_header_is_refused(folder: Path, header: bytes) -> N
     reseal(path)
 
     with pytest.raises(CheckpointError, match=f"{SHARD} is damaged"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["COMMIT", "manifest.json"])
+def test_json_that_is_longer_than_any_is_not_even_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = write(folder, checkpoint_of(7))
+    (path / name).write_bytes(b" " * 100_000)
+    monkeypatch.setattr(manifest, "MOST_TEXT", 99_999)
+
+    with pytest.raises(
+        CheckpointError, match=rf"{name} is damaged: it has 100000 bytes, more than any file of its kind"
+    ):
+        read(path)
+    monkeypatch.setattr(manifest, "MOST_TEXT", 100_000)
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged: (Invalid JSON|its sha256)"):
         read(path)
 
 

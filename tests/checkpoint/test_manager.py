@@ -731,7 +731,10 @@ def test_a_rank_whose_disk_hangs_is_given_up_by_all_and_named(
         return saving.wait()
 
     results = World(2).run(act)
+    stuck = [thread.daemon for thread in threading.enumerate() if thread.name == "checkpoint work of rank-1"]
     answers.set()
+    assert stuck, "the disk hangs"
+    assert all(stuck), "a process that ends does not wait for it"
     assert [type(result) for result in results] == [CheckpointError] * 2
     assert str(results[0]).startswith("rank 1: nothing could be written for")
     assert str(results[1]) == str(results[0])

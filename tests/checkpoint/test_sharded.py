@@ -381,6 +381,19 @@ def test_what_does_not_fit_together_is_refused_on_every_rank(
     assert {path.name for path in folder.iterdir()} == {earlier.name, "latest.json"}
 
 
+def test_of_what_ranks_say_of_the_run_that_of_the_first_counts(folder: Path) -> None:
+    """The others may know less, or nothing that could be saved."""
+    facts = [Facts(step=7, samples=7, strategy="fsdp", world_size=2, position={"epoch": x}) for x in (1, {1, 2})]  # type: ignore[dict-item]
+
+    def write(peers: Peers) -> Path:
+        return sharded.write(folder, facts[peers.rank], Share(model={"w": counted(3)}), peers)
+
+    first, second = World(2).run(write)
+
+    assert first == second
+    assert read(first).position == {"epoch": 1}
+
+
 def test_json_that_cannot_be_saved_is_refused_before_anything_is_written(folder: Path) -> None:
     facts = Facts(step=7, samples=7, strategy="fsdp", world_size=2, position={"epoch": {1, 2}})  # type: ignore[dict-item]
 
