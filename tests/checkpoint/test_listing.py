@@ -170,6 +170,13 @@ def test_a_broken_one_is_passed_over_aloud_only_if_it_is_newer(run: RunFolder, a
     assert aloud.text.count("passed over: ") == 1
 
 
+def test_a_folder_that_only_sounds_like_a_checkpoint_is_not_newer_than_the_first() -> None:
+    path = write(Path("alone"), checkpoint_of(0))
+    Path("alone/step-by-step").mkdir()
+
+    assert Place.find("alone").choose(strict=True) == path
+
+
 def test_a_folder_has_no_best_and_says_what_it_has() -> None:
     paths = [write(Path("alone"), checkpoint_of(step)) for step in (5, 6, 7, 8, 9)]
     for path in paths[:4]:
