@@ -1,5 +1,6 @@
 """A reader reads what it is asked for, checks what it reads, and believes nothing that it has not checked."""
 
+import itertools
 import json
 import os
 import pickle
@@ -77,6 +78,18 @@ def test_large_tensors_are_read_block_by_block(folder: Path, small_blocks: int, 
         reader.read_into("model", "w", box, target)
         expected = tensor[tuple(slice(begin, begin + n) for begin, n in zip(box.offset, box.size, strict=True))]
         assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_every_stretch_of_a_line_can_be_read_by_a_new_reader(folder: Path, *, verify: bool) -> None:
+    """It need not be a block's beginning, nor its end, nor the one that was read before."""
+    path = saved(folder, [Share(model={"w": part}) for part in cuts(counted(7), 2, "flat")])
+    one = Reader(path, verify=verify)
+    for start, stop in itertools.combinations(range(8), 2):
+        for reader in (Reader(path, verify=verify), one):
+            target = torch.empty(stop - start)
+            reader.read_into("model", "w", Range(start, stop), target)
+            assert target.tolist() == list(range(start, stop))
 
 
 def test_only_the_blocks_that_a_read_touches_are_read_and_each_is_verified_once(
