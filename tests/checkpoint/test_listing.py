@@ -2,12 +2,13 @@
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoint.doubles import checkpoint_of, read, tensors_of_every_kind, write
+from checkpoint.doubles import checkpoint_of, read, reseal, tensors_of_every_kind, write
 from checkpoint.worlds import write_sharded
 
 from ddpforge.checkpoint.choose import choose, keep_of
@@ -400,6 +401,33 @@ def test_every_damaged_file_is_named_with_its_own_reason() -> None:
     assert found["shard-00000-of-00002.safetensors"].startswith("the contents of ")
     with pytest.raises(CheckpointError):
         read(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            lambda m: weight(m)["chunks"][0].update(file="else"),
+            "it puts layer.weight in the file 'else', which it does",
+        ),
+        (lambda m: weight(m).update(shape=[4, 5]), "layer.weight (model): element [3, 0] is missing"),
+        (lambda m: m.update(position={"skipped": -1}), "position.skipped holds what no run has"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_the_damage(
+    change: Callable[[dict[str, Any]], object], problem: str
+) -> None:
+    path = write(Path("alone"), checkpoint_of(7))
+    reseal(path, change)
+
+    (found,) = damages(path)
+
+    assert found.file == "manifest.json"
+    assert found.problem.startswith(problem)
+
+
+def weight(manifest: dict[str, Any]) -> dict[str, Any]:
+    return manifest["tensors"]["model"]["layer.weight"]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("file", "problem"), [("COMMIT", "it cannot be read"), ("manifest.json", "its sha256 is not")])

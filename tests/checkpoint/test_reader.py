@@ -80,6 +80,21 @@ def test_large_tensors_are_read_block_by_block(folder: Path, small_blocks: int, 
         assert torch.equal(target, expected)
 
 
+def test_finishing_looks_at_what_was_not_read_and_at_nothing_where_nobody_verifies(
+    folder: Path, reads: list[tuple[str, int, int]]
+) -> None:
+    path = write_sharded(folder, checkpoint_of(7), full=True)
+    careless, careful = Reader(path, verify=False), Reader(path)
+    reads.clear()
+    careless.finish()
+    assert reads == []
+    careful.finish()
+    assert {name for name, _, _ in reads} == {f"shard-0000{rank}-of-00002.safetensors" for rank in range(2)}
+    (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1] + b"\x01")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged: its sha256"):
+        Reader(path).finish()
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_every_stretch_of_a_line_can_be_read_by_a_new_reader(folder: Path, *, verify: bool) -> None:
     """It need not be a block's beginning, nor its end, nor the one that was read before."""
