@@ -1,7 +1,6 @@
 """Training goes on while a checkpoint is written, every rank learns how it went, and a run never starts from scratch by
 accident."""
 
-import itertools
 import logging
 import threading
 import time
@@ -697,13 +696,25 @@ def test_tensors_on_a_gpu_are_copied_to_page_locked_memory(folder: Path, written
 
 
 # ---------------------------------------------------------------------------------------------- slow and dead disks
+class Hours:
+    """A clock on which hours pass only when a test lets them: whoever waits for a processor writes nothing either."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.runs = False
+
+    def __call__(self) -> int:
+        """An hour passes whenever somebody looks, once the clock runs."""
+        self.now += 3600 * self.runs
+        return self.now
+
+
 @pytest.fixture
-def hours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An hour passes whenever somebody looks at the clock."""
-    clock = itertools.count(0, 3600)
+def hours(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hours]:
+    clock = Hours()
     with monkeypatch.context() as patch:
-        patch.setattr("ddpforge.checkpoint.peers.time.monotonic", lambda: next(clock))
-        yield
+        patch.setattr("ddpforge.checkpoint.peers.time.monotonic", clock)
+        yield clock
 
 
 def looking(peers: Peers, gather: Callable[[Any], Any] | None = None) -> Peers:
@@ -713,12 +724,16 @@ def looking(peers: Peers, gather: Callable[[Any], Any] | None = None) -> Peers:
 
 @pytest.mark.parametrize("background", [True, False])
 def test_a_rank_whose_disk_hangs_is_given_up_by_all_and_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, hours: None, background: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, hours: Hours, background: bool
 ) -> None:
     answers, real = threading.Event(), files.write
 
     def hang(file: Any, data: Any) -> None:
         if threading.current_thread().name.endswith("rank-1"):
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint work of rank-0":  # it began first
+                    thread.join(20)
+            hours.runs = True
             answers.wait(20)
         real(file, data)
 
@@ -743,14 +758,15 @@ def test_a_rank_whose_disk_hangs_is_given_up_by_all_and_named(
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_disk_that_is_slow_however_slow_is_waited_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, hours: None, slow: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, hours: Hours, slow: int
 ) -> None:
-    """A write goes through each time that the ranks talk."""
-    permits, real, rounds = threading.Semaphore(0), files.write, []
+    """No more than one write goes through each time that the ranks talk, and each takes an hour."""
+    permits, real, began = threading.Semaphore(0), files.write, hours.now
 
     def crawl(file: Any, data: Any) -> None:
         if threading.current_thread().name.endswith(f"rank-{slow}"):
             permits.acquire(timeout=20)
+            hours.now += 3600
         real(file, data)
 
     monkeypatch.setattr(files, "write", crawl)
@@ -759,7 +775,6 @@ def test_a_disk_that_is_slow_however_slow_is_waited_for(
     def act(peers: Peers) -> Path:
         def gather(value: Any) -> Any:
             if peers.rank == slow:
-                rounds.append(value)
                 permits.release()
             return peers.gather(value)
 
@@ -769,7 +784,7 @@ def test_a_disk_that_is_slow_however_slow_is_waited_for(
 
     results = World(2).run(act)
     assert all(isinstance(result, Path) for result in results), results
-    assert len(rounds) > 4  # with an hour in between each
+    assert hours.now - began > 4 * 3600, "longer than anybody's patience"
     assert steps_in(read(results[0])) == {3}
 
 
