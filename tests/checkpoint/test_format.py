@@ -101,6 +101,14 @@ def test_everything_beside_tensors_comes_back(folder: Path) -> None:
     assert {name: getattr(loaded, name) for name in facts} == facts
 
 
+def test_a_tensor_may_have_as_many_dimensions_as_torch_allows(folder: Path) -> None:
+    state = CanonicalState(model={"w": torch.ones((1,) * 64), "v": torch.ones((1,) * 63)}, optimizer={})
+
+    loaded = reload(folder, state=state, callbacks={}).state.model
+
+    assert {name: tensor.ndim for name, tensor in loaded.items()} == {"w": 64, "v": 63}
+
+
 def test_a_metric_that_is_not_a_number_does_not_prevent_a_save(folder: Path) -> None:
     metrics = reload(folder, metrics={"eval/loss": math.nan, "train/loss": -math.inf, "eval/accuracy": 0.1}).metrics
 
@@ -431,6 +439,7 @@ def nested(depth: int) -> Any:
     [
         ({"recipe": ".".join(["a"] * 100_000) + " = 1"}, "a key in it has more parts than any recipe's"),
         ({"recipe": "[" + '"a" . ' * 100_000 + "a]"}, "a key in it has more parts than any recipe's"),
+        ({"position": {"skipped": 1 << 63}}, r"position\.skipped holds what no run has"),
         ({"recipe": "a = 1 #" + "x" * (5 << 20)}, "more than any recipe"),
         ({"recipe": "a = " + "[" * 100_000}, "nested too deeply|its recipe or its metrics"),
         ({"recipe": "what is this"}, "its recipe or its metrics cannot be read"),

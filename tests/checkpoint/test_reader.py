@@ -80,6 +80,20 @@ def test_large_tensors_are_read_block_by_block(folder: Path, small_blocks: int, 
         assert torch.equal(target, expected)
 
 
+def test_every_block_is_verified_where_it_lies(folder: Path, small_blocks: int) -> None:
+    path = saved(folder, [Share(model={"w": counted(5, 16), "b": counted(3)})])
+    read_manifest(path, verify=True)
+    file = path / ALONE
+    content = file.read_bytes()
+    data = len(content) - 5 * small_blocks - 12
+    begins = [data + 12 + number * small_blocks for number in range(5)]  # "b" comes first
+
+    for number, begin in enumerate(begins):
+        file.write_bytes(content[:begin] + bytes([content[begin] ^ 1]) + content[begin + 1 :])
+        with pytest.raises(CheckpointError, match=rf"the contents of w are not .* \(block {number}\)"):
+            read_manifest(path, verify=True)
+
+
 def test_finishing_looks_at_what_was_not_read_and_at_nothing_where_nobody_verifies(
     folder: Path, reads: list[tuple[str, int, int]]
 ) -> None:
