@@ -173,6 +173,6 @@ def _distance(a: Tensor, b: Tensor) -> tuple[int, float, float]:
             x, y = x[differ], y[differ]
             gap, size = (x - y).abs(), torch.maximum(x.abs(), y.abs())
             elements += count
-            absolute = float(torch.maximum(torch.tensor(absolute).double(), gap.max()))
-            relative = float(torch.maximum(torch.tensor(relative).double(), (gap / size.clamp(min=_TINY)).max()))
+            absolute = float(torch.maximum(gap.new_tensor(absolute), gap.max()))
+            relative = float(torch.maximum(gap.new_tensor(relative), (gap / size.clamp(min=_TINY)).max()))
     return elements, absolute, relative

@@ -112,7 +112,7 @@ def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path, full: bool)
         assert f"could not be written to {folder}: No space left on device" in caught.value.message
         assert "it takes 206 bytes and" in caught.value.message
         assert state_of(folder) in (1, 2)
-        assert not list(folder.glob(".step-*"))
+        assert not list(folder.glob(".*")), "nothing half-written is left, neither a folder nor a hint"
 
 
 def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:

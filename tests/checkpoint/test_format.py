@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import platform
 import re
 import struct
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from checkpoint.doubles import Bomb, Checkpoint, checkpoint_of, read, reseal, sa
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import ddpforge
+from ddpforge.checkpoint import commit, manifest
 from ddpforge.checkpoint.manifest import read_manifest
 from ddpforge.checkpoint.retention import newest
 from ddpforge.checkpoint.verify import damages
@@ -98,6 +101,14 @@ def test_everything_beside_tensors_comes_back(folder: Path) -> None:
     assert {name: getattr(loaded, name) for name in facts} == facts
 
 
+def test_a_tensor_may_have_as_many_dimensions_as_torch_allows(folder: Path) -> None:
+    state = CanonicalState(model={"w": torch.ones((1,) * 64), "v": torch.ones((1,) * 63)}, optimizer={})
+
+    loaded = reload(folder, state=state, callbacks={}).state.model
+
+    assert {name: tensor.ndim for name, tensor in loaded.items()} == {"w": 64, "v": 63}
+
+
 def test_a_metric_that_is_not_a_number_does_not_prevent_a_save(folder: Path) -> None:
     metrics = reload(folder, metrics={"eval/loss": math.nan, "train/loss": -math.inf, "eval/accuracy": 0.1}).metrics
 
@@ -135,6 +146,15 @@ def test_a_shard_is_plain_safetensors_with_the_bare_models_names(folder: Path) -
     }
 
 
+def test_other_tools_read_tensors_of_every_kind(folder: Path) -> None:
+    state = CanonicalState(model=tensors_of_every_kind(), optimizer={})
+
+    found = load_file(write(folder, checkpoint_of(7, state=state, callbacks={})) / SHARD)
+
+    assert found.keys() == state.model.keys()
+    assert all(same(found[name], tensor) for name, tensor in state.model.items())
+
+
 def test_a_file_holds_its_tensors_aligned(folder: Path) -> None:
     content = (write(folder, checkpoint_of(7)) / SHARD).read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
@@ -154,7 +174,12 @@ def test_the_manifest_is_strict_json_that_says_what_is_where(folder: Path) -> No
 
     manifest = json.loads((path / "manifest.json").read_text(), parse_constant=refuse)
     assert (manifest["format"], manifest["version"], manifest["step"]) == ("ddpforge", 2, 7)
-    assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["versions"] == {
+        "ddpforge": ddpforge.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}\+00:00", manifest["created"])
     assert manifest["optimizer"]["layer.weight"] == {"step": {"dtype": "float32", "value": 7.0}}
     assert manifest["files"].keys() == {SHARD, "rank-00000.json"}
     content = (path / SHARD).read_bytes()
@@ -180,6 +205,15 @@ def test_saving_a_step_again_leaves_the_first_alone_and_moves_the_hint(folder: P
     assert json.loads((folder / "latest.json").read_text()) == {"dir": second.name, "step": 7}
 
 
+def test_a_name_that_another_checkpoint_has_is_not_given_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = iter(["abcd", "abcd", "abcd", "ef01"])
+    monkeypatch.setattr("secrets.token_hex", lambda count: next(ends))
+
+    first, second = (write(folder, checkpoint_of(7)) for _ in range(2))
+
+    assert [first.name, second.name] == ["step-000000007-abcd", "step-000000007-ef01"]
+
+
 def test_files_obey_the_umask(folder: Path) -> None:
     plain = folder / "plain"
     plain.touch()
@@ -190,6 +224,10 @@ def test_files_obey_the_umask(folder: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- refused at saving
+class More(Tensor):
+    """A tensor that says more than its numbers."""
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -199,6 +237,12 @@ def test_files_obey_the_umask(folder: Path) -> None:
         ({"state": CanonicalState({"w": torch.ones(2).to_sparse()}, {})}, "w of the model .* not dense"),
         ({"state": CanonicalState({"w": torch.ones(2, device="meta")}, {})}, "w of the model .* meta device"),
         ({"state": CanonicalState({"w": torch.ones(2, dtype=torch.complex64)}, {})}, "w of the model .* complex64"),
+        (
+            {"state": CanonicalState({"w": torch.ones(2).as_subclass(More)}, {})},
+            "w of the model .* a More, which is more",
+        ),
+        ({"state": CanonicalState({}, {"w": {"z": torch.tensor(1j)}})}, "z in the optimizer state of w .* complex64"),
+        ({"state": CanonicalState({}, {"w": {"z": torch.ones((), device="meta")}})}, "z in the .* the meta device"),
         ({"callbacks": {"a/b": {"x": torch.ones(2)}}}, "x in the state of callback a/b .* slash"),
         ({"callbacks": {"mine": {"when": [1, 2]}}}, "when in the state of callback mine .* list"),
         ({"position": {"epoch": {1, 2}}}, "position.epoch"),
@@ -213,6 +257,21 @@ def test_what_could_not_be_read_back_is_refused_by_name_and_nothing_is_written(
         write(folder, checkpoint_of(7, **changes))
 
     assert not list(folder.iterdir())
+
+
+def test_a_manifest_that_would_be_too_large_to_be_read_is_not_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = len((write(folder, checkpoint_of(6)) / "manifest.json").read_bytes())
+    monkeypatch.setattr(commit, "MOST_TEXT", size)
+    earlier = write(folder, checkpoint_of(7)).name
+    monkeypatch.setattr(commit, "MOST_TEXT", size - 1)
+
+    with pytest.raises(CheckpointError, match=f"the checkpoint of step 8 has a manifest of {size:,} bytes: too many"):
+        write(folder, checkpoint_of(8))
+
+    assert {path.name[:14] for path in folder.iterdir()} == {"step-000000006", "step-000000007", "latest.json"}
+    assert json.loads((folder / "latest.json").read_text())["dir"] == earlier
 
 
 # ---------------------------------------------------------------------------------------------- refused at loading
@@ -324,6 +383,23 @@ def test_a_lying_safetensors_header_is_refused(folder: Path, header: bytes) -> N
         read(path)
 
 
+@pytest.mark.parametrize("name", ["COMMIT", "manifest.json"])
+def test_json_that_is_longer_than_any_is_not_even_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = write(folder, checkpoint_of(7))
+    (path / name).write_bytes(b" " * 100_000)
+    monkeypatch.setattr(manifest, "MOST_TEXT", 99_999)
+
+    with pytest.raises(
+        CheckpointError, match=rf"{name} is damaged: it has 100000 bytes, more than any file of its kind"
+    ):
+        read(path)
+    monkeypatch.setattr(manifest, "MOST_TEXT", 100_000)
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged: (Invalid JSON|its sha256)"):
+        read(path)
+
+
 @pytest.mark.parametrize("text", [b"[" * 200_000, b'{"step":' + b"9" * 10_000 + b"}", b"\xff", b"", b"null", b"NaN"])
 def test_hostile_json_is_refused(folder: Path, text: bytes) -> None:
     path = write(folder, checkpoint_of(7))
@@ -363,6 +439,7 @@ def nested(depth: int) -> Any:
     [
         ({"recipe": ".".join(["a"] * 100_000) + " = 1"}, "a key in it has more parts than any recipe's"),
         ({"recipe": "[" + '"a" . ' * 100_000 + "a]"}, "a key in it has more parts than any recipe's"),
+        ({"position": {"skipped": 1 << 63}}, r"position\.skipped holds what no run has"),
         ({"recipe": "a = 1 #" + "x" * (5 << 20)}, "more than any recipe"),
         ({"recipe": "a = " + "[" * 100_000}, "nested too deeply|its recipe or its metrics"),
         ({"recipe": "what is this"}, "its recipe or its metrics cannot be read"),

@@ -1,7 +1,6 @@
 """Training goes on while a checkpoint is written, every rank learns how it went, and a run never starts from scratch by
 accident."""
 
-import itertools
 import logging
 import threading
 import time
@@ -188,6 +187,23 @@ def test_without_a_background_the_live_tensors_are_written_before_save_returns(
     assert addresses(written[0]) == [weight.data_ptr()]
     assert [path for path, _ in committed(folder)[0]] == [saving.wait()]
     assert (saving.pending, saving.ready()) == (False, False)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_the_whole_model_is_there_as_one_file_where_the_recipe_asks_for_it(folder: Path, background: bool) -> None:
+    found = {
+        layout: sorted(
+            file.name for file in save(alone(folder, background=background, **settings), checkpoint).iterdir()
+        )
+        for layout, settings, checkpoint in (
+            ("full", {"layout": "full"}, checkpoint_of(1)),
+            ("sharded", {"layout": "sharded"}, checkpoint_of(2)),
+            ("by default", {}, checkpoint_of(3)),
+        )
+    }
+
+    sharded = ["COMMIT", "manifest.json", "rank-00000.json", "shard-00000-of-00001.safetensors"]
+    assert found == {"full": sorted([*sharded, "model.safetensors"]), "sharded": sharded, "by default": sharded}
 
 
 def test_ready_says_when_the_writer_is_done(folder: Path, stalled: threading.Event) -> None:
@@ -382,7 +398,23 @@ def test_a_checkpoint_that_cannot_be_removed_is_a_warning(
     first, second = (save(saving, checkpoint_of(step)) for step in (1, 2))
 
     assert f"older checkpoints were not removed: {first} could not be removed: Permission denied" in aloud.text
+    assert "Traceback" not in aloud.text
     assert [path for path, _ in committed(folder)[0]] == [second, first]
+
+
+def test_a_defect_in_pruning_costs_no_checkpoint_and_its_traceback_is_in_the_log(
+    folder: Path, aloud: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def defective(*arguments: Any, **options: Any) -> None:
+        raise ZeroDivisionError("how odd")
+
+    monkeypatch.setattr(retention, "prune", defective)
+
+    path = save(alone(folder), checkpoint_of(1))
+
+    assert path.is_dir()
+    assert "older checkpoints were not removed: how odd" in aloud.text
+    assert "Traceback" in aloud.text
 
 
 def test_nothing_is_removed_for_a_checkpoint_that_cannot_be_read_back(
@@ -573,17 +605,53 @@ def test_one_rank_that_writes_needs_no_process_group() -> None:
 def test_memory_that_cannot_be_page_locked_is_used_as_it_is(
     monkeypatch: pytest.MonkeyPatch, aloud: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody loses a checkpoint for it, and nobody tries again at every save."""
+    """Nobody loses a checkpoint for it, and nobody tries again at every save.
+
+    CUDA's error is taken by something that may fail, so that no kernel of the training gets it.
+    """
     asked: list[int] = []
+    took: list[int] = []
+
+    def take(*shape: Any, device: str) -> None:
+        assert device == "cuda"
+        took.append(asked[-1])
+        raise RuntimeError("CUDA error")
+
     library = SimpleNamespace(cudaHostRegister=lambda address, size, flags: asked.append(size) or 2)
     monkeypatch.setattr(staging, "_cuda", lambda: library)
+    monkeypatch.setattr(torch, "zeros", take)
     memory = staging.Staging()
     first = memory._bytes(100, locked=True)
     assert len(first) == 100
     assert memory._bytes(80, locked=True).data_ptr() == first.data_ptr()
     assert len(memory._bytes(200, locked=True)) == 200
-    assert asked == [100, 200]
+    assert asked == took == [100, 200]
     assert "100 bytes of host memory could not be page-locked (CUDA error 2)" in aloud.text
+
+
+def test_memory_is_locked_once_there_is_something_on_a_gpu_and_unlocked_when_it_goes(
+    monkeypatch: pytest.MonkeyPatch, aloud: pytest.LogCaptureFixture
+) -> None:
+    calls: list[tuple[str, int]] = []
+    library = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: calls.append(("lock", address)) or 0,
+        cudaHostUnregister=lambda address: calls.append(("unlock", address)),
+    )
+    monkeypatch.setattr(staging, "_cuda", lambda: library)
+    memory = staging.Staging()
+
+    memory._bytes(100, locked=False)
+    assert calls == []
+    small = memory._bytes(100, locked=True).data_ptr()
+    assert memory._bytes(90, locked=False).data_ptr() == small
+    assert calls == [("lock", small)]
+    large = memory._bytes(200, locked=True).data_ptr()
+    assert calls == [("lock", small), ("unlock", small), ("lock", large)]
+    del memory
+    assert calls[3:] == [("unlock", large)]
+    staging.Staging()._bytes(0, locked=True)
+    assert len(calls) == 4, "nothing is locked of nothing"
+    assert "page-locked" not in aloud.text
 
 
 @pytest.mark.gpu
@@ -604,13 +672,25 @@ def test_tensors_on_a_gpu_are_copied_to_page_locked_memory(folder: Path, written
 
 
 # ---------------------------------------------------------------------------------------------- slow and dead disks
+class Hours:
+    """A clock on which hours pass only when a test lets them: whoever waits for a processor writes nothing either."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.runs = False
+
+    def __call__(self) -> int:
+        """An hour passes whenever somebody looks, once the clock runs."""
+        self.now += 3600 * self.runs
+        return self.now
+
+
 @pytest.fixture
-def hours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An hour passes whenever somebody looks at the clock."""
-    clock = itertools.count(0, 3600)
+def hours(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hours]:
+    clock = Hours()
     with monkeypatch.context() as patch:
-        patch.setattr("ddpforge.ranks.writers.time.monotonic", lambda: next(clock))
-        yield
+        patch.setattr("ddpforge.ranks.writers.time.monotonic", clock)
+        yield clock
 
 
 def looking(peers: Peers) -> Peers:
@@ -620,12 +700,16 @@ def looking(peers: Peers) -> Peers:
 
 @pytest.mark.parametrize("background", [True, False])
 def test_a_rank_whose_disk_hangs_is_given_up_by_all_and_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, hours: None, background: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, hours: Hours, background: bool
 ) -> None:
     answers, real = threading.Event(), disk.write
 
     def hang(file: Any, data: Any) -> None:
         if threading.current_thread().name.endswith("rank-1"):
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint work of rank-0":  # it began first
+                    thread.join(20)
+            hours.runs = True
             answers.wait(20)
         real(file, data)
 
@@ -638,7 +722,10 @@ def test_a_rank_whose_disk_hangs_is_given_up_by_all_and_named(
         return saving.wait()
 
     results = World(2).run(act)
+    stuck = [thread.daemon for thread in threading.enumerate() if thread.name == "checkpoint work of rank-1"]
     answers.set()
+    assert stuck, "the disk hangs"
+    assert all(stuck), "a process that ends does not wait for it"
     assert [type(result) for result in results] == [CheckpointError] * 2
     assert str(results[0]).startswith("rank 1: nothing could be written for")
     assert str(results[1]) == str(results[0])
@@ -647,14 +734,15 @@ def test_a_rank_whose_disk_hangs_is_given_up_by_all_and_named(
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_disk_that_is_slow_however_slow_is_waited_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, hours: None, slow: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, hours: Hours, slow: int
 ) -> None:
-    """A write goes through each time that the ranks talk."""
-    permits, real, rounds = threading.Semaphore(0), disk.write, []
+    """No more than one write goes through each time that the ranks talk, and each takes an hour."""
+    permits, real, began = threading.Semaphore(0), disk.write, hours.now
 
     def crawl(file: Any, data: Any) -> None:
         if threading.current_thread().name.endswith(f"rank-{slow}"):
             permits.acquire(timeout=20)
+            hours.now += 3600
         real(file, data)
 
     monkeypatch.setattr(disk, "write", crawl)
@@ -665,7 +753,6 @@ def test_a_disk_that_is_slow_however_slow_is_waited_for(
 
         def talk(value: Any) -> Any:
             if peers.rank == slow:
-                rounds.append(value)
                 permits.release()
             return everyone(value)
 
@@ -676,7 +763,7 @@ def test_a_disk_that_is_slow_however_slow_is_waited_for(
 
     results = World(2).run(act)
     assert all(isinstance(result, Path) for result in results), results
-    assert len(rounds) > 4  # with an hour in between each
+    assert hours.now - began > 4 * 3600, "longer than anybody's patience"
     assert steps_in(read(results[0])) == {3}
 
 

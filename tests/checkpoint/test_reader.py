@@ -1,5 +1,6 @@
 """A reader reads what it is asked for, checks what it reads, and believes nothing that it has not checked."""
 
+import itertools
 import json
 import os
 import pickle
@@ -34,7 +35,7 @@ ALONE = "shard-00000-of-00001.safetensors"
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
     """The bytes of a block, as if 64 MiB were that few."""
-    for module in ("tensors", "manifest", "reader"):
+    for module in ("safetensors_writer", "manifest", "reader"):
         monkeypatch.setattr(f"ddpforge.checkpoint.{module}.BLOCK", 64)
     return 64
 
@@ -77,6 +78,47 @@ def test_large_tensors_are_read_block_by_block(folder: Path, small_blocks: int, 
         reader.read_into("model", "w", box, target)
         expected = tensor[tuple(slice(begin, begin + n) for begin, n in zip(box.offset, box.size, strict=True))]
         assert torch.equal(target, expected)
+
+
+def test_every_block_is_verified_where_it_lies(folder: Path, small_blocks: int) -> None:
+    path = saved(folder, [Share(model={"w": counted(5, 16), "b": counted(3)})])
+    read_manifest(path, verify=True)
+    file = path / ALONE
+    content = file.read_bytes()
+    data = len(content) - 5 * small_blocks - 12
+    begins = [data + 12 + number * small_blocks for number in range(5)]  # "b" comes first
+
+    for number, begin in enumerate(begins):
+        file.write_bytes(content[:begin] + bytes([content[begin] ^ 1]) + content[begin + 1 :])
+        with pytest.raises(CheckpointError, match=rf"the contents of w are not .* \(block {number}\)"):
+            read_manifest(path, verify=True)
+
+
+def test_finishing_looks_at_what_was_not_read_and_at_nothing_where_nobody_verifies(
+    folder: Path, reads: list[tuple[str, int, int]]
+) -> None:
+    path = write_sharded(folder, checkpoint_of(7), full=True)
+    careless, careful = Reader(path, verify=False), Reader(path)
+    reads.clear()
+    careless.finish()
+    assert reads == []
+    careful.finish()
+    assert {name for name, _, _ in reads} == {f"shard-0000{rank}-of-00002.safetensors" for rank in range(2)}
+    (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1] + b"\x01")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged: its sha256"):
+        Reader(path).finish()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_every_stretch_of_a_line_can_be_read_by_a_new_reader(folder: Path, *, verify: bool) -> None:
+    """It need not be a block's beginning, nor its end, nor the one that was read before."""
+    path = saved(folder, [Share(model={"w": part}) for part in cuts(counted(7), 2, "flat")])
+    one = Reader(path, verify=verify)
+    for start, stop in itertools.combinations(range(8), 2):
+        for reader in (Reader(path, verify=verify), one):
+            target = torch.empty(stop - start)
+            reader.read_into("model", "w", Range(start, stop), target)
+            assert target.tolist() == list(range(start, stop))
 
 
 def test_only_the_blocks_that_a_read_touches_are_read_and_each_is_verified_once(
@@ -292,6 +334,9 @@ HEADERS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lie(data_offsets=[80, 140, 142]), "data_offsets"),
     (lie(data_offsets=[80.0, 140.5]), "data_offsets"),
     (lie(shape=[1 << 40, 5]), r"layer.weight is F32 \[1099511627776, 5\], and the manifest says float32 \[3, 5\]"),
+    (lie(data_offsets=["80", "140"]), "data_offsets"),
+    (lie(shape=["3", "5"]), "shape"),
+    (lie(shape=[-3, -5]), "shape"),
     (lie(shape=[5, 3]), r"layer.weight is F32 \[5, 3\]"),
     (lie(dtype="F64"), "layer.weight is F64"),
     (lie(surprise=1), "surprise"),

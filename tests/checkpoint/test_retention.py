@@ -10,7 +10,7 @@ import pytest
 from checkpoint.doubles import checkpoint_of, write
 
 from ddpforge.checkpoint.manifest import read_manifest
-from ddpforge.checkpoint.retention import best, clean, committed, is_best, newest, prune
+from ddpforge.checkpoint.retention import Known, best, clean, committed, is_best, newest, prune
 from ddpforge.errors import CheckpointError
 from ddpforge.recipe.schema import KeepSection
 
@@ -79,6 +79,22 @@ def test_broken_checkpoints_older_than_the_chosen_one_are_not_worth_a_word(folde
     (ten / "COMMIT").unlink()
 
     assert newest(folder) == (twenty, [])
+
+
+def test_what_is_passed_over_comes_newest_first_and_back_to_the_chosen_step(folder: Path) -> None:
+    ten, twenty, thirty, forty = save(folder, [10, 20, 30, 40])
+    (again,) = save(folder, [20])
+    for path in (ten, twenty, forty):
+        (path / "COMMIT").unlink()
+    shard = thirty / "shard-00000-of-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")  # only a look at its contents tells
+    strange = folder / "step-by-step"
+    strange.mkdir()
+
+    chosen, skipped = newest(folder)
+
+    assert chosen == again
+    assert [path for path, _ in skipped] == [strange, forty, thirty, twenty]
 
 
 def test_a_checkpoint_under_another_name_or_behind_a_link_is_not_trusted(folder: Path) -> None:
@@ -153,6 +169,20 @@ def test_what_is_not_a_finite_number_is_never_best(folder: Path, odd: float) -> 
     assert is_best({"eval/loss": 1e9}, keep, found)
 
 
+def test_nothing_is_best_where_nothing_tells_what_is_better(folder: Path) -> None:
+    save(folder, [10, 20], wobble=[2.0, 1.0])
+    keep = KeepSection(last=1, best=1, by="eval/wobble")
+    found, _ = committed(folder)
+
+    assert best(found, keep) == []
+    assert not is_best({"eval/wobble": 0.5}, keep, found)
+    for mode, step, better in (("min", 20, 0.5), ("max", 10, 3.0)):
+        keep = KeepSection.model_validate({"last": 1, "best": 1, "by": "eval/wobble", "mode": mode})
+        assert best(found, keep)[0].manifest.step == step
+        assert is_best({"eval/wobble": better}, keep, found)
+        assert not is_best({"eval/wobble": 1.5}, keep, found)
+
+
 def test_best_means_better_than_all_that_are_kept(folder: Path) -> None:
     save(folder, [10, 20], loss=[2.0, 1.0])
     keep = KeepSection(best=1, by="eval/loss")
@@ -163,11 +193,17 @@ def test_best_means_better_than_all_that_are_kept(folder: Path) -> None:
     assert not is_best({"eval/loss": 0.9}, KeepSection(best=1), found), "nothing says what best means"
 
 
-def test_a_broken_checkpoint_does_not_count_as_kept_and_is_left_alone(folder: Path) -> None:
+@pytest.mark.parametrize("known", [None, Known()], ids=["anew", "with a memory"])
+@pytest.mark.parametrize("seen", [False, True], ids=["broken at first", "broken later"])
+def test_a_broken_checkpoint_does_not_count_as_kept_and_is_left_alone(
+    folder: Path, known: Known | None, *, seen: bool
+) -> None:
     _, twenty, thirty = save(folder, [10, 20, 30])
+    if seen:
+        assert len(committed(folder, known)[0]) == 3
     (thirty / "shard-00000-of-00001.safetensors").write_bytes(b"")
 
-    prune(folder, KeepSection(last=1))
+    prune(folder, KeepSection(last=1), known=known)
 
     assert {path.name for path in folder.glob("step-*")} == {twenty.name, thirty.name}
 
@@ -202,6 +238,19 @@ def test_a_checkpoint_that_cannot_be_removed_is_named(folder: Path, monkeypatch:
 
     with pytest.raises(CheckpointError, match=f"{ten} could not be removed: Permission denied"):
         prune(folder, KeepSection(last=1))
+
+
+def test_garbage_that_cannot_be_removed_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trash = folder / ".trash-step-000000005-abcd"
+    trash.mkdir()
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("ddpforge.disk.remove", refuse)
+
+    with pytest.raises(CheckpointError, match=f"{trash} could not be removed: Permission denied"):
+        clean(folder)
 
 
 def test_cleaning_removes_garbage_and_nothing_else(folder: Path) -> None:

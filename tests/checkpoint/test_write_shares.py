@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpforge.checkpoint.write_shares import Extent, deal
-from ddpforge.interfaces.regions import flaw
+from ddpforge.interfaces.regions import Range, flaw
 
 extents = st.dictionaries(
     st.text("abc", max_size=3), st.builds(Extent, st.integers(0, 400), st.sampled_from([1, 2, 4, 8])), max_size=9
@@ -43,3 +43,26 @@ def test_small_tensors_stay_whole_and_a_large_one_is_shared() -> None:
 
     assert {name for name in tensors if first[name].numel and second[name].numel} == {"large"}
     assert abs(first["large"].numel - second["large"].numel) < 1e5
+
+
+def test_of_nothing_nothing_is_dealt() -> None:
+    assert deal({}, rank=1, ranks=2) == {}
+    assert deal({"empty": Extent(0, 4)}, rank=1, ranks=2) == {"empty": Range(0, 0)}
+
+
+def test_a_cut_moves_to_the_nearer_end_of_a_tensor_unless_both_are_far() -> None:
+    """200 bytes among two ranks; as little as 30 bytes are worth a cut."""
+    for sizes, mine in (
+        ((80, 120), (80, 0)),  # 20 bytes into the second: all of it goes to the other rank
+        ((71, 129), (71, 0)),
+        ((70, 130), (70, 30)),
+        ((130, 70), (100, 0)),
+        ((129, 71), (129, 0)),  # 29 bytes before the end of the first
+        ((90, 20, 90), (90, 0, 0)),  # in the middle: before it
+    ):
+        tensors = {f"{number}": Extent(size, 1) for number, size in enumerate(sizes)}
+        first, second = (deal(tensors, rank=rank, ranks=2, smallest=30) for rank in range(2))
+
+        assert tuple(found.numel for found in first.values()) == mine, sizes
+        for name, extent in tensors.items():
+            assert first[name].numel + second[name].numel == extent.numel, sizes

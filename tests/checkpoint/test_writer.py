@@ -183,6 +183,21 @@ def test_every_rank_writes_one_shard_and_other_tools_can_read_it(folder: Path) -
     assert json.loads((folder / "latest.json").read_text()) == {"dir": path.name, "step": 7}
 
 
+def test_a_rank_that_holds_nothing_of_a_tensor_writes_nothing_of_it(folder: Path) -> None:
+    shares = [
+        Share(model={"w": Part(counted(6), (6,), Range(0, 6)), "none": torch.zeros(0, 3)}),
+        Share(model={"w": Part(torch.zeros(0), (6,), Range(6, 6)), "none": torch.zeros(0, 3)}),
+    ]
+
+    path = saved(folder, shares)
+
+    assert load_file(path / "shard-00000-of-00002.safetensors").keys() == {"w", "none"}
+    assert load_file(path / "shard-00001-of-00002.safetensors").keys() <= {"none"}
+    loaded = read(path).state.model
+    assert torch.equal(loaded["w"], counted(6))
+    assert loaded["none"].shape == (0, 3)
+
+
 def test_names_that_meet_in_one_file_are_kept_apart(folder: Path) -> None:
     share = Share(
         model={
@@ -200,6 +215,11 @@ def test_names_that_meet_in_one_file_are_kept_apart(folder: Path) -> None:
     assert torch.equal(loaded.state.model["w"], counted(6))
     assert torch.equal(loaded.state.optimizer["a"]["b"], counted(4))  # type: ignore[arg-type]
     assert torch.equal(loaded.callbacks["a"]["b"], counted(5))  # type: ignore[arg-type]
+    (file,) = folder.glob("step-*/shard-*")
+    assert load_file(file).keys() == {
+        *("a/b", "a/b'", "a/b''", "__metadata__'"),
+        *("w[flat 0:2]", "w[flat 2:4]", "w[flat 4:6]"),
+    }
 
 
 def test_ranks_share_the_work_of_writing_what_all_of_them_hold(folder: Path) -> None:
@@ -364,6 +384,19 @@ def test_what_does_not_fit_together_is_refused_on_every_rank(
         with pytest.raises(CheckpointError, match=f"(?s){complaint}"):
             raise result
     assert {path.name for path in folder.iterdir()} == {earlier.name, "latest.json"}
+
+
+def test_of_what_ranks_say_of_the_run_that_of_the_first_counts(folder: Path) -> None:
+    """The others may know less, or nothing that could be saved."""
+    facts = [Facts(step=7, samples=7, strategy="fsdp", world_size=2, position={"epoch": x}) for x in (1, {1, 2})]  # type: ignore[dict-item]
+
+    def write(peers: Peers) -> Path:
+        return writer.write(folder, facts[peers.rank], Share(model={"w": counted(3)}), peers)
+
+    first, second = World(2).run(write)
+
+    assert first == second
+    assert read(first).position == {"epoch": 1}
 
 
 def test_json_that_cannot_be_saved_is_refused_before_anything_is_written(folder: Path) -> None:

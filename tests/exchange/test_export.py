@@ -279,3 +279,12 @@ def test_transformers_loads_an_export(folder: Path, tmp_path: Path, family: str,
     tokens = torch.arange(8)[None]
     with torch.no_grad():
         assert torch.equal(loaded.eval()(tokens).logits, trained.eval()(tokens).logits)
+
+
+def test_a_callback_that_keeps_more_than_weights_of_the_model_keeps_no_weights(folder: Path, tmp_path: Path) -> None:
+    kept = {"layer.weight": torch.ones(3, 5), "mine": torch.ones(2)}
+    path = write(folder, checkpoint_of(7, callbacks={"ema": kept}))
+
+    with pytest.raises(UsageError, match="holds no weights called 'ema'"):
+        export(path, tmp_path / "out.safetensors", weights="ema")
+    assert not (tmp_path / "out.safetensors").exists()

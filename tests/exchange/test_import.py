@@ -605,3 +605,108 @@ def test_maps_that_do_not_work_are_usage_errors(rule: str, complaint: str) -> No
     with pytest.raises(UsageError, match=complaint):
         import_checkpoint(Path("a.safetensors"), "out", maps=[rule])
     assert not Path("out").exists()
+
+
+def test_a_map_that_gives_two_names_to_the_same_numbers_ties_them_and_says_so() -> None:
+    same_twice = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(6.0).view(2, 3)}
+    save_file(same_twice, "a.safetensors")
+
+    done = import_checkpoint(Path("a.safetensors"), "out", maps=["b=a"])
+
+    assert weights_in(done.path).keys() == {"a"}
+    assert done.left_out == ["b: the same as a"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.arange(6.0).view(2, 3).double(),
+        torch.arange(6.0).view(3, 2),
+        torch.arange(6.0).view(2, 3).nextafter(torch.tensor(9.0)),
+    ],
+    ids=["dtype", "shape", "a bit"],
+)
+def test_numbers_are_the_same_in_type_shape_and_value_or_not_at_all(other: Tensor) -> None:
+    save_file({"a": torch.arange(6.0).view(2, 3), "b": other}, "a.safetensors")
+
+    with pytest.raises(UsageError, match="the name a to several tensors that are not the same"):
+        import_checkpoint(Path("a.safetensors"), "out", maps=["b=a"])
+    assert import_checkpoint(Path("a.safetensors"), "out").hints == []
+
+
+def test_two_parameters_cannot_share_one_optimizer_state() -> None:
+    """Their weights may be the same, when nothing was trained."""
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    model["b"].load_state_dict(model["a"].state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    sum(part(torch.ones(1, 2)).sum() for part in model.values()).backward()
+    optimizer.step()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id="dcp")
+
+    with pytest.raises(UsageError, match=r"gives the name a\.weight to the optimizer's state of several parameters"):
+        import_checkpoint(Path("dcp"), "out", trust=True, maps=["b=a"])
+
+
+def test_a_matrix_that_is_there_twice_is_pointed_out() -> None:
+    """A vector, or a matrix of one number, may well be the same by chance."""
+    tied, ones = torch.randn(3, 3), torch.ones(3, 3)
+    weights = {"emb.weight": tied, "head+": tied, "norm": tied[0], "bias": tied[0], "gate": ones, "scale": ones}
+    save_file({name: tensor.clone() for name, tensor in weights.items()}, "a.safetensors")
+
+    done = import_checkpoint(Path("a.safetensors"), "out")
+    (hint,) = done.hints
+    assert hint.startswith("head+ is the same as emb.weight; if the model ties them, leave it out: --map ")
+
+    done = import_checkpoint(Path("a.safetensors"), "out", maps=[hint.split("'")[-2]])
+    assert weights_in(done.path).keys() == weights.keys() - {"head+"}
+
+
+def test_a_prefix_is_one_only_if_all_names_have_it() -> None:
+    save_file({"module.a": torch.ones(2), "b": torch.zeros(2)}, "a.safetensors")
+
+    assert import_checkpoint(Path("a.safetensors"), "out").hints == []
+
+
+@pytest.mark.parametrize("given", [{}, {"step": 0, "samples": 0}, {"step": 5, "samples": 9}])
+def test_where_training_was_is_what_the_user_says_or_the_source_or_the_beginning(given: dict[str, int]) -> None:
+    save_file({"a": torch.ones(2), "b": torch.ones(3, dtype=torch.int64)}, "a.safetensors")
+
+    done = import_checkpoint(Path("a.safetensors"), "out", **given)  # type: ignore[arg-type]
+
+    facts = Reader(done.path).facts
+    expected = given or {"step": 0, "samples": 0}
+    assert {"step": facts.step, "samples": facts.samples} == {"step": done.step, "samples": done.samples} == expected
+    assert (facts.strategy, facts.world_size) == ("imported from safetensors", 1)
+    assert facts.position == {"seconds": 0.0, "skipped": 0, "left_out": []}
+    assert (done.tensors, done.bytes, done.dtypes) == (2, 32, {"float32": 1, "int64": 1})
+    assert (done.optimizer, done.keys, done.aliases, done.left_out) == (0, [], {}, [])
+
+
+def test_an_import_says_what_optimizer_state_it_took() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id="dcp")
+
+    done = import_checkpoint(Path("dcp"), "out", trust=True)
+
+    assert (done.tensors, done.bytes, done.optimizer) == (2, 24, 2)
+    assert done.keys == ["exp_avg", "exp_avg_sq", "step"]
+
+
+def test_a_new_folder_may_be_deep_and_cannot_be_inside_a_file() -> None:
+    save_file({"a": torch.ones(2)}, "a.safetensors")
+
+    assert import_checkpoint(Path("a.safetensors"), "some/where/out").path.parent == Path("some/where/out")
+    with pytest.raises(UsageError, match=r"a.safetensors/deep/out cannot be made: .*(exists|Not a directory)"):
+        import_checkpoint(Path("a.safetensors"), "a.safetensors/deep/out")
+
+
+def test_a_file_without_tensors_is_refused() -> None:
+    save_file({}, "a.safetensors")
+
+    with pytest.raises(UsageError, match="there is not one tensor in it"):
+        import_checkpoint(Path("a.safetensors"), "out")

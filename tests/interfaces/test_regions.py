@@ -18,6 +18,7 @@ from ddpforge.interfaces.regions import (
     boxes,
     copy,
     flaw,
+    held_shape,
     normal,
     overlaps,
     split,
@@ -191,3 +192,62 @@ def test_a_cut_without_elements_keeps_no_memory_alive() -> None:
 
     assert nothing.tensor.untyped_storage().nbytes() == 0
     assert (nothing.shape, nothing.region) == ((50, 40), Range(0, 0))
+
+
+@quick
+@given(several(2))
+def test_a_part_gives_live_elements_of_what_it_holds_and_refuses_the_rest(case: tuple[Shape, list[Region]]) -> None:
+    """A range is had of a range that holds it; of a box, and as one, only the whole part."""
+    shape, (region, wanted) = case
+    part = Part(torch.from_numpy(elements(shape, region).copy()), shape, region)
+    positions = elements(shape, wanted).ravel().tolist()
+    held, form = (normal(shape, each) for each in (region, wanted))
+    ranges = isinstance(held, Range) and isinstance(form, Range)
+
+    if held == form or (ranges and set(positions) <= set(elements(shape, region).ravel().tolist())):
+        found = part.elements(wanted)
+        assert found.tolist() == positions
+        found -= 1000
+        assert sum(x < 0 for x in part.tensor.flatten().tolist()) == len(positions), "they are the part's own memory"
+    else:
+        with pytest.raises(ValueError, match=r"is held here, (and not|not all of) "):
+            part.elements(wanted)
+
+
+def test_the_edges_of_a_range_belong_to_it_and_no_element_beyond_them() -> None:
+    part = Part(torch.arange(2, 6), (8,), Range(2, 6))
+
+    assert part.elements(Range(2, 4)).tolist() == [2, 3]
+    assert part.elements(Range(4, 6)).tolist() == [4, 5]
+    assert part.elements(Box((3,), (2,))).tolist() == [3, 4]
+    assert part.elements(Range(7, 7)).tolist() == []
+    for beyond in (Range(1, 3), Range(5, 7), Range(0, 8), Range(6, 8)):
+        with pytest.raises(ValueError, match="not all of"):
+            part.elements(beyond)
+
+
+def test_the_same_part_of_another_tensor_keeps_its_place_and_its_number() -> None:
+    part = Part(torch.zeros(2, 3), (4, 4), Box((0, 1), (2, 3)), 1, 3)
+    momentum = torch.ones(2, 3)
+
+    same = part.of(momentum)
+
+    assert same.tensor is momentum
+    assert (same.shape, same.region, same.replica, same.replicas) == ((4, 4), Box((0, 1), (2, 3)), 1, 3)
+
+
+def test_a_part_is_one_of_as_many_replicas_as_it_says() -> None:
+    whole_one = Part.whole(torch.zeros(2, 3), replica=1, replicas=2)
+
+    assert (whole_one.region, whole_one.replica, whole_one.replicas) == (Range(0, 6), 1, 2)
+    assert (Part.whole(torch.zeros(2)).replica, Part.whole(torch.zeros(2)).replicas) == (0, 1)
+    for replica, replicas in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(ValueError, match=f"there is no replica {replica} among {replicas}"):
+            Part.whole(torch.zeros(2), replica=replica, replicas=replicas)
+
+
+def test_a_whole_tensor_is_stored_in_its_own_shape_and_a_range_in_a_line() -> None:
+    assert held_shape((2, 3), whole((2, 3))) == (2, 3)
+    assert held_shape((2, 3), Range(0, 5)) == (5,)
+    assert held_shape((2, 3), Box((0, 1), (2, 2))) == (2, 2)
+    assert held_shape((), whole(())) == ()

@@ -1,0 +1,202 @@
+"""What the operations on a disk ask of the operating system, and in which order: everything durable rests on it."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from checkpoint.doubles import checkpoint_of
+from checkpoint.worlds import checkpoints
+
+from ddpforge import disk
+from ddpforge.ranks.writers import Peers
+
+MiB = 1 << 20
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """What the operating system is asked for that must not change its order, by the names of files.
+
+    A file is followed by its size when it was synced: what a buffer of Python's still held is not in it.
+    """
+    found: list[tuple[str, ...]] = []
+    rename, rmdir = os.rename, os.rmdir
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        found.append(("sync", path.name) if path.is_dir() else ("sync", path.name, str(path.stat().st_size)))
+
+    def renamed(old: Any, new: Any) -> None:
+        found.append(("rename", Path(old).name, Path(new).name))
+        rename(old, new)
+
+    def removed(path: Any, **options: Any) -> None:
+        found.append(("remove", Path(path).name))
+        rmdir(path, **options)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(os, "rmdir", removed)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- one after the other
+def test_a_save_reaches_the_disk_before_it_counts_and_counts_before_older_ones_go(
+    folder: Path, calls: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = iter(["aaaa", "bbbb"])
+    monkeypatch.setattr("secrets.token_hex", lambda count: next(ends))
+    saving = checkpoints(folder, Peers.alone(), background=False, keep={"last": 1})
+    saving.save(checkpoint_of(1), checkpoint_of(1).share)
+    saving.wait()
+    calls.clear()
+
+    saving.save(checkpoint_of(2), checkpoint_of(2).share)
+    path = saving.wait()
+
+    def synced(name: str) -> tuple[str, ...]:
+        return "sync", name, str((path / name).stat().st_size)
+
+    draft, hint = ".step-000000002-bbbb.tmp", len('{"dir": "step-000000002-bbbb", "step": 2}')
+    assert calls == [
+        synced("shard-00000-of-00001.safetensors"),
+        synced("rank-00000.json"),
+        ("sync", draft),
+        synced("manifest.json"),
+        synced("COMMIT"),
+        ("sync", draft),
+        ("sync", ".latest.json.tmp", str(hint)),
+        ("rename", draft, "step-000000002-bbbb"),
+        ("sync", folder.name),
+        ("rename", ".latest.json.tmp", "latest.json"),
+        ("sync", folder.name),
+        ("rename", "step-000000001-aaaa", ".trash-step-000000001-aaaa"),
+        ("sync", folder.name),
+        ("remove", ".trash-step-000000001-aaaa"),
+    ]
+
+
+def test_a_file_is_replaced_by_one_that_is_on_the_disk(tmp_path: Path, calls: list[tuple[str, ...]]) -> None:
+    path = tmp_path / "status.json"
+    path.write_bytes(b"old")
+    (tmp_path / ".status.json.tmp").write_bytes(b"of an attempt that was killed")
+
+    disk.replace(path, b"newer")
+
+    assert path.read_bytes() == b"newer"
+    assert calls == [
+        ("sync", ".status.json.tmp", "5"),
+        ("rename", ".status.json.tmp", "status.json"),
+        ("sync", tmp_path.name),
+    ]
+    assert [each.name for each in tmp_path.iterdir()] == ["status.json"]
+
+
+@pytest.mark.parametrize("name", ["step-000000001-aaaa", ".step-000000001-aaaa.tmp"])
+def test_a_folder_loses_its_name_before_its_contents(tmp_path: Path, calls: list[tuple[str, ...]], name: str) -> None:
+    (tmp_path / name / "inner").mkdir(parents=True)
+    trash = f".trash-{name.lstrip('.')}"
+
+    disk.discard(tmp_path / name)
+
+    assert calls == [("rename", name, trash), ("sync", tmp_path.name), ("remove", "inner"), ("remove", trash)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_file_is_synced_again_and_again(tmp_path: Path, calls: list[tuple[str, ...]]) -> None:
+    """Every GiB: as if that were 4 MiB."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "_MOST_UNSYNCED", 4 * MiB)
+        disk.write_new(tmp_path / "long", [bytes(3 * MiB), bytes(6 * MiB + 5)])
+
+    assert [int(size) for _, _, size in calls] == [4 * MiB, 8 * MiB, 9 * MiB + 5]
+
+
+# ---------------------------------------------------------------------------------------------- one by one
+def test_a_folder_is_synced_and_closed_again_even_when_the_disk_refuses(
+    tmp_path: Path, calls: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.sync_folder(tmp_path)
+    assert calls == [("sync", tmp_path.name)]
+    opened: list[int] = []
+
+    def refuse(descriptor: int) -> None:
+        opened.append(descriptor)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        disk.sync_folder(tmp_path)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[0])
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        disk.sync_folder(tmp_path / "file")
+
+
+def test_nothing_that_is_there_is_made_or_written_over(tmp_path: Path) -> None:
+    (tmp_path / "there").write_bytes(b"old")
+
+    with pytest.raises(FileExistsError):
+        disk.write_new(tmp_path / "there", [b"new"])
+    with pytest.raises(FileExistsError):
+        disk.make_folder(tmp_path / "there")
+    with pytest.raises(FileNotFoundError):
+        disk.make_folder(tmp_path / "missing" / "inner")
+
+    assert (tmp_path / "there").read_bytes() == b"old"
+
+
+def test_removing_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "folder" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("folder")
+    (tmp_path / "lost").symlink_to("nowhere")
+    (tmp_path / "file").touch()
+
+    for name in ("link", "lost", "file", "never there"):
+        disk.remove(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+    disk.remove(tmp_path / "folder")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [5, 0, 1], [MiB], [MiB + 1, 2 * MiB, 3]])
+def test_writing_tells_the_size_and_the_hash_of_each_block(tmp_path: Path, sizes: list[int]) -> None:
+    blocks = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
+
+    size, hashes = disk.write_new(tmp_path / "file", blocks)
+
+    content = b"".join(blocks)
+    assert (tmp_path / "file").read_bytes() == content
+    assert size == len(content)
+    assert hashes == [disk.xxh3(block) for block in blocks] == [xxhash.xxh3_128_hexdigest(block) for block in blocks]
+    assert disk.sha256(tmp_path / "file") == hashlib.sha256(content).hexdigest()
+
+
+def test_a_hash_of_a_link_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    (tmp_path / "link").symlink_to("file")
+
+    with pytest.raises(OSError, match="link"):
+        disk.sha256(tmp_path / "link")
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda file: disk.write(file, b"some"),
+        lambda file: disk.sync(file),
+        lambda file: disk.proceed(),
+    ],
+    ids=["write", "sync", "verify"],
+)
+def test_whatever_a_disk_did_is_progress(tmp_path: Path, act: Callable[[Any], None]) -> None:
+    with disk.create(tmp_path / "file") as file:
+        before = disk.progress()
+        act(file)
+        assert disk.progress() > before
