@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ddpforge.data import Batches, MicroBatch, Share, mix, open_data, permute, seed_all, to_device
+from ddpforge.data.streams import is_stream, loader_in
 from ddpforge.errors import PluginError
 
 
@@ -303,6 +305,33 @@ def test_torchs_iterable_datasets_are_streams_that_do_not_deal_themselves_out(wo
     assert Counter(i for hand in hands for step in hand for i in step) == Counter(range(10))
 
 
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (NumberStream(1), True),
+        (Torchs(), True),
+        (iter(()), True),
+        (Numbers(1), False),
+        ([1, 2], False),
+        (torch.zeros(2), False),
+        ({}, False),
+        (object(), False),
+    ],
+)
+def test_a_stream_can_be_iterated_and_not_indexed(data: Any, expected: bool) -> None:
+    assert is_stream(data) is expected
+
+
+def test_no_states_of_generators_are_kept_for_a_stream_that_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Quiet(NumberStream):
+        random = False
+
+    monkeypatch.setattr("ddpforge.data.streams.RandomState", None)
+    assert steps(deal(Quiet(4), batch=2, micro=2), 3) == [[0, 1], [2, 3], [0, 1]]
+    with pytest.raises(TypeError):
+        steps(deal(NumberStream(4), batch=2, micro=2), 1)
+
+
 class Shuffled(NumberStream):
     """Shuffles with python's, numpy's or torch's global generator; collating draws as well."""
 
@@ -425,6 +454,28 @@ def test_a_loader_is_no_dataset_not_even_inside_one(wrap: Any) -> None:
     loader: Any = DataLoader(Numbers(16), batch_size=2, shuffle=True)  # type: ignore[arg-type]
     with pytest.raises(PluginError, match=r"a DataLoader.* is a loader, not a dataset"):
         deal(wrap(loader), batch=2, micro=2)
+
+
+def test_a_loader_is_looked_for_in_eight_objects_one_within_the_other_and_in_the_first_of_a_list() -> None:
+    """A list of samples may be long, and an object may hold itself."""
+    loader: Any = DataLoader(Numbers(4))  # type: ignore[arg-type]
+
+    def within(depth: int) -> Any:
+        found = loader
+        for _ in range(depth):
+            found = SimpleNamespace(inner=found)
+        return found
+
+    assert loader_in(within(8)) is loader
+    assert loader_in(within(9)) is None
+    assert loader_in([0] * 7 + [loader]) is loader
+    assert loader_in([0] * 8 + [loader]) is None
+    assert loader_in((1, {"a": (2, loader)})) is loader
+    assert loader_in(type("Named", (), {"loader": loader})) is None
+    assert loader_in(SimpleNamespace(none=None, other=SimpleNamespace(x=1), last=loader)) is loader
+    own = SimpleNamespace()
+    own.self = own
+    assert loader_in(own) is None
 
 
 def test_what_is_no_dataset_is_refused() -> None:
