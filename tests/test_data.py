@@ -438,6 +438,20 @@ def test_a_dataset_is_told_the_epoch_of_what_is_fetched(workers: int) -> None:
     assert steps(batches, 2, start=3) == [[1, 1], [2, 2]]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_is_told_the_epoch_before_each_pass(workers: int) -> None:
+    class Tells(NumberStream):
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([10 * self.epoch] * self.samples)
+
+    batches = deal(Tells(3), batch=2, micro=1, workers=workers)
+    assert steps(batches, 5) == [[0, 0], [0], [10, 10], [10], [20, 20]]
+    assert steps(batches, 2, start=3) == [[10], [20, 20]]
+
+
 # ---------------------------------------------------------------------------------------------- refusals, transfer
 class Holds(NumberStream):
     """A stream that reads another object."""
