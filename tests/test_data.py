@@ -353,6 +353,20 @@ class Shuffled(NumberStream):
         return samples, random.random()
 
 
+class Rolls(NumberStream):
+    """Each sample is what python draws while it is read."""
+
+    def __iter__(self) -> Iterator[float]:  # type: ignore[override]
+        return (random.random() for _ in range(self.samples))
+
+
+class Collates(NumberStream):
+    """Draws where batches are made of its samples, not in its samples."""
+
+    def collate(self, samples: list[int]) -> tuple[list[int], float]:
+        return samples, random.random()
+
+
 @pytest.mark.parametrize("how", ["python", "numpy", "torch"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_draws_the_same_numbers_on_every_rank(how: str, workers: int) -> None:
@@ -419,6 +433,25 @@ class Batched(Draws):
 def test_every_epoch_augments_batches_anew() -> None:
     draws = [one.data.tolist() for one in islice(deal(Batched(4), batch=4, micro=4, shuffle=False).training(0), 2)]
     assert draws[0] != draws[1]
+
+
+@pytest.mark.parametrize("data", [Draws(4), Batched(4), Rolls(4), Collates(4)], ids=lambda d: type(d).__name__)
+def test_every_seed_of_a_run_draws_other_numbers_and_every_step_too(data: Any) -> None:
+    def draws(seed: int) -> list[str]:
+        source = deal(data, batch=2, micro=2, shuffle=False, seed=seed).training(0)
+        return [repr(one.data) for one in islice(source, 6)]
+
+    assert draws(1) == draws(1)
+    assert len(set(draws(1) + draws(2))) == 12
+
+
+def test_every_micro_batch_of_a_step_of_a_stream_draws_other_numbers() -> None:
+    """On every rank, also the stand-ins of ranks that have nothing left."""
+    found = [
+        [one.data[1] for one in islice(deal(Collates(4), rank=rank, ranks=2, batch=4, micro=1).training(0), 4)]
+        for rank in (0, 1)
+    ]
+    assert len({draw for rank in found for draw in rank}) == 8
 
 
 class TellsEpochs(Numbers):
