@@ -20,7 +20,7 @@ class Together:
 
     def __init__(self, ranks: int) -> None:
         self.reductions = 0
-        self._barrier = Barrier(ranks, timeout=10)
+        self._barrier = Barrier(ranks, timeout=300)
         self._given: dict[int, Tensor] = {}
 
     def total(self, rank: int) -> Callable[[Tensor], Tensor]:

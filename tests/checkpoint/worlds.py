@@ -14,6 +14,7 @@ from ddpforge.checkpoint import Checkpoints, Facts, Peers, Share, sharded
 from ddpforge.recipe.schema import CheckpointSection
 from ddpforge.regions import Box, Part, Range
 
+HANGS = 300.0  # seconds that nothing takes, on however busy a machine, unless it hangs
 FACTS = Facts(step=7, samples=7, strategy="fsdp", world_size=2)
 
 
@@ -59,7 +60,7 @@ class World:
         with self._condition:
             self._pass_on()
         for thread in threads:
-            thread.join(20)
+            thread.join(HANGS)
         assert not any(thread.is_alive() for thread in threads), "a rank hangs"
         return results
 
@@ -76,7 +77,7 @@ class World:
 
     def _wait_for_turn(self, rank: int) -> None:
         with self._condition:
-            assert self._condition.wait_for(lambda: self._running == rank, timeout=20)
+            assert self._condition.wait_for(lambda: self._running == rank, timeout=HANGS)
 
     def _pass_on(self) -> None:
         """Lets the next rank run; when none can, ends the exchange that all are waiting for."""
