@@ -150,6 +150,8 @@ def test_the_order_is_pinned() -> None:
     """A checkpoint of today must continue with the same samples under any later version."""
     assert order(10, epoch=0, seed=0) == [1, 5, 2, 7, 6, 8, 4, 9, 0, 3]
     assert order(10, epoch=1, seed=0) == [4, 8, 1, 6, 0, 7, 9, 2, 3, 5]
+    assert [order(2, epoch) for epoch in range(4)] == [[0, 1], [0, 1], [0, 1], [1, 0]]
+    assert [order(3, epoch) for epoch in range(3)] == [[2, 1, 0], [2, 1, 0], [0, 2, 1]]
     assert mix(1, 2, 3) == 7510213797696614745
 
 
@@ -202,6 +204,12 @@ def test_blocks_of_steps_join_seamlessly(monkeypatch: pytest.MonkeyPatch) -> Non
     whole = steps(deal(Numbers(37), batch=5, micro=2), 40)
     monkeypatch.setattr("ddpforge.data.order._BLOCK", 15)
     assert steps(deal(Numbers(37), batch=5, micro=2), 40) == whole
+
+
+def test_a_step_may_be_larger_than_a_block() -> None:
+    found = steps(deal(Numbers(11_000), batch=10_000, micro=5000), 3)
+    assert [len(step) for step in found] == [10_000, 1000, 10_000]
+    assert sorted(found[0] + found[1]) == list(range(11_000))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -421,6 +429,12 @@ def test_what_was_read_of_a_stream_is_told_apart() -> None:
     assert [a == b for a, b in zip(one, two, strict=True)] == [True, True, False, False, False]
     assert all(0 < read < 2**20 for read in one + two)
     assert next(deal(Numbers(4), batch=2, micro=2).training(0)).read == 0
+
+
+def test_what_was_read_of_a_stream_is_never_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which stands for data that is no stream, and is compared with nothing."""
+    monkeypatch.setattr("ddpforge.data.streams.digest", lambda nest: "0" * 64)
+    assert next(deal(NumberStream(4), batch=2, micro=2).training(0)).read == 1
 
 
 class Batched(Draws):
