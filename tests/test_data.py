@@ -510,10 +510,17 @@ class Holds(NumberStream):
         return iter(self.parts["source"][0])
 
 
-@pytest.mark.parametrize("wrap", [lambda loader: loader, Holds, lambda loader: Holds(Holds(loader))])
-def test_a_loader_is_no_dataset_not_even_inside_one(wrap: Any) -> None:
+@pytest.mark.parametrize(
+    ("wrap", "said"),
+    [
+        (lambda loader: loader, "^a DataLoader is a loader, not a dataset"),
+        (Holds, "^a DataLoader, which Holds reads, is a loader, not a dataset"),
+        (lambda loader: Holds(Holds(loader)), "^a DataLoader, which Holds reads, is a loader"),
+    ],
+)
+def test_a_loader_is_no_dataset_not_even_inside_one(wrap: Any, said: str) -> None:
     loader: Any = DataLoader(Numbers(16), batch_size=2, shuffle=True)  # type: ignore[arg-type]
-    with pytest.raises(PluginError, match=r"a DataLoader.* is a loader, not a dataset"):
+    with pytest.raises(PluginError, match=said):
         deal(wrap(loader), batch=2, micro=2)
 
 
@@ -596,3 +603,9 @@ def test_the_smallest_micro_batches(
             pin=False,
         )
         assert batches.fewest(steps) == expected
+
+
+def test_the_smallest_micro_batch_of_an_epoch_whose_rest_is_left_out_or_that_ends_evenly_is_a_full_steps() -> None:
+    for samples, drop_last in ((27, True), (24, False), (24, True)):
+        batches = deal(Numbers(samples), ranks=2, batch=8, micro=2, drop_last=drop_last)
+        assert batches.fewest(None) == batches.fewest(100) == (2, 2)

@@ -108,10 +108,11 @@ def test_the_random_numbers_of_training_are_left_alone() -> None:
         (len, True),
         (lambda batch: torch.tensor(0.25 * len(batch)), True),
         (lambda batch: None, True),
+        (lambda batch: int((batch < 3).sum()), True),
         (lambda batch: 1, False),
         (lambda batch: torch.tensor(1.0), False),
     ],
-    ids=["samples", "weights", "nothing", "batches", "batches as a tensor"],
+    ids=["samples", "weights", "nothing", "some samples", "batches", "batches as a tensor"],
 )
 def test_a_mean_whose_items_are_batches_is_a_sum_over_them(items: Callable[[Any], Any], expected: bool) -> None:
     assert refused(torch.mean, items=items) is expected

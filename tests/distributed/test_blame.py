@@ -246,7 +246,7 @@ def test_a_rank_that_waits_where_nobody_can_interrupt_it_ends_soon(tmp_path: Pat
     (tmp_path / "faults.py").write_text(FAULTS)
     sets = [f"--set=callbacks.fault.kind={kind}", "--set=callbacks.fault.waits=yes", "--set=train.timeout=10m"]
     command = [sys.executable, "-m", "ddpforge", "launch", "run.toml", "--nproc", "2", *sets, "--json"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1
     status = json.loads((tmp_path / "runs/run/status.json").read_text())
     assert status["state"] == "failed"
