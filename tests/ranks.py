@@ -42,7 +42,7 @@ class Zygote:
         nproc: int,
         cwd: Path,
         env: Mapping[str, str] | None = None,
-        timeout: float = 120,
+        timeout: float = 300,
     ) -> Ranks:
         """`ddpforge ARGUMENTS` in each of `nproc` ranks."""
         if self.process is None:
