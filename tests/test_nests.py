@@ -71,6 +71,8 @@ def test_as_many_tensors_as_samples_are_no_list_of_samples() -> None:
     """Two tensors in a batch of two: each is cut."""
     cut = take([torch.arange(2), torch.arange(2) + 10], 1, 2)
     assert [x.tolist() for x in cut] == [[1], [11]]
+    nested = take([(torch.arange(2),), {"y": torch.arange(2) + 10}], 1, 2)
+    assert [x.tolist() for x in leaves(nested)] == [[1], [11]]
 
 
 def test_the_number_of_samples_is_looked_for_once_or_given() -> None:
