@@ -42,7 +42,7 @@ class Zygote:
         nproc: int,
         cwd: Path,
         env: Mapping[str, str] | None = None,
-        timeout: float = 120,
+        timeout: float = 300,
     ) -> Ranks:
         """`ddpforge ARGUMENTS` in each of `nproc` ranks."""
         if self.process is None:
@@ -155,7 +155,7 @@ def _wait(children: list[int], timeout: float) -> list[int]:
             if pid:
                 codes[child] = os.waitstatus_to_exitcode(status)
                 if codes[child]:
-                    deadline = min(deadline, time.monotonic() + 20)
+                    deadline = min(deadline, time.monotonic() + 60)
         if time.monotonic() > deadline:
             for child in set(children) - codes.keys():
                 os.kill(child, signal.SIGKILL)

@@ -31,11 +31,11 @@ def refuse_remote(value: str) -> None:
     """Raises ValueError for what is no folder of a file system, as "s3://bucket/x", or holds control characters."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", value):
         raise ValueError("must be a folder of a file system, not an address; copy the run's folder there afterwards")
-    if not value.isprintable():
-        raise ValueError("must not hold control characters, such as newlines")
+    on_one_line(value)
 
 
-def _metric(value: str) -> str:
+def on_one_line(value: str) -> str:
+    """`value`; raises ValueError where it holds control characters."""
     if not value.isprintable():
         raise ValueError("must not hold control characters, such as newlines")
     return value
@@ -209,7 +209,7 @@ class KeepSection(Section):
         default=None, description='Also keep one checkpoint every N epochs or steps, e.g. "10ep"; absent: none of them.'
     )
     best: int = Field(default=0, ge=0, le=1000, description="How many of the best to keep, judged by `by`.")
-    by: Annotated[str, AfterValidator(_metric)] | None = Field(
+    by: Annotated[str, AfterValidator(on_one_line)] | None = Field(
         default=None, description='The metric that decides what is best, e.g. "eval/loss".'
     )
     mode: Literal["min", "max"] | None = Field(
@@ -238,9 +238,8 @@ class CheckpointSection(Section):
         default="stop",
         description="What to do when a checkpoint cannot be written: stop, or warn and train on.",
     )
-    init_from: str | None = Field(
+    init_from: Annotated[str, Field(min_length=1), AfterValidator(on_one_line)] | None = Field(
         default=None,
-        min_length=1,
         description="Begin with the weights of a run, a checkpoint or a safetensors file; tensors that it lacks keep"
         " their initial values, and are named in the log.",
     )

@@ -28,8 +28,8 @@ from ddpforge.recipe.layers import (
     used_name,
 )
 from ddpforge.recipe.origins import KeyPath
-from ddpforge.recipe.report import Problem, shown
-from ddpforge.recipe.schema import Recipe
+from ddpforge.recipe.report import Problem, dotted, shown
+from ddpforge.recipe.schema import Recipe, on_one_line
 
 _LOCAL_CODE = re.compile(r"([^:]*\.py):[A-Za-z_][\w.]*")
 _DEFAULTS = ("schedule", "strategy")  # components that a recipe need not name
@@ -84,6 +84,10 @@ class _Validation:
 
     def _component(self, path: KeyPath, table: Value) -> Table:
         """The component as the schema has it, without options; their model joins the vocabulary."""
+        try:
+            on_one_line(str(path[-1]))  # a callback's or a tracker's own name
+        except ValueError as error:
+            self.explainer.add(path, f"the name of [{dotted(path)}] {error}", on_key=True)
         if not isinstance(table, dict):
             self._not_a_table(path, table)
             return {"use": ""}

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from ddpforge.training.fitness import check_model
 from ddpforge.training.optimizer_trial import check_optimizer
 from ddpforge.training.parameter_groups import parameter_groups
 from ddpforge.training.refusals import general_refusals
-from ddpforge.training.rehearsal import Rehearsal, first_batch, rehearse, take_apart
+from ddpforge.training.rehearsal import FEW, Rehearsal, first_batch, rehearse, take_apart
 from ddpforge.training.sums import SMALL
 
 __all__ = ["WEIGHTS", "Parts"]
@@ -263,7 +264,8 @@ class Parts:
 
         Nothing is done that could matter for the run or be noticed by it: what is fetched is fetched once, loader
         processes fetch by themselves, and neither a plugin's loss nor a model from the recipe's own files is called, as
-        they may do more than compute. Any other error (a model may need a GPU) is left to the first step.
+        they may do more than compute. An error in a model's forward pass that training would meet as well is told; any
+        other (a model may need a GPU) is left to the first step.
         """
         home = type(self.task).loss.__module__ if self._fits else ""
         ours = home.startswith("ddpforge.builtin.tasks.")
@@ -271,8 +273,10 @@ class Parts:
         if not (ours or calls) or self.recipe.data.workers:
             return
         with self.noting("task"), own_random_numbers():
+            whole = None
             try:
-                batch = _few(self._first())
+                whole = self._first()
+                batch = _few(whole)
                 if calls:
                     metrics = self._rehearse("train", batch, None).metrics
                     if ours and self.recipe.data.eval:
@@ -282,7 +286,35 @@ class Parts:
             except ForgeError:
                 raise
             except Exception as error:
+                if calls and self._fails_in_training(error, whole):
+                    with self._telling("data.train"):
+                        raise
                 log.debug("the first batch could not be evaluated before training: %s", error)
+
+    def _fails_in_training(self, error: Exception, batch: Any) -> bool:
+        """Whether the model, which only computes, raises that for a whole micro-batch and wherever ranks compute.
+
+        Others' callbacks and strategies may change the model, or what the task gives it, before the first step; the
+        framework itself does so for `sync_batchnorm`, and casts for fp16.
+        """
+        train, others = self.recipe.train, [*self.callbacks.values(), getattr(self, "strategy", None)]
+        if train.sync_batchnorm or train.precision == "fp16" or not self._in_forward(error):
+            return False
+        if any(not type(part).__module__.startswith("ddpforge.") for part in others):
+            return False
+        if not self.is_open and self._most("train") > FEW:
+            return False  # `batch` is not a whole one
+        try:
+            # On the meta device shapes and dtypes fail as on any other.
+            self._rehearse("train", batch, None if device_type(train) == "cpu" else "meta")
+        except Exception as again:
+            return type(again) is type(error) and self._in_forward(again)
+        return False
+
+    def _in_forward(self, error: Exception) -> bool:
+        """Whether it was raised within the forward pass of such a model."""
+        forward = getattr(type(self.model).forward, "__code__", None)
+        return any(frame.f_code is forward for frame, _ in walk_tb(error.__traceback__))
 
     def _may_call_model(self) -> bool:
         if not self._fits or self.size.all > SMALL:
@@ -389,6 +421,6 @@ def _position(problem: Problem) -> tuple[bool, str, int, int]:
 def _few(batch: Any) -> Any:
     """The first samples of a batch, where it can be cut."""
     try:
-        return take(batch, 0, min(size(batch), 8))
+        return take(batch, 0, min(size(batch), FEW))
     except ValueError:
         return batch

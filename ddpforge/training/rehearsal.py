@@ -19,9 +19,9 @@ from ddpforge.interfaces import Task
 from ddpforge.training.first_look import checked_loss, checked_totals, explain
 from ddpforge.training.sums import refuse_mean
 
-__all__ = ["Rehearsal", "first_batch", "rehearse", "take_apart"]
+__all__ = ["FEW", "Rehearsal", "first_batch", "rehearse", "take_apart"]
 
-_SAMPLES = 8
+FEW = 8  # samples
 _DTYPES = {"bf16": torch.bfloat16}  # CPUs have few kernels for fp16
 
 
@@ -35,7 +35,7 @@ class Rehearsal:
 
 def first_batch(data: Any, *, most: int, seed: int) -> Any:
     """The first samples of a dataset as a batch, `most` of them at most."""
-    samples = min(_SAMPLES, most)
+    samples = min(FEW, most)
     share = Share(0, 1, samples)
     fetching: dict[str, Any] = {"seed": seed, "workers": 0, "prefetch": 2, "pin": False}
     batches = open_data(data, global_batch=samples, share=share, shuffle=False, drop_last=False, **fetching)

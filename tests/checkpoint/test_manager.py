@@ -3,9 +3,9 @@ accident."""
 
 import logging
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.doubles import Checkpoint, checkpoint_of, read, reseal, steps_in, tensors_of_every_kind, write
-from checkpoint.worlds import FACTS, World, checkpoints, counted, share_of
+from checkpoint.worlds import FACTS, HANGS, World, checkpoints, counted, share_of
 from torch import Tensor
 
 from ddpforge import disk
@@ -58,7 +58,7 @@ def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     real = disk.make_folder
 
     def wait_for_it(path: Path) -> None:
-        assert answers.wait(20)
+        assert answers.wait(HANGS)
         real(path)
 
     monkeypatch.setattr(disk, "make_folder", wait_for_it)
@@ -213,9 +213,8 @@ def test_ready_says_when_the_writer_is_done(folder: Path, stalled: threading.Eve
     saving.save(checkpoint_of(1), checkpoint_of(1).share)
     assert not saving.ready()
     stalled.set()
-    until = time.monotonic() + 20
-    while not saving.ready():
-        assert time.monotonic() < until
+    wait([saving._saving], timeout=HANGS)  # type: ignore[list-item]
+    assert saving.ready()
     assert saving.pending
     assert steps_in(read(saving.wait())) == {1}
 
@@ -240,10 +239,12 @@ def test_a_wait_that_is_interrupted_has_taken_nothing(folder: Path, monkeypatch:
     assert steps_in(read(saving.wait())) == {1}
 
 
-def test_a_second_save_waits_for_the_first(folder: Path, stalled: threading.Event) -> None:
+def test_a_second_save_waits_for_the_first(
+    folder: Path, stalled: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saving = alone(folder)
     saving.save(checkpoint_of(1), checkpoint_of(1).share)
-    threading.Timer(0.2, stalled.set).start()
+    monkeypatch.setattr(manager, "wait", lambda futures: (stalled.set(), wait(futures)))  # it answers whoever waits
 
     saving.save(checkpoint_of(2), checkpoint_of(2).share)
 
@@ -253,11 +254,11 @@ def test_a_second_save_waits_for_the_first(folder: Path, stalled: threading.Even
 
 
 def test_opening_waits_for_what_is_being_written_and_does_not_clear_it_away(
-    folder: Path, stalled: threading.Event
+    folder: Path, stalled: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = alone(folder)
     saving.save(checkpoint_of(1), checkpoint_of(1).share)
-    threading.Timer(0.2, stalled.set).start()
+    monkeypatch.setattr(manager, "wait", lambda futures: (stalled.set(), wait(futures)))
 
     assert step_of(saving) == 1
     assert steps_in(read(saving.wait())) == {1}
@@ -708,9 +709,9 @@ def test_a_rank_whose_disk_hangs_is_given_up_by_all_and_named(
         if threading.current_thread().name.endswith("rank-1"):
             for thread in threading.enumerate():
                 if thread.name == "checkpoint work of rank-0":  # it began first
-                    thread.join(20)
+                    thread.join(HANGS)
             hours.runs = True
-            answers.wait(20)
+            answers.wait(HANGS)
         real(file, data)
 
     monkeypatch.setattr(disk, "write", hang)
@@ -741,7 +742,7 @@ def test_a_disk_that_is_slow_however_slow_is_waited_for(
 
     def crawl(file: Any, data: Any) -> None:
         if threading.current_thread().name.endswith(f"rank-{slow}"):
-            permits.acquire(timeout=20)
+            permits.acquire(timeout=HANGS)
             hours.now += 3600
         real(file, data)
 

@@ -190,7 +190,7 @@ def test_a_killed_process_is_an_error_in_the_others_and_costs_no_checkpoint(tmp_
         )
         for rank in range(2)
     ]
-    (said, _), (said_by_killed, _) = (process.communicate(timeout=100) for process in processes)
+    (said, _), (said_by_killed, _) = (process.communicate(timeout=300) for process in processes)
 
     assert [process.returncode for process in processes] == [0, -signal.SIGKILL]
     name, message = said.splitlines()

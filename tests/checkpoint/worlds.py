@@ -18,6 +18,7 @@ from ddpforge.ranks.collectives import Connected
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe.schema import CheckpointSection
 
+HANGS = 300.0  # seconds that nothing takes, on however busy a machine, unless it hangs
 FACTS = Facts(step=7, samples=7, strategy="fsdp", world_size=2)
 
 
@@ -71,7 +72,7 @@ class World:
         with self._condition:
             self._pass_on()
         for thread in threads:
-            thread.join(20)
+            thread.join(HANGS)
         assert not any(thread.is_alive() for thread in threads), "a rank hangs"
         return results
 
@@ -88,7 +89,7 @@ class World:
 
     def _wait_for_turn(self, rank: int) -> None:
         with self._condition:
-            assert self._condition.wait_for(lambda: self._running == rank, timeout=20)
+            assert self._condition.wait_for(lambda: self._running == rank, timeout=HANGS)
 
     def _pass_on(self) -> None:
         """Lets the next rank run; when none can, ends the exchange that all are waiting for."""

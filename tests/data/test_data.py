@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ddpforge.data import Batches, MicroBatch, Share, mix, open_data, permute, seed_all, to_device
+from ddpforge.data.streams import is_stream, loader_in
 from ddpforge.errors import PluginError
 
 
@@ -148,6 +150,8 @@ def test_the_order_is_pinned() -> None:
     """A checkpoint of today must continue with the same samples under any later version."""
     assert order(10, epoch=0, seed=0) == [1, 5, 2, 7, 6, 8, 4, 9, 0, 3]
     assert order(10, epoch=1, seed=0) == [4, 8, 1, 6, 0, 7, 9, 2, 3, 5]
+    assert [order(2, epoch)[0] for epoch in range(12)] == [0, 0, 0, 1, 0, 1, 0, 1, 1, 1, 0, 1]
+    assert [order(3, epoch) for epoch in range(3)] == [[2, 1, 0], [2, 1, 0], [0, 2, 1]]
     assert mix(1, 2, 3) == 7510213797696614745
 
 
@@ -200,6 +204,12 @@ def test_blocks_of_steps_join_seamlessly(monkeypatch: pytest.MonkeyPatch) -> Non
     whole = steps(deal(Numbers(37), batch=5, micro=2), 40)
     monkeypatch.setattr("ddpforge.data.order._BLOCK", 15)
     assert steps(deal(Numbers(37), batch=5, micro=2), 40) == whole
+
+
+def test_a_step_may_be_larger_than_a_block() -> None:
+    found = steps(deal(Numbers(11_000), batch=10_000, micro=5000), 3)
+    assert [len(step) for step in found] == [10_000, 1000, 10_000]
+    assert sorted(found[0] + found[1]) == list(range(11_000))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -303,6 +313,33 @@ def test_torchs_iterable_datasets_are_streams_that_do_not_deal_themselves_out(wo
     assert Counter(i for hand in hands for step in hand for i in step) == Counter(range(10))
 
 
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (NumberStream(1), True),
+        (Torchs(), True),
+        (iter(()), True),
+        (Numbers(1), False),
+        ([1, 2], False),
+        (torch.zeros(2), False),
+        ({}, False),
+        (object(), False),
+    ],
+)
+def test_a_stream_can_be_iterated_and_not_indexed(data: Any, expected: bool) -> None:
+    assert is_stream(data) is expected
+
+
+def test_no_states_of_generators_are_kept_for_a_stream_that_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Quiet(NumberStream):
+        random = False
+
+    monkeypatch.setattr("ddpforge.data.streams.RandomState", None)
+    assert steps(deal(Quiet(4), batch=2, micro=2), 3) == [[0, 1], [2, 3], [0, 1]]
+    with pytest.raises(TypeError):
+        steps(deal(NumberStream(4), batch=2, micro=2), 1)
+
+
 class Shuffled(NumberStream):
     """Shuffles with python's, numpy's or torch's global generator; collating draws as well."""
 
@@ -321,6 +358,20 @@ class Shuffled(NumberStream):
 
     def collate(self, samples: list[int]) -> tuple[list[int], float]:
         torch.rand(len(samples)), np.random.rand(), random.random()
+        return samples, random.random()
+
+
+class Rolls(NumberStream):
+    """Each sample is what python draws while it is read."""
+
+    def __iter__(self) -> Iterator[float]:  # type: ignore[override]
+        return (random.random() for _ in range(self.samples))
+
+
+class Collates(NumberStream):
+    """Draws where batches are made of its samples, not in its samples."""
+
+    def collate(self, samples: list[int]) -> tuple[list[int], float]:
         return samples, random.random()
 
 
@@ -380,6 +431,12 @@ def test_what_was_read_of_a_stream_is_told_apart() -> None:
     assert next(deal(Numbers(4), batch=2, micro=2).training(0)).read == 0
 
 
+def test_what_was_read_of_a_stream_is_never_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which stands for data that is no stream, and is compared with nothing."""
+    monkeypatch.setattr("ddpforge.data.streams.digest", lambda nest: "0" * 64)
+    assert next(deal(NumberStream(4), batch=2, micro=2).training(0)).read == 1
+
+
 class Batched(Draws):
     """Fetches batches, and draws for each."""
 
@@ -390,6 +447,25 @@ class Batched(Draws):
 def test_every_epoch_augments_batches_anew() -> None:
     draws = [one.data.tolist() for one in islice(deal(Batched(4), batch=4, micro=4, shuffle=False).training(0), 2)]
     assert draws[0] != draws[1]
+
+
+@pytest.mark.parametrize("data", [Draws(4), Batched(4), Rolls(4), Collates(4)], ids=lambda d: type(d).__name__)
+def test_every_seed_of_a_run_draws_other_numbers_and_every_step_too(data: Any) -> None:
+    def draws(seed: int) -> list[str]:
+        source = deal(data, batch=2, micro=2, shuffle=False, seed=seed).training(0)
+        return [repr(one.data) for one in islice(source, 6)]
+
+    assert draws(1) == draws(1)
+    assert len(set(draws(1) + draws(2))) == 12
+
+
+def test_every_micro_batch_of_a_step_of_a_stream_draws_other_numbers() -> None:
+    """On every rank, also the stand-ins of ranks that have nothing left."""
+    found = [
+        [one.data[1] for one in islice(deal(Collates(4), rank=rank, ranks=2, batch=4, micro=1).training(0), 4)]
+        for rank in (0, 1)
+    ]
+    assert len({draw for rank in found for draw in rank}) == 8
 
 
 class TellsEpochs(Numbers):
@@ -409,6 +485,20 @@ def test_a_dataset_is_told_the_epoch_of_what_is_fetched(workers: int) -> None:
     assert steps(batches, 2, start=3) == [[1, 1], [2, 2]]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_is_told_the_epoch_before_each_pass(workers: int) -> None:
+    class Tells(NumberStream):
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([10 * self.epoch] * self.samples)
+
+    batches = deal(Tells(3), batch=2, micro=1, workers=workers)
+    assert steps(batches, 5) == [[0, 0], [0], [10, 10], [10], [20, 20]]
+    assert steps(batches, 2, start=3) == [[10], [20, 20]]
+
+
 # ---------------------------------------------------------------------------------------------- refusals, transfer
 class Holds(NumberStream):
     """A stream that reads another object."""
@@ -420,11 +510,40 @@ class Holds(NumberStream):
         return iter(self.parts["source"][0])
 
 
-@pytest.mark.parametrize("wrap", [lambda loader: loader, Holds, lambda loader: Holds(Holds(loader))])
-def test_a_loader_is_no_dataset_not_even_inside_one(wrap: Any) -> None:
+@pytest.mark.parametrize(
+    ("wrap", "said"),
+    [
+        (lambda loader: loader, "^a DataLoader is a loader, not a dataset"),
+        (Holds, "^a DataLoader, which Holds reads, is a loader, not a dataset"),
+        (lambda loader: Holds(Holds(loader)), "^a DataLoader, which Holds reads, is a loader"),
+    ],
+)
+def test_a_loader_is_no_dataset_not_even_inside_one(wrap: Any, said: str) -> None:
     loader: Any = DataLoader(Numbers(16), batch_size=2, shuffle=True)  # type: ignore[arg-type]
-    with pytest.raises(PluginError, match=r"a DataLoader.* is a loader, not a dataset"):
+    with pytest.raises(PluginError, match=said):
         deal(wrap(loader), batch=2, micro=2)
+
+
+def test_a_loader_is_looked_for_in_eight_objects_one_within_the_other_and_in_the_first_of_a_list() -> None:
+    """A list of samples may be long, and an object may hold itself."""
+    loader: Any = DataLoader(Numbers(4))  # type: ignore[arg-type]
+
+    def within(depth: int) -> Any:
+        found = loader
+        for _ in range(depth):
+            found = SimpleNamespace(inner=found)
+        return found
+
+    assert loader_in(within(8)) is loader
+    assert loader_in(within(9)) is None
+    assert loader_in([0] * 7 + [loader]) is loader
+    assert loader_in([0] * 8 + [loader]) is None
+    assert loader_in((1, {"a": (2, loader)})) is loader
+    assert loader_in(type("Named", (), {"loader": loader})) is None
+    assert loader_in(SimpleNamespace(none=None, other=SimpleNamespace(x=1), last=loader)) is loader
+    own = SimpleNamespace()
+    own.self = own
+    assert loader_in(own) is None
 
 
 def test_what_is_no_dataset_is_refused() -> None:
@@ -484,3 +603,9 @@ def test_the_smallest_micro_batches(
             pin=False,
         )
         assert batches.fewest(steps) == expected
+
+
+def test_the_smallest_micro_batch_of_an_epoch_whose_rest_is_left_out_or_that_ends_evenly_is_a_full_steps() -> None:
+    for samples, drop_last in ((27, True), (24, False), (24, True)):
+        batches = deal(Numbers(samples), ranks=2, batch=8, micro=2, drop_last=drop_last)
+        assert batches.fewest(None) == batches.fewest(100) == (2, 2)

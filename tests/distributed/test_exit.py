@@ -61,7 +61,7 @@ def test_so_do_those_of_one_process_that_no_launcher_has_started(tmp_path: Path,
     for _ in range(20):
         for words in (SHORT, LONGER):
             command = [sys.executable, "-m", "ddpforge", *words]
-            ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+            ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
             assert ended.returncode == 0, ended.stderr
 
 
@@ -91,7 +91,7 @@ def test_one_process_ends_without_the_interpreters_clean_up_but_does_what_was_re
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     command = [sys.executable, "-m", "ddpforge", "run", "short.toml"]
     ended = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert ended.returncode == 0, ended.stderr
     assert "said at the end" in ended.stdout

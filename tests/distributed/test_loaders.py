@@ -52,7 +52,7 @@ def test_a_process_ends_though_its_loader_processes_leave_stopping_to_it(tmp_pat
     (tmp_path / "parts.py").write_text(PARTS)
     words = ["-c", SCRIPT] if command == "a script" else ["-m", "ddpforge", "run", "data.toml"]
     ended = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     if command == "a script":
         assert ended.stdout.split() == ["IndexError", "KeyError"], ended.stderr
@@ -79,5 +79,5 @@ leaving.leave(5)
 def test_nobody_complains_of_loader_processes_that_end_with_their_rank(threads: str) -> None:
     """Torch does in its handler of SIGCHLD, in place of what the run had to say last."""
     script = [sys.executable, "-c", LEAVES.format(threads=threads)]
-    ended = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.stdout, ended.returncode) == ("", 5), ended.stderr

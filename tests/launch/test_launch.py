@@ -66,7 +66,7 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Start:
     """Runs a command to its end, by default in the test's folder, where there is a recipe."""
 
     def run(command: str, cwd: Path = tmp_path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command.split(), cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command.split(), cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
     return run
 
@@ -302,7 +302,7 @@ def test_launch_ends_with_the_exit_code_of_the_run_and_the_last_word_is_ours(tmp
 
 def stopped(folder: Path, process: subprocess.Popen[str], curve: list[float]) -> dict[str, Any]:
     """The status of a run that was asked to stop, after having trained the curve that it should."""
-    told, said = process.communicate(timeout=60)
+    told, said = process.communicate(timeout=300)
     assert process.returncode == ExitCode.STOPPED, said
     assert "Traceback" not in said
     found = status(folder)

@@ -357,3 +357,27 @@ def test_absurd_magnitudes_and_other_types_are_refused(load: Load, text: str) ->
 def test_a_metric_has_a_name_on_one_line(load: Load) -> None:
     with pytest.raises(RecipeError, match="must not hold control characters"):
         load(None, "checkpoint.keep.best=1", 'checkpoint.keep.by="eval/\\nloss"')
+
+
+@pytest.mark.parametrize("table", ["callbacks", "track"])
+@pytest.mark.parametrize("name", ["a\\nb", "a\\u0000", "\\u001b[31m", "a\\u007fb"])
+def test_a_callback_or_tracker_has_a_name_on_one_line(load: Load, valid: str, table: str, name: str) -> None:
+    use = {"callbacks": "ema", "track": "wandb"}[table]
+    more = 'project = "p"\n' if table == "track" else ""
+    with pytest.raises(RecipeError, match="must not hold control characters, such as newlines") as caught:
+        load(f'{valid}\n[{table}."{name}"]\nuse = "{use}"\n{more}')
+    (problem,) = caught.value.problems
+    assert problem.message.startswith(f"the name of [{table}.")
+    assert problem.message.isprintable()
+    assert problem.place
+    assert problem.place.text == f'[{table}."{name}"]'
+    load(f'{valid}\n[{table}."Größe 2"]\nuse = "{use}"\n{more}')
+
+
+@pytest.mark.parametrize("value", ["runs/a\\nb", "a\\u0000b", "a\\u007fb"])
+def test_initial_weights_have_a_path_on_one_line(load: Load, value: str) -> None:
+    with pytest.raises(RecipeError, match=r"`checkpoint\.init_from` cannot be .*must not hold control characters"):
+        load(None, f'checkpoint.init_from="{value}"')
+    with pytest.raises(RecipeError, match=r"`checkpoint\.init_from` must be"):
+        load(None, 'checkpoint.init_from=""')
+    assert load(None, "checkpoint.init_from=runs/Größe 2").recipe.checkpoint.init_from == "runs/Größe 2"

@@ -346,13 +346,6 @@ class NeedsItsFolder(Tracker):
         (folder / "mine.txt").write_text("started")
 
 
-class Slow(Tracker):
-    """Waits for a server at every row."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        time.sleep(1.1)
-
-
 # ---------------------------------------------------------------------------------------------- callbacks
 class StopsAlone(Callback):
     """Ends the run on rank 1 only."""

@@ -1,11 +1,20 @@
 """The conformance kit finds what is wrong with a component, and names it, and where."""
 
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from doubles import Clock
 
+from ddpforge.interfaces import Tracker
 from ddpforge.testing import Kit, Result
 from ddpforge.testing.cases import find_cases
+from ddpforge.testing.checks.tracker import never_raises
+from ddpforge.testing.report import Breach
 
 FILE = Path(__file__).with_name("broken.py")
 
@@ -55,7 +64,6 @@ def line_of(text: str) -> int:
         ("undefined", "finite", "a factor for step 100\nfound     IndexError"),
         ("Raises", "never-raises", "`log` not to raise"),
         ("NeedsItsFolder", "survives-a-broken-target", "`start` not to raise where its folder cannot be written"),
-        ("Slow", "never-raises", "a row in less than 1 s"),
     ],
 )
 def test_a_fault_is_named_in_its_own_file(name: str, check: str, says: str) -> None:
@@ -125,6 +133,33 @@ def test_what_is_missing_is_said_with_what_to_write_and_where() -> None:
     assert "ddpforge_testing.toml beside the component" in hint
     hint = failures("FitsNothing")["takes-a-batch"].hints[0]
     assert 'write `data = { use = "…", … }` and `task = { use = "…", … }` below [model.FitsNothing]' in hint
+
+
+class Waits(Tracker):
+    """Each row takes as many seconds of a clock as `seconds` says, over and over."""
+
+    def __init__(self, clock: Clock, seconds: Sequence[float]) -> None:
+        self.clock, self.seconds = clock, cycle(seconds)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.clock.now += next(self.seconds)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [([1.1], "`log` took 1.1 s or more, every time"), ([5, 3, 9, 4], "`log` took 3.0 s or more"), ([0.9, 60], "")],
+)
+def test_a_tracker_that_makes_training_wait_at_every_row_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, seconds: list[float], said: str
+) -> None:
+    """One row may meet a busy machine."""
+    clock = Clock()
+    monkeypatch.setattr("ddpforge.testing.checks.tracker.time", SimpleNamespace(monotonic=clock))
+    case: Any = SimpleNamespace(build=lambda: Waits(clock, seconds))
+    with pytest.raises(Breach) if said else nullcontext() as caught:
+        never_raises(case, None)  # type: ignore[arg-type]
+    if said:
+        assert said in str(caught.value)
 
 
 # ---------------------------------------------------------------------------------------------- several ranks

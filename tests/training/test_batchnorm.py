@@ -1,10 +1,10 @@
-"""BatchNorm's running statistics of several shards on one rank are the mean of what a rank each would have."""
+"""What forward passes leave in buffers: statistics of several shards, and values that are given back."""
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ddpforge.training.batchnorm import Statistics
+from ddpforge.training.batchnorm import Buffers, Statistics, unchanged
 
 SHARDS, MICRO = 4, 3
 
@@ -41,3 +41,125 @@ def test_nothing_is_touched_without_elastic_shards() -> None:
     statistics.enter(1)
     statistics.leave()
     torch.testing.assert_close(norm.running_mean, torch.tensor([0.2, 0.3]))
+
+
+def test_a_micro_batch_of_the_same_shard_goes_on_where_the_last_one_ended() -> None:
+    """Two micro-batches are one shard's, however often a step begins anew."""
+    norm, alone = nn.BatchNorm1d(1), nn.BatchNorm1d(1)
+    statistics = Statistics(norm)
+    for first in (1.0, 5.0):
+        for more in (0.0, 1.0):
+            batch = torch.tensor([[first + more], [3.0]])
+            statistics.enter(3)
+            norm(batch)
+            alone(batch)
+        statistics.leave()
+    assert torch.equal(norm.running_mean, alone.running_mean)
+    assert torch.equal(norm.running_var, alone.running_var)
+    assert norm.num_batches_tracked == 4
+
+
+def test_leaving_without_a_micro_batch_changes_nothing() -> None:
+    norm = nn.BatchNorm1d(2)
+    statistics = Statistics(norm)
+    statistics.leave()
+    statistics.enter(0)
+    norm(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    statistics.leave()
+    statistics.leave()
+    torch.testing.assert_close(norm.running_mean, torch.tensor([0.2, 0.3]))
+
+
+def test_norms_that_keep_no_statistics_and_models_without_norms_are_no_trouble() -> None:
+    for model in (nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=None)):
+        statistics = Statistics(nn.Sequential(model))
+        for shard in (0, 1):
+            statistics.enter(shard)
+            model(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        statistics.leave()
+        assert getattr(model, "num_batches_tracked", None) in (None, 1)
+
+
+def test_other_buffers_than_running_statistics_are_not_averaged() -> None:
+    norm = nn.BatchNorm1d(1)
+    norm.register_buffer("calls", torch.zeros(()))
+    statistics = Statistics(norm)
+    for shard in range(3):
+        statistics.enter(shard)
+        norm.calls += 1
+        norm(torch.ones(2, 1))
+    statistics.leave()
+    assert norm.calls == 3
+
+
+# ---------------------------------------------------------------------------------------------- buffers given back
+class Holds(nn.Module):
+    """Two buffers, one of them not in checkpoints, and one that is not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.arange(3.0))
+        self.register_buffer("left_out", torch.ones(2, dtype=torch.int64), persistent=False)
+        self.register_buffer("absent", None)
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def values(self) -> list[list[float]]:
+        return [self.kept.tolist(), self.left_out.tolist()]
+
+    def change(self) -> None:
+        self.kept.mul_(7)
+        self.left_out = self.left_out + 5
+
+
+def held() -> tuple[nn.Module, Holds]:
+    return (model := nn.Sequential(nn.Sequential(Holds()))), model[0][0]
+
+
+def test_buffers_get_their_values_back_also_those_that_a_module_replaced() -> None:
+    model, holds = held()
+    before, values, tensor = Buffers(model), holds.values(), holds.kept
+    holds.change()
+    with torch.no_grad():
+        holds.weight.fill_(4)
+    replaced = holds.left_out
+    before.restore()
+    assert holds.values() == values
+    assert holds.kept is tensor
+    assert holds.left_out is replaced  # the tensor that is there gets the value
+    assert holds.absent is None
+    assert holds.weight.tolist() == [4, 4, 4]
+    holds.change()
+    before.restore()  # as often as wanted
+    assert holds.values() == values
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_buffers_keep_their_values_if_a_tensor_says_so(kept: bool) -> None:
+    model, holds = held()
+    before, old = Buffers(model), holds.values()
+    holds.change()
+    new = holds.values()
+    before.restore_unless(torch.tensor(kept))
+    assert new != old
+    assert holds.values() == (new if kept else old)
+    assert holds.left_out.dtype == torch.int64
+
+
+@pytest.mark.parametrize("unless", [None, torch.tensor(True), torch.tensor(False)])
+def test_a_graph_that_saved_a_buffer_does_not_notice_that_it_gets_its_value_back(unless: Tensor | None) -> None:
+    model, holds = held()
+    before = Buffers(model)
+    loss = (holds.weight * holds.kept).sum()
+    before.restore() if unless is None else before.restore_unless(unless)
+    loss.backward()  # raises if the tensor it saved was changed
+    assert holds.weight.grad is not None
+    assert holds.weight.grad.tolist() == [0, 1, 2]
+
+
+def test_within_unchanged_buffers_change_and_after_it_they_have_not() -> None:
+    model, holds = held()
+    values = holds.values()
+    with unchanged(model):
+        holds.change()
+        assert holds.values() != values
+    assert holds.values() == values

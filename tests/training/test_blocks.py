@@ -185,10 +185,12 @@ def test_a_gradient_penalty_recomputes_from_the_same_buffers_again() -> None:
 
 def test_an_evaluation_keeps_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built(lambda: nn.BatchNorm1d(4))
+    x = torch.randn(8, 4)
+    wanted = model.eval()(x)
     rework_blocks(list(model.children()), settings(activation_checkpointing=True))
     monkeypatch.setattr(Tensor, "clone", lambda self: pytest.fail("a buffer was copied"))
     with torch.no_grad():
-        model.eval()(torch.randn(8, 4))
+        assert torch.equal(model(x), wanted)
 
 
 def test_random_numbers_of_the_device_are_kept_for_blocks_called_with_keywords(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +213,20 @@ def test_random_numbers_of_the_device_are_kept_for_blocks_called_with_keywords(m
 def test_recomputing_blocks_with_buffers_in_cuda_graphs_is_refused(mode: str) -> None:
     with pytest.raises(ValueError, match=r"`norm.num_batches_tracked`|`largest`.*set train.compile = \"default\""):
         rework_blocks(list(NormedBlocks().blocks), settings(activation_checkpointing=True, compile=mode))
+
+
+def test_recomputed_blocks_are_compiled_with_the_model_that_they_are_in() -> None:
+    """As one graph: nothing in the recomputing sends a compiled model back to Python."""
+    gradients = []
+    for compiled in (False, True):
+        model = built(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+        rework_blocks(list(model.children()), settings(activation_checkpointing=True, compile="default"))
+        if compiled:
+            model.compile(backend=_BACKEND, fullgraph=True)
+        model(torch.arange(8.0).view(2, 4)).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["in a compiled model", "one by one"])

@@ -14,7 +14,7 @@ from ddpforge.testing.checks import check
 from ddpforge.testing.report import Breach, NotApplicable, place_of
 from ddpforge.testing.worlds import Worlds
 
-_SLOWEST = 1.0  # seconds for a row
+_SLOWEST = 1.0  # seconds for the quickest of some rows: any other may have met a busy machine
 _CONFIG = {
     "name": "case",
     "model": {"use": "mlp"},
@@ -55,6 +55,8 @@ def _life(case: Case, tracker: Tracker, folder: Path, *, resumed_at: int | None,
     if not isinstance(tracker, Tracker):
         raise Breach("a ddpforge.interfaces.Tracker", f"a {type(tracker).__name__}")
 
+    took: list[float] = []
+
     def call(what: str, action: Callable[[], None]) -> None:
         began = time.monotonic()
         try:
@@ -67,8 +69,8 @@ def _life(case: Case, tracker: Tracker, folder: Path, *, resumed_at: int | None,
                 where=place_of(error, type(tracker)),
                 hints=["catch what its target raises, warn once and go on"],
             ) from error
-        if what == "log" and time.monotonic() - began > _SLOWEST:
-            raise Breach(f"a row in less than {_SLOWEST:g} s", f"`log` took {time.monotonic() - began:.1f} s")
+        if what == "log":
+            took.append(time.monotonic() - began)
 
     call("start", lambda: tracker.start(name="case", folder=folder, config=_CONFIG, resumed_at=resumed_at))
     rows: list[dict[str, float]] = [
@@ -93,4 +95,6 @@ def _life(case: Case, tracker: Tracker, folder: Path, *, resumed_at: int | None,
         call("log", lambda step=step, row=row: tracker.log(step, row))  # type: ignore[misc]
     call("rewind", lambda: tracker.rewind(1))
     call("log", lambda: tracker.log(2, rows[0]))
+    if min(took) > _SLOWEST:
+        raise Breach(f"a row in less than {_SLOWEST:g} s", f"`log` took {min(took):.1f} s or more, every time")
     call("finish", lambda: tracker.finish(state="done", summary={"train/loss": 2.0, "eval/loss": math.nan}))

@@ -1,0 +1,209 @@
+"""Nests of tensors: what they hold, how they are cut, compared, told apart and moved."""
+
+import subprocess
+import sys
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ddpforge.data.nests import close, digest, leaves, size, take, to_device
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Unknown:
+    """Its repr is a place in memory."""
+
+
+# ---------------------------------------------------------------------------------------------- apart
+def test_leaves_are_what_is_in_dicts_lists_and_tuples_in_order() -> None:
+    nest = {"b": [1, (2, "text")], "a": Pair(3, {"c": None}), "empty": []}
+    assert list(leaves(nest)) == [1, 2, "text", 3, None]
+    assert list(leaves("text")) == ["text"]
+    assert list(leaves(OrderedDict(x=(1,)))) == [1]
+
+
+def test_the_size_of_a_batch_is_the_first_dimension_of_its_first_tensor_that_has_one() -> None:
+    assert size(["name", torch.tensor(7.0), {"x": torch.zeros(3, 5)}, torch.zeros(4)]) == 3
+    assert size((torch.zeros(0, 2), torch.zeros(4))) == 0
+
+
+@pytest.mark.parametrize("batch", [[], ["text", 3], torch.tensor(1.0), {"x": np.zeros(3)}])
+def test_a_batch_without_a_tensor_that_has_dimensions_has_no_size(batch: Any) -> None:
+    with pytest.raises(ValueError, match="no tensor with a dimension for samples"):
+        size(batch)
+
+
+# ---------------------------------------------------------------------------------------------- cuts
+def test_a_cut_takes_the_samples_of_every_tensor_and_of_lists_of_plain_values() -> None:
+    batch = {
+        "x": torch.arange(8).view(4, 2),
+        "names": ["a", "b", "c", "d"],
+        "both": (torch.arange(4), [torch.arange(4) + 10]),
+        "pair": Pair(torch.arange(4), ("p", "q", "r", "s")),
+    }
+    cut = take(batch, 1, 3)
+    assert cut["x"].tolist() == [[2, 3], [4, 5]]
+    assert cut["names"] == ["b", "c"]
+    assert type(cut["both"]) is tuple
+    assert type(cut["both"][1]) is list
+    assert [x.tolist() for x in leaves(cut["both"])] == [[1, 2], [11, 12]]
+    assert (type(cut["pair"]), cut["pair"].x.tolist(), cut["pair"].y) == (Pair, [1, 2], ("q", "r"))
+
+
+def test_what_does_not_run_over_samples_is_left_as_it_is() -> None:
+    batch = [torch.arange(4), torch.tensor(5), torch.arange(3), ["a", "b", "c"], "text", 7, None]
+    _, *rest = take(batch, 0, 2)
+    assert rest[0].item() == 5
+    assert rest[1].tolist() == [0, 1, 2]
+    assert rest[2:] == [["a", "b", "c"], "text", 7, None]
+
+
+def test_as_many_tensors_as_samples_are_no_list_of_samples() -> None:
+    """Two tensors in a batch of two: each is cut."""
+    cut = take([torch.arange(2), torch.arange(2) + 10], 1, 2)
+    assert [x.tolist() for x in cut] == [[1], [11]]
+    nested = take([(torch.arange(2),), {"y": torch.arange(2) + 10}], 1, 2)
+    assert [x.tolist() for x in leaves(nested)] == [[1], [11]]
+
+
+def test_the_number_of_samples_is_looked_for_once_or_given() -> None:
+    """Below the first tensor another one may run over something else."""
+    assert take({"x": torch.arange(4), "y": [torch.arange(6)]}, 0, 2)["y"][0].tolist() == list(range(6))
+    assert take(["a", "b", "c"], 0, 1, total=3) == ["a"]
+    assert take(torch.arange(4), 0, 1, total=3).tolist() == [0, 1, 2, 3]
+
+
+# ---------------------------------------------------------------------------------------------- fingerprints
+def _different() -> list[Any]:
+    image = Image.new("RGB", (2, 1))
+    return [
+        0,
+        1,
+        1.0,
+        True,
+        "1",
+        None,
+        "",
+        [],
+        [1, 2],
+        [2, 1],
+        torch.tensor(1.0),
+        torch.tensor(1.0, dtype=torch.float64),
+        torch.tensor(1),
+        torch.tensor([1.0]),
+        torch.tensor([[1.0]]),
+        torch.zeros(2, 3),
+        torch.zeros(3, 2),
+        torch.zeros(6),
+        torch.ones(2, 3, dtype=torch.bfloat16),
+        torch.tensor([0.0, -0.0]),
+        np.array(["a", "b"]),
+        np.array(["a", "c"]),
+        np.zeros(2, dtype=complex),
+        np.array([True, False]),
+        np.array([3, 4], dtype=np.uint8),
+        image,
+        Image.new("RGB", (1, 2)),
+        Image.new("L", (2, 1)),
+        Image.new("RGB", (2, 1), (0, 0, 1)),
+        Unknown(),
+    ]
+
+
+def test_different_nests_have_different_fingerprints() -> None:
+    assert len({digest(nest) for nest in _different()}) == len(_different())
+
+
+def test_equal_nests_have_equal_fingerprints() -> None:
+    assert [digest(nest) for nest in _different()] == [digest(nest) for nest in _different()]
+    wide = torch.arange(6.0).view(2, 3)
+    assert digest({"x": wide}) == digest([wide.t().contiguous().t()]) == digest((wide.clone().requires_grad_(),))
+    assert digest(wide.numpy()) == digest(wide)
+    assert digest(Image.new("L", (3, 2), 7)) == digest(torch.full((2, 3), 7, dtype=torch.uint8))
+
+
+def test_two_objects_of_which_only_the_place_in_memory_is_known_are_told_apart_by_their_class() -> None:
+    class Other:
+        pass
+
+    one, two = Unknown(), Unknown()
+    assert digest(one) == digest(two)
+    assert digest(one) != digest(Other())
+
+
+def test_a_fingerprint_is_the_same_in_every_process() -> None:
+    """Python's own hash of a text is not."""
+    nest = "{'x': torch.arange(3), 'name': ('text', 1.5)}"
+    script = f"import torch; from ddpforge.data.nests import digest; print(digest({nest}))"
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == digest({"x": torch.arange(3), "name": ("text", 1.5)})
+
+
+# ---------------------------------------------------------------------------------------------- the same up to rounding
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.00001]), True),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0001]), False),
+        (torch.tensor([0.0]), torch.tensor([0.9e-5]), True),
+        (torch.tensor([0.0]), torch.tensor([1.1e-5]), False),
+        (torch.tensor([torch.nan, 1.0]), torch.tensor([torch.nan, 1.0]), True),
+        (torch.tensor([torch.nan]), torch.tensor([1.0]), False),
+        (torch.zeros(2), torch.zeros(2, 1), False),
+        (torch.zeros(1), torch.zeros(3), False),
+        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.bfloat16), True),
+        (torch.tensor([1.0]), 1.0, False),
+        (1.0, 1.000001, True),
+        (1.0, 1.001, False),
+        (1.0, 1, True),
+        (2.0, 1, False),
+        (float("nan"), float("nan"), True),
+        (1, 1, True),
+        (1, 2, False),
+        (1, True, False),
+        (1.0, "1.0", False),
+        ("a", "a", True),
+        ("a", "b", False),
+        (None, None, True),
+    ],
+)
+def test_values_are_the_same_up_to_rounding(one: Any, other: Any, alike: bool) -> None:
+    assert close(one, other) is alike
+
+
+def test_how_much_rounding_is_allowed_can_be_said() -> None:
+    assert close(torch.tensor([100.0]), torch.tensor([101.0]), tolerance=0.01)
+    assert not close(torch.tensor([100.0]), torch.tensor([103.0]), tolerance=0.01)
+    assert close(100.0, 101.0, tolerance=0.01)
+    assert not close(100.0, 103.0, tolerance=0.01)
+
+
+def test_integers_too_large_for_single_precision_are_told_apart() -> None:
+    assert not close(torch.tensor([2**24]), torch.tensor([2**24 + 1]), tolerance=1e-9)
+
+
+# ---------------------------------------------------------------------------------------------- moves
+def test_a_nest_moves_with_its_containers_and_all_else_stays() -> None:
+    meta, kept = torch.device("meta"), object()
+    moved = to_device({"pair": Pair(torch.ones(1), [torch.ones(2), kept]), "text": "t", "two": (torch.ones(3),)}, meta)
+    assert {key: type(value) for key, value in moved.items()} == {"pair": Pair, "text": str, "two": tuple}
+    assert [x.device for x in leaves(moved) if isinstance(x, Tensor)] == [meta] * 3
+    assert type(moved["pair"].y) is list
+    assert moved["pair"].y[1] is kept
+
+
+def test_a_copy_to_the_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(Tensor, "to", lambda self, *args, **options: asked.append((args, options)) or self)
+    device = torch.device("cpu")
+    to_device([torch.ones(1)], device)
+    assert asked == [((device,), {"non_blocking": True})]

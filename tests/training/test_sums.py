@@ -1,0 +1,169 @@
+"""A loss that is a mean where a sum is wanted is found from one batch; whatever else a loss may be is left alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpforge.errors import UsageError
+from ddpforge.interfaces import Task
+from ddpforge.training.sums import refuse_mean
+
+FOUR = torch.tensor([1.0, 2.0, 3.0, 6.0])
+
+
+class Given(Task):
+    """The loss of a batch of numbers is whatever `reduce` makes of the model's outputs."""
+
+    def __init__(self, reduce: Callable[[Tensor], Tensor], items: Callable[[Any], Any] = lambda batch: None) -> None:
+        self.reduce, self.items = reduce, items
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        outputs = model(batch)
+        return self.reduce(outputs), outputs
+
+    def count(self, batch: Any) -> Any:
+        return self.items(batch)
+
+
+def refused(
+    reduce: Callable[[Tensor], Tensor], batch: Tensor = FOUR, model: nn.Module | None = None, **more: Any
+) -> bool:
+    try:
+        refuse_mean(model or nn.Identity(), Given(reduce, **more), batch)
+    except UsageError:
+        return True
+    return False
+
+
+def test_a_mean_is_refused_with_its_numbers_and_the_way_out() -> None:
+    with pytest.raises(
+        UsageError,
+        match=r"^Given\.loss returns a mean over the batch: 3 for 4 samples, and 1\.5 and 4\.5 for its halves$",
+    ) as caught:
+        refuse_mean(nn.Identity(), Given(torch.mean), FOUR)
+    assert 'reduction="sum"' in caught.value.hints[0]
+
+
+@pytest.mark.parametrize("batch", [FOUR, -FOUR, FOUR[:2], FOUR[:3], torch.ones(7)])
+def test_means_of_any_sign_and_of_odd_numbers_of_samples_are_refused(batch: Tensor) -> None:
+    assert refused(torch.mean, batch)
+    assert not refused(torch.sum, batch)
+
+
+def test_of_an_odd_number_of_samples_the_last_is_left_out() -> None:
+    with pytest.raises(UsageError, match=r"1\.5 for 2 samples, and 1 and 2 for its halves"):
+        refuse_mean(nn.Identity(), Given(torch.mean), torch.tensor([1.0, 2.0, 100.0]))
+
+
+def test_of_one_sample_nothing_can_be_told() -> None:
+    assert not refused(torch.mean, torch.tensor([5.0]))
+    assert not refused(torch.mean, torch.zeros(0))
+
+
+def test_a_loss_of_zero_is_a_sum() -> None:
+    assert not refused(lambda outputs: 0 * outputs.mean())
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda outputs: outputs.sum().square(),
+        lambda outputs: torch.cdist(outputs[:, None], outputs[:, None]).sum(),
+        lambda outputs: outputs.max(),
+        lambda outputs: outputs.norm(),
+        lambda outputs: outputs.sum() + 1,
+    ],
+    ids=["square", "pairs", "max", "norm", "a sum and a constant"],
+)
+def test_losses_that_are_neither_sums_nor_means_are_their_authors_business(reduce: Callable[[Tensor], Tensor]) -> None:
+    assert not refused(reduce)
+
+
+@pytest.mark.parametrize("batch", [FOUR, -FOUR])
+@pytest.mark.parametrize(("off", "expected"), [(0.0, True), (0.0009, True), (0.0011, False), (0.1, False)])
+def test_a_mean_may_be_rounded_by_a_thousandth(batch: Tensor, off: float, expected: bool) -> None:
+    """`off` is by how much the loss of all four samples differs from the mean of those of its halves."""
+    assert refused(lambda outputs: outputs.mean() * (1 - off * (len(outputs) == 4)), batch) is expected
+    assert refused(lambda outputs: outputs.mean() * (1 - off * (len(outputs) == 2)), batch) is expected
+
+
+def test_a_loss_that_draws_random_numbers_cannot_be_compared() -> None:
+    """With the same numbers for every part it would be a mean."""
+    assert not refused(lambda outputs: outputs.mean() * (1 + torch.rand(())))
+
+
+def test_the_random_numbers_of_training_are_left_alone() -> None:
+    state = torch.get_rng_state()
+    refused(lambda outputs: outputs.sum() * torch.rand(()))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---------------------------------------------------------------------------------------------- what is counted
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        (len, True),
+        (lambda batch: torch.tensor(0.25 * len(batch)), True),
+        (lambda batch: None, True),
+        (lambda batch: int((batch < 3).sum()), True),
+        (lambda batch: 1, False),
+        (lambda batch: torch.tensor(1.0), False),
+    ],
+    ids=["samples", "weights", "nothing", "some samples", "batches", "batches as a tensor"],
+)
+def test_a_mean_whose_items_are_batches_is_a_sum_over_them(items: Callable[[Any], Any], expected: bool) -> None:
+    assert refused(torch.mean, items=items) is expected
+
+
+# ---------------------------------------------------------------------------------------------- no trace
+def test_samples_are_looked_at_without_dropout_and_batch_statistics() -> None:
+    """In training mode no loss of a half would be that of the whole; a mean is refused none the less."""
+    model = nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.BatchNorm1d(1), nn.Dropout(0.9))
+    assert refused(torch.mean, model=model)
+    assert all(module.training for module in model.modules())
+    assert model[1].num_batches_tracked == 0
+
+
+def test_model_and_task_are_copies_and_no_gradients_are_computed() -> None:
+    """A task may keep what it sees, and a model count its forward passes."""
+
+    class Keeps(Given):
+        def __init__(self) -> None:
+            super().__init__(torch.mean)
+            self.seen: list[bool] = []
+
+        def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+            modes.append(torch.is_grad_enabled())
+            self.seen.append(True)
+            with torch.no_grad():
+                model.weight.add_(1)
+            return super().loss(lambda x: x, batch)  # type: ignore[arg-type]
+
+    modes: list[bool] = []
+    model, task = nn.Linear(1, 1), Keeps()
+    before = model.weight.clone()
+    with pytest.raises(UsageError):
+        refuse_mean(model, task, FOUR)
+    assert (modes, task.seen) == ([False] * 4, [])
+    assert torch.equal(model.weight, before)
+
+
+# ---------------------------------------------------------------------------------------------- what cannot be asked
+class Uncopied(nn.Identity):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("cannot be copied")
+
+
+def test_what_cannot_be_copied_cut_or_evaluated_in_parts_is_left_alone() -> None:
+    def picky(outputs: Tensor) -> Tensor:
+        if len(outputs) != 4:
+            raise ValueError("four, please")
+        return outputs.mean()
+
+    assert not refused(torch.mean, model=Uncopied())
+    assert not refused(picky)
+    assert not refused(torch.mean, batch="text")  # type: ignore[arg-type]
+    assert not refused(torch.mean, items=lambda batch: 1 / (len(batch) - 2))
