@@ -15,15 +15,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo  # by the first optimizer of every process: 2 seconds
 import torch.distributed.algorithms.ddp_comm_hooks.default_hooks
 import torch.distributed.fsdp
 from accelerate.state import AcceleratorState
+from saved import Saved
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from ddpforge.interfaces import Strategy
+from ddpforge.interfaces import CanonicalState, Strategy
 from ddpforge.recipe.schema import TrainSection
 
 
@@ -81,6 +83,29 @@ def _wait(children: list[int], timeout: float) -> None:
 def train(**options: Any) -> TrainSection:
     """The [train] table of a recipe, on a CPU."""
     return TrainSection.model_validate({"length": "1st", "global_batch": 4, "device": "cpu"} | options)
+
+
+def refused(kind: type[Exception], action: Callable[[], object]) -> str:
+    """What an error of `kind` says, which `action` must raise, and its hints."""
+    with pytest.raises(kind) as found:
+        action()
+    return " | ".join([found.value.message, *found.value.hints])  # type: ignore[attr-defined]
+
+
+def saved(state: CanonicalState[Any]) -> CanonicalState[Any]:
+    """A state of whole tensors, as a checkpoint gives it back."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return Saved(value.clone()) if value.ndim else value.clone()
+
+    return CanonicalState(
+        {name: Saved(value.clone()) for name, value in state.model.items()},
+        {name: {key: read(value) for key, value in entry.items()} for name, entry in state.optimizer.items()},
+        dict(state.aliases),
+        {name: read(value) for name, value in state.shared.items()},
+    )
 
 
 class Training:

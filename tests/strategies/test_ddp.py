@@ -1,13 +1,13 @@
 """What a step, an agreement and a state are under DDP and in one process, in numbers that can be worked out by hand."""
 
 import logging
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from forked import Training, in_ranks, train
+from forked import Training, in_ranks, refused, saved, train
 from own_optimizers import Counting
 from saved import Saved
 from torch import Tensor, nn
@@ -200,21 +200,15 @@ def test_parameters_that_are_not_used_may_be_allowed(options: dict[str, bool]) -
     assert in_ranks(2, rank) == [{"w": [-2.0], "b": [0.0], "c": [0.0]}] * 2
 
 
-def refused(kind: type[Exception], action: Callable[[], object]) -> tuple[str, tuple[str, ...]]:
-    with pytest.raises(kind) as found:
-        action()
-    return found.value.message, tuple(found.value.hints)  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(("uses", "said"), [("a", "`b` and 1 more"), ("ab", "`c`"), ("bc", "`w`")])
 def test_else_the_first_that_is_not_used_is_named_with_its_rank(uses: str, said: str) -> None:
     def rank(number: int) -> Any:
         training = Training(DDP(), lambda: Two(uses))
         return refused(StrategyError, lambda: training.step(torch.ones(1)))
 
-    for number, (message, hints) in enumerate(in_ranks(2, rank)):
-        assert message == f"parameter {said} got no gradient on rank {number}: forward did not use it"
-        assert "strategy.find_unused_parameters = true" in hints[-1]
+    for number, message in enumerate(in_ranks(2, rank)):
+        assert message.startswith(f"parameter {said} got no gradient on rank {number}: forward did not use it | ")
+        assert "or set strategy.find_unused_parameters = true" in message
 
 
 def test_one_process_allows_them_but_not_a_loss_that_depends_on_none() -> None:
@@ -224,11 +218,11 @@ def test_one_process_allows_them_but_not_a_loss_that_depends_on_none() -> None:
         assert isinstance(training.model, Two)
         training.model.uses = ""
         x = torch.ones(1, requires_grad=True)
-        return training.weights(), refused(UsageError, lambda: training.step(x))[0]
+        return training.weights(), refused(UsageError, lambda: training.step(x))
 
     weights, message = in_ranks(1, rank)[0]
     assert weights == {"w": [-1.0], "b": [0.0], "c": [0.0]}
-    assert message == "the loss depends on no trained parameter: backward gave none of them a gradient"
+    assert message.startswith("the loss depends on no trained parameter: backward gave none of them a gradient")
 
 
 @pytest.mark.parametrize("uses", ["af", "f", "abcf"])
@@ -239,7 +233,7 @@ def test_a_weight_that_was_frozen_and_gets_a_gradient_is_named(uses: str) -> Non
         training = Training(Single(), lambda: Two(uses))
         assert isinstance(training.model, Two)
         training.model.frozen.requires_grad_()
-        return refused(StrategyError, lambda: training.step(torch.ones(1)))[0]
+        return refused(StrategyError, lambda: training.step(torch.ones(1)))
 
     assert in_ranks(1, rank)[0].startswith("parameter `frozen` was frozen when the model was wrapped")
 
@@ -255,7 +249,8 @@ def test_a_frozen_weight_is_left_alone_and_nobody_complains() -> None:
 def test_a_loss_is_looked_at_in_every_backward_pass() -> None:
     def rank(number: int) -> Any:
         strategy = Training(Single(), Dot).strategy
-        return [refused(UsageError, lambda: strategy.backward(loss))[0] for loss in (torch.ones(2), torch.ones(()))]
+        losses = (torch.ones(2), torch.ones(()))
+        return [refused(UsageError, partial(strategy.backward, loss)) for loss in losses]
 
     (found,) = in_ranks(1, rank)
     assert found[0].startswith("the task's loss has the shape [2]")
@@ -266,10 +261,11 @@ def test_a_model_that_comes_back_without_a_wrapper_is_refused_where_there_are_se
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def rank(number: int) -> Any:
-        return refused(StrategyError, lambda: Training(DDP(), Dot))[0]
+        return refused(StrategyError, lambda: Training(DDP(), Dot))
 
     monkeypatch.setattr(accelerated.Accelerator, "prepare_model", lambda self, model: model)
-    assert in_ranks(2, rank) == ["asked for DDP over 2 ranks, but the prepared model is a Dot"] * 2
+    for message in in_ranks(2, rank):
+        assert message.startswith("asked for DDP over 2 ranks, but the prepared model is a Dot")
     assert in_ranks(1, lambda number: Training(DDP(), Dot).step(torch.ones(1))) == [pytest.approx(2**0.5)]
 
 
@@ -302,7 +298,7 @@ def test_training_passes_are_watched_until_the_first_update_and_no_others() -> N
         with training.strategy.forward():
             training.model(torch.ones(2))
         training.model.train()
-        said = refused(UsageError, lambda: training.backward(torch.ones(2)))[0]
+        said = refused(UsageError, lambda: training.backward(torch.ones(2)))
         training.strategy.backward(training.model(torch.ones(2)).sum())
         training.strategy.step(training.model, training.optimizer)
         training.step(torch.ones(2))
@@ -464,21 +460,6 @@ def test_nobody_leaves_before_the_last(tmp_path: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- to disk and back
-def saved(state: CanonicalState[Any]) -> CanonicalState[Any]:
-    """As a checkpoint gives it back: whole tensors."""
-
-    def read(value: Any) -> Any:
-        whole = isinstance(value, Tensor) and value.ndim
-        return Saved(value.clone()) if whole else value.clone() if isinstance(value, Tensor) else value
-
-    return CanonicalState(
-        {name: Saved(value.clone()) for name, value in state.model.items()},
-        {name: {key: read(value) for key, value in entry.items()} for name, entry in state.optimizer.items()},
-        dict(state.aliases),
-        {name: read(value) for name, value in state.shared.items()},
-    )
-
-
 def test_a_run_goes_on_from_the_state_that_another_had() -> None:
     def rank(number: int) -> Any:
         straight = Training(DDP(), Dot, momentum)
@@ -515,7 +496,7 @@ def test_weights_alone_leave_the_rest_as_it_is() -> None:
         partial = CanonicalState({"b": Saved(torch.tensor([5.0]))}, {})
         said = refused(
             CheckpointError, lambda: training.strategy.load_state(training.model, training.optimizer, partial)
-        )[0]
+        )
         training.strategy.load_state(training.model, training.optimizer, partial, partial=True)
         return said, training.weights()
 
@@ -556,9 +537,9 @@ def test_one_process_is_not_several() -> None:
     def rank(number: int) -> Any:
         return refused(StrategyError, lambda: Single().setup(train()))
 
-    for message, hints in in_ranks(2, rank):
+    for message in in_ranks(2, rank):
         assert message.startswith('strategy.use = "single" was started in 2 processes')
-        assert hints[0].startswith('set strategy.use = "ddp"')
+        assert ' | set strategy.use = "ddp"' in message
     assert not list(Single().refusals(train(), 1, "cpu"))
 
 
@@ -596,7 +577,7 @@ def test_a_launcher_may_say_what_the_recipe_says_or_nothing(
         if fits:
             Single().setup(train(**options))
             return ""
-        return refused(StrategyError, lambda: Single().setup(train(**options)))[0]
+        return refused(StrategyError, lambda: Single().setup(train(**options)))
 
     monkeypatch.setenv(f"ACCELERATE_{variable}", said)
     monkeypatch.setattr(accelerated, "processes_asked_for", lambda: 1)
@@ -610,9 +591,9 @@ def test_fewer_processes_than_were_asked_for_are_too_few(monkeypatch: pytest.Mon
         return refused(StrategyError, lambda: Single().setup(train()))
 
     monkeypatch.setattr(accelerated, "processes_asked_for", lambda: 2)
-    ((message, hints),) = in_ranks(1, rank)
+    (message,) = in_ranks(1, rank)
     assert message.startswith("`accelerate launch` was asked for 2 processes and started 1")
-    assert hints[0] == "ddpforge launch RECIPE --nproc 2"
+    assert " | ddpforge launch RECIPE --nproc 2 | " in message
 
 
 def test_a_world_of_another_size_than_the_launcher_announced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -620,7 +601,7 @@ def test_a_world_of_another_size_than_the_launcher_announced_is_refused(monkeypa
         num_processes = 1
 
     def rank(number: int) -> Any:
-        return refused(StrategyError, lambda: DDP().setup(train()))[0]
+        return refused(StrategyError, lambda: DDP().setup(train()))
 
     monkeypatch.setattr(accelerated, "Accelerator", Alone)
     said = "the launcher started 2 processes, but Accelerate formed a world of 1"
