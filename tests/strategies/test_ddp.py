@@ -19,6 +19,7 @@ from ddpforge.interfaces import CanonicalState, Part, Range, World
 from ddpforge.strategies import accelerated
 from ddpforge.strategies.accelerated import AcceleratedStrategy
 from ddpforge.strategies.ddp import DDP
+from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.single import Single
 
 
@@ -280,6 +281,46 @@ def test_float64_is_refused_where_autocast_would_leave_it_alone(precision: str, 
 
     message = in_ranks(1, rank)[0]
     assert message.startswith("parameter `weight` is float64") == refused_
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "said"),
+    [
+        (Single, torch.optim.Adam, "`0` (Embedding) gives sparse gradients, and Adam does not take them"),
+        (FSDP, SGD, "`0` (Embedding) gives sparse gradients, and sharded ones are dense"),
+        (Single, SGD, ""),
+        (DDP, SGD, ""),
+    ],
+)
+def test_sparse_gradients_are_refused_where_they_cannot_be_trained_with(strategy: Any, kind: Any, said: str) -> None:
+    def rank(number: int) -> Any:
+        def begin() -> Training:
+            return Training(strategy(), lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), kind)
+
+        if said:
+            return refused(StrategyError, begin)
+        return str(begin().step(torch.tensor([1, 1])))
+
+    (message,) = in_ranks(1, rank)
+    assert message.startswith(said or str(8**0.5)[:6])
+
+
+def test_a_loss_that_differentiates_itself_is_refused_where_something_is_sharded() -> None:
+    class Penalised(Dot):
+        def forward(self, x: Tensor) -> Tensor:
+            y = (self.w * x).sum()
+            (slope,) = torch.autograd.grad(y, self.w, create_graph=True)
+            return y + (slope * self.w).sum()
+
+    def rank(number: int) -> Any:
+        training = Training(Single(), Penalised)
+        return training.step(torch.ones(2)), refused(
+            StrategyError, lambda: Training(FSDP(), Penalised).step(torch.ones(2))
+        )
+
+    ((norm, said),) = in_ranks(1, rank)
+    assert norm == pytest.approx(8**0.5)
+    assert said.startswith("the loss computes gradients of its own")
 
 
 # ---------------------------------------------------------------------------------------------- the forward pass
@@ -581,8 +622,15 @@ def test_a_launcher_may_say_what_the_recipe_says_or_nothing(
 
     monkeypatch.setenv(f"ACCELERATE_{variable}", said)
     monkeypatch.setattr(accelerated, "processes_asked_for", lambda: 1)
+    keys = {
+        "MIXED_PRECISION": "train.precision",
+        "DYNAMO_BACKEND": "train.compile",
+        "GRADIENT_ACCUMULATION_STEPS": "train.micro_batch",
+    }
+    key = keys.get(variable, "strategy.use")
     message = in_ranks(1, rank)[0]
-    assert message.startswith("" if fits else f"the launcher says ACCELERATE_{variable}={said}, which `")
+    said = f"the launcher says ACCELERATE_{variable}={said}, which `{key}` in the recipe decides | "
+    assert message.startswith("" if fits else said)
     assert bool(message) != fits
 
 
