@@ -416,7 +416,7 @@ def _counts(weight: Tensor, state: dict[str, Any]) -> float:
 
 
 def _slower(weight: Tensor, state: dict[str, Any]) -> float:
-    return 0.99 if isinstance(weight, DTensor) else 1.0
+    return 0.998 if isinstance(weight, DTensor) else 1.0
 
 
 def _rounds(weight: Tensor, state: dict[str, Any]) -> float:

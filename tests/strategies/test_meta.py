@@ -80,6 +80,30 @@ def test_what_has_memory_already_is_left_as_it_is() -> None:
     assert not model[1].weight.is_meta
 
 
+class Above(nn.Module):
+    """A weight of its own above a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.empty(2)), nn.Linear(2, 2)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 0.5)
+
+
+def test_a_module_with_weights_of_its_own_leaves_those_below_it_to_them() -> None:
+    with torch.device("meta"):
+        model = Above()
+    torch.manual_seed(3)
+    materialise(model, then={})
+    torch.manual_seed(3)
+    plain = nn.Linear(2, 2)
+    assert model.scale.tolist() == [0.5, 0.5]
+    assert torch.equal(model.inner.weight, plain.weight)
+    assert torch.equal(model.inner.bias, plain.bias)
+
+
 class Buffered(nn.Module):
     def __init__(self) -> None:
         super().__init__()

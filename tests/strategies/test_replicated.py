@@ -192,6 +192,7 @@ def test_a_whole_state_without_an_optimizers_begins_it_anew() -> None:
         (set(), {"a"}, True, "not in the model: a"),
         (set("abcdef"), set(), False, "missing from the checkpoint: a, b, c, d, e …"),
         (set("abcde"), set(), False, "missing from the checkpoint: a, b, c, d, e"),
+        (set(), set("abcdefgh"), True, "not in the model: a, b, c, d, e …"),
         ({"a", "b"}, {"b", "c"}, False, "missing from the checkpoint: a; not in the model: c"),
     ],
 )

@@ -178,6 +178,24 @@ def test_of_weights_that_share_memory_the_one_that_is_written_into_is_named(
         run()
 
 
+def test_a_weight_of_the_model_itself_that_another_takes_the_place_of_is_named() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.w = nn.Parameter(self.w * 2)
+            return self.w * x
+
+    net = Root()
+    with (
+        pytest.raises(UsageError, match=r"forward changes parameter `w` of `the model` \(Root\)"),
+        watched(net, shards_weights=False, shards_gradients=False, eager=True),
+    ):
+        net(torch.ones(2))
+
+
 def test_every_training_pass_is_watched_anew() -> None:
     """Weights may have moved since."""
     net = Net()
