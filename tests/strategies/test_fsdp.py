@@ -609,3 +609,14 @@ def test_the_contract_says_how_many_copies_there_are_and_where_gradients_add_up(
     assert FSDP().contract.accumulates == "the shards' .grad; one reduce-scatter per micro-batch"
     assert FSDP(accumulate="whole").contract.accumulates.startswith("whole, in fp32; one reduce-scatter per step")
     assert FSDP(accumulate="whole", replicas=2).contract.copies == 2
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_recipes_timeout_holds_in_every_group_of_ranks(replicas: int) -> None:
+    def rank(number: int) -> Any:
+        strategy = FSDP(replicas=replicas)
+        strategy.setup(train(timeout="7m"))
+        groups = strategy.mesh.get_all_groups()
+        return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+    assert in_ranks(2, rank) == [[420.0] * (1 if replicas == 1 else 2)] * 2

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import patch_environment
-from forked import Training, in_ranks, refused, saved
+from forked import Training, in_ranks, refused, saved, train
 from saved import Saved
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
@@ -395,3 +395,37 @@ def test_forms_that_cannot_be_sharded_are_named(
     (message,) = in_ranks(1, rank)
     assert message.startswith(said if stage in stages else "")
     assert bool(message) == (stage in stages)
+
+
+# ---------------------------------------------------------------------------------------------- setting up
+@pytest.mark.parametrize(
+    ("variable", "said", "key"),
+    [
+        ("USE_DEEPSPEED", "true", None),
+        ("USE_FSDP", "true", "strategy.use"),
+        ("DEEPSPEED_ZERO_STAGE", "3", None),
+        ("DEEPSPEED_ZERO_STAGE", "2", "strategy.stage"),
+        ("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none", "strategy.offload_optimizer"),
+        ("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu", None),
+        ("DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu", "strategy.offload_parameters"),
+        ("DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none", None),
+        ("GRADIENT_CLIPPING", "0.5", None),
+        ("GRADIENT_CLIPPING", "none", "train.clip_norm"),
+        ("DEEPSPEED_CONFIG_FILE", "ds.json", "strategy.extra"),
+        ("DEEPSPEED_CONFIG_FILE", "none", None),
+    ],
+)
+def test_a_launcher_may_say_what_the_recipe_says(
+    monkeypatch: pytest.MonkeyPatch, variable: str, said: str, key: str | None
+) -> None:
+    def rank(number: int) -> Any:
+        strategy = DeepSpeed(stage=3, offload_optimizer="cpu")
+        if key is None:
+            strategy.setup(train(clip_norm=0.5))
+            return ""
+        return refused(StrategyError, lambda: strategy.setup(train(clip_norm=0.5)))
+
+    monkeypatch.setenv(f"ACCELERATE_{variable}", said)
+    (message,) = in_ranks(1, rank)
+    assert message.startswith(f"the launcher says ACCELERATE_{variable}={said}, which `{key}` in" if key else "")
+    assert bool(message) == bool(key)
