@@ -360,6 +360,19 @@ def test_a_whole_state_without_an_optimizers_begins_it_anew(stage: int) -> None:
     assert whole(in_ranks(2, rank)) == {"w": [-1.0] * 3, "v": [-1.0] * 3}
 
 
+def test_optimizer_state_that_belongs_to_no_element_is_not_saved() -> None:
+    def rank(number: int) -> Any:
+        training = begin(2)
+        training.step(torch.ones(3))
+        training.state()
+        (entry,) = training.optimizer.state.values()
+        entry["rows"] = torch.zeros(2)
+        return refused(CheckpointError, training.state)
+
+    for message in in_ranks(2, rank):
+        assert message.startswith("the optimizer keeps `rows` in the shape [2] for a flat piece of ")
+
+
 # ---------------------------------------------------------------------------------------------- refused by name
 class Given(Dot):
     def __init__(self, more: nn.Parameter) -> None:
