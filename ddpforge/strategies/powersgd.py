@@ -35,7 +35,8 @@ class PowerSGD:
         self._begin_with({}, step=0)
 
     def _begin_with(self, kept: dict[str, _Memory], *, step: int) -> None:
-        self._state = PowerSGDState(None, self._rank, self._start)
+        # A gradient of lower rank than the approximation has, or of zeros, would be divided by the length of nothing.
+        self._state = PowerSGDState(None, self._rank, self._start, orthogonalization_epsilon=1e-8)
         self._state.iter = step
         self._kept = kept  # by the parameter's name: what is in no bucket yet
         self._buckets: dict[int, list[nn.Parameter]] = {}
@@ -68,6 +69,10 @@ class PowerSGD:
                 self._fill(bucket)
             self._forget_nonfinite(bucket.index())
         reduced: Future[Tensor] = powerSGD_hook(state, bucket)
+        if not bucket.buffer().is_cuda:
+            # It begins some all-reduces when others end. With gloo, which several threads serve, those of two buckets
+            # would begin in another order on another rank, and be taken for each other.
+            reduced.wait()
         return reduced
 
     def _forget_nonfinite(self, index: int) -> None:

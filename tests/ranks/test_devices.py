@@ -181,6 +181,44 @@ def test_ranks_tell_each_other_before_there_is_a_group(monkeypatch: pytest.Monke
         devices.Agreement(torch.device("cpu"), timedelta(seconds=1))
 
 
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", None])
+def test_ranks_that_no_launcher_has_announced_tell_nobody(monkeypatch: pytest.MonkeyPatch, missing: str | None) -> None:
+    asked: list[str] = []
+
+    def rendezvous(url: str, timeout: timedelta) -> Iterator[Any]:
+        asked.append(url)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        store.set("ddpforge/device/0", json.dumps(CPU))
+        yield store, 1, 2
+
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    if missing:
+        monkeypatch.delenv(missing)
+    monkeypatch.setattr(dist, "rendezvous", rendezvous)
+    devices.Agreement(torch.device("cpu"), timedelta(seconds=1))
+    assert asked == ([] if missing else ["env://"])
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    devices.Agreement(torch.device("cpu"), timedelta(seconds=1))
+    assert len(asked) == (missing is None)
+
+
+def test_the_recipes_timeout_holds_until_all_have_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[timedelta] = []
+
+    def rendezvous(url: str, timeout: timedelta) -> Iterator[Any]:
+        waits.append(timeout)
+        raise RuntimeError("nobody came")
+        yield
+
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "rendezvous", rendezvous)
+    with pytest.raises(RuntimeError, match="nobody came"):
+        DDP().setup(train(device="cpu", timeout="7m"))
+    assert waits == [timedelta(minutes=7)]
+
+
 # ---------------------------------------------------------------------------------------------- what is told of it
 FOUR = Elsewhere(ranks=4, rank=3)
 SEES_ONE = World(all=FOUR, data=FOUR, local_rank=3, device=torch.device("cuda", 0))

@@ -1,16 +1,19 @@
 """What PowerSGD remembers, kept by parameter, and what becomes of it on another number of ranks."""
 
 import logging
+import math
 from typing import Any
 
 import pytest
 import torch
 from doubles import Elsewhere
+from forked import Training, in_ranks
 from saved import Saved
-from torch import nn
+from torch import Tensor, nn
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Part, Range
+from ddpforge.interfaces import CanonicalState, Part, Range
+from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.powersgd import PowerSGD
 
 
@@ -60,3 +63,193 @@ def test_a_scalar_is_refused_by_name() -> None:
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(StrategyError, match="parameter `scale` is a scalar"):
         powersgd(model)
+
+
+# ---------------------------------------------------------------------------------------------- what is remembered
+def factor(number: int, size: int) -> list[float]:
+    """What the factor of the parameter with this number begins with."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(number)).tolist()
+
+
+def test_a_checkpoint_without_its_memory_clears_what_there_is() -> None:
+    hook = powersgd(nn.Linear(3, 1))
+    hook.restore(saved(weight=[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
+    assert hook.capture()["powersgd.step"] == 7
+    hook.restore({})
+    assert hook.capture() == {"powersgd.step": 0}
+
+
+@pytest.mark.parametrize(("size", "expected"), [(16, [0.5] * 16), (8, factor(2, 16)), (0, factor(2, 16))])
+def test_a_factor_that_fits_comes_back_and_another_is_drawn_from_the_number_of_its_weight(
+    size: int, expected: list[float]
+) -> None:
+    """Of 16 columns, at rank 1; the bias is a column, and is not compressed."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[0].bias.requires_grad_(False)  # so that the second weight is number 1 of those that are trained
+    hook = powersgd(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+    memory = {"powersgd.step": 3, "powersgd.error.1.weight": Saved(torch.zeros(2, 256))}
+    memory["powersgd.error.1.bias"] = Saved(torch.ones(2, 16))
+    if size:
+        memory["powersgd.q.1.weight"] = Saved(torch.full((size,), 0.5))
+    hook.restore(memory)
+    found = hook.capture()
+    assert set(found) == {"powersgd.step", *(f"powersgd.{kind}.1.weight" for kind in ("error", "q"))} | {
+        "powersgd.error.1.bias"
+    }
+    assert torch.as_tensor(found["powersgd.q.1.weight"]).tolist() == pytest.approx(expected)
+
+
+def test_an_error_of_another_size_is_forgotten() -> None:
+    hook = powersgd(nn.Linear(3, 1))
+    hook.restore(saved(weight=[[1.0, 2.0], [4.0, 5.0]], bias=[[7.0], [8.0]]))
+    assert set(hook.capture()) == {"powersgd.step", "powersgd.error.bias"}
+
+
+def test_a_slash_in_a_name_does_not_end_the_key() -> None:
+    hook = powersgd(nn.ModuleDict({"a/b": nn.Linear(3, 1)}))
+    hook.restore(saved(**{"a|b.weight": [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]}))
+    part = hook.capture()["powersgd.error.a|b.weight"]
+    assert isinstance(part, Part)
+    assert part.tensor.tolist() == [1.0, 2.0, 3.0]
+
+
+# ---------------------------------------------------------------------------------------------- in training
+def wide() -> nn.Module:
+    """Several buckets of 1 MiB, which DDP sorts anew in a process's second step."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 300), nn.Linear(300, 400), nn.Linear(400, 300), nn.Linear(300, 300), nn.Linear(300, 1)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
+
+
+def narrow() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+
+
+def begin(build: Any, start: int, rank: int = 2) -> Training:
+    strategy = DDP(compression="powersgd", powersgd_start=start, powersgd_rank=rank, bucket_cap_mb=1)
+    return Training(strategy, build, lambda weights: torch.optim.Adam(weights, lr=1e-3))
+
+
+def batch(rank: int, step: int, width: int) -> Tensor:
+    return torch.randn(8, width, generator=torch.Generator().manual_seed(2 * step + rank))
+
+
+def on_disk(state: CanonicalState[Any]) -> CanonicalState[Any]:
+    """This rank's own part is all that it may read of what each rank has."""
+
+    def read(value: Any) -> Any:
+        if isinstance(value, Part):
+            assert isinstance(value.region, Range)
+            whole = torch.full(value.shape, torch.nan).view(-1)
+            whole[value.region.start : value.region.stop] = value.tensor.reshape(-1)
+            return Saved(whole.view(value.shape))
+        if not isinstance(value, Tensor):
+            return value
+        return Saved(value.clone()) if value.ndim else value.clone()
+
+    return CanonicalState(
+        {name: read(value) for name, value in state.model.items()},
+        {name: {key: read(value) for key, value in entry.items()} for name, entry in state.optimizer.items()},
+        {},
+        {name: read(value) for name, value in state.shared.items()},
+    )
+
+
+def contents(state: CanonicalState[Any]) -> dict[str, list[float]]:
+    values = {**state.model, **state.shared}
+    tensors = {name: value.tensor if isinstance(value, Part) else value for name, value in values.items()}
+    return {name: torch.as_tensor(value).double().sum().item() for name, value in tensors.items()}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("stops", [(2,), (3,), (4, 5)], ids=str)
+def test_a_run_that_is_resumed_again_and_again_goes_on_bit_by_bit(stops: tuple[int, ...]) -> None:
+    """Before, at and after the step in which compression begins."""
+
+    def rank(number: int) -> Any:
+        found = []
+        for pauses in ((), stops):
+            training = begin(wide, start=3)
+            for step in range(7):
+                if step in pauses:
+                    state = on_disk(training.state())
+                    training = begin(wide, start=3)
+                    training.strategy.load_state(training.model, training.optimizer, state)
+                training.step(batch(number, step, 4))
+            found.append(contents(training.state()))
+        assert found[0] == found[1]
+        return sorted(found[0])
+
+    names = in_ranks(2, rank)[0]
+    assert {"powersgd.step", "powersgd.error.0.bias", "powersgd.q.4.weight"} < set(names)
+    assert "powersgd.q.0.bias" not in names
+
+
+def test_a_step_that_is_left_out_is_as_if_it_had_not_been() -> None:
+    """Its gradient would be in every rank's error, and in the factors, for ever."""
+
+    def rank(number: int) -> Any:
+        found = []
+        for bad in ((), (2,), (4, 5)):
+            training = begin(narrow, start=2)
+            norms = []
+            for step in range(7):
+                if step in bad:
+                    x = batch(number, step, 16)
+                    x[0, 0] = torch.inf if number else 1.0
+                    norms.append(training.step(x))
+                if step not in bad or len(bad) == 1:  # the step is made up for, or two in a row are not
+                    norms.append(training.step(batch(number, step, 16)))
+            found.append((norms, contents(training.state())))
+        (plain, weights), (once, same), (late, _) = found
+        assert [norm for norm in once if math.isfinite(norm)] == plain
+        assert {**same, "powersgd.step": 7.0} == weights
+        return [math.isfinite(norm) for norm in plain], [math.isfinite(norm) for norm in late]
+
+    assert in_ranks(2, rank) == [([True] * 7, [True] * 4 + [False] * 2 + [True])] * 2
+
+
+def test_compression_begins_at_its_step_and_keeps_what_it_leaves_out() -> None:
+    """A matrix of full rank: what one rank of it lacks is in the errors; before that nothing is."""
+
+    def rank(number: int) -> Any:
+        training = begin(narrow, start=3, rank=1)
+        found = []
+        for step in range(5):
+            training.step(batch(number, step, 16))
+            shared = training.state().shared
+            error = shared.get("powersgd.error.0.weight")
+            found.append((shared["powersgd.step"], isinstance(error, Part) and error.tensor.any().item()))
+        return found
+
+    steps = [(1, False), (2, False), (3, False), (4, True), (5, True)]
+    assert in_ranks(2, rank) == [steps] * 2
+
+
+@pytest.mark.parametrize(
+    ("build", "approximation", "exact"),
+    [
+        (lambda x: x * 0, 1, True),
+        (lambda x: x * 0, 2, True),
+        (lambda x: x * 0, 4, True),
+        (lambda x: x[:1].expand_as(x), 1, True),
+        (lambda x: x[:1].expand_as(x), 2, False),  # torch's Gram-Schmidt takes rounding for a second direction
+        (lambda x: x[:1].expand_as(x), 4, True),
+    ],
+)
+def test_gradients_of_a_lower_rank_than_the_approximation_are_no_reason_to_divide_by_zero(
+    build: Any, approximation: int, exact: bool
+) -> None:
+    """Of zeros, as a weight has that is not used, and of one sample."""
+
+    def rank(number: int) -> Any:
+        training = begin(lambda: nn.Linear(16, 16, bias=False), start=2, rank=approximation)
+        norms = []
+        for step in range(5):
+            x = build(batch(0, step, 16))
+            norms.append((training.step(x), 4 * x.sum(0).norm().item()))
+        return norms
+
+    for norms in in_ranks(2, rank):
+        assert all(math.isfinite(norm) for norm, _ in norms)
+        assert not exact or [norm for norm, _ in norms] == [pytest.approx(true, rel=1e-3) for _, true in norms]

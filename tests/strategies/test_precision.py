@@ -1,6 +1,7 @@
 """A gradient that is not finite never reaches the weights, nor what the optimizer keeps: on no device, at no step."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from ddpforge.builtin.optim.optimizers import sgd
-from ddpforge.strategies.precision import LossScaling, Precision
+from ddpforge.strategies.precision import LossScaling, Precision, precision_for
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # where a kernel decides; the numbers here stay on the CPU
 
@@ -138,3 +139,110 @@ def test_a_resumed_run_raises_the_scale_at_the_step_at_which_it_would_have_been_
     assert second.state() == first.state()
     resumed.step(1.0, 1.0)
     assert second.state() == {"loss_scale": 2.0**16, "loss_scale_growth_tracker": 0}
+
+
+# ---------------------------------------------------------------------------------------------- the numbers of a step
+@each_precision
+def test_a_step_is_that_of_the_true_gradient(precision: Callable[[], Precision]) -> None:
+    """SGD at a rate of 0.1 with momentum of 0.9, by hand: momenta of 1 and 2.9."""
+    training = Training(precision(), OPTIMIZERS["momentum"])
+    for gradient in (1.0, 2.0):
+        training.step(gradient, -gradient)
+    assert training.values() == [[pytest.approx(0.61)] * 3, [pytest.approx(1.39)] * 5]
+
+
+@each_precision
+def test_a_group_in_which_only_some_weights_get_their_first_momentum_is_left_out_too(
+    precision: Callable[[], Precision],
+) -> None:
+    """The first step is not finite, and uses one of two weights."""
+    skipping, plain = (Training(precision(), OPTIMIZERS["momentum"]) for _ in range(2))
+    skipping.step(torch.inf, None)
+    skipping.step(torch.nan, 1.0)
+    for training in (skipping, plain):
+        training.step(1.0, None)
+        training.step(1.0, 2.0)
+    assert skipping.values() == plain.values()
+
+
+def test_after_its_first_momentum_a_weight_is_updated_by_the_fused_kernel_again() -> None:
+    """On a GPU, which then decides without being asked."""
+    training = Training(Precision(GPU), OPTIMIZERS["momentum"])
+    seen = []
+    original = training.optimizer.step
+
+    def step(closure: None = None) -> None:
+        seen.append((training.optimizer.param_groups[0]["fused"], getattr(training.optimizer, "found_inf", None)))
+        original()
+
+    training.optimizer.step = step  # type: ignore[method-assign, assignment]
+    for gradient in (torch.inf, 1.0, 1.0, torch.inf):
+        training.step(gradient, gradient)
+    assert [(fused, None if inf is None else inf.item()) for fused, inf in seen] == [
+        (False, None),
+        (True, 0.0),
+        (True, 1.0),
+    ]
+    assert training.optimizer.found_inf is None  # type: ignore[attr-defined]
+    assert training.optimizer.param_groups[0]["fused"]
+
+
+def test_a_kernel_that_fails_leaves_the_group_as_it_was() -> None:
+    training = Training(Precision(GPU), OPTIMIZERS["momentum"])
+
+    def step(closure: None = None) -> None:
+        raise RuntimeError("no")
+
+    training.optimizer.step = step  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no"):
+        training.step(1.0, 1.0)
+    assert training.optimizer.param_groups[0]["fused"]
+
+
+def test_a_scale_is_taken_from_a_run_that_had_one_only() -> None:
+    scaling = LossScaling(CPU)
+    scaling.load_state({})
+    assert scaling.state() == {"loss_scale": 2.0**16, "loss_scale_growth_tracker": 0}
+    scaling.load_state({"loss_scale": 8.0, "loss_scale_growth_tracker": 5})
+    assert scaling.state() == {"loss_scale": 8.0, "loss_scale_growth_tracker": 5}
+
+
+def test_only_looking_at_gradients_lowers_the_scale_when_they_overflow() -> None:
+    training = Training(LossScaling(CPU), OPTIMIZERS["no momentum"])
+    for gradient, scale in ((torch.inf, 2.0**15), (1.0, 2.0**15), (torch.inf, 2.0**14)):
+        training.precision.backward((training.weights[0] * gradient).sum())
+        training.precision.unscale(training.optimizer)
+        training.precision.leave()
+        training.weights[0].grad = None
+        assert training.precision.state()["loss_scale"] == scale
+
+
+# ---------------------------------------------------------------------------------------------- forward passes
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_a_forward_pass_computes_in_the_dtype_that_the_recipe_names(name: Any, dtype: torch.dtype) -> None:
+    precision, layer = precision_for(name, CPU), nn.Linear(2, 2)
+    with precision.forward():
+        assert layer(torch.ones(2)).dtype == dtype
+    for compiled in (False, True):
+        with precision.sharded_forward(compiled=compiled):
+            assert layer(torch.ones(2)).dtype == dtype
+            assert dtype == torch.float32 or not torch.is_autocast_cache_enabled()
+    assert layer(torch.ones(2)).dtype == torch.float32
+    assert torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled", "kept"), [("bf16", False, 2.0), ("bf16", True, 1.0), ("fp32", False, 1.0)]
+)
+def test_where_weights_are_sharded_copies_of_them_are_made_again(name: Any, compiled: bool, kept: float) -> None:
+    """The weight is doubled before the backward pass, and in fp32 there is no copy; what is compiled keeps its own."""
+    weight = nn.Parameter(torch.ones(2))
+    x = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    with precision_for(name, CPU).sharded_forward(compiled=compiled):
+        loss = (weight.bfloat16() * x).sum()
+    weight.data.mul_(2.0)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert x.grad.tolist() == [kept, kept]

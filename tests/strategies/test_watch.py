@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpforge.errors import ForgeError, UsageError
-from ddpforge.strategies.watch import refuse_loss, watched
+from ddpforge.errors import ForgeError, StrategyError, UsageError
+from ddpforge.strategies.watch import Guard, refuse_loss, watched
 
 
 class Net(nn.Module):
@@ -137,3 +137,180 @@ def test_a_loss_must_be_a_number_that_depends_on_the_weights(loss: Tensor, said:
     with pytest.raises(UsageError, match=said):
         refuse_loss(loss)
     refuse_loss(torch.ones((), requires_grad=True))
+
+
+# ---------------------------------------------------------------------------------------------- whose memory it is
+class Flat(nn.Module):
+    """Two weights in one piece of memory, of eight elements, that begins and ends with what belongs to nobody."""
+
+    def __init__(self, begin: int, end: int) -> None:
+        super().__init__()
+        self.memory = torch.ones(8)
+        self.a, self.b = (nn.Parameter(self.memory.data[part]) for part in (slice(2, 4), slice(4, 7)))
+        self.span = slice(begin, end)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory[self.span].mul_(1.0)
+        return self.a.sum() + self.b.sum() + x.sum()
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "name"),
+    [
+        *((0, 2, None), (1, 2, None), (7, 8, None)),
+        *((1, 3, "a"), (0, 8, "a"), (2, 3, "a"), (3, 4, "a"), (3, 5, "a")),
+        *((4, 5, "b"), (5, 6, "b"), (6, 7, "b"), (6, 8, "b")),
+    ],
+)
+def test_of_weights_that_share_memory_the_one_that_is_written_into_is_named(
+    begin: int, end: int, name: str | None
+) -> None:
+    net = Flat(begin, end)
+
+    def run() -> None:
+        with watched(net, shards_weights=False, shards_gradients=False, eager=True):
+            net(torch.ones(1))
+
+    if name is None:
+        run()
+        return
+    with pytest.raises(UsageError, match=f"forward changes parameter `{name}` of `the model`"):
+        run()
+
+
+def test_a_weight_of_the_model_itself_that_another_takes_the_place_of_is_named() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.w = nn.Parameter(self.w * 2)
+            return self.w * x
+
+    net = Root()
+    with (
+        pytest.raises(UsageError, match=r"forward changes parameter `w` of `the model` \(Root\)"),
+        watched(net, shards_weights=False, shards_gradients=False, eager=True),
+    ):
+        net(torch.ones(2))
+
+
+def test_every_training_pass_is_watched_anew() -> None:
+    """Weights may have moved since."""
+    net = Net()
+    with watched(net, shards_weights=False, shards_gradients=False, eager=True):
+        net(torch.ones(3, 4))
+        net.layer = nn.Linear(4, 4)  # a module in place of another is no weight that changes
+    net.also = clamp
+    with (
+        pytest.raises(UsageError, match=r"forward changes parameter `layer\.weight`"),
+        watched(net, shards_weights=False, shards_gradients=False, eager=True),
+    ):
+        net(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize(("shards", "refuses"), [(False, True), (True, False)])
+def test_what_compiled_code_writes_is_not_looked_for_where_weights_are_gathered_anew(
+    shards: bool, refuses: bool
+) -> None:
+    if refuses:
+        with pytest.raises(UsageError, match=r"forward changes parameter `layer\.weight`"):
+            run(clamp, shards=shards, eager=False)
+    else:
+        run(clamp, shards=shards, eager=False)
+
+
+@pytest.mark.parametrize(("weights", "gradients"), [(True, False), (False, True), (False, False)])
+def test_gradients_of_the_losss_own_need_what_is_not_sharded(weights: bool, gradients: bool) -> None:
+    net = Net(lambda net, x: torch.autograd.grad(net.layer(x).sum(), net.layer.bias))
+
+    def run() -> None:
+        with watched(net, shards_weights=weights, shards_gradients=gradients, eager=True):
+            net(torch.ones(3, 4))
+
+    if weights or gradients:
+        with pytest.raises(StrategyError, match="computes gradients of its own"):
+            run()
+    else:
+        run()
+
+
+@pytest.mark.parametrize(
+    "also",
+    [
+        lambda net, x: nn.functional.embedding(torch.tensor([1]), net.layer.weight),  # dense
+        lambda net, x: nn.functional.embedding(torch.tensor([1]), torch.ones(3, 4), sparse=True),  # no weight
+        lambda net, x: nn.functional.embedding_bag(torch.tensor([[1]]), net.layer.weight),
+    ],
+)
+def test_only_sparse_gradients_of_weights_are_refused(also: Any) -> None:
+    run(also, shards=True)
+
+
+def test_sparse_gradients_of_bags_are_refused_too() -> None:
+    def look(net: Net, x: Tensor) -> None:
+        nn.functional.embedding_bag(torch.tensor([[1]]), net.layer.weight, sparse=True)
+
+    with pytest.raises(StrategyError, match=r"parameter `layer\.weight` gets sparse gradients"):
+        run(look, shards=True)
+
+
+def test_what_is_watched_is_let_go_of() -> None:
+    with pytest.raises(UsageError):
+        run(put_another)
+    net = Net()
+    with watched(net, shards_weights=True, shards_gradients=True, eager=True):
+        net(torch.ones(3, 4))
+    for also in (clamp, clamp_data, renormalise, put_another):
+        also(net, torch.ones(3, 4))
+    net.layer(torch.ones(3, 4)).sum().backward()
+
+
+# ---------------------------------------------------------------------------------------------- callbacks
+def average(net: Net) -> None:
+    net.layer.weight.data.mul_(0.5)
+
+
+def replace_data(net: Net) -> None:
+    net.layer.weight.data = torch.zeros(4, 4)
+
+
+def write_copy(net: Net) -> None:
+    with torch.no_grad():
+        net.layer.weight.copy_(torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize("write", [average, replace_data, write_copy])
+def test_what_a_callback_writes_where_it_would_be_lost_is_refused_by_name(write: Callable[[Net], None]) -> None:
+    net = Net()
+    guard = Guard(net, {"layer.weight"})
+    said = "a callback writes into parameter `layer.weight` of the model"
+    with pytest.raises(StrategyError, match=said), guard.on():
+        write(net)
+    guard.off = True
+    with guard.on():
+        write(net)
+    guard.off = False
+    with Guard(net, {"layer.bias", "teacher.weight"}).on():
+        write(net)
+    write(net)  # nobody looks any more
+
+
+def test_a_callback_may_read_and_write_what_is_not_lost() -> None:
+    net = Net()
+    with Guard(net, {"layer.weight"}).on():
+        net.layer.weight.detach().clone().zero_()
+        net.teacher.weight.data.zero_()
+        net.teacher.weight.data = torch.ones(4, 4)
+        net.mean.add_(1)
+        net.eval()
+        net(torch.ones(3, 4))
+    assert net.teacher.weight.sum().item() == 16.0
+
+
+def test_a_weight_that_is_not_gathered_has_no_elements_and_is_watched_all_the_same() -> None:
+    net = Net()
+    net.layer.weight.data = torch.empty(0)
+    with pytest.raises(StrategyError, match=r"`layer\.weight`"), Guard(net, {"layer.weight"}).on():
+        net.layer.weight.data.zero_()

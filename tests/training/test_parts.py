@@ -185,7 +185,7 @@ def test_a_model_that_only_computes_is_told_to_have_another_shape_before_trainin
 ) -> None:
     """Where ranks have GPUs, too: the model fails before it is on one."""
     built = parts(model % 5, task)
-    monkeypatch.setattr(type(built.strategy), "device_type", lambda self, train: device)
+    monkeypatch.setattr("ddpforge.training.parts.device_type", lambda train: device)
     (message,) = told(built).values()
     assert "a batch of [data.train] cannot be evaluated: " in message
     assert said in message

@@ -1,0 +1,153 @@
+"""Strategies tried by themselves: ranks that the tests' own process forks, and one training step after another.
+
+A strategy's answers are then numbers that a test can look at, without a recipe and a run around them.
+"""
+
+import gc
+import os
+import pickle
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # by the first optimizer of every process: 2 seconds
+import torch.distributed.algorithms.ddp_comm_hooks.default_hooks
+import torch.distributed.fsdp
+from accelerate.state import AcceleratorState
+from saved import Saved
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import CanonicalState, Strategy
+from ddpforge.ranks.join import join
+from ddpforge.recipe.schema import TrainSection
+
+
+def in_ranks(ranks: int, action: Callable[[int], Any], *, timeout: float = 90) -> list[Any]:
+    """What `action(rank)` returns in each of `ranks` processes that may form a group, or in one that no launcher has
+    started; a rank that raises fails the test with its own words."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with TemporaryDirectory() as folder:
+        answers = [Path(folder) / str(rank) for rank in range(ranks)]
+        children: list[int] = []
+        for rank, answer in enumerate(answers):
+            if (child := os.fork()) == 0:
+                _be(rank, ranks, port, action, answer)
+            children.append(child)
+        _wait(children, timeout)
+        found = [pickle.loads(answer.read_bytes()) if answer.exists() else (False, "ended") for answer in answers]
+    failed = [f"rank {rank}: {said}" for rank, (well, said) in enumerate(found) if not well]
+    assert not failed, "\n".join(failed)
+    return [value for _, value in found]
+
+
+def _be(rank: int, ranks: int, port: int, action: Callable[[int], Any], answer: Path) -> None:
+    """Becomes one rank; never returns."""
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    if ranks > 1:
+        os.environ.update({name: str(value) for name, value in world.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    gc.freeze()  # it need not look through what the tests' process has, which would copy the pages that it is on
+    try:
+        AcceleratorState._reset_state(reset_partial_state=True)  # what another test may have left
+        torch.manual_seed(0)
+        found = pickle.dumps((True, action(rank)))
+    except BaseException:
+        found = pickle.dumps((False, traceback.format_exc()))
+    part = answer.with_suffix(".part")
+    part.write_bytes(found)
+    part.rename(answer)
+    os._exit(0)
+
+
+def _wait(children: list[int], timeout: float) -> None:
+    """Waits for all; ends those that are left when time is up."""
+    deadline, left = time.monotonic() + timeout, set(children)
+    while left:
+        for child in list(left):
+            if os.waitpid(child, os.WNOHANG)[0]:
+                left.remove(child)
+            elif time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def train(**options: Any) -> TrainSection:
+    """The [train] table of a recipe, on a CPU."""
+    return TrainSection.model_validate({"length": "1st", "global_batch": 4, "device": "cpu"} | options)
+
+
+def refused(kind: type[Exception], action: Callable[[], object]) -> str:
+    """What an error of `kind` says, which `action` must raise, and its hints."""
+    with pytest.raises(kind) as found:
+        action()
+    return " | ".join([found.value.message, *found.value.hints])  # type: ignore[attr-defined]
+
+
+def saved(state: CanonicalState[Any]) -> CanonicalState[Any]:
+    """A state of whole tensors, as a checkpoint gives it back."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return Saved(value.clone()) if value.ndim else value.clone()
+
+    return CanonicalState(
+        {name: Saved(value.clone()) for name, value in state.model.items()},
+        {name: {key: read(value) for key, value in entry.items()} for name, entry in state.optimizer.items()},
+        dict(state.aliases),
+        {name: read(value) for name, value in state.shared.items()},
+        dict(state.numbers),
+    )
+
+
+class Training:
+    """A model and its optimizer under a strategy, on this rank; a loss is the sum of what the model returns."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        build: Callable[[], nn.Module],
+        optimizer: Callable[[Any], Optimizer] = lambda weights: SGD(weights, lr=1.0),
+        blocks: Callable[[Any], Sequence[nn.Module]] = lambda model: (),
+        **options: Any,
+    ) -> None:
+        self.strategy, settings = strategy, train(**options)
+        for refusal in strategy.refusals(settings, int(os.environ.get("WORLD_SIZE", "1")), "cpu"):
+            raise StrategyError(refusal.message, hints=refusal.hints)
+        self.world = strategy.setup(settings, join(settings, strategy))
+        with strategy.building():
+            model = build()
+        model = strategy.wrap(model, blocks(model))
+        self.optimizer = optimizer(model.parameters())
+        self.replica: Any = strategy.prepare(model, self.optimizer)
+        self.model = self.replica.module
+
+    def backward(self, *inputs: Tensor) -> None:
+        """One micro-batch for each input."""
+        for number, x in enumerate(inputs, 1):
+            with self.replica.forward(last=number == len(inputs)):
+                loss = self.model(x).sum()
+            self.replica.backward(loss)
+
+    def step(self, *inputs: Tensor) -> float:
+        """The norm of the step's gradient."""
+        self.backward(*inputs)
+        return float(self.replica.step().item())
+
+    def state(self) -> Any:
+        return self.replica.state()
+
+    def weights(self) -> dict[str, list[float]]:
+        """What this rank holds of the trained weights."""
+        return {name: part.tensor.flatten().tolist() for name, part in self.replica.weights.parts().items()}

@@ -1,0 +1,622 @@
+"""What FSDP computes, holds, saves and refuses, in numbers that can be worked out by hand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from forked import Training, in_ranks, refused, saved, train
+from saved import Saved
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
+
+from ddpforge.errors import CheckpointError, StrategyError
+from ddpforge.interfaces import CanonicalState, Part, Range
+from ddpforge.strategies.ddp import DDP
+from ddpforge.strategies.fsdp import FSDP
+
+
+class Dot(nn.Module):
+    """w·x, from w = 0: the gradient is x. Three elements do not divide by two ranks."""
+
+    def __init__(self, size: int = 3, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(size, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w * x
+
+
+class Blocks(nn.Module):
+    """Two blocks, of which `uses` says which are used, behind a weight of the model's own."""
+
+    def __init__(self, uses: str = "ab") -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({"a": Dot(), "b": Dot()})
+        self.scale = nn.Parameter(torch.ones(3))
+        self.uses = uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [self.blocks[name](x) for name in self.uses]
+        return torch.stack([*parts, self.scale * x]).sum(0)
+
+
+def blocks_of(model: Any) -> list[nn.Module]:
+    return list(model.blocks.values())
+
+
+def momentum(weights: Any) -> SGD:
+    return SGD(weights, lr=1.0, momentum=0.5)
+
+
+MINE = [slice(0, 2), slice(2, 3)]  # of three elements over two ranks
+
+
+# ---------------------------------------------------------------------------------------------- the step
+@pytest.mark.parametrize(("clip", "share"), [(None, 1.0), (3.5, 0.5), (20.0, 1.0)])
+@pytest.mark.parametrize("accumulate", ["shards", "whole"])
+def test_the_mean_gradient_over_ranks_is_clipped_by_the_norm_over_all_shards(
+    accumulate: Any, clip: float | None, share: float
+) -> None:
+    def rank(number: int) -> Any:
+        training = Training(FSDP(accumulate=accumulate), Dot, clip_norm=clip)
+        one, other = torch.tensor([4.0, 0.0, 6.0]) * number, torch.tensor([0.0, 6.0, 6.0]) * number
+        return [(training.step(one, other), training.weights()["w"]) for _ in range(2)]
+
+    for number, steps in enumerate(in_ranks(2, rank)):
+        assert [norm for norm, _ in steps] == [pytest.approx(7.0)] * 2
+        for count, (_, weights) in enumerate(steps, 1):
+            whole = [-count * share * each for each in (2.0, 3.0, 6.0)]
+            assert weights == pytest.approx(whole[MINE[number]], rel=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", ["shards", "whole"])
+def test_replicas_of_shards_take_the_mean_over_all_ranks_and_count_each_element_once(accumulate: Any) -> None:
+    def rank(number: int) -> Any:
+        strategy = FSDP(replicas=2, accumulate=accumulate)
+        training = Training(strategy, Dot, clip_norm=3.5)
+        x = torch.tensor([2.0, 3.0, 6.0]) * number / 3
+        norms = [training.step(x, x) for _ in range(2)]
+        part = training.state().model["w"]
+        return norms, training.weights()["w"], (part.region, part.replica, part.replicas), strategy.contract.copies
+
+    for number, (norms, weights, part, copies) in enumerate(in_ranks(4, rank)):
+        shard = number % 2
+        assert norms == [pytest.approx(7.0)] * 2
+        assert weights == pytest.approx([[-2.0, -3.0], [-6.0]][shard], rel=1e-5)
+        assert part == ([Range(0, 2), Range(2, 3)][shard], number // 2, 2)
+        assert copies == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "reduced"),
+    [
+        ({}, [True, True, True]),
+        ({"accumulate": "whole"}, [False, False, True]),
+        ({"replicas": 2}, [False, False, True]),
+    ],
+    ids=str,
+)
+def test_what_need_not_be_reduced_before_the_last_micro_batch_is_held_back(
+    options: dict[str, Any], reduced: list[bool]
+) -> None:
+    """A shard has a gradient once it has been reduced as far as the ranks go."""
+
+    def rank(number: int) -> Any:
+        training = Training(FSDP(**options), Dot)
+        found = []
+        for _ in range(2):
+            for last in (False, False, True):
+                with training.strategy.micro_step(training.model, last=last):
+                    training.strategy.backward(training.model(torch.ones(3)).sum())
+                found.append(all(weight.grad is not None for weight in training.model.parameters()))
+            training.strategy.step(training.model, training.optimizer)
+        return found
+
+    assert in_ranks(2, rank) == [reduced * 2] * 2
+
+
+def test_a_gradient_that_is_not_finite_on_one_shard_leaves_the_step_out_on_all() -> None:
+    def rank(number: int) -> Any:
+        training = Training(FSDP(), Dot, momentum)
+        x = torch.ones(3)
+        norms = [training.step(x), training.step(torch.tensor([1.0, 1.0, torch.inf])), training.step(x)]
+        return norms, training.weights()["w"]
+
+    (first, mine), (second, _) = in_ranks(2, rank)
+    assert first == second == [pytest.approx(3**0.5), torch.inf, pytest.approx(3**0.5)]
+    assert mine == [-2.5, -2.5]
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "gather", "precision"),
+    [
+        (2**-10, torch.float32, "fp32", "fp32"),
+        (2**-10, torch.float32, "compute", "bf16"),
+        (2**-40, torch.float64, "fp32", "fp32"),
+    ],
+)
+def test_gradients_are_reduced_in_fp32_at_least(size: float, dtype: torch.dtype, gather: Any, precision: str) -> None:
+    """What a sum in fewer bits would lose: the last bit of the mean of 1 + size on one rank and 1 on the other."""
+
+    def rank(number: int) -> Any:
+        training = Training(FSDP(gather=gather), lambda: Dot(2, dtype), precision=precision)
+        training.step(torch.full((2,), 1 + number * size, dtype=dtype))
+        return training.weights()["w"]
+
+    assert in_ranks(2, rank) == [[-(1 + size / 2)]] * 2
+
+
+@pytest.mark.parametrize(("uses", "said"), [("a", "`blocks.b.w`"), ("", "`blocks.a.w` and 1 more")])
+def test_a_weight_that_one_micro_batch_does_not_use_is_named(uses: str, said: str) -> None:
+    """Though another has used it, and though this is the second step."""
+
+    def rank(number: int) -> Any:
+        training = Training(FSDP(), Blocks, blocks=blocks_of)
+        training.step(torch.ones(3), torch.ones(3))
+        training.backward(torch.ones(3))
+        bare = training.strategy.unwrap(training.model)
+        assert isinstance(bare, Blocks)
+        bare.uses = uses
+        return refused(StrategyError, lambda: training.backward(torch.ones(3)))
+
+    for number, message in enumerate(in_ranks(2, rank)):
+        assert message.startswith(f"parameter {said} got no gradient on rank {number}: forward did not use it")
+
+
+# ---------------------------------------------------------------------------------------------- what is sharded
+class Odd(nn.Module):
+    """Weights and buffers of many forms, which say of which rank they are."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.across = nn.Parameter((torch.arange(6.0).view(3, 2) + 10 * rank).T)
+        self.frozen = nn.Parameter(torch.full((3,), 1.0 + rank), requires_grad=False)
+        self.none = nn.Parameter(torch.zeros(0), requires_grad=False)
+        self.inner = Dot()
+        self.inner.w.data += 1.0 + rank
+        self.inner.register_buffer("mean", torch.full((2,), 1.0 + rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).sum() + self.across.sum()
+
+
+def test_all_ranks_hold_shards_of_rank_0s_weights_and_its_buffers() -> None:
+    def rank(number: int) -> Any:
+        training = Training(FSDP(), lambda: Odd(number), blocks=lambda model: [model.inner])
+        state = training.state().model
+        assert all(isinstance(parameter, DTensor) for parameter in training.model.parameters())
+        assert all(isinstance(module, FSDPModule) for module in training.model.modules())
+        found = {name: value.tensor.flatten().tolist() for name, value in state.items() if isinstance(value, Part)}
+        return found | {name: value.tolist() for name, value in state.items() if not isinstance(value, Part)}
+
+    first, second = in_ranks(2, rank)
+    assert first == {"across": [0, 2, 4], "frozen": [1, 1], "none": [], "inner.w": [1, 1], "inner.mean": [1, 1]}
+    assert second == {"across": [1, 3, 5], "frozen": [1], "none": [], "inner.w": [1], "inner.mean": [1, 1]}
+
+
+class Seen(nn.Module):
+    """Notes the dtype of its weight and of what it is given, in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.seen: list[tuple[str, str]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append((str(self.inner.weight.dtype), str(x.dtype)))
+        y: Tensor = self.inner(x)
+        return y
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.norm = Seen(), nn.LayerNorm(2)
+        self.seen: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(str(self.norm.weight.dtype))
+        y: Tensor = self.norm(self.block(x))
+        return y
+
+
+@pytest.mark.parametrize(("gather", "dtype"), [("fp32", "torch.float32"), ("compute", "torch.bfloat16")])
+def test_blocks_are_gathered_in_the_dtype_of_the_recipe_and_what_is_left_over_in_fp32(gather: Any, dtype: str) -> None:
+    def rank(number: int) -> Any:
+        training = Training(FSDP(gather=gather), Net, precision="bf16", blocks=lambda model: [model.block])
+        training.step(torch.ones(1, 2))
+        bare = training.strategy.unwrap(training.model)
+        assert isinstance(bare, Net)
+        return bare.block.seen, bare.seen, {str(weight.dtype) for weight in bare.parameters()}
+
+    assert in_ranks(2, rank) == [([(dtype, "torch.float32")], ["torch.float32"], {"torch.float32"})] * 2
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_blocks_weights_are_freed_after_its_forward_pass_unless_the_recipe_keeps_them(reshard: bool) -> None:
+    def rank(number: int) -> Any:
+        training = Training(FSDP(reshard_after_forward=reshard), Blocks, blocks=blocks_of)
+        training.model(torch.ones(3))
+        bare = training.strategy.unwrap(training.model)
+        assert isinstance(bare, Blocks)
+        return isinstance(bare.blocks["a"].w, DTensor)
+
+    assert in_ranks(2, rank) == [reshard] * 2
+
+
+def test_a_model_without_memory_gets_the_weights_that_it_would_have_had() -> None:
+    def rank(number: int) -> Any:
+        found = []
+        for meta in (True, False):
+            torch.manual_seed(5 + number)  # rank 0's count
+            strategy = FSDP(meta=meta)
+            training = Training(
+                strategy,
+                lambda: nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 3)),
+                blocks=lambda model: [model[1]],
+            )
+            assert isinstance(training.model[1], FSDPModule)
+            assert not isinstance(training.model[0], FSDPModule)
+            found.append(training.weights())
+        return found
+
+    (first, plain), (second, _) = in_ranks(2, rank)
+    assert first == plain
+    assert first != second
+    torch.manual_seed(5)
+    whole = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 3)).state_dict()
+    for name, weight in whole.items():
+        assert [*first[name], *second[name]] == weight.flatten().tolist()
+
+
+# ---------------------------------------------------------------------------------------------- what callbacks do
+def test_what_is_written_into_the_shards_counts_once_it_is_said_though_weights_were_gathered() -> None:
+    def rank(number: int) -> Any:
+        training = Training(FSDP(), lambda: Dot(2))
+        weights = training.strategy.weights(training.model, training.optimizer)
+        with torch.no_grad():
+            training.model(torch.ones(2))  # the model's own weights stay gathered
+            with training.strategy.observing():
+                assert all(isinstance(parameter, DTensor) for parameter in training.model.parameters())
+            training.model(torch.ones(2))
+            weights.parts()["w"].tensor.fill_(2.0 + number)
+            weights.changed()
+            return training.model(torch.ones(2)).tolist(), sorted(weights.frozen())
+
+    assert in_ranks(2, rank) == [([2.0, 3.0], [])] * 2
+
+
+def test_frozen_weights_are_parts_too() -> None:
+    def rank(number: int) -> Any:
+        training = Training(FSDP(), lambda: Odd(number))
+        weights = training.strategy.weights(training.model, training.optimizer)
+        return sorted(weights.parts()), {name: part.region for name, part in weights.frozen().items()}
+
+    first, second = in_ranks(2, rank)
+    assert first == (["across", "inner.w"], {"frozen": Range(0, 2), "none": Range(0, 0)})
+    assert second == (["across", "inner.w"], {"frozen": Range(2, 3), "none": Range(0, 0)})
+
+
+# ---------------------------------------------------------------------------------------------- to disk and back
+class Matrix(nn.Module):
+    """x @ W, of three rows of two; another name for W, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(3, 2))
+        self.twin = self.w
+        self.register_buffer("mean", torch.tensor([4.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_rank_saves_its_rows_and_its_part_of_the_optimizer(ranks: int) -> None:
+    """Of three rows, the last of four ranks has none."""
+
+    def rank(number: int) -> Any:
+        training = Training(FSDP(), Matrix, AdamW)
+        training.step(torch.ones(3))
+        state = training.state()
+        entry = state.optimizer["w"]
+        parts = [state.model["w"], entry["exp_avg"], entry["exp_avg_sq"]]
+        assert {part.shape for part in parts} == {(3, 2)}
+        assert {part.tensor.numel() for part in parts} == {parts[0].region.numel}
+        assert (float(entry["step"]), state.aliases, state.model["mean"].tolist()) == (1.0, {"twin": "w"}, [4.0])
+        return {(part.region, part.replica, part.replicas) for part in parts}
+
+    rows = -(-3 // ranks) * 2
+    regions = [Range(at, min(at + rows, 6)) if at < 6 else Range(0, 0) for at in range(0, ranks * rows, rows)]
+    assert in_ranks(ranks, rank) == [{(region, 0, 1)} for region in regions]
+
+
+def test_a_run_of_one_process_goes_on_in_shards() -> None:
+    def rank(number: int) -> Any:
+        whole = Training(DDP(), Matrix, momentum)
+        sharded = Training(FSDP(), Matrix, momentum)
+        for value in (1.0, 2.0):
+            whole.step(torch.full((3,), value))
+        with torch.no_grad():
+            sharded.model(torch.ones(3))  # gathered weights must not outlive what is loaded
+        sharded.strategy.load_state(sharded.model, sharded.optimizer, saved(whole.state()))
+        for training in (whole, sharded):
+            training.step(torch.ones(3))
+        return whole.weights()["w"], sharded.weights()["w"], sharded.model(torch.ones(3)).tolist()
+
+    (whole, first, output), (_, second, _) = in_ranks(2, rank)
+    assert [*first, *second] == whole == [-5.75] * 6
+    assert output == [3 * -5.75] * 2
+
+
+def test_weights_alone_leave_the_rest_as_it_is_in_shards() -> None:
+    def rank(number: int) -> Any:
+        training = Training(FSDP(), lambda: Odd(0))
+        partial = CanonicalState({"inner.w": Saved(torch.tensor([5.0, 6.0, 7.0]))}, {})
+        training.strategy.load_state(training.model, training.optimizer, partial, partial=True)
+        return training.weights()
+
+    assert in_ranks(2, rank) == [{"across": [0, 2, 4], "inner.w": [5, 6]}, {"across": [1, 3, 5], "inner.w": [7]}]
+
+
+def test_optimizer_state_of_another_shape_is_neither_saved_nor_loaded() -> None:
+    def rank(number: int) -> Any:
+        training = Training(FSDP(), Matrix, momentum)
+        weights = {"w": Saved(torch.zeros(3, 2)), "mean": Saved(torch.zeros(1))}
+        state = CanonicalState(weights, {"w": {"row": Saved(torch.zeros(3))}}, {"twin": "w"})
+        loaded = refused(
+            CheckpointError, lambda: training.strategy.load_state(training.model, training.optimizer, state)
+        )
+        training.step(torch.ones(3))
+        training.state()
+        (weight,) = training.model.parameters()
+        training.optimizer.state[weight]["row"] = torch.zeros(3)
+        return loaded, refused(CheckpointError, training.state)
+
+    for found in in_ranks(2, rank):
+        for message in found:
+            assert message.startswith("the optimizer keeps `row` of `w` in a shape of its own, [3]")
+
+
+# ---------------------------------------------------------------------------------------------- optimizers
+class Trying(Optimizer):
+    """Gradient descent that does something `odd` with sharded weights, in groups that say so."""
+
+    odd: Any = staticmethod(lambda weight, state: 1.0)
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, {"lr": 0.1, "odd": False})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    factor = self.odd(weight, self.state[weight]) if group["odd"] else 1.0
+                    weight.add_(weight.grad, alpha=-group["lr"] * factor)
+
+
+def _raises(weight: Tensor, state: dict[str, Any]) -> float:
+    if isinstance(weight, DTensor):
+        raise RuntimeError("no rule for it")
+    return 1.0
+
+
+def _keeps(weight: Tensor, state: dict[str, Any]) -> float:
+    state["rows"] = torch.zeros(len(weight))
+    return 1.0
+
+
+def _counts(weight: Tensor, state: dict[str, Any]) -> float:
+    state["step"], state["number"], state["like"] = torch.zeros(()), 3, torch.zeros_like(weight)
+    return 1.0
+
+
+def _slower(weight: Tensor, state: dict[str, Any]) -> float:
+    return 0.998 if isinstance(weight, DTensor) else 1.0
+
+
+def _rounds(weight: Tensor, state: dict[str, Any]) -> float:
+    return 0.99999 if isinstance(weight, DTensor) else 1.0
+
+
+def _on_rank_1(weight: Tensor, state: dict[str, Any]) -> float:
+    """Only where the second half of the weight is."""
+    return 0.9 if isinstance(weight, DTensor) and weight.device_mesh.get_local_rank() else 1.0
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        (_raises, "Trying cannot be used under FSDP, which shards weights: no rule for it"),
+        (_keeps, "Trying keeps `rows` of a weight of shape [4, 4] in the shape [4]"),
+        (_slower, "Trying updates a sharded weight otherwise than a whole one"),
+        (_counts, ""),
+        (_rounds, ""),
+    ],
+)
+def test_an_optimizer_is_tried_out_on_a_shard_with_the_options_of_each_group(
+    odd: Callable[..., float], said: str, which: int
+) -> None:
+    def rank(number: int) -> Any:
+        def build(weights: Any) -> Trying:
+            first, second = weights
+            kind = type("Trying", (Trying,), {"odd": staticmethod(odd)})
+            groups = [{"params": [first]}, {"params": [second]}]
+            groups[which]["odd"] = True  # type: ignore[assignment]
+            found: Trying = kind(groups)
+            return found
+
+        if said:
+            return refused(StrategyError, lambda: Training(FSDP(), lambda: nn.Linear(2, 2), build))
+        Training(FSDP(), lambda: nn.Linear(2, 2), build)
+        return ""
+
+    for message in in_ranks(2, rank):
+        assert message.startswith(said)
+        assert bool(message) == bool(said)
+
+
+def test_every_rank_compares_the_rows_that_it_holds() -> None:
+    def rank(number: int) -> Any:
+        def build(weights: Any) -> Trying:
+            kind = type("Trying", (Trying,), {"odd": staticmethod(_on_rank_1)})
+            found: Trying = kind([{"params": list(weights), "odd": True}])
+            return found
+
+        try:
+            Training(FSDP(), lambda: nn.Linear(2, 2), build)
+        except StrategyError as error:
+            return error.message
+        return ""
+
+    assert in_ranks(2, rank) == ["", "Trying updates a sharded weight otherwise than a whole one"]
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_element_wise_optimizers_will_do(kind: type[Optimizer], replicas: int) -> None:
+    def rank(number: int) -> Any:
+        training = Training(FSDP(replicas=replicas), Dot, lambda weights: kind(weights, lr=0.1))  # type: ignore[call-arg]
+        return training.step(torch.ones(3))
+
+    assert in_ranks(2, rank) == [pytest.approx(3**0.5)] * 2
+
+
+def test_an_optimizer_that_keeps_rows_and_columns_is_refused() -> None:
+    def rank(number: int) -> Any:
+        return refused(StrategyError, lambda: Training(FSDP(), Dot, Adafactor))
+
+    for message in in_ranks(2, rank):
+        assert message.startswith("Adafactor ")
+        assert 'set strategy.use = "ddp"' in message
+
+
+# ---------------------------------------------------------------------------------------------- refused by name
+class Given(nn.Module):
+    def __init__(self, **parameters: nn.Parameter) -> None:
+        super().__init__()
+        for name, parameter in parameters.items():
+            self.register_parameter(name, parameter)
+
+
+def _parameter(*shape: int, dtype: torch.dtype = torch.float32, trained: bool = True) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=trained)
+
+
+def _hooked(method: str) -> nn.Parameter:
+    parameter = _parameter(2)
+    getattr(parameter, method)(lambda *_: None)
+    return parameter
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        (lambda: {"a": _parameter(2), "b": _parameter()}, "parameter `b` is a scalar"),
+        (lambda: {"a": _parameter(2), "b": _parameter(2, 0)}, "parameter `b` has no elements"),
+        (lambda: {"a": _parameter(2), "b": _parameter(2, 0, trained=False)}, ""),
+        (lambda: {"a": _hooked("register_hook")}, "parameter `a` has a gradient hook"),
+        (lambda: {"a": _hooked("register_post_accumulate_grad_hook")}, "parameter `a` has a gradient hook"),
+        (
+            lambda: {"a": _parameter(2), "b": _parameter(2, dtype=torch.float64)},
+            "parameter `a` is float32 and `b` is float64, and FSDP gathers both together",
+        ),
+        (lambda: {"a": _parameter(2), "b": _parameter(2, dtype=torch.float64, trained=False)}, ""),
+    ],
+)
+def test_forms_that_cannot_be_sharded_are_named(parameters: Callable[[], dict[str, nn.Parameter]], said: str) -> None:
+    def rank(number: int) -> Any:
+        strategy = FSDP()
+        strategy.setup(train())
+        model = Given(**parameters())
+        if said:
+            return refused(StrategyError, lambda: strategy.wrap(model, ()))
+        strategy.wrap(model, ())
+        return ""
+
+    (message,) = in_ranks(1, rank)
+    assert message.startswith(said)
+    assert bool(message) == bool(said)
+
+
+@pytest.mark.parametrize(("inside", "said"), [(True, ""), (False, "`0.weight` and `1.weight` are one parameter")])
+def test_a_weight_of_two_blocks_is_named_and_one_with_two_names_in_a_block_stays_one(inside: bool, said: str) -> None:
+    def rank(number: int) -> Any:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+        model[1].weight = model[0].weight
+        strategy = FSDP()
+        strategy.setup(train())
+        blocks = [model[2]] if inside else [model[0], model[1]]
+        if said:
+            return refused(StrategyError, lambda: strategy.wrap(model, blocks))
+        strategy.wrap(model, blocks)
+        assert model[0].weight is model[1].weight
+        return ""
+
+    (message,) = in_ranks(1, rank)
+    assert message.startswith(said)
+    assert bool(message) == bool(said)
+
+
+def test_what_is_not_sharded_is_not_taken_for_it() -> None:
+    def rank(number: int) -> Any:
+        strategy = FSDP()
+        strategy.setup(train())
+        plain = refused(StrategyError, lambda: strategy.check(nn.Linear(2, 2)))
+        alike = strategy.wrap(Dot(2), ())
+        everywhere = distribute_tensor(torch.zeros(2), strategy.mesh, [Replicate()])
+        alike.register_parameter("w", nn.Parameter(everywhere))
+        return plain, refused(StrategyError, lambda: strategy.check(alike))
+
+    for plain, alike in in_ranks(2, rank):
+        assert plain.startswith("asked for FSDP, but parameter `weight` is a Parameter")
+        assert alike.startswith("asked for FSDP, but parameter `w` is placed as (Replicate(),)")
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "ranks", "device", "key", "said"),
+    [
+        ({}, {}, 3, "cpu", None, ""),
+        ({"replicas": 2}, {}, 4, "cpu", None, ""),
+        ({"replicas": 3}, {}, 4, "cpu", "strategy.replicas", "use one of 1, 2, 4"),
+        ({"replicas": 2}, {}, 1, "cpu", "strategy.replicas", "leave it out"),
+        ({"cpu_offload": True}, {}, 2, "cpu", "strategy.cpu_offload", "leave strategy.cpu_offload out"),
+        ({"cpu_offload": True}, {}, 2, "cuda", None, ""),
+        ({"gather": "compute"}, {}, 2, "cpu", "strategy.gather", 'set train.precision = "bf16"'),
+        ({"gather": "compute"}, {"precision": "bf16"}, 2, "cpu", None, ""),
+        ({"gather": "compute"}, {"precision": "fp16"}, 2, "cpu", None, ""),
+        ({}, {"compile": "reduce-overhead"}, 2, "cuda", "train.compile", 'set train.compile = "default"'),
+        ({}, {"compile": "default"}, 2, "cuda", None, ""),
+        ({}, {"compile": "reduce-overhead"}, 2, "cpu", None, ""),
+        ({}, {"sync_batchnorm": True}, 2, "cpu", "train.sync_batchnorm", "leave train.sync_batchnorm out"),
+    ],
+)
+def test_options_that_cannot_be_or_have_no_effect(
+    options: dict[str, Any], settings: dict[str, Any], ranks: int, device: str, key: str | None, said: str
+) -> None:
+    found = list(FSDP(**options).refusals(train(**settings), ranks, device))
+    assert [each.key for each in found] == ([key] if key else [])
+    assert not key or said in found[0].hints[0]
+
+
+def test_the_contract_says_how_many_copies_there_are_and_where_gradients_add_up() -> None:
+    assert (FSDP().contract.copies, FSDP(replicas=4).contract.copies) == (1, 4)
+    assert FSDP().contract.accumulates == "the shards' .grad; one reduce-scatter per micro-batch"
+    assert FSDP(accumulate="whole").contract.accumulates.startswith("whole, in fp32; one reduce-scatter per step")
+    assert FSDP(accumulate="whole", replicas=2).contract.copies == 2
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_recipes_timeout_holds_in_every_group_of_ranks(replicas: int) -> None:
+    def rank(number: int) -> Any:
+        strategy = FSDP(replicas=replicas)
+        strategy.setup(train(timeout="7m"))
+        groups = strategy.mesh.get_all_groups()
+        return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+    assert in_ranks(2, rank) == [[420.0] * (1 if replicas == 1 else 2)] * 2

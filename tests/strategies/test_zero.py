@@ -1,0 +1,444 @@
+"""What DeepSpeed computes, holds, saves and refuses under each stage, in numbers that can be worked out by hand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import patch_environment
+from forked import Training, in_ranks, refused, saved, train
+from saved import Saved
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from ddpforge.errors import CheckpointError, StrategyError, UsageError
+from ddpforge.interfaces import CanonicalState, Part, Range
+from ddpforge.strategies.ddp import DDP
+
+with patch_environment(DS_ACCELERATOR="cpu"):  # here, and not in every rank
+    pytest.importorskip("deepspeed.runtime.zero.muon.muon_optimizer")
+
+from ddpforge.strategies.deepspeed import DeepSpeed
+
+each_stage = pytest.mark.parametrize("stage", [1, 2, 3])
+
+
+class Dot(nn.Module):
+    """w·x + v·x, from zeros: both gradients are x. Six elements for two ranks, of which a weight has three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(2))
+        self.uses = "wv"
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [{"w": self.w, "v": self.v, "f": self.frozen}[name] * x for name in self.uses]
+        return torch.stack(parts).sum(0)
+
+
+def momentum(weights: Any) -> SGD:
+    return SGD([weight for weight in weights if weight.requires_grad], lr=1.0, momentum=0.5)
+
+
+def begin(stage: Any, optimizer: Callable[[Any], Any] = momentum, build: Any = Dot, **options: Any) -> Training:
+    return Training(DeepSpeed(stage=stage), build, optimizer, **options)
+
+
+def whole(parts: list[dict[str, Part]]) -> dict[str, list[float]]:
+    """Tensors put together from the parts of all ranks, each element of which must be there once."""
+    found: dict[str, Tensor] = {}
+    for held in parts:
+        for name, part in held.items():
+            assert isinstance(part.region, Range)
+            flat = found.setdefault(name, torch.full(part.shape, torch.nan)).view(-1)
+            mine = flat[part.region.start : part.region.stop]
+            assert mine.isnan().all()
+            mine.copy_(part.tensor)
+    return {name: tensor.flatten().tolist() for name, tensor in found.items()}
+
+
+def parts_of(training: Training) -> dict[str, Part]:
+    """Copies of this rank's parts of the weights."""
+    parts = training.strategy.weights(training.model, training.optimizer).parts()
+    return {name: Part(part.tensor.clone(), part.shape, part.region) for name, part in parts.items()}
+
+
+# ---------------------------------------------------------------------------------------------- the step
+@each_stage
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(("clip", "share"), [(None, 1.0), (98**0.5 / 2, 0.5), (20.0, 1.0)])
+def test_the_mean_gradient_over_ranks_is_clipped_by_the_norm_over_all_parts(
+    stage: int, precision: str, clip: float | None, share: float
+) -> None:
+    def rank(number: int) -> Any:
+        plain = lambda weights: SGD([w for w in weights if w.requires_grad], lr=1.0)  # noqa: E731
+        training = begin(stage, plain, clip_norm=clip, precision=precision)
+        one, other = torch.tensor([4.0, 0.0, 6.0]) * number, torch.tensor([0.0, 6.0, 6.0]) * number
+        norms = [training.step(one, other) for _ in range(2)]
+        return norms, parts_of(training)
+
+    found = in_ranks(2, rank)
+    assert [norms for norms, _ in found] == [[pytest.approx(98**0.5)] * 2] * 2  # (4 + 9 + 36) · 2
+    expected = [pytest.approx(-2 * share * each, rel=1e-5) for each in (2.0, 3.0, 6.0)]
+    assert whole([parts for _, parts in found]) == {"w": expected, "v": expected}
+
+
+@each_stage
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_gradient_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all(stage: int, precision: str) -> None:
+    def rank(number: int) -> Any:
+        training = begin(stage, precision=precision)
+        norms = [training.step(torch.full((3,), 1.0 if step != 1 or number else torch.inf)) for step in range(3)]
+        scale = training.strategy.loop_state().get("loss_scale")
+        return norms, training.strategy.overflowed(), scale, parts_of(training)
+
+    found = in_ranks(2, rank)
+    fp16 = precision == "fp16"
+    for norms, excused, scale, _ in found:
+        assert (norms[0], norms[2]) == (pytest.approx(6**0.5), pytest.approx(6**0.5))
+        assert not torch.tensor(norms[1]).isfinite()
+        assert (excused, scale) == ((True, 2.0**15) if fp16 else (False, None))
+    assert whole([each[-1] for each in found]) == {"w": [-2.5] * 3, "v": [-2.5] * 3}
+
+
+def test_the_scale_of_the_loss_is_that_of_the_run_that_is_resumed() -> None:
+    def rank(number: int) -> Any:
+        training = begin(2, precision="fp16")
+        training.strategy.load_loop_state({"loss_scale": 8.0, "loss_scale_growth_tracker": 5})
+        norm = training.step(torch.ones(3))
+        return norm, training.strategy.loop_state()
+
+    state = {"loss_scale": 8.0, "loss_scale_growth_tracker": 6}
+    assert in_ranks(2, rank) == [(pytest.approx(6**0.5), state)] * 2
+
+
+@each_stage
+@pytest.mark.parametrize(("uses", "said"), [("w", "`v`"), ("", "`w` and 1 more")])
+def test_a_weight_that_one_micro_batch_does_not_use_is_named(stage: int, uses: str, said: str) -> None:
+    """Though another has used it, and though this is the second step."""
+
+    def rank(number: int) -> Any:
+        training = begin(stage)
+        training.step(torch.ones(3), torch.ones(3))
+        training.backward(torch.ones(3))
+        bare = training.strategy.unwrap(training.model)
+        assert isinstance(bare, Dot)
+        bare.uses = uses or "f"
+        x = torch.ones(3, requires_grad=True)
+        return refused(StrategyError, lambda: training.backward(x))
+
+    for number, message in enumerate(in_ranks(2, rank)):
+        assert message.startswith(f"parameter {said} got no gradient on rank {number}: forward did not use it")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_weight_that_was_frozen_and_is_trained_later_is_named(stage: int) -> None:
+    def rank(number: int) -> Any:
+        training = begin(stage)
+        training.step(torch.ones(3))
+        training.strategy.unwrap(training.model).get_parameter("frozen").requires_grad_()
+        return refused(StrategyError, lambda: training.backward(torch.ones(3)))
+
+    for message in in_ranks(2, rank):
+        assert message.startswith("parameter `frozen` was frozen when the model was wrapped")
+
+
+def test_a_loss_is_looked_at_in_every_backward_pass() -> None:
+    def rank(number: int) -> Any:
+        strategy = begin(1).strategy
+        return refused(UsageError, lambda: strategy.backward(torch.ones(2)))
+
+    assert in_ranks(2, rank)[0].startswith("the task's loss has the shape [2]")
+
+
+class Explorer(SGD):
+    """Notes the norms that it is given; to explore is to add 1."""
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__([weight for weight in weights if weight.requires_grad], lr=1.0)
+        self.seen: list[float] = []
+
+    @torch.no_grad()
+    def explore(self, norm: float) -> None:
+        self.seen.append(norm)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.add_(1.0)
+
+    def restore(self) -> None: ...
+
+
+@each_stage
+def test_exploring_moves_the_weights_that_forward_passes_use_and_does_not_clip(stage: int) -> None:
+    def rank(number: int) -> Any:
+        training = begin(stage, Explorer, clip_norm=6**0.5 / 2)
+        training.backward(torch.ones(3))
+        explored = training.strategy.explore(training.model, training.optimizer).item()  # type: ignore[arg-type]
+        with torch.no_grad(), training.strategy.forward():
+            used = training.model(torch.ones(3)).tolist()
+        updated = training.step(torch.ones(3))
+        assert isinstance(training.optimizer, Explorer)
+        return (explored, updated, used, training.optimizer.seen), parts_of(training)
+
+    found = in_ranks(2, rank)
+    norm = pytest.approx(6**0.5)
+    assert [told for told, _ in found] == [(norm, norm, [2.0] * 3, [norm])] * 2
+    half = [pytest.approx(0.5, rel=1e-5)] * 3  # 1 less the clipped gradient
+    assert whole([parts for _, parts in found]) == {"w": half, "v": half}
+
+
+# ---------------------------------------------------------------------------------------------- what ranks hold
+class ByRank(Dot):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        for tensor in (*self.parameters(), *self.buffers()):
+            tensor.data = torch.full((len(tensor), 2), 1.0 + rank)[:, 0]  # with gaps in memory
+
+
+@each_stage
+def test_all_ranks_begin_with_rank_0s_weights_and_buffers(stage: int) -> None:
+    def rank(number: int) -> Any:
+        training = begin(stage, build=lambda: ByRank(number))
+        with torch.no_grad(), training.strategy.forward():
+            used = training.model(torch.ones(3)).tolist()
+        bare = training.strategy.unwrap(training.model)
+        return used, bare.get_buffer("mean").tolist(), parts_of(training)
+
+    found = in_ranks(2, rank)
+    assert [each[:2] for each in found] == [([2.0] * 3, [1.0, 1.0])] * 2
+    assert whole([each[2] for each in found]) == {"w": [1.0] * 3, "v": [1.0] * 3}
+
+
+@each_stage
+def test_what_is_written_into_the_parts_counts_once_it_is_said(stage: int) -> None:
+    def rank(number: int) -> Any:
+        training = begin(stage)
+        weights = training.strategy.weights(training.model, training.optimizer)
+        for part in weights.parts().values():
+            assert isinstance(part.region, Range)
+            part.tensor.copy_(torch.arange(part.region.start, part.region.stop))
+        frozen = weights.frozen()["frozen"]
+        if stage == 3:
+            frozen.tensor.fill_(5.0)
+        weights.changed()
+        own = {name: weights.elements(name, part.region).tolist() for name, part in weights.parts().items()}
+        bare = training.strategy.unwrap(training.model)
+        assert isinstance(bare, Dot)
+        bare.uses = "wvf" if stage == 3 else "wv"
+        with torch.no_grad(), training.strategy.forward():
+            used = training.model(torch.ones(3)).tolist()
+        return own == {name: part.tensor.tolist() for name, part in weights.parts().items()}, used
+
+    more = 5.0 if stage == 3 else 0.0
+    assert in_ranks(2, rank) == [(True, [more, 2.0 + more, 4.0 + more])] * 2
+
+
+@each_stage
+def test_what_a_callback_writes_past_them_is_refused(stage: int) -> None:
+    def rank(number: int) -> Any:
+        training = begin(stage)
+        bare = training.strategy.unwrap(training.model)
+
+        def write(name: str) -> None:
+            with training.strategy.observing():
+                bare.get_parameter(name).data.mul_(0.5)
+
+        trained = refused(StrategyError, lambda: write("w"))
+        if stage < 3:
+            write("frozen")
+            return trained, "frozen"
+        return trained, refused(StrategyError, lambda: write("frozen"))
+
+    for trained, frozen in in_ranks(2, rank):
+        assert trained.startswith("a callback writes into parameter `w` of the model")
+        assert "frozen" in frozen
+
+
+# ---------------------------------------------------------------------------------------------- to disk and back
+def adamw(weights: Any) -> AdamW:
+    return AdamW([weight for weight in weights if weight.requires_grad], lr=0.1)
+
+
+@each_stage
+def test_a_run_goes_on_from_ddps_state_and_its_own_state_is_ddps(stage: int) -> None:
+    def rank(number: int) -> Any:
+        plain, sharded = Training(DDP(), Dot, adamw), begin(stage, adamw)
+        for value in (1.0, 2.0):
+            plain.step(torch.full((3,), value))
+        begun = saved(plain.state())
+        sharded.strategy.load_state(sharded.model, sharded.optimizer, begun)
+        for training in (plain, sharded):
+            for value in (3.0, -1.0):
+                training.step(torch.full((3,), value))
+        expected, state = plain.state(), sharded.state()
+        entries = {
+            f"{key} of {name}": (value, expected.optimizer[name][key])
+            for name, entry in state.optimizer.items()
+            for key, value in entry.items()
+        }
+        assert {float(value) for key, (value, _) in entries.items() if key.startswith("step")} == {4.0}
+        held = {key: value for key, (value, _) in entries.items() if isinstance(value, Part)}
+        return (
+            {name: value for name, value in state.model.items() if name in ("w", "v")} | held,
+            {name: expected.model[name].tolist() for name in ("w", "v")},
+            {key: entries[key][1].tolist() for key in held},
+            sorted(state.model),
+        )
+
+    found = in_ranks(2, rank)
+    weights, moments = found[0][1], {**found[0][2], **found[1][2]}
+    put_together = whole([each[0] for each in found])
+    assert set(put_together) == {"w", "v", *(f"{key} of {name}" for key in ("exp_avg", "exp_avg_sq") for name in "wv")}
+    for name, values in {**weights, **moments}.items():
+        assert put_together[name] == pytest.approx(values, rel=1e-5), name
+    assert found[0][3] == ["frozen", "mean", "v", "w"]
+
+
+@each_stage
+def test_weights_alone_leave_the_rest_as_it_is(stage: int) -> None:
+    def rank(number: int) -> Any:
+        training = begin(stage)
+        training.step(torch.ones(3))
+        partial = CanonicalState({"v": Saved(torch.tensor([5.0, 6.0, 7.0]))}, {})
+        training.strategy.load_state(training.model, training.optimizer, partial, partial=True)
+        with torch.no_grad(), training.strategy.forward():
+            used = training.model(torch.ones(3)).tolist()
+        training.step(torch.ones(3))
+        return used, parts_of(training)
+
+    found = in_ranks(2, rank)
+    assert [used for used, _ in found] == [[4.0, 5.0, 6.0]] * 2
+    assert whole([parts for _, parts in found]) == {"w": [-2.5] * 3, "v": [3.5, 4.5, 5.5]}  # momentum stayed
+
+
+def state(**changes: Any) -> CanonicalState[Any]:
+    """A state that fits `Dot`, of SGD with momentum."""
+    weights = {name: Saved(torch.zeros(3)) for name in ("w", "v", "frozen")} | {"mean": Saved(torch.zeros(2))}
+    momenta: dict[str, Any] = {name: {"momentum_buffer": Saved(torch.ones(3))} for name in "wv"}
+    return CanonicalState(weights | changes.pop("model", {}), momenta | changes)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"model": {"more": Saved(torch.ones(1))}}, "the checkpoint is of another model (not in the model: more)"),
+        ({"model": {"w": Saved(torch.ones(4))}}, "`w` is float32 [3] in the model and float32 [4] in the checkpoint"),
+        ({"model": {"mean": Saved(torch.ones(3))}}, "`mean` is float32 [2] in the model and float32 [3]"),
+        ({"frozen": {"momentum_buffer": Saved(torch.ones(3))}}, "the checkpoint holds optimizer state of `frozen`"),
+        ({"v": {}}, "the checkpoint holds nothing of the optimizer for `v` and `momentum_buffer` for `w`"),
+        ({"v": {"momentum_buffer": Saved(torch.ones(2))}}, "`momentum_buffer of v` is float32 [3] in the model"),
+        (
+            {name: {"momentum_buffer": Saved(torch.ones(3)), "step": 3 + (name == "v")} for name in "wv"},
+            "the checkpoint's optimizer has `step` 4 for `v` and 3 for `w`",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_by_name(stage: int, wrong: dict[str, Any], said: str) -> None:
+    def rank(number: int) -> Any:
+        training = begin(stage)
+        return refused(
+            CheckpointError, lambda: training.strategy.load_state(training.model, training.optimizer, state(**wrong))
+        )
+
+    for message in in_ranks(2, rank):
+        assert message.startswith(said)
+
+
+@each_stage
+def test_a_whole_state_without_an_optimizers_begins_it_anew(stage: int) -> None:
+    def rank(number: int) -> Any:
+        training = begin(stage)
+        training.step(torch.ones(3))
+        none = CanonicalState(state().model, {})
+        training.strategy.load_state(training.model, training.optimizer, none)
+        training.step(torch.ones(3))
+        return parts_of(training)
+
+    assert whole(in_ranks(2, rank)) == {"w": [-1.0] * 3, "v": [-1.0] * 3}
+
+
+def test_optimizer_state_that_belongs_to_no_element_is_not_saved() -> None:
+    def rank(number: int) -> Any:
+        training = begin(2)
+        training.step(torch.ones(3))
+        training.state()
+        (entry,) = training.optimizer.state.values()
+        entry["rows"] = torch.zeros(2)
+        return refused(CheckpointError, training.state)
+
+    for message in in_ranks(2, rank):
+        assert message.startswith("the optimizer keeps `rows` in the shape [2] for a flat piece of ")
+
+
+# ---------------------------------------------------------------------------------------------- refused by name
+class Given(Dot):
+    def __init__(self, more: nn.Parameter) -> None:
+        super().__init__()
+        self.more = more
+
+
+def _more(*shape: int, dtype: torch.dtype = torch.float32, trained: bool = True) -> Callable[[], nn.Module]:
+    return lambda: Given(nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=trained))
+
+
+@pytest.mark.parametrize(
+    ("build", "stages", "said"),
+    [
+        (_more(0), (1, 2, 3), "parameter `more` has no elements"),
+        (_more(0, trained=False), (3,), "parameter `more` has no elements"),
+        (_more(2, dtype=torch.float64), (1, 2, 3), "parameter `more` is float64, and DeepSpeed keeps and updates"),
+        (_more(2, dtype=torch.bfloat16), (1, 2, 3), "parameter `more` is bfloat16, and DeepSpeed promises float32"),
+        (_more(2, dtype=torch.int16, trained=False), (3,), "parameter `more` is int16, and gloo and NCCL cannot"),
+        (_more(2, dtype=torch.float64, trained=False), (), ""),
+    ],
+)
+@each_stage
+def test_forms_that_cannot_be_sharded_are_named(
+    build: Callable[[], nn.Module], stages: tuple[int, ...], said: str, stage: int
+) -> None:
+    def rank(number: int) -> Any:
+        if stage in stages:
+            return refused(StrategyError, lambda: begin(stage, build=build))
+        begin(stage, build=build)
+        return ""
+
+    (message,) = in_ranks(1, rank)
+    assert message.startswith(said if stage in stages else "")
+    assert bool(message) == (stage in stages)
+
+
+# ---------------------------------------------------------------------------------------------- setting up
+@pytest.mark.parametrize(
+    ("variable", "said", "key"),
+    [
+        ("USE_DEEPSPEED", "true", None),
+        ("USE_FSDP", "true", "strategy.use"),
+        ("DEEPSPEED_ZERO_STAGE", "3", None),
+        ("DEEPSPEED_ZERO_STAGE", "2", "strategy.stage"),
+        ("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none", "strategy.offload_optimizer"),
+        ("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu", None),
+        ("DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu", "strategy.offload_parameters"),
+        ("DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none", None),
+        ("GRADIENT_CLIPPING", "0.5", None),
+        ("GRADIENT_CLIPPING", "none", "train.clip_norm"),
+        ("DEEPSPEED_CONFIG_FILE", "ds.json", "strategy.extra"),
+        ("DEEPSPEED_CONFIG_FILE", "none", None),
+    ],
+)
+def test_a_launcher_may_say_what_the_recipe_says(
+    monkeypatch: pytest.MonkeyPatch, variable: str, said: str, key: str | None
+) -> None:
+    def rank(number: int) -> Any:
+        strategy = DeepSpeed(stage=3, offload_optimizer="cpu")
+        if key is None:
+            strategy.setup(train(clip_norm=0.5))
+            return ""
+        return refused(StrategyError, lambda: strategy.setup(train(clip_norm=0.5)))
+
+    monkeypatch.setenv(f"ACCELERATE_{variable}", said)
+    (message,) = in_ranks(1, rank)
+    assert message.startswith(f"the launcher says ACCELERATE_{variable}={said}, which `{key}` in" if key else "")
+    assert bool(message) == bool(key)

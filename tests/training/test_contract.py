@@ -1,0 +1,126 @@
+"""What a strategy promises is proven, by counting, before the first step."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from forked import Training, in_ranks, refused
+from torch import nn
+
+from ddpforge.errors import PluginError, StrategyError
+from ddpforge.interfaces import World
+from ddpforge.strategies.ddp import DDP
+from ddpforge.strategies.fsdp import FSDP
+from ddpforge.strategies.single import Single
+from ddpforge.training.contract import Size, contract_of, count_parameters, prove
+
+
+class Net(nn.Module):
+    """Six trained elements, of which four have two names, and two frozen ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
+        self.b.weight = self.a.weight
+        self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+
+def test_elements_are_counted_once_however_many_names_they_have() -> None:
+    assert count_parameters(Net()) == Size(all=8, trainable=6)
+
+
+def test_a_strategy_without_a_contract_is_refused_by_name() -> None:
+    class Silent(Single):
+        contract: Any = "trust me"
+
+    assert refused(PluginError, lambda: contract_of(Silent())).startswith("Silent has no contract")
+    assert contract_of(Single()) is Single.contract
+
+
+def proven(strategy: Any, *, trainable: int = 6, data_size: int | None = None, model: Any = Net) -> str:
+    """What `prove` says; nothing where the strategy keeps its word."""
+    training = Training(strategy, model)
+    world = training.world if data_size is None else replace(training.world, data_size=data_size)
+    weights = strategy.weights(training.model, training.optimizer)
+    try:
+        prove(strategy, world, weights, Size(99, trainable))
+    except StrategyError as error:
+        return error.message
+    return ""
+
+
+class Lying(DDP):
+    """Says that it shards."""
+
+    contract = replace(DDP.contract, shards=("optimizer state",), copies=1)
+
+
+class Twice(DDP):
+    contract = replace(DDP.contract, shards=("optimizer state",), copies=2)
+
+
+class GradientsOnly(DDP):
+    contract = replace(DDP.contract, shards=("gradients",), copies=1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [(Single, 1), (DDP, 2), (FSDP, 2), (lambda: FSDP(replicas=2), 2), (Twice, 2), (GradientsOnly, 2)],
+)
+def test_a_strategy_that_keeps_its_word(strategy: Any, ranks: int) -> None:
+    model = Net if strategy is not FSDP else lambda: nn.Linear(2, 2)
+    assert in_ranks(ranks, lambda rank: proven(strategy(), model=model)) == [""] * ranks
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "said"),
+    [
+        (
+            Lying,
+            {},
+            "Lying promises 1 copy of the 6 trainable weights among 2 ranks, and they hold 12 together",
+        ),
+        (
+            Twice,
+            {"trainable": 5},
+            "Twice promises 2 copies of the 5 trainable weights among 2 ranks, and they hold 12 together",
+        ),
+        (
+            DDP,
+            {"trainable": 7},
+            "DDP promises 2 copies of the 7 trainable weights among 2 ranks, and they hold 12 together",
+        ),
+        (
+            DDP,
+            {"data_size": 1},
+            "DDP.total adds up 2 ones over 1 data ranks: gradients, which are divided by such a sum, would be of "
+            "another size",
+        ),
+        (
+            DDP,
+            {"model": lambda: nn.Linear(3, 2, dtype=torch.bfloat16)},
+            "parameter `weight` is bfloat16, and DDP promises float32 master weights: updates smaller than a "
+            "rounding step would vanish",
+        ),
+    ],
+)
+def test_a_strategy_that_does_not_is_found(strategy: Any, options: dict[str, Any], said: str) -> None:
+    assert in_ranks(2, lambda rank: proven(strategy(), **options)) == [said] * 2
+
+
+def test_float64_is_more_than_any_strategy_promises() -> None:
+    assert in_ranks(1, lambda rank: proven(Single(), model=lambda: nn.Linear(2, 2).double())) == [""]
+
+
+def test_ranks_that_see_the_same_data_count_once() -> None:
+    def rank(number: int) -> str:
+        strategy = DDP()
+        training = Training(strategy, Net)
+        world = training.world
+        strategy.world = World(rank=number, size=2, local_rank=number, device=world.device, data_rank=0, data_size=1)
+        weights = strategy.weights(training.model, training.optimizer)
+        prove(strategy, strategy.world, weights, Size(8, 6))
+        return "kept"
+
+    assert in_ranks(2, rank) == ["kept"] * 2
