@@ -100,7 +100,7 @@ class Explainer:
     # -- keys
     def unknown(self, path: KeyPath, value: object) -> None:
         """Reports a key, or a section, that its table does not have."""
-        section = isinstance(value, dict) and kind_at(path[:-1]) is None
+        section = isinstance(value, dict) and self._kind_at(path[:-1]) is None
         hints, meant = self.vocabulary.suggest(path, value, section=section)
         hints += self._share(path, value) if "ratio" in str(path[-1]) else []
         self._meant |= meant
@@ -112,14 +112,14 @@ class Explainer:
         path = ("data", "train") if path == ("data",) else path
         table, key = path[:-1], str(path[-1])
         field = self.vocabulary.field(path)
-        if kind := kind_at(path):
+        if kind := self._kind_at(path):
             message = f"missing section [{dotted(path)}]"
             hints = [f'add [{dotted(path)}] with `use = "…"`; one of: {self._names(kind)}']
         elif model := self.vocabulary.models.get(path):
             required = [f"`{name}`" for name, inner in model.model_fields.items() if inner.is_required()]
             message = f"missing section [{dotted(path)}]"
             hints = [f"add [{dotted(path)}] with {' and '.join(required)}"]
-        elif key == "use" and (kind := kind_at(table)):
+        elif key == "use" and (kind := self._kind_at(table)):
             message = f"missing key `use` in [{dotted(table)}]"
             hints = [*self._instead_of_use(table), f"one of: {self._names(kind)}"]
         else:
@@ -159,9 +159,9 @@ class Explainer:
             yield f'add quotes: {key}"{shown(value)}"'
         elif expected == "an array" and not isinstance(value, dict):
             yield f"put it in brackets: {key}[{shown(value)}]"
-        elif kind_at(path) and isinstance(value, str):
+        elif self._kind_at(path) and isinstance(value, str):
             yield f"a component is named by `use`: {dotted(path)}.use = {shown(value)}"
-        elif kind_at(path):
+        elif self._kind_at(path):
             yield f"options go in a section [{dotted(path)}] or in braces: {key}{{ … }}"
 
     def _share(self, path: KeyPath, value: object) -> list[str]:
@@ -193,8 +193,11 @@ class Explainer:
             return "at the top of the recipe"
         if isinstance(table[-1], int):
             return f"in `{dotted(table)}`"
-        use = used_name(table, inside(self.layers.tables, table)) if kind_at(table) else None
+        use = used_name(table, inside(self.layers.tables, table)) if self._kind_at(table) else None
         return f"in [{dotted(table)}]" + (f", which uses {shown(use)}" if use else "")
+
+    def _kind_at(self, path: KeyPath) -> str | None:
+        return kind_at(path, self.layers.tables)
 
     def _names(self, kind: str) -> str:
         return ", ".join(self.registry.names(kind))
