@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 from ddpforge.components.registry import Registry, located
 from ddpforge.errors import PluginError
 from ddpforge.interfaces.durations import Duration
-from ddpforge.recipe.layers import Layers, Table, Value, inside, kind_at, used_name
+from ddpforge.recipe.layers import SETS, Layers, Table, Value, inside, kind_at, used_name
 from ddpforge.recipe.origins import KeyPath, Place
 from ddpforge.recipe.other_tools import FOREIGN_USE, precision_meant
 from ddpforge.recipe.report import Problem, did_you_mean, dotted, kind_of, shown
@@ -103,6 +103,12 @@ class Explainer:
         section = isinstance(value, dict) and self._kind_at(path[:-1]) is None
         hints, meant = self.vocabulary.suggest(path, value, section=section)
         hints += self._share(path, value) if "ratio" in str(path[-1]) else []
+        if path[:-1] == SETS and isinstance(value, dict) and "use" in value:
+            one = dotted(SETS)
+            hints = [
+                f"[{one}] with `use` is one set; each of several is [{one}.NAME], and [{one}] has no `use`",
+                f'where `use` comes from a recipe that this one extends, take it out: unset = ["{one}"]',
+            ]
         self._meant |= meant
         what = f"section [{dotted(path)}]" if section else f"key `{dotted(path[-1:])}` {self._in(path[:-1])}"
         self.add(path, f"unknown {what}", *hints, on_key=True)
