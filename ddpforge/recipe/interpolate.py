@@ -124,7 +124,7 @@ class _Filling:
     def refuse_misplaced_secrets(self) -> None:
         """Only options of components may be secret: ddpforge writes its own settings down in many places."""
         for path, text in strings(self.layers.tables):
-            owner = next((path[:end] for end in (1, 2) if kind_at(path[:end])), None)
+            owner = next((path[:end] for end in (1, 2, 3) if kind_at(path[:end], self.layers.tables)), None)
             key = path[len(owner)] if owner and len(path) > len(owner) else "use"
             is_option = key != "use" and key not in FRAMEWORK_KEYS.get(owner or (), ()) and path[-1] != "use"
             if SECRET.search(text) and not is_option:

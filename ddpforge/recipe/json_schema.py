@@ -10,7 +10,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from ddpforge.components.registry import Registry
 from ddpforge.errors import PluginError
 from ddpforge.interfaces.durations import Duration
-from ddpforge.recipe.layers import FRAMEWORK_KEYS, NAMED_SLOTS, SLOTS
+from ddpforge.recipe.layers import FRAMEWORK_KEYS, NAMED_SLOTS, SETS, SLOTS
 from ddpforge.recipe.schema import (
     CheckpointSection,
     DataSection,
@@ -47,7 +47,7 @@ def recipe_schema(registry: Registry) -> Schema:
     """
     slot = {path: {"$ref": f"#/$defs/{kind}"} for path, kind in SLOTS.items()}
     sections = {
-        "data": _table(DataSection, train=slot.pop(("data", "train")), eval=slot.pop(("data", "eval"))),
+        "data": _table(DataSection, train=slot.pop(("data", "train")), eval=_sets(slot.pop(SETS))),
         "train": _table(TrainSection),
         "checkpoint": _table(CheckpointSection, keep=_table(KeepSection)),
         "track": _named_slots("tracker", registry, _table(TrackSection)),
@@ -71,6 +71,14 @@ def _table(model: type[BaseModel], /, **inner: Schema) -> Schema:
     schema = _schema(model, "")
     values = {key: value for key, value in schema["properties"].items() if key not in ("trackers", *inner)}
     return {**schema, "properties": {**values, **inner}}
+
+
+def _sets(component: Schema) -> Schema:
+    """A component's table or, where that has no `use`, a table of several; options may come without, as in a base."""
+    uses = {"type": "object", "required": ["use"]}
+    inner = {"if": uses, "then": component}
+    several = {"description": "Several evaluation sets by name, or the options of one.", "additionalProperties": inner}
+    return {"type": "object", "allOf": [inner, {"if": {"not": uses}, "then": several}]}
 
 
 def _component(kind: str, names: list[str]) -> Schema:

@@ -108,11 +108,18 @@ class DataSection(Section):
     """Where samples come from and how they are fetched."""
 
     train: Component
-    eval: Component | None = None
+    eval: Component | dict[str, Component] | None = None  # a table with `use` is one set, one without holds several
     workers: int = Field(
         default=0, ge=0, le=1024, description="Loader processes per rank; 0 fetches in the training process."
     )
     prefetch: int = Field(default=2, ge=1, le=1024, description="Batches that each loader process keeps ready.")
+
+    @property
+    def evaluations(self) -> dict[str, Component]:
+        """The evaluation sets by name; one that is alone may have none, and is called ""."""
+        if isinstance(self.eval, Component):
+            return {"": self.eval}
+        return self.eval or {}
 
 
 class TrainSection(Section):
@@ -285,7 +292,7 @@ class Recipe(Section):
         found: dict[tuple[str, ...], Component | None] = {
             ("model",): self.model,
             ("data", "train"): self.data.train,
-            ("data", "eval"): self.data.eval,
+            **{("data", "eval", *filter(None, [name])): one for name, one in self.data.evaluations.items()},
             ("task",): self.task,
             ("optimizer",): self.optimizer,
             ("schedule",): self.schedule,

@@ -63,7 +63,7 @@ class Site:
         """A trainer of the job's recipe."""
         recipe = self.loaded.recipe
         parts = Parts(self.loaded, self.registry)
-        parts.foresee(ranks=self.world.all.size, trains=False)
+        parts.foresee(ranks=self.world.all.size)
         parts.strategy = self.strategy
         parts.build()
         parts.report()

@@ -1,4 +1,4 @@
-"""The training loop: what ranks agree on, evaluation, and what else happens between steps."""
+"""The training loop: what ranks agree on, and what happens between steps."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -18,16 +17,18 @@ from ddpforge.checkpoint.contents import Facts, Share
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.data import Batches, MicroBatch
-from ddpforge.errors import CheckpointError, Diverged, PluginError, UsageError
+from ddpforge.errors import CheckpointError, Diverged
 from ddpforge.interfaces import Callback, Replica, Schedule, StepInfo, Task, Total, Tracker, World
 from ddpforge.interfaces.durations import Horizon
 from ddpforge.ranks.signals import StopRequests
 from ddpforge.recipe.schema import Recipe
-from ddpforge.recipe.toml import loads
 from ddpforge.training.batchnorm import Statistics
 from ddpforge.training.cadence import Alarm, Cadence, Window, in_steps
+from ddpforge.training.evaluation import Evaluator
+from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.norms import Norms
 from ddpforge.training.progress import Progress
+from ddpforge.training.restoring import is_another, restore_callbacks
 from ddpforge.training.step import Steps
 
 __all__ = ["Trainer"]
@@ -64,19 +65,17 @@ class Trainer:
         schedule: Schedule,
         horizon: Horizon,
         training: Batches,
-        evaluation: Batches | None,
+        evaluator: Evaluator,
         callbacks: Mapping[str, Callback],
         checkpoints: Checkpoints,
         tracker: Tracker,
     ) -> None:
         # what the run is made of
-        self.settings, self.saving = recipe.train, recipe.checkpoint
+        self._recipe, self.settings, self.saving = recipe, recipe.train, recipe.checkpoint
         self.world, self.replica, self.task = world, replica, task
         self.optimizer, self.schedule = optimizer, schedule
-        self.horizon, self.training, self.evaluation = horizon, training, evaluation
+        self.horizon, self.training, self.evaluator = horizon, training, evaluator
         self.callbacks, self.checkpoints, self.tracker = callbacks, checkpoints, tracker
-        self._uses: dict[tuple[str, ...], str] = {("optimizer",): recipe.optimizer.use}  # by the recipe's table
-        self._uses |= {("callbacks", name): component.use for name, component in recipe.callbacks.items()}
         self.origin: Mapping[str, Any] = {}  # recipe, lineage, …: what a checkpoint says of its origin
 
         # how often what happens
@@ -88,7 +87,7 @@ class Trainer:
             checkpoints.keep_every = in_steps("checkpoint.keep.every", recipe.checkpoint.keep.every, horizon)
         self.save_cadence = Cadence("checkpoint.every", recipe.checkpoint.every, horizon)
         self.cadences = [self.save_cadence]
-        if evaluation is not None:
+        if evaluator.sets:
             self.eval_cadence = Cadence("train.eval_every", recipe.train.eval_every, horizon)
             self.cadences.append(self.eval_cadence)
 
@@ -108,7 +107,7 @@ class Trainer:
         self._agree_every = 1
         self.stop = StopRequests()
         self._window = Window()
-        self._read = 0  # of a stream: what the newest micro-batch says has been read
+        self._read = Fingerprint()
 
         # Read before any state is restored: the recipe, not a checkpoint, decides the learning rate.
         self._base_rates: list[float] = [group["lr"] for group in optimizer.param_groups]
@@ -118,28 +117,16 @@ class Trainer:
         """Goes on from `checkpoint`, whatever strategy and number of ranks wrote it."""
         facts = checkpoint.facts
         state = checkpoint.state()
-        if self._is_another(facts, "optimizer"):
+        if is_another(facts, self._recipe.optimizer.use, "optimizer", world=self.world):
             state = replace(state, optimizer={}, shared={})
         self.replica.load_state(state)
-        kept = checkpoint.callbacks()
-        for name, callback in self.callbacks.items():
-            if name in kept and not self._is_another(facts, "callbacks", name):
-                callback.load_state(kept[name])
+        restore_callbacks(self._recipe, self.callbacks, checkpoint, self.world)
         checkpoint.finish()
         self.progress = Progress.of(facts)
         self.metrics = dict(facts.metrics)
         self._saved = facts.step
         # Who stops a run does not wait for an evaluation that is due: the next attempt makes up for it.
         self._evaluated = facts.step if any(name.startswith("eval/") for name in facts.metrics) else None
-
-    def _is_another(self, facts: Facts, *table: str) -> bool:
-        """Whether a table of the recipe named another component when the checkpoint was saved, whose state it has."""
-        earlier, now = _use_in(facts.recipe, table), self._uses[table]
-        if earlier is None or earlier.rpartition("/")[2] == now.rpartition("/")[2]:  # local code may have moved
-            return False
-        if self.world.is_main:
-            log.warning("%s `%s` starts afresh: the checkpoint has the state of `%s`", ".".join(table), now, earlier)
-        return True
 
     def fit(self) -> Literal["done", "stopped"]:
         """Trains to the end, or to a stop that all ranks agreed on; either way the last step is then saved.
@@ -219,7 +206,7 @@ class Trainer:
         else:
             totals, norm = self._steps.train(step, first, micro_batches, measure=measure)
             self._norms.add(step, norm)
-        self._read = first.read
+        self._read.note(first)
         self.progress.step = step
         self.progress.samples += first.step_samples
         self._window.add(first.step_samples)
@@ -234,42 +221,13 @@ class Trainer:
         pace = {"?seconds": Total(torch.tensor(self._window.seconds / self._window.steps), 1)}
         saved = {"?saved": Total(torch.tensor(float(self.checkpoints.ready())), 1)}
 
-        means = self.world.all.mean({**totals, **votes, **pace, **saved, **self._what_was_read()})
-        self._refuse_another_stream(means)
+        means = self.world.all.mean({**totals, **votes, **pace, **saved, **self._read.totals()})
+        self._read.refuse_another(means, step=self.progress.step)
         if means.pop("?saved") == 1.0:
             self._settle()
         self._agreed = {name for name in known if means.pop(f"?{name}") > 0}
         self._agree_every = max(1, min(1000, int(_AGREE_SECONDS / max(means.pop("?seconds"), 1e-9))))
         return means
-
-    def _noted(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        for micro in micro_batches:
-            self._read = micro.read
-            yield micro
-
-    def _what_was_read(self) -> dict[str, Total]:
-        """A fingerprint of the stream, if there is one: the mean of squares is the square of the mean if all agree.
-
-        Squares of 20 bits add up exactly in float64, on up to 8,192 ranks.
-        """
-        if not self._read:
-            return {}
-        powers = torch.tensor([self._read, self._read**2], dtype=torch.float64)
-        return {f"?read{power}": Total(value, 1) for power, value in enumerate(powers, start=1)}
-
-    def _refuse_another_stream(self, means: dict[str, float]) -> None:
-        mean, square = means.pop("?read1", 0.0), means.pop("?read2", 0.0)
-        if mean**2 != square:
-            raise PluginError(
-                f"ranks read different samples from the iterable dataset, by step {self.progress.step}: some would be "
-                "used twice and others never",
-                hints=[
-                    "it must yield the same samples in the same order on every rank: do not shard it by rank, and do "
-                    "not order by set or hash",
-                    "shuffle with python's, numpy's or torch's own generator (seeded alike before each pass), or one "
-                    "seeded from the epoch that `set_epoch` is told",
-                ],
-            )
 
     def _look_at_norms(self, totals: Mapping[str, Total], *, logs: bool) -> None:
         """Does what the recipe says where a gradient was not finite; `logs` says that the step is to have a row.
@@ -350,13 +308,13 @@ class Trainer:
         self.tracker.log(step, row)
 
     def _must_evaluate(self, step: int, rung: set[str], *, ended: bool) -> bool:
-        if self.evaluation is None or ("stop" in rung and step < self.end):
+        if not self.evaluator.sets or ("stop" in rung and step < self.end):
             return False  # whoever asked us to stop is waiting
         return ended or self.eval_cadence.due(step, rung)
 
     def _owes_evaluation(self) -> bool:
         step = self.progress.step
-        if self.evaluation is None or step == 0 or self._evaluated == step:
+        if not self.evaluator.sets or step == 0 or self._evaluated == step:
             return False
         if step >= self.end:
             return True
@@ -364,7 +322,7 @@ class Trainer:
 
     def _evaluate_and_report(self, step: int) -> bool:
         self._window.pause()
-        row = self.evaluate()
+        row = self.evaluator.evaluate(step)
         self._evaluated = step
         self._log(step, row)
         if self.saving.keep.best and self.saving.keep.by not in self.metrics and self.world.is_main:
@@ -376,30 +334,6 @@ class Trainer:
             wishes = [callback.on_eval(step, row) for callback in self.callbacks.values()]
         self._window.go_on()
         return any(wishes)
-
-    def evaluate(self) -> dict[str, float]:
-        """Means over the evaluation data, every sample counted once; names begin with `eval/`."""
-        if self.evaluation is None:
-            raise UsageError("the recipe has no [data.eval] to evaluate on")
-        self.replica.sync_buffers()
-        self.replica.module.eval()
-        with self._evaluating(), torch.no_grad():
-            totals = self._steps.evaluate(self._noted(self.evaluation.evaluation()))
-            means = self.world.all.mean({**totals, **self._what_was_read()})
-            self._refuse_another_stream(means)
-        self.replica.module.train()
-        return {f"eval/{name}": value for name, value in self.task.finish(means).items()}
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        with ExitStack() as observed, ExitStack() as stack:
-            with self.replica.weights.observing():
-                for callback in self.callbacks.values():
-                    stack.enter_context(callback.evaluating())
-            try:
-                yield
-            finally:
-                observed.enter_context(self.replica.weights.observing())  # which the callbacks leave within
 
     def _is_best(self, step: int) -> bool:
         if self._evaluated != step or not self.saving.keep.best:
@@ -458,17 +392,6 @@ class Trainer:
 def _looks_are_free(device: torch.device) -> bool:
     """Whether reading a norm does not wait for the device."""
     return device.type == "cpu"
-
-
-def _use_in(recipe: str, table: Sequence[str]) -> str | None:
-    """What a table of a checkpoint's recipe uses; None where it does not say, as after an import."""
-    try:
-        found: Any = loads(recipe)
-        for name in (*table, "use"):
-            found = found[name]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return str(found)
 
 
 def _until_last(first: MicroBatch, source: Iterator[MicroBatch]) -> Iterator[MicroBatch]:

@@ -13,7 +13,7 @@ from doubles import Loop, Plain, Saved, noting
 
 import ddpforge.training.loop
 from ddpforge.checkpoint.contents import Facts, Share
-from ddpforge.errors import CheckpointError, Diverged, UsageError
+from ddpforge.errors import CheckpointError, Diverged
 from ddpforge.interfaces import Callback, StepInfo
 from ddpforge.training.cadence import Window
 
@@ -214,11 +214,6 @@ def test_a_run_by_the_clock_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyP
     assert loop.fit() == "done"
     assert loop.trainer.progress.step == 7  # asked at the seventh, after six callbacks of 11 seconds
     assert loop.checkpoints.saved[-1].facts.position["seconds"] == 77.0
-
-
-def test_there_is_nothing_to_evaluate_on() -> None:
-    with pytest.raises(UsageError, match=r"the recipe has no \[data.eval\]"):
-        Loop(evaluation=False).trainer.evaluate()
 
 
 # ---------------------------------------------------------------------------------------------- not finite
