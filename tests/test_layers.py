@@ -115,7 +115,7 @@ def test_nothing_light_imports_torch_when_it_is_imported() -> None:
     light = {module for module, name in names.items() if name in LIGHT or name.partition(".")[0] in LIGHT}
     heavy = [
         (module, imported)
-        for module in light - {"ddpforge.launch.torchrun", "ddpforge.components.kinds"}
+        for module in light - {"ddpforge.launch.torchrun"}
         for statement in tree(module).body
         if isinstance(statement, ast.Import | ast.ImportFrom)
         for imported in imports(module, ast.Module([statement], []))

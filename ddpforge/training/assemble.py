@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from ddpforge.checkpoint.manager import Checkpoints
-from ddpforge.components.kinds import build
+from ddpforge.components.building import build
 from ddpforge.errors import UsageError
 from ddpforge.exchange.initial import load_initial
 from ddpforge.interfaces import Callback, Contract, Tracker, World

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpforge.components.kinds import build
+from ddpforge.components.building import build
 from ddpforge.components.registry import NotImported, Registry, where_raised
 from ddpforge.data import Batches, Share, mix, open_data
 from ddpforge.data.nests import size, take

@@ -5,22 +5,23 @@ from typing import Any
 
 import pytest
 
-from ddpforge.components.kinds import build, unlike
-from ddpforge.components.registry import KINDS, Registry
+from ddpforge.components.building import build
+from ddpforge.components.kinds import KINDS
+from ddpforge.components.registry import Registry
 from ddpforge.errors import PluginError
 from ddpforge.recipe.schema import Component
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_none_is_no_component_of_any_kind(kind: str) -> None:
-    assert unlike(kind, None)
+    assert KINDS[kind].mismatch(None)
 
 
 @pytest.mark.parametrize(
     ("kind", "built"), [("schedule", lambda step: 1.0), ("data", [1, 2]), ("data", (number for number in (1, 2)))]
 )
 def test_data_and_schedules_need_no_base_class(kind: str, built: Any) -> None:
-    assert unlike(kind, built) is None
+    assert KINDS[kind].mismatch(built) is None
 
 
 def test_what_is_built_instead_is_named(tmp_path: Path) -> None:
