@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from ddpforge.components.registry import Registry
-from ddpforge.errors import PluginError
+from ddpforge.errors import PluginError, Problem
 from ddpforge.recipe.checks import cross_check
 from ddpforge.recipe.explain import Explainer
 from ddpforge.recipe.layers import (
@@ -28,7 +28,7 @@ from ddpforge.recipe.layers import (
     used_name,
 )
 from ddpforge.recipe.origins import KeyPath
-from ddpforge.recipe.report import Problem, shown
+from ddpforge.recipe.report import shown
 from ddpforge.recipe.schema import Recipe
 
 _LOCAL_CODE = re.compile(r"([^:]*\.py):[A-Za-z_][\w.]*")

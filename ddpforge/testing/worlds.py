@@ -18,7 +18,7 @@ from ddpforge.components.kinds import KINDS
 from ddpforge.errors import ExitCode, PluginError
 from ddpforge.parity.compare import TOLERANCES, Point, Quantity, Record, compare, first_drift
 from ddpforge.testing.cases import Case
-from ddpforge.testing.checks import checks_of
+from ddpforge.testing.register import checks_of
 from ddpforge.testing.report import Breach, Interrupted
 from ddpforge.testing.trial import settle
 

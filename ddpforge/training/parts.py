@@ -16,16 +16,25 @@ from ddpforge.components.registry import NotImported, Registry, where_raised
 from ddpforge.data import Batches, Share, mix, open_data
 from ddpforge.data.nests import size, take
 from ddpforge.data.randomness import own_random_numbers
-from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PluginError, RecipeError, UsageError
+from ddpforge.errors import (
+    EnvironmentProblem,
+    ExitCode,
+    ForgeError,
+    Place,
+    PluginError,
+    Problem,
+    RecipeError,
+    UsageError,
+)
 from ddpforge.exchange.initial import find_initial
 from ddpforge.interfaces import Callback, Schedule, Strategy, Task, Tracker, World
 from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.ranks.devices import device_type
 from ddpforge.recipe import LoadedRecipe, Recipe
-from ddpforge.recipe.batch import BatchPlan, check_world, plan_batch
+from ddpforge.recipe.batch import BatchPlan, plan_batch
 from ddpforge.recipe.layers import kind_at
-from ddpforge.recipe.origins import KeyPath, Place
-from ddpforge.recipe.report import Problem
+from ddpforge.recipe.load import check_world
+from ddpforge.recipe.origins import KeyPath
 from ddpforge.runs.folder import RunFolder
 from ddpforge.training.blocks import check_blocks, find_blocks
 from ddpforge.training.cadence import in_steps

@@ -13,7 +13,7 @@ from ddpforge.components.options import options_table
 from ddpforge.components.registry import RefusedOptions
 from ddpforge.errors import PluginError
 from ddpforge.testing.cases import Case
-from ddpforge.testing.checks import check
+from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, blame
 from ddpforge.testing.settings import SETTINGS
 from ddpforge.testing.trial import settle
