@@ -21,7 +21,7 @@ from ddpforge.ranks.logs import setup_logging
 from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe, load_recipe
-from ddpforge.recipe.batch import check_world
+from ddpforge.recipe.load import check_world
 from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import (
     RunFolder,

@@ -19,8 +19,9 @@ import click
 from pydantic import BaseModel, create_model
 
 import ddpforge.cli
+from ddpforge.components.kinds import KINDS
 from ddpforge.components.options import OptionRow, options_table
-from ddpforge.components.registry import KINDS, Registry
+from ddpforge.components.registry import Registry
 from ddpforge.recipe.layers import NAMED_SLOTS, SLOTS
 from ddpforge.recipe.report import dotted
 from ddpforge.recipe.schema import OptimizerComponent, Recipe

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from pydantic_core import ErrorDetails
 
 from ddpforge.components.registry import Registry, located
-from ddpforge.errors import PluginError
+from ddpforge.errors import Place, PluginError, Problem
 from ddpforge.interfaces.durations import Duration
 from ddpforge.recipe.layers import SETS, Layers, Table, Value, inside, kind_at, used_name
-from ddpforge.recipe.origins import KeyPath, Place
+from ddpforge.recipe.origins import KeyPath
 from ddpforge.recipe.other_tools import FOREIGN_USE, precision_meant
-from ddpforge.recipe.report import Problem, did_you_mean, dotted, kind_of, shown
+from ddpforge.recipe.report import did_you_mean, dotted, kind_of, shown
 from ddpforge.recipe.vocabulary import Vocabulary
 
 _EXPECTED = {

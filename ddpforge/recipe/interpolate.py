@@ -6,9 +6,10 @@ import os
 import re
 
 from ddpforge.confidential import SECRET
+from ddpforge.errors import Problem
 from ddpforge.recipe.layers import FRAMEWORK_KEYS, Layers, Table, Value, kind_at, map_strings, strings
 from ddpforge.recipe.origins import KeyPath, Origin
-from ddpforge.recipe.report import Problem, did_you_mean, dotted, kind_of, nearest
+from ddpforge.recipe.report import did_you_mean, dotted, kind_of, nearest
 
 _REFERENCE = re.compile(r"(?P<escaped>\$)?\$\{(?:(?P<body>[^{}]*)\})?")
 _ENV = re.compile(r"env:(?P<name>\w+)(?::-(?P<default>.*))?", re.DOTALL)

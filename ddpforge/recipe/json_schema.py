@@ -7,15 +7,15 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
+from ddpforge.components.kinds import KINDS
 from ddpforge.components.registry import Registry
 from ddpforge.errors import PluginError
 from ddpforge.interfaces.durations import Duration
-from ddpforge.recipe.layers import FRAMEWORK_KEYS, NAMED_SLOTS, SETS, SLOTS
+from ddpforge.recipe.layers import NAMED_SLOTS, SETS, SLOTS
 from ddpforge.recipe.schema import (
     CheckpointSection,
     DataSection,
     KeepSection,
-    OptimizerComponent,
     Recipe,
     TrackSection,
     TrainSection,
@@ -112,8 +112,11 @@ def _options(kind: str, name: str, registry: Registry) -> Schema:
         schema = _schema(registry.options_model(kind, name), f"{kind}.{name}/$defs/")
     except PluginError as error:
         return {"type": "object", "description": error.message}
-    framework = _schema(OptimizerComponent, "")["properties"]
-    own = {key: framework[key] for key in FRAMEWORK_KEYS.get((kind,), ())}
+    own: Schema = {}
+    if keys := KINDS[kind].framework_keys:
+        table = Recipe.model_fields[kind].annotation
+        assert isinstance(table, type)
+        own = {key: _schema(table, "")["properties"][key] for key in keys}
     return {**schema, "properties": {"use": {}, **own, **schema["properties"]}}
 
 

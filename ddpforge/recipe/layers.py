@@ -6,29 +6,22 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ddpforge.components.kinds import KINDS
 from ddpforge.recipe.origins import KeyPath, Origin, Source
 
 Value = Any  # whatever TOML can hold
 Table = dict[str, Value]
 
-SLOTS: dict[KeyPath, str] = {
-    ("model",): "model",
-    ("data", "train"): "data",
-    ("data", "eval"): "data",
-    ("task",): "task",
-    ("optimizer",): "optimizer",
-    ("schedule",): "schedule",
-    ("strategy",): "strategy",
-}
+SLOTS: dict[KeyPath, str] = {path: kind for kind, spec in KINDS.items() for path in spec.tables}
 """The tables that name a component, and its kind."""
 
-NAMED_SLOTS = {"track": "tracker", "callbacks": "callback"}
+NAMED_SLOTS = {spec.named_in: kind for kind, spec in KINDS.items() if spec.named_in}
 """The tables whose inner tables name components; there the key is the default for `use`."""
 
 SETS = ("data", "eval")
 """The table that names a component or, where it has no `use`, may hold several tables that do, each with a name."""
 
-FRAMEWORK_KEYS: dict[KeyPath, tuple[str, ...]] = {("optimizer",): ("no_decay",)}
+FRAMEWORK_KEYS: dict[KeyPath, tuple[str, ...]] = {path: KINDS[kind].framework_keys for path, kind in SLOTS.items()}
 """Keys of a component's table that ddpforge itself reads; all others but `use` are the component's."""
 
 _VARIABLE = re.compile(r"\$\{vars\.([^{}]*)\}")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from ddpforge.components.kinds import KINDS
 from ddpforge.interfaces.durations import Duration
 
 # Larger numbers are slips of the keyboard; the limits keep them from becoming overflows three layers down.
@@ -289,15 +291,13 @@ class Recipe(Section):
 
     def components(self) -> dict[tuple[str, ...], Component]:
         """Every component of the run by the path of its table, e.g. ("data", "train")."""
-        found: dict[tuple[str, ...], Component | None] = {
-            ("model",): self.model,
-            ("data", "train"): self.data.train,
-            **{("data", "eval", *filter(None, [name])): one for name, one in self.data.evaluations.items()},
-            ("task",): self.task,
-            ("optimizer",): self.optimizer,
-            ("schedule",): self.schedule,
-            ("strategy",): self.strategy,
-            **{("track", key): tracker for key, tracker in self.track.trackers.items()},
-            **{("callbacks", key): callback for key, callback in self.callbacks.items()},
-        }
+        found: dict[tuple[str, ...], Component | None] = {}
+        for spec in KINDS.values():
+            found |= {path: attrgetter(".".join(path))(self) for path in spec.tables if path != ("data", "eval")}
+            if spec.named_in:
+                table = getattr(self, spec.named_in)
+                named = table.trackers if isinstance(table, TrackSection) else table
+                found |= {(spec.named_in, key): component for key, component in named.items()}
+        evaluations = self.data.evaluations
+        found |= {("data", "eval", *filter(None, [name])): component for name, component in evaluations.items()}
         return {path: component for path, component in found.items() if component}

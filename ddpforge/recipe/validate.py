@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from ddpforge.components.registry import Registry
-from ddpforge.errors import PluginError
+from ddpforge.errors import PluginError, Problem
 from ddpforge.recipe.checks import cross_check
 from ddpforge.recipe.explain import Explainer
 from ddpforge.recipe.layers import (
@@ -30,7 +30,7 @@ from ddpforge.recipe.layers import (
     used_name,
 )
 from ddpforge.recipe.origins import KeyPath
-from ddpforge.recipe.report import Problem, dotted, shown
+from ddpforge.recipe.report import dotted, shown
 from ddpforge.recipe.schema import Recipe, on_one_line
 
 _LOCAL_CODE = re.compile(r"([^:]*\.py):[A-Za-z_][\w.]*")

@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
-from ddpforge.components.kinds import build
+from ddpforge.components.building import build
 from ddpforge.errors import UsageError
 from ddpforge.exchange.initial import load_initial
 from ddpforge.interfaces import Callback, Contract, Replica, Tracker, World

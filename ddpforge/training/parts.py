@@ -12,21 +12,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpforge.components.kinds import build
+from ddpforge.components.building import build
 from ddpforge.components.registry import NotImported, Registry, where_raised
 from ddpforge.data import Batches, Share, mix, open_data
 from ddpforge.data.nests import size, take
 from ddpforge.data.randomness import own_random_numbers
-from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PluginError, RecipeError, UsageError
+from ddpforge.errors import (
+    EnvironmentProblem,
+    ExitCode,
+    ForgeError,
+    Place,
+    PluginError,
+    Problem,
+    RecipeError,
+    UsageError,
+)
 from ddpforge.exchange.initial import find_initial
 from ddpforge.interfaces import Callback, Schedule, Strategy, Task, Tracker, World
 from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.ranks.devices import device_type
 from ddpforge.recipe import LoadedRecipe, Recipe
-from ddpforge.recipe.batch import BatchPlan, check_world, plan_batch
+from ddpforge.recipe.batch import BatchPlan, plan_batch
 from ddpforge.recipe.layers import kind_at
-from ddpforge.recipe.origins import KeyPath, Place
-from ddpforge.recipe.report import Problem, did_you_mean
+from ddpforge.recipe.load import check_world
+from ddpforge.recipe.origins import KeyPath
+from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.schema import Component
 from ddpforge.runs.folder import RunFolder
 from ddpforge.training.blocks import check_blocks, find_blocks
