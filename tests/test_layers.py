@@ -185,6 +185,51 @@ def test_nothing_light_imports_torch_when_it_is_imported() -> None:
     assert not heavy
 
 
+# ---------------------------------------------------------------------------------------------- the map
+def shown() -> list[str]:
+    """The paths on the map of the tree in CONTRIBUTING.md."""
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    drawn = text.partition("## Layout")[2].partition("```text\n")[2].partition("```")[0]
+    found: list[str] = []
+    folders: list[str] = []  # the last folder at each depth
+    for line in drawn.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        names = re.match(r" *((?:[\w.]+(?:/|\.py) ?)+)", line)
+        assert names, line
+        found.extend("".join([*folders[:depth], name]) for name in names[1].split())
+        folders[depth:] = [names[1].split()[-1]]
+    return found
+
+
+def test_the_map_shows_every_package_and_every_module_at_the_top() -> None:
+    """Modules inside packages are shown where a reader needs them."""
+    packages = {f"{path.parent.relative_to(PACKAGE.parent)}/" for path in PACKAGE.rglob("__init__.py")}
+    at_the_top = {f"ddpforge/{path.name}" for path in PACKAGE.glob("*.py")}
+    around = {f"{folder}/" for folder in ("recipes", "docs", "benchmarks", "plugins", "tests")}
+    paths = shown()
+    assert len(paths) == len(set(paths))
+    silent = {"ddpforge/__init__.py", "ddpforge/__main__.py"}
+    assert not (packages | at_the_top | around) - silent - set(paths)
+
+
+def test_the_map_shows_nothing_that_is_not_there() -> None:
+    lost = [path for path in shown() if not (PACKAGE.parent / path).exists()]
+    assert not lost
+
+
+def test_the_rooms_of_the_map_are_in_the_order_of_the_layers() -> None:
+    rooms = [path.removesuffix("/").removesuffix(".py") for path in shown() if path.removesuffix("/").count("/") == 1]
+    layers = [layer(room.replace("/", ".")) for room in rooms if room.startswith("ddpforge/")]
+    assert layers == sorted(layers)
+
+
+def test_the_files_that_contributing_points_to_exist() -> None:
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:ddpforge|tests|docs)/[\w/.]+)`", text)
+    assert len(named) > 10
+    assert not [path for path in named if not (PACKAGE.parent / path).exists()]
+
+
 # ---------------------------------------------------------------------------------------------- every module
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_begins_by_saying_what_it_is_for(module: str) -> None:
