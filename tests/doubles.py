@@ -272,7 +272,7 @@ class Loop:
             checkpoints=self.checkpoints,  # type: ignore[arg-type]
             tracker=self.tracker,
         )
-        self.trainer.origin = {"strategy": "plain", "world_size": 1}
+        self.trainer.saving.origin = {"strategy": "plain", "world_size": 1}
 
     def fit(self) -> str:
         return self.trainer.fit()

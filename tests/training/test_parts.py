@@ -242,7 +242,7 @@ def test_what_may_work_in_training_is_left_to_it(
     parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch, sets: list[str]
 ) -> None:
     Path("mine.py").write_text(CODE + MORE)
-    monkeypatch.setattr(Parts, "_ask_strategy", lambda self, ranks, device, trains: None)  # who refuses some of that
+    monkeypatch.setattr(Parts, "_ask_strategy", lambda self, ranks, device: None)  # who refuses some of that
     built = parts(OWN, *sets)
     assert told(built) == {}
     built.open(ALONE)
