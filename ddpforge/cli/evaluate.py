@@ -21,8 +21,8 @@ def evaluate(
 ) -> None:
     """Evaluate RUN, a run's folder or its name in runs/, on the recipe's [data.eval], or on each [data.eval.NAME].
 
-    `--set` changes the recipe for this evaluation, e.g. data.eval.path=other.txt. Training data is not needed, and of
-    the checkpoint only weights are read.
+    `--set` changes the recipe for this evaluation, e.g. data.eval.path=other.txt. Training data is not needed, and
+    no state of the optimizer is loaded.
     """
     with ending():
         from ddpforge.runner import evaluate as evaluate_run

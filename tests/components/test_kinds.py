@@ -102,7 +102,7 @@ from ddpforge.testing.cases import find_cases
 found = {}
 registry = Registry.installed()
 found["listed"] = [(entry.kind, entry.name) for entry in registry.entries("sampler")]
-found["kind at"] = kind_at(("callbacks", "mine"))
+found["kind at"] = kind_at(("callbacks", "mine"), {})
 schema = recipe_schema(registry)
 found["schema"] = [name for name in schema["$defs"] if name.startswith("sampler")]
 shown = CliRunner().invoke(main, ["plugins", "show", "tally"])

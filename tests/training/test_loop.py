@@ -410,3 +410,26 @@ def test_state_of_another_optimizer_or_callback_is_not_taken(caplog: pytest.LogC
     loop.trainer.restore(saved(3, recipe='[optimizer]\nuse = "sgd"\n[callbacks.watch]\nuse = "watch"\n'))  # type: ignore[arg-type]
     assert loop.replica.loaded.optimizer == {"w": {"m": 1.0}}
     assert watcher.taken == {"n": 3}
+
+
+# ---------------------------------------------------------------------------------------------- one by one
+def test_steps_can_be_taken_one_by_one() -> None:
+    """Each is complete when it is yielded: logged, evaluated and saved."""
+    loop = Loop(steps=4, train={"eval_every": "2st"}, checkpoint={"every": "2st", "background": False})
+    steps = loop.trainer.steps()
+    first, second = next(steps), next(steps)
+    assert (first.step, second.step, second.samples) == (1, 2, 2)
+    assert first.metrics["train/loss"] == loop.tracker.rows[0][1]["train/loss"]
+    assert loop.checkpoints.steps() == [2]
+    assert loop.tracker.steps("eval/loss") == [2]
+    assert [info.step for info in steps] == [3, 4]
+    assert loop.checkpoints.steps() == [2, 4]
+
+
+def test_steps_that_are_not_taken_leave_what_was_saved() -> None:
+    loop = Loop(steps=4, checkpoint={"every": "1st", "background": False})
+    for info in loop.trainer.steps():
+        if info.step == 2:
+            break
+    assert loop.checkpoints.steps() == [1, 2]
+    assert loop.trainer.progress.step == 2
