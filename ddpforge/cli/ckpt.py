@@ -90,7 +90,7 @@ def _line(row: "Row", names: Sequence[str]) -> list[str]:
 
 
 def _age(created: str) -> str:
-    """How long ago that was."""
+    """Spells the time since `created`."""
     try:
         seconds = (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()
     except (ValueError, TypeError):
@@ -278,7 +278,7 @@ def _print_differences(paths: Sequence[Path], found: "Differences") -> None:
 
 
 def _about(found: "Differences") -> Iterable[str]:
-    """What differs and makes no difference; metrics, which nearly always do, in one word."""
+    """Lists differences that do not matter; metrics, which nearly always differ, in one word."""
     metrics = [value for value in found.about if value.name.startswith("metrics.")]
     for value in found.about:
         if value not in metrics:
@@ -288,7 +288,7 @@ def _about(found: "Differences") -> Iterable[str]:
 
 
 def _counted(facts: "Sequence[Value]") -> list[str]:
-    """What differs besides tensors; numbers that are alike for many parameters in one line."""
+    """Lists differences besides tensors; numbers that are alike for many parameters share a line."""
     lines: dict[str, list[str]] = {}
     for value in facts:
         section, colon, rest = value.name.partition(": ")

@@ -1,4 +1,4 @@
-"""How the global batch of a step is dealt out: ranks, forward passes and accumulation."""
+"""Plans how the global batch of a step is dealt out: ranks, forward passes and accumulation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plan_batch(train: TrainSection, data_ranks: int, *, origin: Origin | None = 
 
 
 def check_world(loaded: LoadedRecipe, data_ranks: int) -> BatchPlan:
-    """What `plan_batch` gives for a loaded recipe; its RecipeError points at `train.global_batch`."""
+    """Plans the batches of a loaded recipe, as `plan_batch` does; its RecipeError points at `train.global_batch`."""
     return plan_batch(loaded.recipe.train, data_ranks, origin=loaded.origins[("train", "global_batch")])
 
 

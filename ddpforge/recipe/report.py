@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, and how that is told: place, line with a caret under it, ways to mend it."""
+"""Problems of a recipe, and their rendering: place, line with a caret under it, ways to mend it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def shown(value: object) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What TOML calls the type of `value`, with its article."""
+    """TOML's name for the type of `value`, with its article."""
     return _TYPES.get(type(value), "a date or time")
 
 

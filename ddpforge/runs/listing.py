@@ -1,4 +1,4 @@
-"""Which checkpoints there are, which one is meant, and what their manifests say of them. Needs no torch."""
+"""Lists checkpoints, finds the one that is meant, and describes each by its manifest. Needs no torch."""
 
 import logging
 import math
@@ -43,7 +43,7 @@ class Place:
         return cls(run.checkpoints, run)
 
     def keep(self) -> KeepSection:
-        """What the run's recipe says of keeping checkpoints."""
+        """The `checkpoint.keep` of the run's recipe."""
         return KeepSection() if self.run is None else keep_of(self.run)
 
     def choose(
@@ -172,7 +172,7 @@ def _size(path: Path) -> int:
 
 
 def layout_name(manifest: Manifest) -> str:
-    """Whether ranks wrote what they hold ("sharded"), or the model is (also) there as one file ("full")."""
+    """Names a checkpoint's layout: "sharded" if ranks wrote what they hold, "full" if one file has the model (too)."""
     shards = any(name.startswith("shard-") for name in manifest.files)
     return "full" if "model.safetensors" in manifest.files or not shards else "sharded"
 
@@ -193,7 +193,7 @@ def notable(found: Sequence[Row], keep: KeepSection) -> list[str]:
 # ---------------------------------------------------------------------------------------------- what is in one
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """What the manifest says of a tensor."""
+    """A tensor, as the manifest describes it."""
 
     section: str
     name: str

@@ -51,7 +51,7 @@ def rework_blocks(blocks: Sequence[nn.Module], train: TrainSection) -> None:
 
 
 def _recompute(block: nn.Module, train: TrainSection) -> None:
-    """What is compiled is recomputed without its effects, unless something in it cannot be compiled.
+    """Makes a block recompute its activations; compiled code does so without its effects, if all of it compiles.
 
     A block with buffers, which must not change twice, is therefore compiled by itself and recomputed from outside.
     """
