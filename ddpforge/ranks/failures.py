@@ -1,4 +1,4 @@
-"""Finds the rank that failed first, and its error: the files by which ranks tell when they can no longer talk."""
+"""Finds the rank that failed first, in files by which ranks report when they can no longer talk."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def phrase(error: BaseException) -> str:
 
 
 def _is_about_a_connection(error: BaseException) -> bool:
-    """True for an error of torch.distributed, which is a RuntimeError, that is not about wrong use of it."""
+    """True if torch.distributed lost a connection; its RuntimeErrors about wrong use are no such errors."""
     text = str(error)
     library = type(error).__name__.startswith("Dist") or _LIBRARY.search(text)
     return bool(isinstance(error, RuntimeError) and library and _LOST.search(text))
 
 
 def told_causes(logs: Path) -> list[Report]:
-    """The reports of ranks of the last attempt about failures that were their own."""
+    """The reports of the last attempt's ranks about failures that they met by themselves."""
     return [report for report in _reports(logs) if not report.symptom]
 
 

@@ -55,7 +55,7 @@ def explain(error: Exception, task: Task, batch: str, use: str) -> None:
 
 
 def checked_loss(task: Task, returned: Any, *, gradients: bool = True) -> tuple[Tensor, Any]:
-    """Returns a task's loss and outputs as they are; raises UsageError for what is no summed loss and outputs."""
+    """Returns a task's loss and outputs; raises UsageError unless they are a summed loss and outputs."""
     where = f"{name_of(task)}.loss"
     pair = "return (loss, outputs): the loss summed over the batch, and what `metrics` reads"
     if not isinstance(returned, tuple | list) or len(returned) != 2:
@@ -79,7 +79,7 @@ def checked_loss(task: Task, returned: Any, *, gradients: bool = True) -> tuple[
 
 
 def checked_totals(task: Task, totals: Any) -> Mapping[str, Total]:
-    """Returns a task's metrics as they are; raises PluginError for what is no totals by name."""
+    """Returns a task's metrics as they are; raises PluginError unless they are totals by name."""
     if not isinstance(totals, Mapping):
         raise PluginError(f"{name_of(task)}.metrics returns {described(totals)}, not a dict of totals by name")
     for name, total in totals.items():

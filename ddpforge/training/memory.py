@@ -32,7 +32,7 @@ def _says_so(error: BaseException) -> bool:
 
 
 def _hints(recipe: Recipe, data_ranks: int) -> Iterator[str]:
-    """Yields hints: first the one that saves most for least."""
+    """Yields ways to need less memory: first the one that saves most for least."""
     train, strategy = recipe.train, recipe.strategy
     micro, unit = train.per_pass(data_ranks), train.global_batch // (train.elastic_shards or data_ranks)
     if smaller := next((size for size in range(micro // 2, 0, -1) if unit % size == 0), 0):
