@@ -52,9 +52,9 @@ def ls(run: str, as_json: bool) -> None:
     Their files are looked at but not read: `ckpt verify` does that. Shown are the metric that decides what is best and
     those of the evaluation.
     """
-    from ddpforge.runs.listing import Place, notable, rows
+    from ddpforge.runs.listing import CheckpointFolder, notable, rows
 
-    place = Place.find(run)
+    place = CheckpointFolder.find(run)
     found = rows(place)
     if as_json:
         click.echo(
@@ -178,7 +178,7 @@ def verify(source: str, step: int | None, every: bool, as_json: bool) -> None:
     """
     from ddpforge.checkpoint.verify import damages
     from ddpforge.errors import UsageError
-    from ddpforge.runs.listing import Place, find, is_checkpoint, newest_first
+    from ddpforge.runs.listing import CheckpointFolder, find, is_checkpoint, newest_first
 
     if every and step is not None:
         raise UsageError("--all and --step each choose checkpoints", hints=["give one of them"])
@@ -189,7 +189,7 @@ def verify(source: str, step: int | None, every: bool, as_json: bool) -> None:
             raise UsageError(f"{source} is one checkpoint", hints=["leave out --all, or name the run"])
         chosen = [find(source, step=step)]
     else:
-        place = Place.find(source)
+        place = CheckpointFolder.find(source)
         order = newest_first(place)
         if not order:
             raise UsageError(f"{place.folder} has no checkpoint")

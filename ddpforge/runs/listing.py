@@ -23,14 +23,14 @@ _MOST_METRICS = 3  # columns of a list
 
 # ---------------------------------------------------------------------------------------------- which are meant
 @dataclass(frozen=True)
-class Place:
+class CheckpointFolder:
     """A folder of checkpoints: a run's, or one that stands by itself, as `ckpt import` makes them."""
 
     folder: Path
     run: RunFolder | None
 
     @classmethod
-    def find(cls, source: str) -> "Place":
+    def find(cls, source: str) -> "CheckpointFolder":
         """The checkpoints of a run (its folder, or its name in runs/), or those in a folder.
 
         Raises UsageError when there is nothing like that.
@@ -91,7 +91,7 @@ def is_checkpoint(path: Path) -> bool:
 def find(
     source: str, *, step: int | None = None, best: bool = False, intact: bool = False, strict: bool = False
 ) -> Path:
-    """The checkpoint that is meant: `source` itself, or one of those of a run; see `Place.choose`."""
+    """The checkpoint that is meant: `source` itself, or one of those of a run; see `CheckpointFolder.choose`."""
     if is_checkpoint(path := Path(source)):
         if best or step is not None:
             raise UsageError(
@@ -99,7 +99,7 @@ def find(
                 hints=["leave them out, or name the run"],
             )
         return path
-    return Place.find(source).choose(step=step, best=best, intact=intact, strict=strict)
+    return CheckpointFolder.find(source).choose(step=step, best=best, intact=intact, strict=strict)
 
 
 def parse(text: str) -> Path:
@@ -133,7 +133,7 @@ class Row:
     best: bool = False
 
 
-def rows(place: Place) -> list[Row]:
+def rows(place: CheckpointFolder) -> list[Row]:
     """All checkpoints, newest first, then those that are broken. Files are not read; their sizes are compared."""
     found, broken = retention.committed(place.folder)
     best = retention.best(found, place.keep())[:1]
@@ -156,7 +156,7 @@ def rows(place: Place) -> list[Row]:
     return whole + [Row(path=path, bytes=_size(path), problem=reason) for path, reason in sorted(broken, reverse=True)]
 
 
-def newest_first(place: Place) -> list[Path]:
+def newest_first(place: CheckpointFolder) -> list[Path]:
     """All checkpoints in the order in which resuming would try them; those without a manifest come by their name."""
     found, broken = retention.committed(place.folder)
     order: list[tuple[float, str, Path]] = [(each.manifest.step, each.manifest.created, each.path) for each in found]
