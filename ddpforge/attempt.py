@@ -40,7 +40,7 @@ from ddpforge.training.assemble import assemble
 from ddpforge.training.loop import Trainer
 from ddpforge.training.memory import explained
 from ddpforge.training.parts import Parts
-from ddpforge.training.trackers import Several
+from ddpforge.training.trackers import TrackerGroup
 
 __all__ = ["Attempt", "Outcome", "build_parts", "checkpoints_of", "exit_code_of", "on_every_rank"]
 
@@ -359,4 +359,4 @@ def checkpoints_of(folder: RunFolder, recipe: Recipe, world: World, peers: Peers
 def trackers_of(parts: Parts) -> Tracker:
     """The run's own record, the console, and what the recipe asks for."""
     ours = {name: parts.registry.load("tracker", name)() for name in ("jsonl", "console")}
-    return Several(ours | parts.trackers)
+    return TrackerGroup(ours | parts.trackers)

@@ -1,4 +1,4 @@
-"""Whether less or more of a metric is better, as its name tells: the one table of it."""
+"""Tells by a metric's name if less or more of it is better: the one table of that."""
 
 import re
 

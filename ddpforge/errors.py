@@ -21,7 +21,7 @@ from typing import Any
 
 
 class ExitCode(IntEnum):
-    """What a finished `ddpforge` process says to its caller; `status.json` carries the same number."""
+    """The exit code of a finished `ddpforge` process; `status.json` carries the same number."""
 
     DONE = 0
     FAILED = 1
@@ -109,7 +109,7 @@ class PluginError(EnvironmentProblem):
 
 
 class StrategyError(EnvironmentProblem):
-    """What runs is not what the recipe asked for."""
+    """The strategy that runs is not the one that the recipe asked for."""
 
 
 class CheckpointError(EnvironmentProblem):

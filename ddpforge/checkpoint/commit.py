@@ -1,4 +1,4 @@
-"""How all of a checkpoint or nothing of it reaches the disk: contents, hashes, name, hint, in this order."""
+"""Brings all of a checkpoint or nothing of it to the disk: contents, hashes, name, hint, in this order."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint, taken apart into tensors and JSON, and put together again."""
+"""The contents of a checkpoint, taken apart into tensors and JSON, and put together again."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ SHARED = ""  # owns, among the parameters' optimizer state, what belongs to no p
 
 @dataclass(kw_only=True)
 class Facts:
-    """What a checkpoint says of a run beside the state of the model, of the optimizer and of callbacks.
+    """A checkpoint's facts about its run, beside the state of the model, of the optimizer and of callbacks.
 
     `position` (in the data) and `loop` (loss scale, skipped steps) are JSON. `recipe` is the resolved recipe's text;
     `lineage` tells which recipes led here.
@@ -47,7 +47,7 @@ class Facts:
 
 @dataclass(kw_only=True)
 class Share:
-    """What one rank adds to a checkpoint, by the names that `CanonicalState` has.
+    """One rank's contribution to a checkpoint, by the names that `CanonicalState` has.
 
     A `Part` (or several, of one tensor) is what this rank holds: all ranks' parts must make up the tensor. Where
     several ranks hold the same elements (`replicas`), they share the work of writing them, and so they do with a
@@ -66,7 +66,7 @@ class Share:
         state: CanonicalState[Tensor | Part],
         callbacks: Mapping[str, Mapping[str, Tensor | Part | Plain]] = MappingProxyType({}),
     ) -> "Share":
-        """What a strategy and callbacks say that this rank holds."""
+        """A contribution made of a replica's state and that of callbacks."""
         optimizer = {**state.optimizer, SHARED: state.shared} if state.shared else state.optimizer
         return cls(model=state.model, optimizer=optimizer, callbacks=callbacks, aliases=state.aliases)
 
@@ -80,7 +80,7 @@ class Apart(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What is peculiar to the optimizer's state and to that of callbacks."""
+    """The peculiarities of the optimizer's state, or of that of callbacks."""
 
     what: str  # names a value in an error
     numbers: bool  # 0-d tensors are kept as numbers in the manifest
@@ -112,7 +112,7 @@ def take_apart(share: Share, *, rank: int, ranks: int) -> Apart:
 
 
 def _held(value: object, what: str, *, rank: int, ranks: int) -> list[Part] | None:
-    """What is held of a tensor, if the value says that and it can be saved; None if it is something else."""
+    """The parts that `value` stands for; None if it is no tensor. Raises CheckpointError if it cannot be saved."""
     if isinstance(value, Tensor):
         safetensors_writer.check(value, what)
         return [Part.whole(value, replica=rank, replicas=ranks)]
@@ -148,7 +148,7 @@ def _split(
 
 
 def divided(held: Held) -> Held:
-    """What of it this rank writes: of what several ranks hold alike, its share."""
+    """This rank's part of the writing: its own parts, and its share of those that several ranks hold alike."""
     alike: dict[tuple[int, int], dict[tuple[Section, str, int], Part]] = defaultdict(dict)
     for section, found in held.items():
         for name, parts in found.items():
@@ -184,7 +184,7 @@ def put_together(
 
 
 def facts_of(manifest: Manifest) -> Facts:
-    """What a manifest says of the run."""
+    """The facts about the run in a manifest."""
     return Facts(
         step=manifest.step,
         samples=manifest.samples,

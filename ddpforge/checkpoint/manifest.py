@@ -76,7 +76,7 @@ def check_meaning(path: Path, manifest: Manifest) -> None:
 
 
 def _depth(value: object) -> int:
-    """How deeply arrays and objects are nested, without recursion."""
+    """Counts how deeply arrays and objects are nested, without recursion."""
     depth, level = 0, [value]
     while level and depth <= _DEEPEST:
         inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
@@ -103,7 +103,7 @@ def sealed(path: Path) -> tuple[bytearray, str]:
 
 
 def parse_manifest(path: Path, content: bytes | bytearray) -> Manifest:
-    """What a manifest says, in any format that this version knows."""
+    """Parses a manifest in any format that this version knows."""
     header = parse(_Header, path / MANIFEST, content)
     if header.format != FORMAT:
         raise CheckpointError(f"{path} is not a ddpforge checkpoint: its format is {header.format!r}")
@@ -165,12 +165,12 @@ class Placed(NamedTuple):
 
     @property
     def claim(self) -> Claim:
-        """What the file must say of it."""
+        """The claim that the file's header must agree with."""
         return Claim(self.tensor.dtype, held_shape(self.tensor.shape, self.chunk.region))
 
 
 def layout(manifest: Manifest) -> dict[str, dict[str, Placed]]:
-    """What each safetensors file holds, by entry.
+    """Lists the entries of each safetensors file.
 
     Raises ValueError unless every tensor is there exactly once, and no larger than the files that it is in.
     """
@@ -191,7 +191,7 @@ def layout(manifest: Manifest) -> dict[str, dict[str, Placed]]:
 
 
 def _problem(manifest: Manifest, tensor: TensorEntry) -> object:
-    """What is wrong with an entry, if anything is."""
+    """Describes the flaw of an entry; something false if it has none."""
     if tensor.dtype not in DTYPES:
         return f"there is no type {tensor.dtype!r}"
     for chunk in tensor.chunks:
@@ -240,7 +240,7 @@ def verify_file(path: Path, entry: FileEntry, placed: Mapping[str, Placed], bloc
 
 
 def claims_of(entries: Mapping[str, Placed]) -> dict[str, Claim]:
-    """What the manifest says of one file."""
+    """The manifest's claims about the entries of one file."""
     return {name: placed.claim for name, placed in entries.items()}
 
 

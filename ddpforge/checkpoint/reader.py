@@ -54,7 +54,7 @@ class Reader:
     # -- beside tensors
     @property
     def facts(self) -> Facts:
-        """What the checkpoint says of the run."""
+        """The checkpoint's facts about its run."""
         return facts_of(self.manifest)
 
     @property
@@ -148,7 +148,7 @@ class Reader:
             raise CheckpointError(f"the checkpoint {self.path} has no tensor {name} ({section})") from None
 
     def _open(self, file: str) -> dict[str, int]:
-        """Where each entry of a file begins, after a look at its header."""
+        """Checks a file's header; returns the offset of each entry."""
         if file not in self._begins:
             entry = self.manifest.files[file]
             claims = claims_of(self._layout.get(file, {}))

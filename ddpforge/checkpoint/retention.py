@@ -1,4 +1,4 @@
-"""Which checkpoints a folder has, which one to go on from, and which may go. Needs no torch."""
+"""Finds the checkpoints of a folder, the one to go on from, and those that may go. Needs no torch."""
 
 import json
 import math
@@ -46,7 +46,7 @@ class Known:
         return slim
 
     def forget(self, path: Path) -> None:
-        """What is gone need not be known."""
+        """Drops a removed checkpoint from the cache."""
         self._manifests.pop(path.name, None)
 
 

@@ -137,7 +137,7 @@ def to_scalar(value: object, what: str, plain: tuple[type, ...]) -> Scalar:
 
 
 def from_scalar(scalar: Scalar) -> Value:
-    """What `to_scalar` was given; raises ValueError where it cannot have been anything."""
+    """Undoes `to_scalar`; raises ValueError for what it cannot have returned."""
     if not isinstance(scalar, Number):
         return scalar
     if scalar.dtype == "float":

@@ -1,4 +1,4 @@
-"""What the JSON files of a checkpoint may say, in every format that there has been.
+"""The schemas of a checkpoint's JSON files, in every format that there has been.
 
     step-000001200-7f3a/
       COMMIT                   {"manifest_sha256": ...}
@@ -111,7 +111,7 @@ Tensors = dict[Section, dict[str, TensorEntry]]
 
 
 class _Facts(Table):
-    """What manifests of all formats have in common."""
+    """The fields that manifests of all formats have in common."""
 
     format: Literal["ddpforge"] = "ddpforge"
     version: int
@@ -196,7 +196,7 @@ class FirstManifest(_Facts):
 
 
 def position_flaw(position: Mapping[str, object]) -> str | None:
-    """What is wrong with what a checkpoint says of where training stood, if anything is."""
+    """Describes the flaw in a checkpoint's position in the data; None if it has none."""
     kinds: dict[str, tuple[type, ...]] = {"seconds": (int, float), "skipped": (int,), "left_out": (list,)}
     for key, value in position.items():
         if type(value) not in kinds.get(key, (type(value),)):

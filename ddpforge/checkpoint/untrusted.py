@@ -24,7 +24,7 @@ _Parsed = TypeVar("_Parsed")
 
 
 class Dtype(NamedTuple):
-    """How safetensors spells a dtype, and the bytes of an element."""
+    """A dtype: its name in safetensors, and the bytes of an element."""
 
     code: str
     itemsize: int
@@ -110,7 +110,7 @@ def parse(adapter: TypeAdapter[_Parsed], path: Path, content: bytes | bytearray)
 
 # ---------------------------------------------------------------------------------------------- safetensors
 class Claim(NamedTuple):
-    """What a manifest says of one entry in a safetensors file."""
+    """A manifest's claim about one entry in a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -128,7 +128,7 @@ _HEADER = TypeAdapter(dict[str, _Entry | dict[str, str]])
 
 
 def places(path: Path, claims: Mapping[str, Claim], hashed: str | None) -> dict[str, int]:
-    """Where in a safetensors file each claimed entry begins.
+    """Finds the offset at which each claimed entry of a safetensors file begins.
 
     Raises CheckpointError unless the header has this hash (None: do not look), its entries are exactly the claimed
     ones, and they fill the file from the header's end to the last byte: then whoever checks all of them has checked

@@ -39,5 +39,5 @@ def damages(path: Path) -> list[Damage]:
 
 
 def _reason(error: CheckpointError) -> str:
-    """What is wrong with a file, without its name."""
+    """The error's message, without the name of the file."""
     return error.message.rpartition(" is damaged: ")[2]

@@ -1,4 +1,4 @@
-"""Which rank writes what of the tensors that several ranks hold alike."""
+"""Divides the writing of tensors that several ranks hold alike among them."""
 
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _SMALLEST = 1 << 20  # bytes: less is not worth a cut
 
 
 class Extent(NamedTuple):
-    """How large a tensor is."""
+    """The size of a tensor."""
 
     numel: int
     itemsize: int
@@ -36,7 +36,7 @@ def deal(extents: Mapping[K, Extent], *, rank: int, ranks: int, smallest: int = 
     total = ends[-1] if ends else 0
 
     def cut(number: int) -> int:
-        """Where the piece of rank `number` begins."""
+        """The first element of the piece that rank `number` writes."""
         position = total * number // ranks
         if not 0 < position < total:
             return position
@@ -60,7 +60,7 @@ def deal(extents: Mapping[K, Extent], *, rank: int, ranks: int, smallest: int = 
 
 
 def divide(parts: Mapping[K, Part], *, rank: int, ranks: int) -> dict[K, list[Part]]:
-    """What `rank` writes of parts that `ranks` ranks hold alike; they may be whole tensors."""
+    """Divides parts that `ranks` ranks hold alike, whole tensors too; returns the pieces that `rank` writes."""
     extents = {name: Extent(part.tensor.numel(), part.tensor.itemsize) for name, part in parts.items()}
     dealt = deal(extents, rank=rank, ranks=ranks)
     return {

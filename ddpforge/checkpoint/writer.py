@@ -142,7 +142,7 @@ class Save:
             return self._draft.publish(manifest).name
 
     def _out_of_touch(self, error: Exception) -> CheckpointError:
-        """What is known when the ranks can no longer talk to each other."""
+        """The error to raise when the ranks can no longer talk to each other."""
         what = f"the checkpoint of step {self._step}"
         if self._draft is None:
             return CheckpointError(f"{what}: rank {self._peers.rank} is out of touch with rank 0 ({error})")
@@ -202,7 +202,7 @@ def _with_model(draft: Path, manifest: Manifest) -> Manifest:
 
 
 class _Merged:
-    """What the ranks' records say together."""
+    """The records of all ranks, merged into one."""
 
     def __init__(self) -> None:
         self.optimizer: OptimizerScalars = {}

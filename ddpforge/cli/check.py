@@ -48,7 +48,7 @@ def check(
 
 
 def _check(recipe: str, sets: Sequence[str], ranks: int, device: str | None, builds: bool, imports: bool) -> str:
-    """What the recipe amounts to; raises ForgeError when it cannot be run."""
+    """Describes the run that the recipe amounts to; raises ForgeError when it cannot be run."""
     from ddpforge.components.registry import Registry
     from ddpforge.recipe import load_recipe
     from ddpforge.runs.folder import RunFolder

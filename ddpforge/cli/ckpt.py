@@ -52,9 +52,9 @@ def ls(run: str, as_json: bool) -> None:
     Their files are looked at but not read: `ckpt verify` does that. Shown are the metric that decides what is best and
     those of the evaluation.
     """
-    from ddpforge.runs.listing import Place, notable, rows
+    from ddpforge.runs.listing import CheckpointFolder, notable, rows
 
-    place = Place.find(run)
+    place = CheckpointFolder.find(run)
     found = rows(place)
     if as_json:
         click.echo(
@@ -90,7 +90,7 @@ def _line(row: "Row", names: Sequence[str]) -> list[str]:
 
 
 def _age(created: str) -> str:
-    """How long ago that was."""
+    """Spells the time since `created`."""
     try:
         seconds = (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()
     except (ValueError, TypeError):
@@ -178,7 +178,7 @@ def verify(source: str, step: int | None, every: bool, as_json: bool) -> None:
     """
     from ddpforge.checkpoint.verify import damages
     from ddpforge.errors import UsageError
-    from ddpforge.runs.listing import Place, find, is_checkpoint, newest_first
+    from ddpforge.runs.listing import CheckpointFolder, find, is_checkpoint, newest_first
 
     if every and step is not None:
         raise UsageError("--all and --step each choose checkpoints", hints=["give one of them"])
@@ -189,7 +189,7 @@ def verify(source: str, step: int | None, every: bool, as_json: bool) -> None:
             raise UsageError(f"{source} is one checkpoint", hints=["leave out --all, or name the run"])
         chosen = [find(source, step=step)]
     else:
-        place = Place.find(source)
+        place = CheckpointFolder.find(source)
         order = newest_first(place)
         if not order:
             raise UsageError(f"{place.folder} has no checkpoint")
@@ -278,7 +278,7 @@ def _print_differences(paths: Sequence[Path], found: "Differences") -> None:
 
 
 def _about(found: "Differences") -> Iterable[str]:
-    """What differs and makes no difference; metrics, which nearly always do, in one word."""
+    """Lists differences that do not matter; metrics, which nearly always differ, in one word."""
     metrics = [value for value in found.about if value.name.startswith("metrics.")]
     for value in found.about:
         if value not in metrics:
@@ -288,7 +288,7 @@ def _about(found: "Differences") -> Iterable[str]:
 
 
 def _counted(facts: "Sequence[Value]") -> list[str]:
-    """What differs besides tensors; numbers that are alike for many parameters in one line."""
+    """Lists differences besides tensors; numbers that are alike for many parameters share a line."""
     lines: dict[str, list[str]] = {}
     for value in facts:
         section, colon, rest = value.name.partition(": ")

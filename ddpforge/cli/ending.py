@@ -1,4 +1,4 @@
-"""How a process that may be one rank of many ends: in words, with an exit code, and without hanging."""
+"""Ends a process that may be one rank of many: in words, with an exit code, and without hanging."""
 
 import json
 import logging
@@ -42,7 +42,7 @@ def ending(*, status: bool = False) -> Iterator[None]:
 
 @contextmanager
 def results_alone(wanted: bool) -> Iterator[None]:
-    """Where `wanted`, what components print inside goes to stderr: stdout is for one result."""
+    """Sends everything that components print inside to stderr, where `wanted`: stdout is for one result."""
     if not wanted:
         yield
         return
@@ -58,7 +58,7 @@ def results_alone(wanted: bool) -> Iterator[None]:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """How the run stands that `error` ended, as its `status.json` says it."""
+    """The state of the run that `error` ended, as its `status.json` has it."""
     if outcome := getattr(error, "outcome", None):
         return dict(outcome.status)
     return {

@@ -1,4 +1,4 @@
-"""What people type who come from other tools, and what they mean here."""
+"""Commands and flags of other tools, and what they mean here."""
 
 import re
 from collections.abc import Iterator, Sequence

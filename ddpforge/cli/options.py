@@ -40,7 +40,7 @@ imports_option = click.option(
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What to do about an earlier run of the same name."""
+    """Adds the options about an earlier run of the same name."""
     fresh = click.option(
         "--fresh", is_flag=True, help="Start from scratch; the earlier run's folder is renamed, not deleted."
     )
@@ -54,7 +54,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Which of a run's checkpoints is meant; see `checkpoint.choose`."""
+    """Adds the options that choose one of a run's checkpoints; see `runs.choose`."""
     step = click.option("--step", type=click.IntRange(min=0), help="The checkpoint of this step; default: the newest.")
     best = click.option("--best", is_flag=True, help="The checkpoint that is best by the recipe's checkpoint.keep.by.")
     return step(best(command))

@@ -1,4 +1,4 @@
-"""How samples are fetched: by this process or by loader processes, one micro-batch at a time."""
+"""Fetches samples, in this process or in loader processes, one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Batches:
 
 
 class _Mapped(Iterable[MicroBatch]):
-    """What a DataLoader without loader processes does, less its bookkeeping per batch."""
+    """Fetches like a DataLoader without loader processes, less its bookkeeping per batch."""
 
     def __init__(self, fetcher: _Fetcher, requests: _Requests) -> None:
         self.fetcher, self.requests = fetcher, requests

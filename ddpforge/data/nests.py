@@ -14,7 +14,7 @@ __all__ = ["close", "digest", "leaves", "size", "take", "to_device"]
 
 
 def leaves(nest: Any) -> Iterator[Any]:
-    """What is not a container, in order."""
+    """Yields everything that is not a container, in order."""
     if isinstance(nest, Mapping):
         for key in nest:
             yield from leaves(nest[key])
@@ -26,7 +26,7 @@ def leaves(nest: Any) -> Iterator[Any]:
 
 
 def size(batch: Any) -> int:
-    """How many samples a batch holds: the first dimension of its first tensor."""
+    """The number of samples in a batch: the first dimension of its first tensor."""
     found = next((leaf.shape[0] for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), None)
     if found is None:
         raise ValueError("the batch holds no tensor with a dimension for samples")
@@ -68,7 +68,7 @@ def digest(nest: Any) -> str:
 
 
 def close(one: Any, other: Any, tolerance: float = 1e-5) -> bool:
-    """Whether two values (tensors, numbers, text) are the same up to rounding."""
+    """True if two values (tensors, numbers, text) are the same up to rounding."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape:
             return False

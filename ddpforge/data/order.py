@@ -1,4 +1,4 @@
-"""Which samples a rank sees, as arithmetic on the step.
+"""The samples that a rank sees, as arithmetic on the step.
 
 Step `s` of an epoch trains on places `[s·G, (s+1)·G)` of that epoch's order, G being the global batch. The order is
 one permutation per epoch, a pure function of (seed, epoch); the number of ranks decides who computes a sample, never
@@ -112,7 +112,7 @@ class Request(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """What one forward pass gets.
+    """The input of one forward pass.
 
     `samples` is 0 for a stand-in: at a ragged end a rank may have nothing left, yet must take part in the forward
     and backward passes; its data is then a real sample whose loss is multiplied by zero.

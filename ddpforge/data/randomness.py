@@ -48,7 +48,7 @@ class RandomState:
 
     @classmethod
     def now(cls) -> RandomState:
-        """Where the generators stand."""
+        """The state of the generators at this moment."""
         state = cls.__new__(cls)
         state.keep()
         return state

@@ -1,4 +1,4 @@
-"""What is different between two checkpoints, tensor by tensor."""
+"""Finds the differences between two checkpoints, tensor by tensor."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ _TINY = 5e-324  # the smallest float64: integers that float64 cannot tell apart 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorDifference:
-    """How a tensor differs: in kind (`note`), or in value.
+    """The difference of a tensor: in kind (`note`), or in value.
 
     `absolute` is the largest |a - b| of its elements, `relative` the largest |a - b| / max(|a|, |b|); both are NaN
     where one side is not finite and the other is something else. `elements` is the number of those that differ.
@@ -161,7 +161,7 @@ def _refuse_too_large(reader: Reader, section: Section, name: str) -> None:
 
 
 def _distance(a: Tensor, b: Tensor) -> tuple[int, float, float]:
-    """How many elements differ, and the largest absolute and relative difference; NaN equals NaN."""
+    """Counts the elements that differ; also returns the largest absolute and relative difference. NaN equals NaN."""
     a, b = a.reshape(-1), b.reshape(-1)
     elements, absolute, relative = 0, 0.0, 0.0
     for start in range(0, len(a), _STRIDE):

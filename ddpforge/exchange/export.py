@@ -31,7 +31,7 @@ _OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # what 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What an export wrote.
+    """The files that an export wrote.
 
     `file` is what a reader opens: the file, or the index of several files, and `sha256` is its own. `files` has the
     sha256 of each file with weights in a folder, by name; `bytes` is the size of all.
@@ -126,7 +126,7 @@ def _chosen(reader: Reader, weights: str, dtype: Precision | None) -> dict[str, 
 
 
 def _shards(chosen: Mapping[str, Source], most: int | None) -> dict[str, list[str]]:
-    """Which tensors go into which file: as many as there is room for, then the next file."""
+    """Assigns tensors to files: as many as there is room for, then the next file."""
     shards: list[list[str]] = [[]]
     room = most
     for name, source in chosen.items():
@@ -142,7 +142,7 @@ def _shards(chosen: Mapping[str, Source], most: int | None) -> dict[str, list[st
 
 
 def _index(chosen: Mapping[str, Source], shards: Mapping[str, Sequence[str]]) -> bytes:
-    """Which file holds which tensor, as transformers writes it."""
+    """The index of tensors by file, as transformers writes it."""
     total = sum(source.nbytes for source in chosen.values())
     places = {name: file for file, names in shards.items() for name in names}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}

@@ -28,7 +28,7 @@ _PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "model.")  # that
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """What an import wrote, and what of the source it did not."""
+    """The result of an import: what it wrote, and what of the source it left out."""
 
     path: Path
     kind: str
@@ -103,7 +103,7 @@ def _made(folder: Path) -> Path:
 
 # ---------------------------------------------------------------------------------------------- reading
 def _read(source: Path, *, trust: bool) -> Found:
-    """What the source holds, whatever kind it is of."""
+    """Reads the source, of whatever kind it is."""
     if source.is_file():
         return plain.read_file(source, trust=trust)
     if not source.is_dir():

@@ -57,7 +57,7 @@ class Death:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a launch ended: 0, or the exit code of the first rank that failed; and what only a launcher can know."""
+    """The end of a launch: 0, or the exit code of the first rank that failed; and what only a launcher can know."""
 
     code: int
     death: Death | None = None

@@ -1,4 +1,4 @@
-"""Where two runs come apart: which quantity, at which step, and by how much. Plain data in, plain data out."""
+"""Finds where two runs come apart: which quantity, at which step, and by how much. Plain data in, plain data out."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ five times for the norm and twice for weights, more being too wide to find anyth
 
 @dataclass(frozen=True)
 class Record:
-    """What a run left behind: a row of metrics per step, the weights it would have begun with, and its last ones.
+    """The record of a run: a row of metrics per step, the weights it would have begun with, and its last ones.
 
     `averages` is that of the strategy's contract.
     """
@@ -60,7 +60,7 @@ class Record:
 
     @property
     def steps(self) -> int:
-        """How many steps were trained."""
+        """The number of steps trained."""
         return len(self.rows)
 
 
@@ -160,7 +160,7 @@ def _evaluation(run: Record, reference: Record, tolerances: Tolerances) -> list[
 
 # ---------------------------------------------------------------------------------------------- tensors
 def _initial(run: Record, reference: Record) -> Quantity:
-    """What both strategies themselves would have begun with, before the one took over the other's."""
+    """Compares the weights that both strategies would have begun with, before the one took over the other's."""
     apart = _apart(run.initial, reference.initial)
     difference = _ratio(math.hypot(*apart.values()), _norm(reference.initial.values()))
     return Quantity("initial weights", _INITIAL, (Point(0, difference),), _most(apart))
@@ -177,7 +177,7 @@ def _weights(run: Record, reference: Record, tolerance: float) -> Quantity:
 
 
 def _buffers(run: Record, reference: Record, tolerance: float) -> Quantity:
-    """What else the last checkpoint holds of the model; the worst tensor counts, relative to itself."""
+    """Compares the model's buffers in the last checkpoints; the worst tensor counts, relative to itself."""
     trained = reference.initial
     mine, theirs = ({name: x for name, x in each.final.items() if name not in trained} for each in (run, reference))
     apart = {name: _ratio(x, _norm([theirs.get(name)])) for name, x in _apart(mine, theirs).items()}

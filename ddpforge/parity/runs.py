@@ -46,7 +46,7 @@ class RunFailed(ForgeError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the run called `name` compares with the reference, which itself has no quantities."""
+    """The comparison of the run called `name` with the reference, which itself has no quantities."""
 
     spec: Spec
     name: str
@@ -85,7 +85,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Report:
-    """What a comparison found; the first verdict is that of the reference."""
+    """The result of a comparison; the first verdict is that of the reference."""
 
     recipe: str
     precision: str
@@ -94,7 +94,7 @@ class Report:
 
     @property
     def same(self) -> bool:
-        """Whether no run drifts."""
+        """True if no run drifts."""
         return not any(verdict.drift for verdict in self.verdicts)
 
     def as_dict(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def parity(
 
 
 def _variables(runs: Sequence[_Run], say: Callable[[str], None]) -> Mapping[str, str]:
-    """What has all runs compute on the CPU if there are too few GPUs for one of them."""
+    """The variables that have all runs compute on the CPU, if there are too few GPUs for one of them."""
     from torch.cuda import device_count
 
     gpus, most = device_count(), max(run.spec.ranks for run in runs)
@@ -194,7 +194,7 @@ class _Run:
 
     @property
     def folder(self) -> RunFolder:
-        """Where the run is."""
+        """The folder of the run."""
         return RunFolder(self.out / self.name)
 
     def train(self, *, start: Path | None, variables: Mapping[str, str]) -> None:
@@ -216,7 +216,7 @@ class _Run:
         return next(path for path, manifest in found if manifest.step == 0)
 
     def record(self) -> Record:
-        """What the finished run left behind."""
+        """Reads the record of the finished run."""
         from ddpforge.checkpoint.reader import Reader
 
         checkpoint = Reader(retention.committed(self.folder.checkpoints)[0][0][0])
@@ -269,7 +269,7 @@ def _check(recipe: str, sets: Sequence[str], spec: Spec, registry: Registry) -> 
 
 
 def _overrides(loaded: LoadedRecipe, name: str, steps: int) -> list[str]:
-    """What makes a run of the recipe one of the comparison; none of it changes what a step computes."""
+    """The settings that make a run of the recipe one of the comparison; none of them changes what a step computes."""
     key = f"callbacks.{_PROBE}"
     return [
         f"name={json.dumps(name)}",

@@ -1,4 +1,4 @@
-"""What `ddpforge parity` calls a strategy: `NAME[:OPTION...][@RANKS]`, such as `deepspeed:3` or `ddp@4`."""
+"""The names of strategies in `ddpforge parity`: `NAME[:OPTION...][@RANKS]`, such as `deepspeed:3` or `ddp@4`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Spec:
 
     @property
     def sets(self) -> list[str]:
-        """What makes a recipe use it, for `--set`. Where a recipe uses it already, its other options stay."""
+        """The `--set` arguments that make a recipe use it. Where a recipe uses it already, its other options stay."""
         use = f"strategy.use={json.dumps(self.use, ensure_ascii=False)}"
         return [use, *(f"strategy.{option}" for option in self.options)]
 
@@ -82,7 +82,7 @@ def parse(text: str, registry: Registry, *, ranks: int) -> Spec:
 
 
 def _name(parts: list[str], registry: Registry) -> tuple[str, list[str]]:
-    """What is the strategy's name among the parts between colons, and what are its options.
+    """Separates the strategy's name from its options, among the parts between colons.
 
     The first two parts are one name when they are registered as `distribution:name`, or when the first is not
     registered and both locate code: `./file.py:Name`, `package.module:Name`.

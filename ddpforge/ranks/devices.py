@@ -25,9 +25,9 @@ _ON_CPU = 'to train on the CPU, set train.device = "cpu"'
 
 
 def device_type(train: TrainSection) -> str:
-    """What ranks on this machine compute on, "cuda" or "cpu".
+    """The type of device that ranks on this machine compute on, "cuda" or "cpu".
 
-    That is what the recipe says, or `accelerate launch --cpu`, or a GPU where there is one.
+    The recipe decides; without it `accelerate launch --cpu`, and then a GPU where there is one.
     """
     if train.device != "auto":
         return train.device
@@ -35,7 +35,7 @@ def device_type(train: TrainSection) -> str:
 
 
 def told_cpu() -> bool:
-    """Whether `accelerate launch` was told to leave GPUs alone."""
+    """True if `accelerate launch` was told to leave GPUs alone."""
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
 
 
@@ -63,7 +63,7 @@ def choose_device(kind: str, *, asked: bool) -> torch.device:
 
 
 def _sign_of_gpu() -> str | None:
-    """What says that there is a GPU."""
+    """Names a sign that there is a GPU; None if nothing is."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return None if visible.strip() in _HIDDEN else f"CUDA_VISIBLE_DEVICES={visible} names a GPU"
@@ -81,7 +81,7 @@ def _why_not() -> str:
 
 
 class Agreement:
-    """What ranks tell each other of their devices before they form a group, which devices that differ could not form.
+    """Compares the devices of all ranks before they form a group, which devices that differ could not form.
 
     Keeps the store that they do it through, for the group will use it too.
     """
@@ -97,7 +97,7 @@ class Agreement:
 
 
 def _describe(device: torch.device) -> dict[str, Any]:
-    """What another rank must know of this one's device."""
+    """Describes this rank's device for the other ranks."""
     gpu = None
     if device.type == "cuda":
         gpu = [str(torch.cuda.get_device_properties(device).uuid), os.environ.get("CUDA_VISIBLE_DEVICES"), device.index]

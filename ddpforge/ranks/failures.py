@@ -1,4 +1,4 @@
-"""Which rank failed first, and of what: what the ranks of one attempt tell each other when they can no longer talk."""
+"""Finds the rank that failed first, in files by which ranks report when they can no longer talk."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of its failure; a `symptom` is that it lost touch with others, which may have a cause there."""
+    """A rank's report of its failure; a `symptom` is that it lost touch with others, which may have a cause there."""
 
     token: str
     rank: int
@@ -69,14 +69,14 @@ def phrase(error: BaseException) -> str:
 
 
 def _is_about_a_connection(error: BaseException) -> bool:
-    """Whether this is one of torch.distributed's errors, which are RuntimeErrors, and not about wrong use of it."""
+    """True if torch.distributed lost a connection; its RuntimeErrors about wrong use are no such errors."""
     text = str(error)
     library = type(error).__name__.startswith("Dist") or _LIBRARY.search(text)
     return bool(isinstance(error, RuntimeError) and library and _LOST.search(text))
 
 
 def told_causes(logs: Path) -> list[Report]:
-    """What ranks of the last attempt told of failures that they met by themselves."""
+    """The reports of the last attempt's ranks about failures that they met by themselves."""
     return [report for report in _reports(logs) if not report.symptom]
 
 
@@ -166,7 +166,7 @@ class Failures:
         return (self._logs / _CAUSE).exists() or bool(self.local.gone())
 
     def told(self) -> dict[int, Report]:
-        """What every rank has told so far."""
+        """Every rank's report so far."""
         return {report.rank: report for report in _reports(self._logs) if report.token == self._token}
 
     def cause(self) -> Report | None:
@@ -188,12 +188,12 @@ class Failures:
         return found or self._silent()
 
     def _mute(self) -> bool:
-        """Whether a rank has not told of anything, and never will."""
+        """True if a rank has reported nothing, and never will."""
         silent = {peer.rank for peer in self.peers} - self.told().keys()
         return not silent.isdisjoint({*self.local.gone(), *self.local.frozen()})
 
     def mine(self) -> Report:
-        """What the others say of this rank when it waits for something else than they do."""
+        """The report of the others about this rank, when it waits for something else than they do."""
         return Report(self._token, self.me.rank, "did not answer", ExitCode.FAILED, symptom=False)
 
     def _silent(self) -> Report | None:

@@ -96,7 +96,7 @@ def limit_waiting(groups: Iterable[dist.ProcessGroup], train: TrainSection) -> N
 
 
 def _backend(device: torch.device) -> dict[str, str]:
-    """What Accelerate is told of the group where a launcher announced one; it knows what there is for CPUs."""
+    """Accelerate's option for the group's backend, where a launcher announced one; for CPUs it knows by itself."""
     return {"backend": _ON_GPUS} if device.type == "cuda" and "LOCAL_RANK" in os.environ else {}
 
 
@@ -155,7 +155,7 @@ def _check_world(accelerator: Accelerator) -> None:
 
 
 def processes_asked_for() -> int:
-    """How many processes `accelerate launch` was told to start, when this process is the only one it started.
+    """The number of processes that `accelerate launch` was told to start, when this one is the only one it started.
 
     It hands a lone process no WORLD_SIZE: only its command line and its configuration file say what was wanted.
     """
@@ -177,7 +177,7 @@ def processes_asked_for() -> int:
 
 
 def _value_of(flag: str, words: Sequence[str]) -> str | None:
-    """What a command line says after `flag`, which Accelerate lets people spell with underscores too."""
+    """The value of `flag` on a command line; Accelerate lets people spell flags with underscores too."""
     for word, following in pairwise([*words, ""]):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == flag:

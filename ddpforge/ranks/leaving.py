@@ -1,4 +1,4 @@
-"""How a process leaves once torch has threads in it, which do not survive the interpreter's clean-up."""
+"""Ends a process once torch has threads in it, which do not survive the interpreter's clean-up."""
 
 import atexit
 import os

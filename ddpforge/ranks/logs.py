@@ -1,4 +1,4 @@
-"""Where the messages of many ranks go: rank 0's to stderr, each rank's to its own file in the run folder."""
+"""Sends the messages of many ranks to their places: rank 0's to stderr, each rank's to its file in the run folder."""
 
 import logging
 import os

@@ -44,7 +44,7 @@ class Means:
         return summed
 
     def _row(self, totals: Mapping[str, Total]) -> Iterator[Tensor | float]:
-        """Whether there is news, and of each agreed name its sum, its count, and 1 if this rank has it."""
+        """Yields 1 if there is news, and of each agreed name its sum, its count, and 1 if this rank has it."""
         yield float(not totals.keys() <= set(self._names))
         for name in self._names:
             total = totals.get(name)

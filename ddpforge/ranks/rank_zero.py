@@ -1,4 +1,4 @@
-"""What rank 0 does alone, told to every rank."""
+"""Runs an action on rank 0 alone, and tells every rank what came of it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class OutOfTouch(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """How a rank that writes reaches the others: over `ranks`, which no other thread uses.
+    """Connects a rank that writes to the others: over `ranks`, which no other thread uses.
 
     Ranks tell each other how far they are every `look` seconds; one that has written nothing for `patience` seconds is
     given up.
@@ -62,7 +62,7 @@ class Peers:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self.ranks.size
 
     def together(self, action: Callable[[], T], then: Callable[[], R]) -> tuple[T, R]:
@@ -113,7 +113,7 @@ class Peers:
 
 @dataclass(frozen=True)
 class _Word:
-    """How far a rank is: done, with a report of what went wrong; or for how many seconds it has written nothing."""
+    """A rank's word on its progress: done, with a report of what went wrong; or seconds since it last wrote."""
 
     done: bool
     report: _Report | None
@@ -143,7 +143,7 @@ class _Work(Generic[X]):
             raise self._fatal
 
     def word(self) -> _Word:
-        """What is to be told of it."""
+        """The word about this rank's progress."""
         if self._done.is_set():
             return _Word(True, None if self.failure is None else _report(self.failure), 0.0)
         if (progress := disk.progress()) != self._progress:

@@ -1,4 +1,4 @@
-"""How the global batch of a step is dealt out: ranks, forward passes and accumulation."""
+"""Plans how the global batch of a step is dealt out: ranks, forward passes and accumulation."""
 
 from __future__ import annotations
 

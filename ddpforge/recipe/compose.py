@@ -114,7 +114,7 @@ def _idle(layers: Layers, own: Layers) -> list[Problem]:
 
 
 def _is_inline(origin: Origin) -> bool:
-    """Whether an empty table is written `{}`; a header with nothing below it says nothing."""
+    """True if an empty table is written `{}`; a header with nothing below it says nothing."""
     place = origin.place()
     return place is not None and place.text[place.column - 1 :].startswith("{")
 

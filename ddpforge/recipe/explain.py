@@ -50,7 +50,7 @@ class Explainer:
         self._meant: set[KeyPath] = set()
 
     def problems(self) -> list[Problem]:
-        """What was found; nothing is called missing when an unknown key was probably meant to be it."""
+        """The problems found; nothing is called missing when an unknown key was probably meant to be it."""
         return [
             *self._problems,
             *(problem for path, problem in self._missing.items() if path not in self._meant),

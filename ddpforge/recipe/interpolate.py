@@ -59,7 +59,7 @@ class _Filling:
         self.variables = map_strings(table, self.fill, ("vars",))
 
     def fill(self, path: KeyPath, text: str) -> Value:
-        """What the string at `path` stands for."""
+        """The value that the string at `path` stands for."""
         if "${" not in text:
             return text
         used: _Used = []
@@ -74,7 +74,7 @@ class _Filling:
         return value
 
     def value(self, path: KeyPath, match: re.Match[str], used: _Used) -> Value:
-        """What one reference stands for; itself, with a problem reported, if that cannot be told."""
+        """The value that one reference stands for; itself, with a problem reported, if that cannot be told."""
         body = match["body"]
         if match["escaped"]:
             if SECRET.fullmatch(match[0][1:]):

@@ -37,7 +37,7 @@ def kind_at(path: KeyPath, tables: Table) -> str | None:
 
 
 def holds_sets(tables: Table) -> bool:
-    """Whether [data.eval] holds several components, and is none itself: its own `use` decides."""
+    """True if [data.eval] holds several components, and is none itself: its own `use` decides."""
     data = tables.get(SETS[0])
     table = data.get(SETS[1]) if isinstance(data, dict) else None
     if not isinstance(table, dict) or "use" in table:
@@ -47,7 +47,7 @@ def holds_sets(tables: Table) -> bool:
 
 
 def used_name(path: KeyPath, table: Table) -> Value:
-    """What the component's table at `path` says or implies for `use`; None where it says nothing."""
+    """The `use` that the component's table at `path` says or implies; None where it says nothing."""
     return table.get("use", path[-1] if path[0] in NAMED_SLOTS else None)
 
 
@@ -70,7 +70,7 @@ class Layers:
         return layer
 
     def origin(self, path: KeyPath) -> Origin:
-        """Where the value at `path` was written, or would be: what has no origin is looked up in what is around."""
+        """The origin of the value at `path`; a value without one has that of the table around it."""
         for end in range(len(path), 0, -1):
             if found := self.origins.get(path[:end]):
                 return Origin(found.source, (*found.path, *path[end:]), found.through)
@@ -119,12 +119,12 @@ class Layers:
 
 
 def _names_another(path: KeyPath, old: Table, new: Table, tables: Table) -> bool:
-    """Whether `new` asks for another component than `old` did."""
+    """True if `new` asks for another component than `old` did."""
     return kind_at(path, tables) is not None and "use" in new and used_name(path, old) not in (None, new["use"])
 
 
 def inside(table: Value, path: KeyPath) -> Value:
-    """What stands at `path` in `table`."""
+    """The value at `path` in `table`."""
     for key in path:
         table = table[key]
     return table

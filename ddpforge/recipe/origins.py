@@ -1,4 +1,4 @@
-"""Where the keys and values of a recipe were written, to the line and column."""
+"""Locates the keys and values of a recipe in its text, to the line and column."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where one value of a resolved recipe comes from; without a source it is a default."""
+    """The origin of one value of a resolved recipe; without a source it is a default."""
 
     source: Source | None = None
     path: KeyPath = ()

@@ -1,4 +1,4 @@
-"""What other tools call the things that a recipe says: hints for the keys that people bring along."""
+"""Other tools' names for the things that a recipe says: hints for the keys that people bring along."""
 
 from __future__ import annotations
 

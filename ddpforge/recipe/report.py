@@ -1,4 +1,4 @@
-"""How it is told what is wrong with a recipe: place, line with a caret under it, ways to mend it."""
+"""The rendering of a recipe's problems: place, line with a caret under it, ways to mend it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def shown(value: object) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What TOML calls the type of `value`, with its article."""
+    """TOML's name for the type of `value`, with its article."""
     return _TYPES.get(type(value), "a date or time")
 
 

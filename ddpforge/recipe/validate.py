@@ -72,7 +72,7 @@ class _Validation:
         return recipe, tables, self.explainer.problems()
 
     def _slots(self) -> Iterator[tuple[KeyPath, Value]]:
-        """Whatever stands where a component's table belongs."""
+        """Yields the paths at which a component's table belongs, with the values there."""
         tables = self.layers.tables
         sets = holds_sets(tables)
         for path in SLOTS:
@@ -201,7 +201,7 @@ def _complete(model: type[BaseModel], options: Table) -> tuple[Table, Table]:
 
 
 def _is_writable(value: Value) -> bool:
-    """Whether TOML can write `value`, which JSON can: there is no None in it."""
+    """True if TOML can write `value`, which JSON can: there is no None in it."""
     if isinstance(value, dict | list):
         return all(map(_is_writable, value.values() if isinstance(value, dict) else value))
     return value is not None

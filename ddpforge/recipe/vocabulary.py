@@ -1,4 +1,4 @@
-"""What may be written where in one recipe: the schemas of its sections, and of the components it uses."""
+"""The keys that one recipe may have, and where: the schemas of its sections, and of the components it uses."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Vocabulary:
         return model.model_fields.get(str(path[-1])) if model else None
 
     def takes_duration(self, path: KeyPath) -> bool:
-        """Whether the key at `path` is a Duration."""
+        """True if the key at `path` is a Duration."""
         field = self.field(path)
         return field is not None and _mentions(field.annotation, Duration)
 

@@ -1,4 +1,4 @@
-"""Which of a run's checkpoints a command means."""
+"""Chooses the checkpoint of a run that a command means."""
 
 import logging
 from pathlib import Path
@@ -14,7 +14,7 @@ log = logging.getLogger("ddpforge")
 
 
 def keep_of(folder: RunFolder) -> KeepSection:
-    """What a run's recipe says of keeping checkpoints."""
+    """The `checkpoint.keep` of a run's recipe."""
     try:
         return KeepSection.model_validate(folder.tables().get("checkpoint", {}).get("keep", {}))
     except ValidationError as error:

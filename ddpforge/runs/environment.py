@@ -42,7 +42,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def world_size() -> int:
-    """How many ranks the launcher announced; 1 where there is none."""
+    """The number of ranks that the launcher announced; 1 where there is none."""
     said = os.environ.get("WORLD_SIZE", "")
     return int(said) if said.isdecimal() else 1
 

@@ -1,4 +1,4 @@
-"""Which checkpoints there are, which one is meant, and what their manifests say of them. Needs no torch."""
+"""Lists checkpoints, finds the one that is meant, and describes each by its manifest. Needs no torch."""
 
 import logging
 import math
@@ -23,14 +23,14 @@ _MOST_METRICS = 3  # columns of a list
 
 # ---------------------------------------------------------------------------------------------- which are meant
 @dataclass(frozen=True)
-class Place:
+class CheckpointFolder:
     """A folder of checkpoints: a run's, or one that stands by itself, as `ckpt import` makes them."""
 
     folder: Path
     run: RunFolder | None
 
     @classmethod
-    def find(cls, source: str) -> "Place":
+    def find(cls, source: str) -> "CheckpointFolder":
         """The checkpoints of a run (its folder, or its name in runs/), or those in a folder.
 
         Raises UsageError when there is nothing like that.
@@ -43,7 +43,7 @@ class Place:
         return cls(run.checkpoints, run)
 
     def keep(self) -> KeepSection:
-        """What the run's recipe says of keeping checkpoints."""
+        """The `checkpoint.keep` of the run's recipe."""
         return KeepSection() if self.run is None else keep_of(self.run)
 
     def choose(
@@ -91,7 +91,7 @@ def is_checkpoint(path: Path) -> bool:
 def find(
     source: str, *, step: int | None = None, best: bool = False, intact: bool = False, strict: bool = False
 ) -> Path:
-    """The checkpoint that is meant: `source` itself, or one of those of a run; see `Place.choose`."""
+    """The checkpoint that is meant: `source` itself, or one of those of a run; see `CheckpointFolder.choose`."""
     if is_checkpoint(path := Path(source)):
         if best or step is not None:
             raise UsageError(
@@ -99,7 +99,7 @@ def find(
                 hints=["leave them out, or name the run"],
             )
         return path
-    return Place.find(source).choose(step=step, best=best, intact=intact, strict=strict)
+    return CheckpointFolder.find(source).choose(step=step, best=best, intact=intact, strict=strict)
 
 
 def parse(text: str) -> Path:
@@ -133,7 +133,7 @@ class Row:
     best: bool = False
 
 
-def rows(place: Place) -> list[Row]:
+def rows(place: CheckpointFolder) -> list[Row]:
     """All checkpoints, newest first, then those that are broken. Files are not read; their sizes are compared."""
     found, broken = retention.committed(place.folder)
     best = retention.best(found, place.keep())[:1]
@@ -156,7 +156,7 @@ def rows(place: Place) -> list[Row]:
     return whole + [Row(path=path, bytes=_size(path), problem=reason) for path, reason in sorted(broken, reverse=True)]
 
 
-def newest_first(place: Place) -> list[Path]:
+def newest_first(place: CheckpointFolder) -> list[Path]:
     """All checkpoints in the order in which resuming would try them; those without a manifest come by their name."""
     found, broken = retention.committed(place.folder)
     order: list[tuple[float, str, Path]] = [(each.manifest.step, each.manifest.created, each.path) for each in found]
@@ -172,7 +172,7 @@ def _size(path: Path) -> int:
 
 
 def layout_name(manifest: Manifest) -> str:
-    """Whether ranks wrote what they hold ("sharded"), or the model is (also) there as one file ("full")."""
+    """Names a checkpoint's layout: "sharded" if ranks wrote what they hold, "full" if one file has the model (too)."""
     shards = any(name.startswith("shard-") for name in manifest.files)
     return "full" if "model.safetensors" in manifest.files or not shards else "sharded"
 
@@ -193,7 +193,7 @@ def notable(found: Sequence[Row], keep: KeepSection) -> list[str]:
 # ---------------------------------------------------------------------------------------------- what is in one
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """What the manifest says of a tensor."""
+    """A tensor, as the manifest describes it."""
 
     section: str
     name: str

@@ -30,7 +30,7 @@ log = logging.getLogger("ddpforge")
 
 @dataclass(frozen=True)
 class Opened:
-    """How rank 0 found the run's folder; `token` is the attempt's own.
+    """The state in which rank 0 found the run's folder; `token` is the attempt's own.
 
     `result` is what a finished run has come to, if that is all that is asked for; `changes` and `edited` tell the
     recipe from the one before.

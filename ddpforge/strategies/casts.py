@@ -16,7 +16,7 @@ _VIEWS = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0
 
 
 class _Cast(NamedTuple):
-    """How a tensor was made from a weight."""
+    """A tensor that was made from a weight: its dtype, and its place in the weight."""
 
     weight: nn.Parameter
     dtype: torch.dtype

@@ -405,7 +405,7 @@ def _parts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _part(tensor: Tensor) -> Part:
-    """What this rank holds of a tensor: some rows, if it is sharded."""
+    """This rank's part of a tensor: some rows, if it is sharded."""
     if not isinstance(tensor, DTensor):
         return Part.whole(tensor)
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)

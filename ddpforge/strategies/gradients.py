@@ -1,4 +1,4 @@
-"""Which parameters get gradients: all that are trained, and no others."""
+"""Collects gradients, and sees that all trained parameters have one, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer keeps beside the state of each parameter: counters, and entries of its groups that it changes."""
+"""The state that an optimizer keeps beside that of each parameter: counters, changed entries of its groups."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OwnState:
         self._built = dict(_leaves(optimizer))
 
     def capture(self) -> dict[str, Plain]:
-        """What has changed, by name; raises CheckpointError where that is more than a number."""
+        """Captures the values that have changed, by name; raises CheckpointError for more than a number."""
         now = dict(_leaves(self._optimizer))
         changed = {path: leaf for path, leaf in now.items() if not _same(self._built.get(path), leaf)}
         gone = [path for path in self._built if path not in now]

@@ -109,7 +109,7 @@ class PowerSGD:
         return error, torch.randn(size, generator=generator).to(error)
 
     def _memory(self) -> dict[str, _Memory]:
-        """What is remembered by the parameter's name, copied out of the buckets."""
+        """Copies the memory of each parameter out of the buckets, by name."""
         found = dict(self._kept)
         for index, parameters in self._buckets.items():
             errors = torch.split(self._state.error_dict[index], [p.numel() for p in parameters])
@@ -143,7 +143,7 @@ class PowerSGD:
 
     # -- to disk and back
     def capture(self) -> dict[str, Tensor | Part | int]:
-        """What a resume needs; each rank has its own errors, and all have the same factors."""
+        """Captures the state for a resume; each rank has its own errors, and all have the same factors."""
         rank, ranks = self._ranks.rank, self._ranks.size
         found: dict[str, Tensor | Part | int] = {_STEP: self._state.iter}
         for name, (error, factor) in self._memory().items():

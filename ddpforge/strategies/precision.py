@@ -1,4 +1,4 @@
-"""How a step updates the weights at each precision, without ever letting a non-finite gradient reach them."""
+"""Updates the weights at each precision, without ever letting a non-finite gradient reach them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Precision:
         return False
 
     def state(self) -> dict[str, int | float]:
-        """What a resume needs."""
+        """The numbers that a resume needs."""
         return {}
 
     def load_state(self, state: Mapping[str, int | float]) -> None:

@@ -74,7 +74,7 @@ class TorchReplica(Replica):
         return self._watched()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """What the precision asks for around a forward pass."""
+        """The context that the precision asks for around a forward pass."""
         return self.precision.forward()
 
     @contextmanager
@@ -135,7 +135,7 @@ class TorchReplica(Replica):
 
     # -- to disk and back
     def remembered(self) -> Mapping[str, Any]:
-        """What belongs to no one parameter."""
+        """The state that belongs to no one parameter."""
         return self._own.capture()
 
     def remember(self, state: CanonicalState[SavedTensor]) -> None:

@@ -46,7 +46,7 @@ def watched(model: nn.Module, *, shards_weights: bool, shards_gradients: bool, e
 
 
 def _is_mover(frame: FrameType | None) -> bool:
-    """Whether this is called by what may move a parameter: what shards, and a module on its way to a device."""
+    """True if the caller may move a parameter: code that shards, and a module on its way to a device."""
     while frame is not None and (name := f"{frame.f_globals.get('__name__', '')}.").startswith(_BETWEEN):
         if name.startswith(_SHARDING) or frame.f_code.co_name == "_apply":
             return True
@@ -85,7 +85,7 @@ def _refuse_write(model: nn.Module, name: str) -> NoReturn:
 
 # ---------------------------------------------------------------------------------------------- writes
 class _Memory:
-    """Where the parameters of `model` are now, of those that `chosen` names."""
+    """The memory that parameters of `model` occupy now, of those that `chosen` names."""
 
     def __init__(self, model: nn.Module, chosen: Container[str] | None = None) -> None:
         self._held: dict[int, list[tuple[str, Tensor]]] = {}

@@ -1,4 +1,4 @@
-"""What forward passes leave in buffers: BatchNorm's statistics of several shards, and values to be given back."""
+"""Buffers that forward passes change: BatchNorm's statistics of several shards, and values to be given back."""
 
 from __future__ import annotations
 

@@ -51,9 +51,10 @@ def rework_blocks(blocks: Sequence[nn.Module], train: TrainSection) -> None:
 
 
 def _recompute(block: nn.Module, train: TrainSection) -> None:
-    """What is compiled is recomputed without its effects, unless something in it cannot be compiled.
+    """Makes a block recompute its activations.
 
-    A block with buffers, which must not change twice, is therefore compiled by itself and recomputed from outside.
+    Compiled code is recomputed without its effects, unless something in it cannot be compiled. A block with buffers,
+    which must not change twice, is therefore compiled by itself and recomputed from outside.
     """
     names = [name for name, _ in block.named_buffers()]
     if train.compile == "off" or not names:

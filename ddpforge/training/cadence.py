@@ -1,4 +1,4 @@
-"""When something is due, and how fast training goes."""
+"""Tells when something is due, and measures how fast training goes."""
 
 from __future__ import annotations
 

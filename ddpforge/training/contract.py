@@ -28,7 +28,7 @@ def count_parameters(model: nn.Module) -> Size:
 
 
 def contract_of(strategy: Strategy) -> Contract:
-    """What the strategy promises; raises PluginError when it promises nothing."""
+    """The strategy's contract; raises PluginError when it has none."""
     if not isinstance(contract := getattr(strategy, "contract", None), Contract):
         raise PluginError(
             f"{type(strategy).__name__} has no contract",

@@ -28,7 +28,7 @@ class FirstLook:
         self._seen: set[tuple[str, str]] = set()
 
     def loss(self, model: nn.Module, batch: Any, use: str) -> tuple[Tensor, Any]:
-        """What the task's `loss` returns; `use` is "training" or "evaluation"."""
+        """Calls the task's `loss`, and checks what it returns; `use` is "training" or "evaluation"."""
         if ("loss", use) in self._seen:
             return self._task.loss(model, batch)
         try:
@@ -40,7 +40,7 @@ class FirstLook:
         return checked_loss(self._task, returned, gradients=use == "training")
 
     def metrics(self, outputs: Any, batch: Any, use: str) -> Mapping[str, Total]:
-        """What the task's `metrics` returns."""
+        """Calls the task's `metrics`, and checks what it returns."""
         totals = self._task.metrics(outputs, batch)
         if ("metrics", use) not in self._seen:
             self._seen.add(("metrics", use))
@@ -55,7 +55,7 @@ def explain(error: Exception, task: Task, batch: str, use: str) -> None:
 
 
 def checked_loss(task: Task, returned: Any, *, gradients: bool = True) -> tuple[Tensor, Any]:
-    """What a task's `loss` returned, if it is a summed loss and outputs; raises UsageError otherwise."""
+    """Returns a task's loss and outputs; raises UsageError unless they are a summed loss and outputs."""
     where = f"{name_of(task)}.loss"
     pair = "return (loss, outputs): the loss summed over the batch, and what `metrics` reads"
     if not isinstance(returned, tuple | list) or len(returned) != 2:
@@ -79,7 +79,7 @@ def checked_loss(task: Task, returned: Any, *, gradients: bool = True) -> tuple[
 
 
 def checked_totals(task: Task, totals: Any) -> Mapping[str, Total]:
-    """What a task's `metrics` returned, if it is totals by name; raises PluginError otherwise."""
+    """Returns a task's metrics as they are; raises PluginError unless they are totals by name."""
     if not isinstance(totals, Mapping):
         raise PluginError(f"{name_of(task)}.metrics returns {described(totals)}, not a dict of totals by name")
     for name, total in totals.items():

@@ -91,7 +91,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _refuse_overlap(model: nn.Module) -> None:
-    """What shares memory is torn apart on the way to a device; one parameter under two names is not."""
+    """Refuses tensors that share memory: a move to a device tears them apart. One parameter may have two names."""
     held: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in _tensors(model):
         start, stop = _extent(tensor)

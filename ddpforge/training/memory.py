@@ -1,4 +1,4 @@
-"""What to do when memory is full."""
+"""Tells what to change when memory is full."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _says_so(error: BaseException) -> bool:
 
 
 def _hints(recipe: Recipe, data_ranks: int) -> Iterator[str]:
-    """What saves most for least, first."""
+    """Yields ways to need less memory: first the one that saves most for least."""
     train, strategy = recipe.train, recipe.strategy
     micro, unit = train.per_pass(data_ranks), train.global_batch // (train.elastic_shards or data_ranks)
     if smaller := next((size for size in range(micro // 2, 0, -1) if unit % size == 0), 0):

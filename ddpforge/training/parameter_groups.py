@@ -1,4 +1,4 @@
-"""Which parameters an optimizer trains, and which of them it does not decay."""
+"""Chooses the parameters that an optimizer trains, and those of them that it does not decay."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Where a run stands."""
+"""The position of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Progress"]
 
 @dataclass
 class Progress:
-    """Where a run stands. With the recipe's seed this is the whole state of data order and randomness."""
+    """The position of a run. With the recipe's seed this is the whole state of data order and randomness."""
 
     step: int = 0
     samples: int = 0
@@ -23,12 +23,12 @@ class Progress:
     left_out: set[int] = field(default_factory=set)  # steps that a rollback decided not to train on
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint stores beside step and samples."""
+        """The position as a checkpoint stores it, beside step and samples."""
         return {"seconds": self.seconds, "skipped": self.skipped, "left_out": sorted(self.left_out)}
 
     @classmethod
     def of(cls, facts: Facts) -> Progress:
-        """Where a checkpoint was saved; raises CheckpointError for a position that no run has."""
+        """The position at which a checkpoint was saved; raises CheckpointError for one that no run has."""
         stored: dict[str, Any] = dict(facts.position)
         flaw = position_flaw(stored)
         if flaw is None and stored.keys() != cls().to_json().keys():

@@ -41,7 +41,7 @@ def recomputed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., A
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What surrounds the first pass, and the second."""
+    """The contexts of the first pass, and of the second."""
     return nullcontext(), _AsBefore(block)
 
 

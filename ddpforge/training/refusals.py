@@ -1,4 +1,4 @@
-"""What no strategy can do with a recipe, known before ranks join."""
+"""Refuses what no strategy can do with a recipe, before ranks join."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def general_refusals(train: TrainSection, data_ranks: int, device: str) -> Itera
 
 
 def _one_pass(train: TrainSection) -> str:
-    """What makes a step one forward pass of each rank."""
+    """Spells the settings that make a step one forward pass of each rank."""
     if train.elastic_shards:
         return f"elastic_shards = ranks, and micro_batch = {train.global_batch} / ranks"
     return f"micro_batch = {train.global_batch} / ranks"

@@ -27,7 +27,7 @@ _DTYPES = {"bf16": torch.bfloat16}  # CPUs have few kernels for fp16
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What came of a batch: its form, and means; these are empty where the model has no memory."""
+    """The result of a batch: its form, and means; these are empty where the model has no memory."""
 
     batch: str
     metrics: Mapping[str, float] = field(default_factory=dict)

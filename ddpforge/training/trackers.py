@@ -12,7 +12,7 @@ from ddpforge.runs.metrics import JSONLTracker
 logger = logging.getLogger("ddpforge")
 
 
-class Several(Tracker):
+class TrackerGroup(Tracker):
     """Passes every call on to each of `trackers` (by name, in order).
 
     A tracker that raises is reported in one warning and dropped for the rest of the run. Only the errors of

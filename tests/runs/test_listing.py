@@ -18,7 +18,7 @@ from ddpforge.interfaces import CanonicalState
 from ddpforge.recipe.schema import KeepSection
 from ddpforge.runs.choose import choose, keep_of
 from ddpforge.runs.folder import RunFolder
-from ddpforge.runs.listing import Place, describe, find, newest_first, notable, parse, rows, tensors, totals
+from ddpforge.runs.listing import CheckpointFolder, describe, find, newest_first, notable, parse, rows, tensors, totals
 
 RESOLVED = '[checkpoint.keep]\nlast = 9\nbest = 1\nby = "eval/loss"\n'
 SHARD = "shard-00000-of-00001.safetensors"
@@ -126,24 +126,24 @@ def test_a_place_is_a_run_s_or_a_folder_of_checkpoints(run: RunFolder) -> None:
     write(alone, checkpoint_of(7))
 
     for source in ("digits", "runs/digits"):
-        assert Place.find(source) == Place(run.checkpoints, RunFolder(Path("runs/digits")))
-        assert Place.find(source).keep() == keep_of(run)
-    assert Place.find("alone") == Place(alone, None)
-    assert Place.find("alone").keep() == KeepSection()
+        assert CheckpointFolder.find(source) == CheckpointFolder(run.checkpoints, RunFolder(Path("runs/digits")))
+        assert CheckpointFolder.find(source).keep() == keep_of(run)
+    assert CheckpointFolder.find("alone") == CheckpointFolder(alone, None)
+    assert CheckpointFolder.find("alone").keep() == KeepSection()
     Path("hollow").mkdir()
     for source in ("nothing", "hollow"):
         with pytest.raises(UsageError, match=f"there is no run '{source}'"):
-            Place.find(source)
+            CheckpointFolder.find(source)
 
 
 def test_a_run_whose_folder_looks_like_one_of_checkpoints_is_a_run(run: RunFolder) -> None:
     (run.path / "step-of-my-notes").mkdir()
 
-    assert Place.find("runs/digits").folder == run.checkpoints
+    assert CheckpointFolder.find("runs/digits").folder == run.checkpoints
 
 
 def test_the_newest_is_meant_unless_another_is_named(run: RunFolder, aloud: pytest.LogCaptureFixture) -> None:
-    place = Place.find("digits")
+    place = CheckpointFolder.find("digits")
 
     assert place.choose() == path_of(run, 4)
     assert place.choose(strict=True) == path_of(run, 4)
@@ -156,7 +156,7 @@ def test_the_newest_is_meant_unless_another_is_named(run: RunFolder, aloud: pyte
 
 
 def test_a_broken_one_is_passed_over_aloud_only_if_it_is_newer(run: RunFolder, aloud: pytest.LogCaptureFixture) -> None:
-    place = Place.find("digits")
+    place = CheckpointFolder.find("digits")
     broken(run, 1)
     assert place.choose(strict=True) == path_of(run, 4)
     assert aloud.text == ""
@@ -175,14 +175,14 @@ def test_a_folder_that_only_sounds_like_a_checkpoint_is_not_newer_than_the_first
     path = write(Path("alone"), checkpoint_of(0))
     Path("alone/step-by-step").mkdir()
 
-    assert Place.find("alone").choose(strict=True) == path
+    assert CheckpointFolder.find("alone").choose(strict=True) == path
 
 
 def test_a_folder_has_no_best_and_says_what_it_has() -> None:
     paths = [write(Path("alone"), checkpoint_of(step)) for step in (5, 6, 7, 8, 9)]
     for path in paths[:4]:
         (path / "COMMIT").unlink()
-    place = Place.find("alone")
+    place = CheckpointFolder.find("alone")
 
     assert place.choose() == place.choose(intact=True) == paths[4]
     with pytest.raises(UsageError, match="alone is not a run") as caught:
@@ -253,7 +253,7 @@ def test_rows_tell_what_manifests_say_newest_first_and_then_what_is_broken(run: 
     (run.checkpoints / "step-000000009-abcd").symlink_to(paths[4].name)
     (run.checkpoints / "step-000000008-abcd").write_bytes(b"some")
 
-    found = rows(Place.find("digits"))
+    found = rows(CheckpointFolder.find("digits"))
 
     assert [row.path for row in found[:2]] == [paths[4], paths[2]]
     assert [row.path.name[:14] for row in found[2:]] == [f"step-00000000{step}" for step in (9, 8, 3, 1)]
@@ -289,7 +289,7 @@ def test_resuming_would_try_the_newest_first_whatever_can_be_read_of_it(run: Run
     strange = run.checkpoints / "step-by-step"
     strange.mkdir()
 
-    found = newest_first(Place.find("digits"))
+    found = newest_first(CheckpointFolder.find("digits"))
 
     assert found == [strange, second, first, *(path_of(run, step) for step in (3, 2, 1))]
 
@@ -298,7 +298,7 @@ def test_a_list_has_room_for_three_metrics_the_deciding_one_first() -> None:
     values = {f"eval/{name}": 1.0 for name in ("a", "b", "c", "d")} | {"train/loss": 2.0}
     for step in (1, 2):
         write(Path("alone"), checkpoint_of(step, metrics=values if step == 1 else {"eval/z": math.inf}))
-    found = rows(Place.find("alone"))
+    found = rows(CheckpointFolder.find("alone"))
 
     assert [row.metrics for row in found] == [{"eval/z": None}, values]
     assert notable(found, KeepSection()) == ["eval/z", "eval/a", "eval/b"]

@@ -11,7 +11,7 @@ import pytest
 from ddpforge.errors import EnvironmentProblem
 from ddpforge.interfaces import Tracker
 from ddpforge.runs.metrics import JSONLTracker, read_metrics
-from ddpforge.training.trackers import Several
+from ddpforge.training.trackers import TrackerGroup
 
 
 class Recorder(Tracker):
@@ -52,7 +52,7 @@ ALL = ["start", "log 1", "log 2", "log 3", "rewind 2", "finish done"]
 
 def test_every_tracker_hears_everything(tmp_path: Path) -> None:
     one, two = Recorder(), Recorder()
-    train(Several({"one": one, "two": two}), tmp_path)
+    train(TrackerGroup({"one": one, "two": two}), tmp_path)
     assert one.calls == two.calls == ALL
 
 
@@ -62,7 +62,7 @@ def test_a_broken_tracker_is_reported_once_and_dropped(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("ddpforge"), "propagate", True)
     broken, sound = Recorder(breaks=call), Recorder()
-    train(Several({"broken": broken, "sound": sound}), tmp_path)
+    train(TrackerGroup({"broken": broken, "sound": sound}), tmp_path)
 
     assert sound.calls == ALL
     assert broken.calls == ALL[: ALL.index(call) + 1]
@@ -73,7 +73,7 @@ def test_a_broken_tracker_is_reported_once_and_dropped(
 
 
 def test_metrics_that_cannot_be_written_do_stop_the_run(tmp_path: Path) -> None:
-    trackers = Several({"jsonl": JSONLTracker(), "other": Recorder(breaks="log 1")})
+    trackers = TrackerGroup({"jsonl": JSONLTracker(), "other": Recorder(breaks="log 1")})
     trackers.start(name="run", folder=tmp_path, config={}, resumed_at=None)
     trackers.log(1, {"train/loss": 0.5})
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]
@@ -85,7 +85,7 @@ def test_metrics_that_cannot_be_written_do_stop_the_run(tmp_path: Path) -> None:
 
 def test_a_run_that_fails_before_it_starts_can_finish() -> None:
     tracker = Recorder()
-    Several({"one": tracker}).finish(state="failed", summary={})
+    TrackerGroup({"one": tracker}).finish(state="failed", summary={})
     assert tracker.calls == []
 
 
@@ -95,4 +95,4 @@ def test_an_interruption_by_the_user_is_not_a_broken_tracker(tmp_path: Path) -> 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(Several({"one": Interrupted()}), tmp_path)
+        train(TrackerGroup({"one": Interrupted()}), tmp_path)

@@ -1,4 +1,4 @@
-"""How fast and how full: time per step, peak memory and the share of the hardware's peak that is used."""
+"""Measures time per step, peak memory, and the share of the hardware's peak that is used."""
 
 import resource
 from collections.abc import Mapping

@@ -46,5 +46,5 @@ class Digits:
         return self.images.index_select(0, rows), self.labels.index_select(0, rows)
 
     def collate(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """What `__getitems__` returns is a batch already."""
+        """Returns its argument: `__getitems__` makes batches already."""
         return batch

@@ -113,7 +113,7 @@ class Text:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def collate(self, batch: Batch) -> Batch:
-        """What `__getitems__` returns is a batch already."""
+        """Returns its argument: `__getitems__` makes batches already."""
         return batch
 
 

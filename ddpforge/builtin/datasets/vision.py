@@ -102,7 +102,7 @@ class ImageBatches(Images):
         return self.pipeline(images), labels
 
     def collate(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """What `__getitems__` returns is a batch already."""
+        """Returns its argument: `__getitems__` makes batches already."""
         return batch
 
 

@@ -1,4 +1,4 @@
-"""How often a classifier is right."""
+"""Metrics of classifiers: the share of right answers."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""How far predictions are off."""
+"""Metrics of regression: the errors of predicted numbers."""
 
 from torch import Tensor
 

@@ -138,7 +138,7 @@ class _Embedding(nn.Embedding):
 
 
 def _nearest(width: int, heads: int) -> str:
-    """Which numbers of heads would do."""
+    """Names the numbers of heads, near `heads`, that divide `width`."""
     divisors = [n for n in range(1, width + 1) if width % n == 0]
     above = bisect(divisors, heads)
     nearest = " or ".join(map(str, divisors[max(0, above - 1) : above + 1]))

@@ -1,4 +1,4 @@
-"""What the built-in tasks take: batches that are pairs, and outputs that are one tensor."""
+"""The forms that the built-in tasks take: batches that are pairs, and outputs that are one tensor."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass

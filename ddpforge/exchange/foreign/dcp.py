@@ -70,7 +70,7 @@ def _metadata(path: Path) -> Metadata:
 
 
 def _paths(folder: Path, metadata: Metadata) -> dict[str, Path_]:
-    """Where in the nested state_dict each entry was: ("optim", "state", "layer.weight", "exp_avg")."""
+    """The path of each entry in the nested state_dict: ("optim", "state", "layer.weight", "exp_avg")."""
     data = metadata.planner_data
     if not isinstance(data, Mapping) or not metadata.state_dict_metadata.keys() <= data.keys():
         raise refused(folder, "its metadata do not say where in the state_dict each tensor was")

@@ -1,4 +1,4 @@
-"""What is found in a checkpoint of another program, and the little that its files are trusted with."""
+"""The contents of another program's checkpoint, and the little that its files are trusted with."""
 
 import stat
 import sys
@@ -68,7 +68,7 @@ def inside(folder: Path, name: object) -> Path:
 
 
 def load(path: Path, *, trust: bool) -> Any:
-    """What `torch.save` wrote; without `trust` only if that is tensors and plain containers of them."""
+    """Loads a file of `torch.save`; without `trust` only tensors and plain containers of them."""
     zipped = zipfile.is_zipfile(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)

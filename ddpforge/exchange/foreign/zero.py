@@ -66,7 +66,7 @@ def _tagged(folder: Path) -> Path:
 
 
 class _Files:
-    """What the ranks wrote, in the order of the ranks."""
+    """The files that the ranks wrote, in the order of the ranks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -327,14 +327,14 @@ class _Checkpoint:
         ]
 
     def _paddings(self, optimizer: Mapping[str, Any]) -> list[int]:
-        """How much longer than the saved master weights a rank's state of each group may be."""
+        """The padding of each group: the elements by which a rank's state may exceed its saved master weights."""
         paddings = optimizer.get("group_paddings")
         if self.stage == 3 or not isinstance(paddings, list):
             return [0] * len(self.groups)
         return [int(padding) for padding in paddings]
 
     def _odd_state(self, states: Sequence[Sequence[Mapping[str, Any]]], paddings: Sequence[Sequence[int]]) -> str:
-        """Why the optimizer's state cannot be told apart by parameter; empty if it can."""
+        """The reason that the optimizer's state cannot be told apart by parameter; empty if it can."""
         if not all(states):
             return "its state is not there, or not in groups like the weights"
         for rank, groups in enumerate(states):

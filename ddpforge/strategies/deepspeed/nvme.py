@@ -123,5 +123,5 @@ def mend_prefetch(parameters: Iterable[Any]) -> None:
 
 
 def is_swapped(parameter: Any) -> bool:
-    """Whether a parameter of the model waits on NVMe."""
+    """True if a parameter of the model waits on NVMe."""
     return bool(getattr(parameter.ds_tensor, "final_location", None) == "nvme")

@@ -1,4 +1,4 @@
-"""What one rank trains under ZeRO: a DeepSpeed engine around the recipe's model and optimizer."""
+"""The replica that one rank trains under ZeRO: a DeepSpeed engine around the recipe's model and optimizer."""
 
 from __future__ import annotations
 

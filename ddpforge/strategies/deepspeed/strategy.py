@@ -105,7 +105,7 @@ class DeepSpeed(Strategy):
         return {"deepspeed config": self.config(train, ranks)}
 
     def config(self, train: TrainSection, ranks: int) -> dict[str, Any]:
-        """What DeepSpeed is told.
+        """The configuration for DeepSpeed.
 
         Its own accumulation count is 1, because micro-batches are weighed by what is in them: the last step of an
         epoch may have fewer. The strategy tells it which micro-batch is a step's last.
@@ -139,7 +139,7 @@ class DeepSpeed(Strategy):
 
     # -- before the loop
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
-        """What cannot be compiled, and a DeepSpeed that is not there, or is for another device."""
+        """Refuses what cannot be compiled, and a DeepSpeed that is not there, or is for another device."""
         try:
             require_deepspeed()
             refuse_other_accelerator(device)

@@ -151,7 +151,7 @@ class Keys(NamedTuple):
 
 
 def keys_of(optimizer: Optimizer, device: torch.device) -> Keys:
-    """What state `optimizer` keeps.
+    """Lists the state that `optimizer` keeps.
 
     Finds out by using it. Raises StrategyError for an optimizer that does not treat each element by itself (Adafactor,
     Muon, LAMB): under ZeRO it sees flat pieces of many parameters, and would train another curve.
@@ -195,7 +195,7 @@ def _tried(optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tens
 
 # ---------------------------------------------------------------------------------------------- weights and state
 class _Place(NamedTuple):
-    """Where in the tensors that the optimizer updates a part of a parameter lies."""
+    """The place of a part of a parameter in the tensors that the optimizer updates."""
 
     flat: Tensor  # under which the optimizer knows it; empty while it is swapped out
     numel: int  # of that tensor
@@ -224,7 +224,7 @@ class ZeroWeights(Weights):
         return self._parts
 
     def frozen(self) -> Mapping[str, Part]:
-        """What is not trained: whole on every rank below stage 3, and cut up there."""
+        """The weights that are not trained: whole on every rank below stage 3, and cut up there."""
         return self._frozen
 
     def observing(self) -> AbstractContextManager[Any]:
@@ -287,7 +287,7 @@ class ZeroWeights(Weights):
                 yield parameter, *_part(tuple(parameter.ds_shape), *_range(parameter), flat, held, first)
 
     def _frozen_parts(self) -> Iterator[tuple[Any, Part]]:
-        """What is not trained, and under stage 3 cut up all the same."""
+        """Yields the parts of weights that are not trained, and under stage 3 cut up all the same."""
         parameter: Any
         for parameter in self._model.parameters():
             if parameter.requires_grad:
@@ -317,7 +317,7 @@ class ZeroWeights(Weights):
 
     # -- to disk
     def capture(self, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
-        """What this rank holds of the model and of the optimizer."""
+        """Captures this rank's part of the model and of the optimizer."""
         if not self._compared:
             self._compare_used()
             self._compared = True
@@ -430,7 +430,7 @@ class ZeroWeights(Weights):
                         optimizer.state[flat].update(elements)
 
     def _numbers(self, names: Sequence[str], state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """What the optimizer keeps once for each of these parameters, which must be the same for all."""
+        """The optimizer's numbers of these parameters, which must be the same for all."""
         first = names[0]
         found: dict[str, Any] = {}
         for name in names:
@@ -460,7 +460,7 @@ class ZeroWeights(Weights):
     def _elements(
         self, flat: Tensor, names: Sequence[str], state: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, Tensor]:
-        """What the optimizer keeps for each element of a flat tensor, put together from its parameters."""
+        """The optimizer's state for each element of a flat tensor, put together from that of its parameters."""
         found: dict[str, Tensor] = {}
         for name in names:
             for key, value in state.get(name, {}).items():

@@ -25,7 +25,7 @@ from ddpforge.builtin.trackers import wandb as wandb_tracker
 from ddpforge.builtin.trackers.wandb import WandbTracker
 from ddpforge.components.registry import Registry
 from ddpforge.interfaces import Tracker
-from ddpforge.training.trackers import Several
+from ddpforge.training.trackers import TrackerGroup
 
 Table = dict[str, Any]
 
@@ -381,7 +381,7 @@ def test_a_server_that_breaks_during_training(
 def test_the_death_of_wandbs_process_costs_the_tracker_and_nothing_else(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tracker = start(Several({"wandb": WandbTracker(project="forge", mode="offline")}), folder)
+    tracker = start(TrackerGroup({"wandb": WandbTracker(project="forge", mode="offline")}), folder)
     log(tracker, range(1, 20))
     (core,) = (child for child in psutil.Process().children() if child.name() == "wandb-core")
     core.send_signal(signal.SIGKILL)
