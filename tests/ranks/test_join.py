@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from doubles import Elsewhere
 from forked import in_ranks, refused, train
 
 from ddpforge.errors import StrategyError
@@ -161,6 +162,7 @@ def test_what_a_gpu_could_do_faster_is_said(
     monkeypatch.setattr(join, "choose_device", lambda kind, asked: torch.device("cuda", 0))
     monkeypatch.setattr(join, "Agreement", lambda device, timeout: None)
     monkeypatch.setattr(join, "Accelerator", lambda **_: Believes())
+    monkeypatch.setattr(join, "Group", lambda group, device, keeps: Elsewhere(ranks))
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     with caplog.at_level(logging.INFO, "ddpforge"):
         join.join(train(precision=precision, device="cuda"), DDP())

@@ -267,8 +267,10 @@ def test_a_model_without_trained_parameters_is_refused_where_there_are_several_r
     """DistributedDataParallel does not take it, and there would be nothing to synchronise."""
 
     def rank(number: int) -> Any:
-        model = lambda: nn.BatchNorm1d(1, affine=False)  # noqa: E731
-        return refused(StrategyError, lambda: Training(DDP(), model, lambda _: SGD([torch.zeros(1)], lr=1.0)))
+        def elsewhere(_: Any) -> SGD:
+            return SGD([torch.zeros(1)], lr=1.0)
+
+        return refused(StrategyError, lambda: Training(DDP(), partial(nn.BatchNorm1d, 1, affine=False), elsewhere))
 
     for message in in_ranks(2, rank):
         assert message.startswith("asked for DDP over 2 ranks, and the model has no parameter to train | ")
