@@ -30,8 +30,7 @@ def test_a_save_that_is_under_way_when_ranks_disagree_is_waited_for() -> None:
     def fit() -> None:
         raise job._Disagreement("on_step at step 4 is False on rank 0 and True on rank 1")
 
-    strategy = SimpleNamespace(weights=lambda model, optimizer: None)
-    parts = {"callbacks": {"a": Callback()}, "strategy": strategy, "model": None, "optimizer": None}
+    parts = {"callbacks": {"a": Callback()}, "replica": SimpleNamespace(weights=None), "evaluator": SimpleNamespace()}
     trainer = SimpleNamespace(**parts, fit=fit, checkpoints=saving)
     site = SimpleNamespace(trainer=lambda tracker, folder: trainer)
     with pytest.raises(job._Disagreement):
