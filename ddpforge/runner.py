@@ -14,6 +14,7 @@ from typing import Any
 from ddpforge.attempt import Attempt, Outcome, build_parts, on_every_rank
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.registry import Registry
+from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Callback, World
 from ddpforge.ranks import leaving
 from ddpforge.ranks.join import join, leave
