@@ -26,7 +26,7 @@ from ddpforge.recipe.schema import Recipe
 from ddpforge.recipe.toml import loads
 from ddpforge.training.batchnorm import Statistics
 from ddpforge.training.cadence import Alarm, Cadence, Window, in_steps
-from ddpforge.training.norms import Norms
+from ddpforge.training.norms import GradientNorms
 from ddpforge.training.progress import Progress
 from ddpforge.training.step import Steps
 
@@ -102,7 +102,7 @@ class Trainer:
         self._steps = Steps(
             world, replica, task, optimizer, statistics, seed=recipe.train.seed, skips=skips, compares=compares
         )
-        self._norms = Norms()
+        self._norms = GradientNorms()
         self._rollbacks = 0
         self._agreed: set[str] = set()  # what all ranks know to be wanted: stop, end, …
         self._agree_every = 1
@@ -277,7 +277,7 @@ class Trainer:
         The norm is that of the reduced gradient, hence the same on every rank, and the strategy has kept such a
         gradient away from the weights already: all ranks come to the same decision without talking.
         """
-        bad = self._norms.look()
+        bad = self._norms.take()
         self.progress.skipped += len(bad)
         if not bad or self.replica.overflowed():
             return
