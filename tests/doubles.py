@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.checkpoint.contents import Facts, Share
-from ddpforge.data import Share as DataShare
-from ddpforge.data import open_data
+from ddpforge.data import RankShare, open_data
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, CanonicalState, Contract, Replica, Task, Total, Tracker, WholeWeights, World
 from ddpforge.interfaces.durations import Horizon
@@ -275,7 +274,7 @@ def _open(data: Any, batch: int, *, shuffle: bool) -> Any:
     return open_data(
         data,
         global_batch=batch,
-        share=DataShare(0, 1, batch),
+        share=RankShare(0, 1, batch),
         seed=0,
         shuffle=shuffle,
         drop_last=False,

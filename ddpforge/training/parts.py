@@ -14,7 +14,7 @@ from torch import nn
 
 from ddpforge.components.kinds import build
 from ddpforge.components.registry import NotImported, Registry, where_raised
-from ddpforge.data import Batches, Share, mix, open_data
+from ddpforge.data import Batches, RankShare, mix, open_data
 from ddpforge.data.nests import size, take
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PluginError, RecipeError, UsageError
@@ -208,7 +208,7 @@ class Parts:
     def _opened(self, batch: int) -> dict[str, Any]:
         fetching = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False, "shuffle": False}
         drop_last = self.recipe.train.last_batch == "drop"
-        return fetching | {"global_batch": batch, "share": Share(0, 1, batch), "drop_last": drop_last}
+        return fetching | {"global_batch": batch, "share": RankShare(0, 1, batch), "drop_last": drop_last}
 
     # ---------------------------------------------------------------------------------------- this rank's part
     is_open = False
@@ -226,7 +226,7 @@ class Parts:
         self.training = open_data(
             self.sets[0],
             global_batch=plan.global_batch,
-            share=Share(world.data.rank, world.data.size, plan.micro_batch, train.elastic_shards),
+            share=RankShare(world.data.rank, world.data.size, plan.micro_batch, train.elastic_shards),
             shuffle=True,
             drop_last=train.last_batch == "drop",
             **fetching,
@@ -236,7 +236,7 @@ class Parts:
             self.evaluation = open_data(
                 self.sets[1],
                 global_batch=batch * world.data.size,
-                share=Share(world.data.rank, world.data.size, batch),
+                share=RankShare(world.data.rank, world.data.size, batch),
                 shuffle=False,
                 drop_last=False,
                 **fetching,
