@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpforge.checkpoint.contents import Facts, Share
+from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.data import RankShare, open_data
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, CanonicalState, Contract, Replica, Task, Total, Tracker, WholeWeights, World
@@ -84,7 +84,7 @@ class Plain(Replica):
 class Saved:
     """A checkpoint in memory, as a reader of it."""
 
-    def __init__(self, facts: Facts, share: Share) -> None:
+    def __init__(self, facts: Facts, share: RankState) -> None:
         self.facts, self.share = facts, share
 
     def state(self) -> CanonicalState[Any]:
@@ -114,7 +114,7 @@ class Memory:
     def ready(self) -> bool:
         return self.waiting is not None
 
-    def save(self, facts: Facts, share: Share) -> None:
+    def save(self, facts: Facts, share: RankState) -> None:
         assert self.waiting is None
         self.events.append("save")
         self.waiting = Saved(facts, share)

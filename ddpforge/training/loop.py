@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from ddpforge.checkpoint.contents import Facts, Share
+from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.data import Batches, MicroBatch
@@ -425,7 +425,7 @@ class Trainer:
             **self.origin,
         )
         callbacks = {name: callback.state() for name, callback in self.callbacks.items()}
-        self.checkpoints.save(facts, Share.of(state, callbacks))
+        self.checkpoints.save(facts, RankState.of(state, callbacks))
         self._saved = self.progress.step
         if not self.saving.background:
             self._settle(last=last)
