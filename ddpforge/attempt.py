@@ -133,7 +133,7 @@ class Attempt:
         if checkpoint:
             trainer.restore(checkpoint)
             self._refuse_nothing_to_do(trainer)
-        trainer.origin = on_rank_zero(self.world.all, lambda: self._begin(trainer))
+        trainer.saving.origin = on_rank_zero(self.world.all, lambda: self._begin(trainer))
         self._begun = True
         return trainer
 

@@ -15,11 +15,9 @@ Exceptions carry facts: what was found, and `hints`, each a way to mend it. The 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ddpforge.recipe.report import Problem
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -55,10 +53,47 @@ class UsageError(ForgeError):
     exit_code = ExitCode.USAGE
 
 
+@dataclass(frozen=True)
+class Place:
+    """A stretch of one line; `line` and `column` count from 1, and `line` is 0 for a file as a whole."""
+
+    file: str
+    line: int = 0
+    column: int = 0
+    width: int = 1
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}" if self.line else self.file
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a recipe: what, at which key, where it is written, and how to mend it."""
+
+    message: str
+    key: str = ""
+    place: Place | None = None
+    hints: tuple[str, ...] = ()
+    trace: str = ""  # of somebody else's code
+
+    def as_dict(self) -> dict[str, Any]:
+        """The problem for machines: message, key, file, line, column (null where there is none) and hints."""
+        place = self.place or Place("")
+        return {
+            "message": self.message,
+            "key": self.key or None,
+            "file": place.file or None,
+            "line": place.line or None,
+            "column": place.column or None,
+            "hints": list(self.hints),
+        }
+
+
 class RecipeError(UsageError):
     """A recipe that cannot be run; `problems` holds everything that is wrong with it, in order of appearance."""
 
-    def __init__(self, problems: "Sequence[Problem]") -> None:
+    def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("; ".join(problem.message for problem in problems))
         self.problems = tuple(problems)
 

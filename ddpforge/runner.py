@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddpforge.attempt import Attempt, Outcome, build_parts, checkpoints_of, on_every_rank
+from ddpforge.attempt import Attempt, Outcome, build_parts, on_every_rank
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.registry import Registry
-from ddpforge.interfaces import Callback, Tracker, World
+from ddpforge.interfaces import Callback, World
 from ddpforge.ranks import leaving
 from ddpforge.ranks.join import join, leave
 from ddpforge.ranks.logs import setup_logging
 from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe, load_recipe
-from ddpforge.recipe.batch import check_world
+from ddpforge.recipe.load import check_world
 from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import (
     RunFolder,
     papers_of,
 )
 from ddpforge.runs.opening import open_folder
-from ddpforge.training.assemble import assemble
-from ddpforge.training.parts import Parts
+from ddpforge.training.assemble import evaluating
+from ddpforge.training.parts import Parts, key_of
 
 __all__ = ["Evaluation", "Outcome", "evaluate", "run"]
 
@@ -86,58 +85,48 @@ class Evaluation:
 
 
 @leaving.nobody_leaves()
-def evaluate(folder: RunFolder, checkpoint: Path, *, sets: Sequence[str] = ()) -> Evaluation:
-    """Evaluates one of a run's checkpoints on the recipe's `[data.eval]`; called on every rank.
+def evaluate(folder: RunFolder, checkpoint: Path, *, sets: Sequence[str] = (), only: Sequence[str] = ()) -> Evaluation:
+    """Evaluates one of a run's checkpoints on the recipe's evaluation sets; called on every rank.
 
-    Averaged weights are used where the recipe's callbacks evaluate with them. Writes nothing.
+    `only` names those of several `[data.eval.NAME]` to evaluate on. Averaged weights are used where the recipe's
+    callbacks evaluate with them. Only the model, evaluation data and callbacks are built, and only weights are read.
+    Writes nothing.
     """
-    parts = _load(folder.resolved, sets)
-    world = _join(parts, trains=False)
-    parts.recipe = recipe = _dealt_to(parts.recipe, world.data.size)
+    parts = _load(folder.resolved, sets, trains=False, only=only)
+    world = _join(parts)
     parts.build()
     parts.report()
-    checkpoints = checkpoints_of(folder, recipe, world, _peers(recipe, world))
-    with _hearing_how_it_ends() as started:
-        trainer = assemble(parts, world, checkpoints, Tracker(), started=started)
-        trainer.restore(Reader(checkpoint))
+    reader = Reader(checkpoint)
+    step = reader.facts.step
+    with evaluating(parts, world, reader) as evaluator:
         if world.is_main:
             log.info("%s", _what_is_evaluated(checkpoint, parts))
-        metrics = trainer.evaluate()
-    trainer.replica.close()
+        metrics = evaluator.evaluate(step)
     leave(world)
-    return Evaluation(trainer.progress.step, metrics, world.is_main)
+    return Evaluation(step, metrics, world.is_main)
 
 
 def _what_is_evaluated(checkpoint: Path, parts: Parts) -> str:
     """Which checkpoint, with whose weights, on how many samples."""
     averaging = [name for name, one in parts.callbacks.items() if type(one).evaluating is not Callback.evaluating]
     weights = f", with the weights of {', '.join(averaging)}" if averaging else ""
-    samples = f", on {len(parts.sets[-1]):,} samples" if hasattr(parts.sets[-1], "__len__") else ""
-    return f"evaluating {checkpoint}{weights}{samples}"
+    found = {name: parts.data[key_of(name)] for name in parts.evaluation}
+    counted = [
+        f"{len(data):,} samples{f' of {name}' if name else ''}"
+        for name, data in found.items()
+        if hasattr(data, "__len__")
+    ]
+    return f"evaluating {checkpoint}{weights}{', on ' if counted else ''}{', '.join(counted)}"
 
 
-@contextmanager
-def _hearing_how_it_ends() -> Iterator[list[Callback]]:
-    """Tells callbacks, as far as they have started, how what is done with them ended."""
-    started: list[Callback] = []
-    try:
-        yield started
-    except BaseException as error:
-        for callback in started:
-            Attempt._try(partial(callback.on_end, error))
-        raise
-    for callback in started:
-        callback.on_end(None)
-
-
-def _load(source: str | Path, sets: Sequence[str]) -> Parts:
+def _load(source: str | Path, sets: Sequence[str], *, trains: bool = True, only: Sequence[str] = ()) -> Parts:
     registry = Registry.installed()
-    return Parts(load_recipe(source, sets=sets, registry=registry), registry)
+    return Parts(load_recipe(source, sets=sets, registry=registry), registry, trains=trains, only=only)
 
 
-def _join(parts: Parts, *, trains: bool = True, folder: RunFolder | None = None) -> World:
+def _join(parts: Parts, *, folder: RunFolder | None = None) -> World:
     """Joins the world that the strategy finds, unless it is known already that the recipe cannot work in it."""
-    parts.foresee(ranks=world_size(), trains=trains, folder=folder)
+    parts.foresee(ranks=world_size(), folder=folder)
     if parts.found:
         parts.build(meta=True)  # nobody has joined: all that is wrong is told at once
         parts.rehearse()
@@ -148,17 +137,9 @@ def _join(parts: Parts, *, trains: bool = True, folder: RunFolder | None = None)
     # What comes next may be refused on every rank: one that left now would end those that are still joining.
     joined.all.barrier()
     world = parts.strategy.setup(parts.recipe.train, joined)
-    if trains:
+    if parts.trains:
         check_world(parts.loaded, world.data.size)
     return world
-
-
-def _dealt_to(recipe: Recipe, ranks: int) -> Recipe:
-    """The recipe with a training batch that fits the ranks, for who does not train."""
-    train = recipe.train
-    micro = train.micro_batch or -(-train.global_batch // (train.elastic_shards or ranks))
-    changes = {"micro_batch": micro, "global_batch": micro * ranks, "elastic_shards": None, "last_batch": "keep"}
-    return recipe.model_copy(update={"train": train.model_copy(update=changes)})
 
 
 def _peers(recipe: Recipe, world: World) -> Peers:

@@ -19,9 +19,10 @@ import click
 from pydantic import BaseModel, create_model
 
 import ddpforge.cli
+from ddpforge.components.kinds import KINDS
 from ddpforge.components.options import OptionRow, options_table
-from ddpforge.components.registry import KINDS, Registry
-from ddpforge.recipe.layers import NAMED_SLOTS, SLOTS
+from ddpforge.components.registry import Registry
+from ddpforge.recipe.layers import NAMED_SLOTS, SETS, SLOTS
 from ddpforge.recipe.report import dotted
 from ddpforge.recipe.schema import OptimizerComponent, Recipe
 from ddpforge.recipe.vocabulary import Vocabulary
@@ -63,6 +64,8 @@ def _slots() -> str:
         if (name,) in SLOTS
     } | {"data.train": "required", "data.eval": "no evaluation"}
     rows = [(f"`[{dotted(path)}]`", _link(kind), absent[dotted(path)]) for path, kind in SLOTS.items()]
+    several = rows.index(next(row for row in rows if row[0] == f"`[{dotted(SETS)}]`")) + 1
+    rows.insert(several, (f"`[{dotted(SETS)}.NAME]`", _link(SLOTS[SETS]), f"`[{dotted(SETS)}]` is one set"))
     rows += [(f"`[{table}.NAME]`", _link(kind), "none") for table, kind in NAMED_SLOTS.items()]
     return _table(("Table", "Kind", "When absent"), rows)
 

@@ -18,6 +18,7 @@ from ddpforge.interfaces.durations import Horizon
 from ddpforge.ranks.collectives import Alone
 from ddpforge.recipe.schema import CheckpointSection, Component, DataSection, OptimizerComponent, Recipe, TrackSection
 from ddpforge.recipe.schema import TrainSection as Train
+from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.loop import Trainer
 
 
@@ -199,7 +200,10 @@ class Numbers:
 
 
 class Loop:
-    """A trainer of doubles, and what they saw. `bad` are steps, in the order of training, whose gradient is NaN."""
+    """A trainer of doubles, and what they saw. `bad` are steps, in the order of training, whose gradient is NaN.
+
+    `evaluation` is the number of samples of each evaluation set by name; true stands for one of 3 without a name.
+    """
 
     def __init__(
         self,
@@ -208,7 +212,7 @@ class Loop:
         batch: int = 1,
         bad: Sequence[int] = (),
         callbacks: Mapping[str, Callback] | None = None,
-        evaluation: bool = True,
+        evaluation: bool | Mapping[str, int] = True,
         train: Mapping[str, Any] | None = None,
         checkpoint: Mapping[str, Any] | None = None,
         track: str = "1st",
@@ -244,6 +248,15 @@ class Loop:
         duration = recipe.train.length
         per_epoch = steps
         horizon = Horizon(None if duration.is_time else Horizon(None, per_epoch).steps(duration), per_epoch)
+        sizes = evaluation if isinstance(evaluation, Mapping) else {"": 3} if evaluation else {}
+        self.evaluator = Evaluator(
+            world=self.replica.world,
+            replica=self.replica,
+            task=Sums(),
+            sets={name: _open(Numbers(size), 2, shuffle=False) for name, size in sizes.items()},
+            callbacks=callbacks or {},
+            seed=0,
+        )
         self.trainer = Trainer(
             recipe=recipe,
             world=self.replica.world,
@@ -253,12 +266,12 @@ class Loop:
             schedule=schedule,
             horizon=horizon,
             training=_open(training, batch, shuffle=True),
-            evaluation=_open(Numbers(3), 2, shuffle=False) if evaluation else None,
+            evaluator=self.evaluator,
             callbacks=callbacks or {},
             checkpoints=self.checkpoints,  # type: ignore[arg-type]
             tracker=self.tracker,
         )
-        self.trainer.origin = {"strategy": "plain", "world_size": 1}
+        self.trainer.saving.origin = {"strategy": "plain", "world_size": 1}
 
     def fit(self) -> str:
         return self.trainer.fit()

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Strategy
+from ddpforge.interfaces import CanonicalState, Strategy, World
 from ddpforge.ranks.join import join
 from ddpforge.recipe.schema import TrainSection
 
@@ -87,6 +87,12 @@ def train(**options: Any) -> TrainSection:
     return TrainSection.model_validate({"length": "1st", "global_batch": 4, "device": "cpu"} | options)
 
 
+def set_up(strategy: Strategy, **options: Any) -> World:
+    """The world of a strategy that has joined the other ranks, as `train(**options)` asks it to."""
+    settings = train(**options)
+    return strategy.setup(settings, join(settings, strategy))
+
+
 def refused(kind: type[Exception], action: Callable[[], object]) -> str:
     """What an error of `kind` says, which `action` must raise, and its hints."""
     with pytest.raises(kind) as found:
@@ -125,7 +131,7 @@ class Training:
         self.strategy, settings = strategy, train(**options)
         for refusal in strategy.refusals(settings, int(os.environ.get("WORLD_SIZE", "1")), "cpu"):
             raise StrategyError(refusal.message, hints=refusal.hints)
-        self.world = strategy.setup(settings, join(settings, strategy))
+        self.world = set_up(strategy, **options)
         with strategy.building():
             model = build()
         model = strategy.wrap(model, blocks(model))

@@ -375,3 +375,49 @@ class SpoiltPoints(Points):
     def __init__(self, samples: int = 43, spoilt: int = 0) -> None:
         super().__init__(samples)
         self.x[spoilt] = torch.nan
+
+
+def _refuse_evaluation(what: str) -> None:
+    if "EVALUATES" in os.environ:
+        raise RuntimeError(f"an evaluation has no {what}")
+
+
+class TrainingPoints(Points):
+    """Points for training; not to be had where EVALUATES is set."""
+
+    def __init__(self, samples: int = 43) -> None:
+        _refuse_evaluation("training data")
+        super().__init__(samples)
+
+
+def training_adamw(params: Any, lr: float = 0.1) -> Optimizer:
+    """AdamW; not to be had where EVALUATES is set."""
+    _refuse_evaluation("optimizer")
+    return torch.optim.AdamW(params, lr=lr)
+
+
+def training_schedule(horizon: Any) -> Any:
+    """The recipe's learning rate at every step; not to be had where EVALUATES is set."""
+    _refuse_evaluation("schedule")
+    return lambda step: 1.0
+
+
+class Hears(Callback):
+    """Writes down what it hears, and how many groups of ranks there are; fails an evaluation where FAIL is set."""
+
+    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
+        self.file = f"heard-{world.all.rank}.txt"
+        self.note(f"start in {len(dist.distributed_c10d._world.pg_map)} groups")
+
+    def evaluating(self) -> nullcontext[None]:
+        self.note("evaluation")
+        if "FAIL" in os.environ:
+            raise ValueError("cannot lend weights")
+        return nullcontext()
+
+    def on_end(self, error: BaseException | None) -> None:
+        self.note(f"end: {error!r}")
+
+    def note(self, what: str) -> None:
+        with open(self.file, "a") as file:
+            print(what, file=file)

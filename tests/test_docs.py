@@ -114,7 +114,7 @@ def test_documented_keys_exist(page: Path, tmp_path: Path) -> None:
         key = re.fullmatch(rf"\[?((?:{SECTIONS})(?:\.\w+)*)\]?(?: = .*)?", span)
         if key and not key[1].endswith((".NAME", ".py", ".safetensors")) and (span.startswith("[") or "." in key[1]):
             path = tuple(key[1].split("."))
-            assert kind_at(path) or path in Vocabulary().models or is_key(path, {}, tmp_path), span
+            assert kind_at(path, {}) or path in Vocabulary().models or is_key(path, {}, tmp_path), span
 
 
 def leaves(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -131,7 +131,7 @@ def is_key(path: tuple[str, ...], table: dict[str, Any], folder: Path) -> bool:
     if path[0] == "vars" or path[-1] in vocabulary.keys(path[:-1]):
         return True
     for end in range(1, len(path)):
-        if kind := kind_at(path[:end]):
+        if kind := kind_at(path[:end], table):
             slot = table
             for part in path[:end]:
                 slot = slot.get(part, {})

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -56,10 +56,10 @@ def tree(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(encoding="utf-8"))
 
 
-def imports(module: str, node: ast.AST | None = None) -> Iterator[str]:
-    """What a module imports when it runs, also inside functions; without what only type checkers see."""
+def imports(module: str, node: ast.AST | None = None, *, types: bool = False) -> Iterator[str]:
+    """What a module imports when it runs, also inside functions; with `types` what only type checkers see, too."""
     for child in ast.iter_child_nodes(node or tree(module)):
-        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING" and not types:
             continue
         if isinstance(child, ast.Import):
             yield from (alias.name for alias in child.names)
@@ -68,7 +68,25 @@ def imports(module: str, node: ast.AST | None = None) -> Iterator[str]:
             names = [f"{child.module}.{alias.name}" for alias in child.names]
             yield from (name if name in MODULES else str(child.module) for name in names)
         else:
-            yield from imports(module, child)
+            yield from imports(module, child, types=types)
+
+
+GRAPH = {module: {one for one in imports(module, types=True) if one in MODULES} - {module} for module in MODULES}
+"""What of ddpforge each module imports, in functions and for type checkers included."""
+
+# What may point up or round in a circle, as no program runs through it; each with why it stays.
+TOLERATED = {
+    ("ddpforge", "ddpforge.recipe"): "public names of the package, imported when they are used",
+    ("ddpforge", "ddpforge.runner"): "public names of the package, imported when they are used",
+    (
+        "ddpforge.interfaces.strategy",
+        "ddpforge.recipe.schema",
+    ): "the type of [train], which strategies are handed",
+    (
+        "ddpforge.strategies.deepspeed.replica",
+        "ddpforge.strategies.deepspeed.strategy",
+    ): "two halves of one thing; the half that is made second names the type of the first",
+}
 
 
 def package_of(module: str) -> str:
@@ -87,6 +105,48 @@ EDGES = [
 def test_imports_point_down() -> None:
     upward = [edge for edge in EDGES if layer(edge[0]) >= layer(edge[1])]
     assert not upward
+
+
+def test_types_point_down_too() -> None:
+    upward = [(a, b) for a in GRAPH for b in GRAPH[a] if package_of(a) != package_of(b) and layer(a) >= layer(b)]
+    assert sorted(set(upward) - TOLERATED.keys()) == []
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """The modules that reach one another, group by group."""
+    reached = {module: reachable(graph, module) for module in graph}
+    groups = {
+        frozenset(other for other in reached[module] if module in reached[other])
+        for module in graph
+        if module in reached[module]
+    }
+    return sorted(sorted(group) for group in groups)
+
+
+def reachable(graph: Mapping[str, set[str]], module: str) -> set[str]:
+    """Every module that an import of `module` may lead to."""
+    found: set[str] = set()
+    waiting = list(graph[module])
+    while waiting:
+        if (one := waiting.pop()) not in found:
+            found.add(one)
+            waiting += graph[one]
+    return found
+
+
+def test_no_modules_import_one_another() -> None:
+    """Not in a function either, and not for type checkers alone: what is read together belongs in one module."""
+    straight = {module: {one for one in its if (module, one) not in TOLERATED} for module, its in GRAPH.items()}
+    assert circles(straight) == []
+
+
+@pytest.mark.parametrize(("module", "imported"), TOLERATED)
+def test_what_is_tolerated_is_still_there(module: str, imported: str) -> None:
+    assert imported in GRAPH[module]
+
+
+def test_a_circle_is_found_through_any_number_of_modules() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == [["a", "b", "c"]]
 
 
 def test_components_live_by_the_rules_of_plugins() -> None:
@@ -115,7 +175,7 @@ def test_nothing_light_imports_torch_when_it_is_imported() -> None:
     light = {module for module, name in names.items() if name in LIGHT or name.partition(".")[0] in LIGHT}
     heavy = [
         (module, imported)
-        for module in light - {"ddpforge.launch.torchrun", "ddpforge.components.kinds"}
+        for module in light - {"ddpforge.launch.torchrun"}
         for statement in tree(module).body
         if isinstance(statement, ast.Import | ast.ImportFrom)
         for imported in imports(module, ast.Module([statement], []))

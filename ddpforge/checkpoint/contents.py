@@ -120,7 +120,7 @@ def _held(value: object, what: str, *, rank: int, ranks: int) -> list[Part] | No
     if not isinstance(parts, list | tuple) or not parts or not all(isinstance(part, Part) for part in parts):
         return None
 
-    found: list[Part] = list(parts)
+    found: list[Part] = [simple for part in parts for simple in part.simple()]
     for part in found:
         safetensors_writer.check(part.tensor, what)
         if (part.shape, part.tensor.dtype) != (found[0].shape, found[0].tensor.dtype):

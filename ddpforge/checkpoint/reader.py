@@ -16,7 +16,20 @@ from ddpforge.checkpoint.schema import MANIFEST, Chunk, Manifest, OtherFile, Sec
 from ddpforge.checkpoint.untrusted import BLOCK, damaged
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState, SavedTensor
-from ddpforge.interfaces.regions import Box, Range, Region, Shape, copy, normal, overlaps, split, whole
+from ddpforge.interfaces.regions import (
+    Box,
+    Pieces,
+    Range,
+    Region,
+    Shape,
+    Simple,
+    copy,
+    normal,
+    overlaps,
+    pieces,
+    split,
+    whole,
+)
 
 T = TypeVar("T")
 
@@ -103,8 +116,13 @@ class Reader:
     def read_into(self, section: Section, name: str, region: Region, target: Tensor) -> None:
         """Fills `target`, on any device, with a region of a tensor; it has the tensor's dtype and the region's size.
 
-        A box is read into a tensor of its own size, a range into one whose elements, in row-major order, it becomes.
+        Boxes and pieces are read into a tensor of their own size, a range into one whose elements, in row-major order,
+        it becomes.
         """
+        for simple, part in pieces(region, target):
+            self._read_simple(section, name, simple, part)
+
+    def _read_simple(self, section: Section, name: str, region: Simple, target: Tensor) -> None:
         entry = self._entry(section, name)
         if (found := dtype_name(target.dtype)) != entry.dtype:
             raise CheckpointError(f"{name} ({section}) of {self.path} is {entry.dtype}, and is to be read into {found}")
@@ -143,7 +161,7 @@ class Reader:
         return self._begins[file]
 
     # -- from a file into a tensor
-    def _read_chunk(self, entry: TensorEntry, chunk: Chunk, region: Region, target: Tensor) -> int:
+    def _read_chunk(self, entry: TensorEntry, chunk: Chunk, region: Simple, target: Tensor) -> int:
         """Copies what a chunk has of the region into the target; returns the number of elements."""
         shape, source = entry.shape, chunk.region
         if not overlaps(shape, source, region):
@@ -244,9 +262,10 @@ class _Block(NamedTuple):
         return self.chunk.file, self.chunk.entry, self.number
 
 
-def _arranged(shape: Shape, region: Region, target: Tensor) -> tuple[Region, Tensor]:
+def _arranged(shape: Shape, region: Simple, target: Tensor) -> tuple[Simple, Tensor]:
     """The same in a form in which a range goes with a line of elements, and a box with a tensor of its size."""
     form = normal(shape, region)
+    assert not isinstance(form, Pieces)
     if target.numel() != form.numel:
         raise ValueError(f"{region} is {form.numel} numbers, and the target holds {target.numel()}")
     if isinstance(form, Range):

@@ -64,7 +64,7 @@ class Source(NamedTuple):
     @classmethod
     def of_part(cls, part: Part) -> "Source":
         """A part, in the shape that it is stored in."""
-        return cls(dtype_name(part.tensor.dtype), held_shape(part.shape, part.region), lambda: part.tensor)
+        return cls(dtype_name(part.tensor.dtype), held_shape(part.shape, part.simple_region), lambda: part.tensor)
 
 
 def write_file(path: Path, sources: Mapping[str, Source]) -> tuple[TensorFile, dict[str, tuple[str, ...]]]:

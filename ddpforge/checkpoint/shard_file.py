@@ -32,7 +32,8 @@ def write_shard(path: Path, held: Held) -> tuple[TensorFile, Tensors]:
     for (section, name), stored in entries.items():
         first = held[section][name][0]
         chunks = (
-            Chunk(file=path.name, entry=entry, region=part.region, hashes=hashes[entry]) for entry, part in stored
+            Chunk(file=path.name, entry=entry, region=part.simple_region, hashes=hashes[entry])
+            for entry, part in stored
         )
         found[section][name] = TensorEntry(
             dtype=dtype_name(first.tensor.dtype), shape=first.shape, chunks=tuple(chunks)
@@ -42,17 +43,18 @@ def write_shard(path: Path, held: Held) -> tuple[TensorFile, Tensors]:
 
 def _is_stored(part: Part) -> bool:
     """A part without elements needs no place, unless that is all there is of the tensor."""
-    return bool(part.region.numel) or part.region == whole(part.shape)
+    return bool(part.simple_region.numel) or part.region == whole(part.shape)
 
 
 def _entry_name(name: str, part: Part) -> str:
     """The tensor's own name, or for a part of it one that says which."""
-    if part.region == whole(part.shape):
+    region = part.simple_region
+    if region == whole(part.shape):
         return name
-    if isinstance(part.region, Box):
-        sides = (f"{begin}:{begin + count}" for begin, count in zip(part.region.offset, part.region.size, strict=True))
+    if isinstance(region, Box):
+        sides = (f"{begin}:{begin + count}" for begin, count in zip(region.offset, region.size, strict=True))
         return f"{name}[{','.join(sides)}]"
-    return f"{name}[flat {part.region.start}:{part.region.stop}]"
+    return f"{name}[flat {region.start}:{region.stop}]"
 
 
 def _unused(name: str, taken: set[str]) -> str:

@@ -11,12 +11,18 @@ from ddpforge.cli.options import checkpoint_options, json_option, run_argument, 
 @click.command("eval")
 @run_argument
 @checkpoint_options
+@click.option(
+    "--only", metavar="NAME", multiple=True, help="Evaluate on [data.eval.NAME] alone; may be given several times."
+)
 @sets_option
 @json_option
-def evaluate(run: str, step: int | None, best: bool, sets: tuple[str, ...], as_json: bool) -> None:
-    """Evaluate RUN, a run's folder or its name in runs/, on the recipe's [data.eval].
+def evaluate(
+    run: str, step: int | None, best: bool, only: tuple[str, ...], sets: tuple[str, ...], as_json: bool
+) -> None:
+    """Evaluate RUN, a run's folder or its name in runs/, on the recipe's [data.eval], or on each [data.eval.NAME].
 
-    `--set` changes the recipe for this evaluation, e.g. data.eval.path=other.txt.
+    `--set` changes the recipe for this evaluation, e.g. data.eval.path=other.txt. Training data is not needed, and
+    no state of the optimizer is loaded.
     """
     with ending():
         from ddpforge.runner import evaluate as evaluate_run
@@ -25,7 +31,7 @@ def evaluate(run: str, step: int | None, best: bool, sets: tuple[str, ...], as_j
 
         folder = RunFolder.find(run)
         with results_alone(as_json):
-            found = evaluate_run(folder, choose(folder, step=step, best=best), sets=sets)
+            found = evaluate_run(folder, choose(folder, step=step, best=best), sets=sets, only=only)
         if found.is_main:
             numbers = "  ".join(f"{name} {value:.6g}" for name, value in found.metrics.items())
             click.echo(json.dumps(found.as_dict()) if as_json else f"{folder.path} at step {found.step}: {numbers}")

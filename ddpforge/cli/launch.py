@@ -42,7 +42,7 @@ def launch(
     """
     from ddpforge.launch import start, torchrun_command
     from ddpforge.recipe import load_recipe
-    from ddpforge.recipe.batch import check_world
+    from ddpforge.recipe.load import check_world
 
     if torchrun_flags and not torchrun_flags[0].startswith("-"):
         raise UsageError(

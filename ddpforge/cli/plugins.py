@@ -13,25 +13,13 @@ import click
 
 from ddpforge.cli.options import json_option
 from ddpforge.cli.tables import print_table
-from ddpforge.components.registry import KINDS, Registry, UnknownComponent
+from ddpforge.components.kinds import KINDS
+from ddpforge.components.registry import Registry, UnknownComponent
 from ddpforge.errors import UsageError
 
 if TYPE_CHECKING:
     from ddpforge.components.options import OptionRow
     from ddpforge.testing.report import Result
-
-_TABLES = {
-    "model": "model",
-    "data": "data.train",
-    "task": "task",
-    "metric": "task",
-    "optimizer": "optimizer",
-    "schedule": "schedule",
-    "strategy": "strategy",
-    "tracker": "track",
-    "callback": "callbacks",
-}
-"""Where a recipe names a component of each kind."""
 
 
 @click.group()
@@ -40,7 +28,7 @@ def plugins() -> None:
 
 
 @plugins.command("list")
-@click.argument("kind", required=False, type=click.Choice(KINDS))
+@click.argument("kind", required=False, type=click.Choice(list(KINDS)))
 @json_option
 def list_(kind: str | None, as_json: bool) -> None:
     """List the components that a recipe can name; imports none of them."""
@@ -68,7 +56,7 @@ def list_(kind: str | None, as_json: bool) -> None:
 
 @plugins.command()
 @click.argument("name")
-@click.option("--kind", type=click.Choice(KINDS), help="Which kind, where the name does not say.")
+@click.option("--kind", type=click.Choice(list(KINDS)), help="Which kind, where the name does not say.")
 @json_option
 def show(name: str, kind: str | None, as_json: bool) -> None:
     """Show what a component is for, its options, and how a recipe asks for it.
@@ -120,7 +108,7 @@ def show(name: str, kind: str | None, as_json: bool) -> None:
 
 # ---------------------------------------------------------------------------------------------- authors
 @plugins.command()
-@click.argument("kind", type=click.Choice(KINDS))
+@click.argument("kind", type=click.Choice(list(KINDS)))
 @click.argument("name")
 @click.option(
     "--in",
@@ -149,7 +137,7 @@ def new(kind: str, name: str, folder: Path) -> None:
 
 @plugins.command()
 @click.argument("target", metavar="DIST_OR_FILE")
-@click.option("--kind", type=click.Choice(KINDS), help="Only components of this kind.")
+@click.option("--kind", type=click.Choice(list(KINDS)), help="Only components of this kind.")
 @click.option("--name", "names", multiple=True, metavar="NAME", help="Only the component of this name; repeatable.")
 @click.option("--quick", is_flag=True, help="Leave out the checks that start processes.")
 @json_option
@@ -217,12 +205,13 @@ def _example(kind: str, use: str, options: "Sequence[OptionRow]") -> str:
     """The lines of a recipe that ask for the component, with the options that it requires."""
     required = [f"{option.name} = {option.example}" for option in options if option.default is None]
     name = f"use = {json.dumps(use)}"
-    table = _TABLES[kind]
+    spec = KINDS[kind]
+    table = spec.place
 
-    if kind == "metric":
+    if spec.listed_in:
         asked = f"{{ {', '.join([name, *required])} }}" if required else json.dumps(use)
-        return f"[{table}]\nmetrics = [{asked}]"
-    if kind in ("tracker", "callback"):  # the key is the name, unless the name cannot be a key
+        return f"[{table}]\n{spec.listed_in[1]} = [{asked}]"
+    if spec.named_in:  # the key is the name, unless the name cannot be a key
         key = use.rpartition(":")[2].replace(".", "_")
         return "\n".join([f"[{table}.{key}]", *([name] if key != use else []), *required])
     return "\n".join([f"[{table}]", name, *required])

@@ -1,59 +1,183 @@
-"""What a component of each kind must be."""
+"""The kinds of components: one table of what is different about each, which everything else reads.
+
+A further kind is a line in `KINDS` and a template for `ddpforge plugins new`, `templates/plugin/kinds/NAME.txt`. One
+that a recipe names in a table of its own also needs that table in `recipe.schema`, for the code that uses it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-
-from ddpforge.errors import ExitCode, PluginError
-from ddpforge.interfaces import Callback, Metric, Strategy, Task, Tracker
-
-if TYPE_CHECKING:
-    from ddpforge.components.registry import Registry
-    from ddpforge.recipe.schema import Component
-
-__all__ = ["BASES", "WrongKind", "build", "unlike"]
-
-BASES: Mapping[str, type] = {
-    "task": Task,
-    "metric": Metric,
-    "tracker": Tracker,
-    "callback": Callback,
-    "strategy": Strategy,
-    "model": nn.Module,
-    "optimizer": Optimizer,
-}
-"""The class that a kind's components derive from; data and schedules need none."""
+__all__ = ["KINDS", "KindSpec"]
 
 
-class WrongKind(PluginError):
-    """What a recipe names is no component of the kind that belongs there: the recipe's fault."""
+@dataclass(frozen=True, kw_only=True)
+class KindSpec:
+    """What is different about one kind of components.
 
-    exit_code = ExitCode.USAGE
+    A recipe names a component in one of three ways: in one of the `tables`; in a table below `named_in`, whose key is
+    the default for `use`; or in an array of components, `listed_in`, which is an option of another component.
+    """
+
+    name: str
+    base: str = ""  # "module:Class" that components derive from; or only the type of options that take one, see `fits`
+    noun: str = ""  # for people; the name where it is empty
+
+    # -- how one is recognised, where no base class tells
+    fits: Callable[[Any], bool] | None = None  # one that is built
+    must_be: str = ""  # the same in words
+    resembles: Callable[[type], bool] = lambda _: False  # a class of them
+    parameter: str = ""  # of the functions that build one
+
+    # -- what makes one
+    given: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
+    """The parameters that ddpforge itself hands over, which a recipe may not set; each with a function that makes a
+    value to try a component with, out of its author's settings."""
+    nested: bool = False  # an option annotated with `base` takes a component
+    api: int = 1  # the version of the plugin API since which the kind has its present contract
+
+    # -- where it stands in a recipe
+    tables: tuple[tuple[str, ...], ...] = ()
+    named_in: str = ""
+    listed_in: tuple[str, str] | None = None
+    framework_keys: tuple[str, ...] = ()  # of its table, which ddpforge reads and the component never sees
+
+    # -- how the conformance kit tries one
+    settings: Callable[[], Mapping[str, Any]] = dict  # what else its author may declare, with the types; when asked for
+    jobs: Mapping[int, str] = field(default_factory=dict)  # what so many ranks do with one, see `testing.job`
+
+    @property
+    def place(self) -> str:
+        """The table of a recipe in or below which a component is named, dotted."""
+        return self.named_in or (self.listed_in[0] if self.listed_in else ".".join(self.tables[0]))
+
+    @property
+    def template(self) -> str:
+        """The name of the file from which `ddpforge plugins new` begins one."""
+        return f"{self.name}.txt"
+
+    def base_class(self) -> type | None:
+        """The class that `base` names, imported; None where there is none."""
+        module, _, name = self.base.partition(":")
+        found: type | None = getattr(import_module(module), name) if self.base else None
+        return found
+
+    def mismatch(self, built: Any) -> str | None:
+        """What a component of this kind must be, in words; None where `built` is one."""
+        if self.fits:
+            return None if self.fits(built) else self.must_be
+        base = self.base_class()
+        assert base is not None, f"nothing tells a {self.name}"
+        return None if isinstance(built, base) else f"a {self.base.replace(':', '.')}"
+
+    def derives(self, component: type) -> bool:
+        """True if a class says itself that it is of this kind, by what it derives from."""
+        return not self.fits and issubclass(component, self.base_class() or ())
 
 
-def unlike(kind: str, built: Any) -> str | None:
-    """What a component of a kind is, where `built` is something else."""
-    if kind == "schedule":
-        return None if callable(built) else "a function of the step"
-    if kind == "data":
-        samples = hasattr(built, "__iter__") or (hasattr(built, "__len__") and hasattr(built, "__getitem__"))
-        return None if samples else "data with __len__ and __getitem__, or with __iter__"
-    home = {"model": "torch.nn", "optimizer": "torch.optim"}.get(kind, "ddpforge.interfaces")
-    return None if isinstance(built, BASES[kind]) else f"a {home}.{BASES[kind].__name__}"
+# ---------------------------------------------------------------------------------------------- recognising
+def _has_samples(built: Any) -> bool:
+    return hasattr(built, "__iter__") or (hasattr(built, "__len__") and hasattr(built, "__getitem__"))
 
 
-def build(registry: Registry, kind: str, component: Component, **given: Any) -> Any:
-    """The component, built; raises PluginError also when it is not of its kind."""
-    built = registry.build(kind, component, **given)
-    if expected := unlike(kind, built):
-        name = type(built).__name__
-        article = "an" if name[:1].lower() in "aeiou" else "a"
-        raise WrongKind(
-            f"{kind} `{component.use}` is {article} {name}, and must be {expected}",
-            hints=["`ddpforge.interfaces` says what a component of each kind must be"],
+def _offers_samples(component: type) -> bool:
+    offers = hasattr(component, "__getitem__") or hasattr(component, "__iter__")
+    return offers and not issubclass(component, dict | list | tuple)
+
+
+# ---------------------------------------------------------------------------------------------- trying
+def _parameters(settings: Mapping[str, Any]) -> Any:
+    from torch import nn, zeros
+
+    return [{"params": [nn.Parameter(zeros(2, 2))]}]
+
+
+def _horizon(settings: Mapping[str, Any]) -> Any:
+    from ddpforge.interfaces.durations import Horizon
+
+    return Horizon(**({"total": 100, "steps_per_epoch": 10} | settings.get("horizon", {})))
+
+
+def _ranks() -> Mapping[str, Any]:
+    from typing import Annotated
+
+    from pydantic import Field  # here, as lists of plugins do without it
+
+    return {"ranks": Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]}
+
+
+# ---------------------------------------------------------------------------------------------- the table
+KINDS: Mapping[str, KindSpec] = MappingProxyType(
+    {
+        spec.name: spec
+        for spec in (
+            KindSpec(
+                name="model",
+                base="torch.nn:Module",
+                tables=(("model",),),
+                settings=lambda: {"unused": list[str], "meta": bool},
+                jobs={2: "train", 1: "train"},
+            ),
+            KindSpec(
+                name="data",
+                noun="dataset",
+                base="ddpforge.interfaces:Data",
+                fits=_has_samples,
+                must_be="data with __len__ and __getitem__, or with __iter__",
+                resembles=_offers_samples,
+                given={"seed": lambda _: 0},
+                nested=True,
+                tables=(("data", "train"), ("data", "eval")),
+                settings=lambda: {"duplicates": bool},
+                jobs={2: "data"},
+            ),
+            KindSpec(name="task", base="ddpforge.interfaces:Task", nested=True, tables=(("task",),)),
+            KindSpec(name="metric", base="ddpforge.interfaces:Metric", nested=True, listed_in=("task", "metrics")),
+            KindSpec(
+                name="optimizer",
+                base="torch.optim:Optimizer",
+                parameter="params",
+                given={"params": _parameters},
+                tables=(("optimizer",),),
+                framework_keys=("no_decay",),
+                settings=lambda: {"elementwise": bool},
+            ),
+            KindSpec(
+                name="schedule",
+                fits=callable,
+                must_be="a function of the step",
+                parameter="horizon",
+                given={"horizon": _horizon},
+                tables=(("schedule",),),
+                settings=lambda: {"horizon": dict[str, int]},
+            ),
+            KindSpec(
+                name="strategy",
+                base="ddpforge.interfaces:Strategy",
+                nested=True,
+                api=2,
+                tables=(("strategy",),),
+                settings=_ranks,
+            ),
+            KindSpec(
+                name="tracker",
+                base="ddpforge.interfaces:Tracker",
+                nested=True,
+                named_in="track",
+                settings=lambda: {"raises": bool},
+            ),
+            KindSpec(
+                name="callback",
+                base="ddpforge.interfaces:Callback",
+                nested=True,
+                named_in="callbacks",
+                jobs={2: "callback"},
+            ),
         )
-    return built
+    }
+)
+"""Every kind by its name, in the order of a recipe."""

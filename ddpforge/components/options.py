@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from math import inf
 from pathlib import Path
 from typing import (
-    TYPE_CHECKING,
     Annotated,
     Any,
     Literal,
+    Protocol,
     Union,
     get_args,
     get_origin,
@@ -43,23 +43,27 @@ from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError, PydanticSerializationError
 
+from ddpforge.components.kinds import KINDS
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import Callback, Data, Duration, Metric, Strategy, Task, Tracker
+from ddpforge.interfaces.durations import Duration
 
-if TYPE_CHECKING:
-    from ddpforge.components.registry import Registry
+__all__ = ["Components", "Nested", "OptionRow", "any_options", "options_model", "options_table"]
 
-__all__ = ["NESTED", "Nested", "OptionRow", "any_options", "options_model", "options_table"]
 
-NESTED: Mapping[type, str] = {
-    Callback: "callback",
-    Data: "data",
-    Metric: "metric",
-    Strategy: "strategy",
-    Task: "task",
-    Tracker: "tracker",
-}
-"""A parameter annotated with one of these takes a component of that kind."""
+class Components(Protocol):
+    """Where nested components are looked up: a Registry."""
+
+    def names(self, kind: str) -> list[str]:
+        """The registered names of a kind."""
+
+    def options_model(self, kind: str, use: str, base: Path) -> type[BaseModel]:
+        """The schema of a component's options."""
+
+
+@cache
+def _nestable() -> Mapping[Any, str]:
+    """The classes with which a parameter is annotated that takes a component, each with its kind."""
+    return {spec.base_class(): kind for kind, spec in KINDS.items() if spec.nested}
 
 
 class Nested(BaseModel):
@@ -83,7 +87,7 @@ class Nested(BaseModel):
 
 # ------------------------------------------------------------------------------------------ signature → model
 def options_model(
-    component: Callable[..., Any], given: frozenset[str], registry: Registry, base: Path
+    component: Callable[..., Any], given: frozenset[str], registry: Components, base: Path
 ) -> type[BaseModel]:
     """The keyword parameters of `component` as a strict model, without those that ddpforge hands over.
 
@@ -213,8 +217,8 @@ def _writable(annotation: Any, nested: Callable[[str], Any]) -> Any:
     if origin in _CONTAINERS:
         items = tuple(item if item is ... else _writable(item, nested) for item in arguments)
         return _CONTAINERS[origin][items] if items else _CONTAINERS[origin]
-    if origin in NESTED:
-        return nested(NESTED[origin])
+    if kind := _nestable().get(origin):
+        return nested(kind)
     if origin is int:
         return _Integer
     if origin is Duration:
@@ -257,7 +261,7 @@ def _writable_members(members: Iterable[Any], nested: Callable[[str], Any]) -> l
 
 
 # ------------------------------------------------------------------------------------------ nested components
-def _nested(kind: str, *, registry: Registry, base: Path) -> Any:
+def _nested(kind: str, *, registry: Components, base: Path) -> Any:
     """The type of an option that is itself a component of `kind`: its name, or a table with `use`."""
     table = {"type": "object", "properties": {"use": {"type": "string"}}, "required": ["use"]}
     schema = {"anyOf": [{"type": "string", "examples": registry.names(kind)}, table], "x-toml": kind}
@@ -273,7 +277,7 @@ def _nested(kind: str, *, registry: Registry, base: Path) -> Any:
 
 
 def _validate_nested(
-    kind: str, table: dict[str, Any], registry: Registry, base: Path, place: tuple[str, ...]
+    kind: str, table: dict[str, Any], registry: Components, base: Path, place: tuple[str, ...]
 ) -> Nested:
     use = table["use"]
     try:

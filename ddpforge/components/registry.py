@@ -15,25 +15,22 @@ from difflib import get_close_matches
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from types import FrameType, MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
 
+from ddpforge.components.kinds import KINDS
 from ddpforge.confidential import SECRET, redact, reveal
 from ddpforge.errors import ExitCode, PluginError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from ddpforge.components.options import Nested
-    from ddpforge.recipe.schema import Component
-
 __all__ = [
-    "GIVEN",
-    "KINDS",
     "PLUGIN_API",
     "AmbiguousComponent",
     "BrokenComponent",
     "BuildFailed",
+    "Chosen",
     "Entry",
     "NotImported",
     "RefusedOptions",
@@ -43,21 +40,24 @@ __all__ = [
     "where_raised",
 ]
 
-KINDS = ("model", "data", "task", "metric", "optimizer", "schedule", "strategy", "tracker", "callback")
-
-GIVEN: Mapping[str, frozenset[str]] = MappingProxyType(
-    {kind: frozenset[str]() for kind in KINDS}
-    | {
-        "optimizer": frozenset({"params"}),
-        "schedule": frozenset({"horizon"}),
-        "data": frozenset({"seed"}),
-    }
-)
-"""What ddpforge itself hands to the components of a kind; a recipe may not set it."""
-
 PLUGIN_API = 2
-_CHANGED = {"strategy": 2}  # the version since which a kind has had another contract
 """The newest version of the component contracts that this ddpforge keeps."""
+
+
+class Chosen(Protocol):
+    """A component that a recipe names, with its options, validated; paths in them are relative to `base`."""
+
+    @property
+    def use(self) -> str:
+        """Its name, or where it is."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What a recipe sets of it."""
+
+    @property
+    def base(self) -> Path:
+        """The folder of the recipe."""
 
 
 @dataclass(frozen=True, order=True)
@@ -82,9 +82,8 @@ class UnknownComponent(PluginError):
 
     def __init__(self, kind: str, use: str, known: Sequence[str]) -> None:
         near = get_close_matches(use.rpartition(":")[2], known, n=1, cutoff=0.5)
-        noun = "dataset" if kind == "data" else kind
         super().__init__(
-            f"there is no {noun} named `{use}`",
+            f"there is no {KINDS[kind].noun or kind} named `{use}`",
             hints=[
                 *_elsewhere(kind, use),
                 *(f"did you mean `{name}`?" for name in near),
@@ -276,7 +275,7 @@ class Registry:
                 f"is written for plugin API {api}; this ddpforge keeps version {PLUGIN_API}",
                 hints=["update ddpforge, or install an older version of the plugin"],
             )
-        if api < (needed := _CHANGED.get(kind, 1)):
+        if api < (needed := KINDS[kind].api):
             raise broken(
                 f"is written for plugin API {api}; since version {needed} there is another contract for this kind",
                 hints=["update the plugin; its author finds what to change in docs/how-to/migrate-a-plugin.md"],
@@ -306,7 +305,7 @@ class Registry:
         except NotImported:
             return any_options()
         try:
-            return options_model(component, GIVEN[kind], self, base)
+            return options_model(component, frozenset(KINDS[kind].given), self, base)
         except PluginError as breach:
             raise BrokenComponent(
                 kind,
@@ -317,7 +316,7 @@ class Registry:
                 hints=["every option of a component is a keyword parameter with a type that TOML can write"],
             ) from breach
 
-    def build(self, kind: str, component: Component | Nested, **given: Any) -> Any:
+    def build(self, kind: str, component: Chosen, **given: Any) -> Any:
         """Calls the component with its validated options, and with those of `given` that its signature names.
 
         Raises RefusedOptions when the component refuses its options, with a TypeError or ValueError that it raises
@@ -325,7 +324,7 @@ class Registry:
         passes.
         """
         function = self.load(kind, component.use, component.base)
-        if taken := sorted(component.options.keys() & GIVEN[kind]):
+        if taken := sorted(component.options.keys() & KINDS[kind].given.keys()):
             raise PluginError(
                 f"`{taken[0]}` is not an option of {kind} `{component.use}`: ddpforge hands it over",
                 hints=[f"remove `{taken[0]}` from the recipe"],
@@ -357,7 +356,8 @@ class Registry:
             case Path():
                 return Path(reveal(str(value))) if SECRET.search(str(value)) else value
             case Nested():
-                return self.build(value.kind, value, **{name: given[name] for name in given.keys() & GIVEN[value.kind]})
+                handed = given.keys() & KINDS[value.kind].given.keys()
+                return self.build(value.kind, value, **{name: given[name] for name in handed})
             case list():
                 return [self._build_nested(item, given) for item in value]
             case tuple() if type(value) is tuple:  # not a NamedTuple, which is a value of its own

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from ddpforge.components.registry import KINDS, Registry
+from ddpforge.components.kinds import KINDS
+from ddpforge.components.registry import Registry
 from ddpforge.errors import EnvironmentProblem, UsageError
 
 __all__ = ["Plugin", "write_plugin"]
@@ -79,7 +80,7 @@ def _files(kind: str, name: str) -> dict[Path, str]:
         "distribution": name.replace("_", "-"),
         "Class": "".join(part.capitalize() for part in module.split("_")),
     }
-    own = _parts((_TEMPLATES / "kinds" / f"{kind}.txt").read_text(encoding="utf-8"))
+    own = _parts((_TEMPLATES / "kinds" / KINDS[kind].template).read_text(encoding="utf-8"))
     words["target"] = Template(own.pop("target").strip()).substitute(words)
     texts = _parts((_TEMPLATES / "common.txt").read_text(encoding="utf-8")) | own
     return {Path(Template(path).substitute(words)): Template(text).substitute(words) for path, text in texts.items()}

@@ -62,7 +62,7 @@ class Stream(IterableDataset[MicroBatch]):
 
         read = 0
         for step, samples in enumerate(islice(self._steps(), self.start, None), self.start):
-            read = int(digest([read, samples[0]])[:5], 16) or 1  # 20 bits: see `Trainer` for why so few
+            read = int(digest([read, samples[0]])[:5], 16) or 1  # 20 bits: see `Fingerprint` for why so few
             micro = self.order.share.deal(len(samples))
             for number, part in enumerate(micro):
                 if next(turn) % workers == mine:

@@ -138,7 +138,7 @@ def _check(found: Found, source: Path) -> None:
                 raise refused(source, f"{name} is of type {kind}", f"a checkpoint holds {', '.join(DTYPES)}")
         if isinstance(held, list) and not held:
             raise refused(source, f"nothing is there of {name}")
-        if isinstance(held, list) and (problem := flaw(held[0].shape, [part.region for part in held])):
+        if isinstance(held, list) and (problem := flaw(held[0].shape, [part.simple_region for part in held])):
             raise refused(source, f"{name}: {problem}")
     if "" in found.model:
         raise refused(source, "a tensor in it has no name")

@@ -19,7 +19,7 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.schema import MANIFEST
 from ddpforge.errors import CheckpointError, UsageError
 from ddpforge.interfaces import CanonicalState, Part, Ranks, Region, Replica, SavedTensor
-from ddpforge.interfaces.regions import Range, copy
+from ddpforge.interfaces.regions import Range, copy, pieces
 from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.runs.choose import choose
 from ddpforge.runs.folder import RunFolder
@@ -146,9 +146,9 @@ class _InFile:
 
     def read_into(self, region: Region, target: Tensor) -> None:
         whole = self.read()
-        if isinstance(region, Range):
-            target = target.view(-1)
-        copy(self.shape, Range(0, whole.numel()), whole.reshape(-1), region, target)
+        for simple, part in pieces(region, target):
+            held = part.view(-1) if isinstance(simple, Range) else part
+            copy(self.shape, Range(0, whole.numel()), whole.reshape(-1), simple, held)
 
 
 def _fitting(name: str, saved: SavedTensor, shape: tuple[int, ...], dtype: torch.dtype) -> SavedTensor:

@@ -9,7 +9,7 @@ from ddpforge.interfaces.callback import Callback, StepInfo
 from ddpforge.interfaces.data import Data
 from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.interfaces.optimizer import Exploring, Schedule
-from ddpforge.interfaces.regions import Box, Part, Range, Region
+from ddpforge.interfaces.regions import Box, Part, Pieces, Range, Region
 from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights, WholeWeights
 from ddpforge.interfaces.strategy import Compute, Contract, Explores, Pass, Refusal, Replica, Sharded, Strategy
 from ddpforge.interfaces.task import Metric, Task, Total
@@ -30,6 +30,7 @@ __all__ = [
     "Metric",
     "Part",
     "Pass",
+    "Pieces",
     "Range",
     "Ranks",
     "Refusal",

@@ -56,7 +56,7 @@ class Callback:
         return {}
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool | None:
-        """After every evaluation."""
+        """After every evaluation while training: means by name, as "eval/loss" or, of a named set, "eval/NAME/loss"."""
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Wraps every evaluation, e.g. to swap in averaged weights; must restore them even when it raises."""
@@ -66,7 +66,7 @@ class Callback:
         """After a checkpoint was committed."""
 
     def on_end(self, error: BaseException | None) -> None:
-        """After the last step, also when training failed."""
+        """After the last step, or after `ddpforge eval`; also when that failed."""
 
     def state(self) -> Mapping[str, Tensor | Part | int | float | str | bool | None]:
         """What a checkpoint must hold so that a resumed run goes on as if nothing had happened.

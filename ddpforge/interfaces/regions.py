@@ -1,7 +1,8 @@
 """Which elements of a tensor somebody holds: what two holders have in common, and whether many hold all of it.
 
-A region of a tensor is a `Range` of its elements in row-major order, or a `Box`: a rectangle in its N dimensions.
-What is held of a region is a tensor too: one-dimensional for a range, of the box's own size for a box.
+A region of a tensor is a `Range` of its elements in row-major order, a `Box`: a rectangle in its N dimensions, or
+`Pieces`: several boxes. What is held of a region is a tensor too: one-dimensional for a range, of the box's own size
+for a box; pieces lie one behind the other.
 
 This module only counts. Tensors are sliced and copied by their own methods; torch is not imported.
 """
@@ -45,7 +46,25 @@ class Box:
         return prod(self.size)
 
 
-Region = Range | Box
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Boxes that lie one behind the other, along the first dimension, in one tensor: rows of a fused weight, say."""
+
+    boxes: tuple[Box, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements that are."""
+        return sum(box.numel for box in self.boxes)
+
+    @property
+    def size(self) -> Shape:
+        """The shape of the tensor that holds them."""
+        return (sum(box.size[0] for box in self.boxes), *self.boxes[0].size[1:])
+
+
+Simple = Range | Box
+Region = Simple | Pieces
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +86,7 @@ class Part:
         shape = tuple(self.shape)
         region = normal(shape, self.region)
         held = tuple(self.tensor.shape)
-        if prod(held) != region.numel or (isinstance(region, Box) and held != region.size):
+        if prod(held) != region.numel or (isinstance(region, Box | Pieces) and held != region.size):
             raise ValueError(f"a tensor of shape {list(held)} is not {region} of a tensor of shape {list(shape)}")
         if not 0 <= self.replica < self.replicas:
             raise ValueError(f"there is no replica {self.replica} among {self.replicas}")
@@ -96,19 +115,45 @@ class Part:
             )
         return self.tensor.reshape(-1)[wanted.start - self.region.start :][: wanted.numel]
 
+    def simple(self) -> list[Part]:
+        """The same elements as parts whose regions are ranges and boxes; their tensors are views."""
+        if not isinstance(self.region, Pieces):
+            return [self]
+        return [
+            Part(held, self.shape, box, self.replica, self.replicas) for box, held in pieces(self.region, self.tensor)
+        ]
+
+    @property
+    def simple_region(self) -> Simple:
+        """The region of a part that is not of pieces."""
+        assert not isinstance(self.region, Pieces)
+        return self.region
+
     def cut(self, start: int, stop: int) -> list[Part]:
-        """The elements from `start` up to `stop`, counted in this part: one or more parts of the same tensor."""
+        """The elements from `start` up to `stop`, counted in this part, which is simple: parts of the same tensor."""
+        region = self.simple_region
         if start == stop:
             return [Part(self.tensor.new_empty(0), self.shape, Range(0, 0))]
-        flat = None if isinstance(self.region, Box) else self.tensor.reshape(-1)
+        flat = None if isinstance(region, Box) else self.tensor.reshape(-1)
         parts = []
-        for region, _ in split(self.region, start, stop):
+        for piece, _ in split(region, start, stop):
             tensor = self.tensor if flat is None else flat
-            parts.append(Part(view(self.shape, self.region, tensor, region), self.shape, region))
+            parts.append(Part(view(self.shape, region, tensor, piece), self.shape, piece))
         return parts
 
 
 # ---------------------------------------------------------------------------------------------- one region
+def pieces(region: Region, held: Tensor) -> Iterator[tuple[Simple, Tensor]]:
+    """The ranges and boxes of which a region consists, each with its view of what is held of all."""
+    if not isinstance(region, Pieces):
+        yield region, held
+        return
+    row = 0
+    for box in region.boxes:
+        yield box, held[row : row + box.size[0]]
+        row += box.size[0]
+
+
 def whole(shape: Shape) -> Range:
     """All elements of a tensor."""
     return Range(0, prod(shape))
@@ -117,8 +162,12 @@ def whole(shape: Shape) -> Range:
 def normal(shape: Shape, region: Region) -> Region:
     """The one way to write a region: a box without gaps becomes a range, and nothing becomes `Range(0, 0)`.
 
-    Raises ValueError when the region is not part of a tensor of this shape.
+    Pieces lose those that are empty; a single one is a box. Raises ValueError when the region is not part of a tensor
+    of this shape.
     """
+    if isinstance(region, Pieces):
+        found = tuple(box for box in region.boxes if normal(shape, box).numel)
+        return Pieces(found) if len(found) > 1 else normal(shape, found[0]) if found else Range(0, 0)
     if isinstance(region, Range):
         if not 0 <= region.start <= region.stop <= prod(shape):
             raise ValueError(f"{region} is not part of a tensor of shape {list(shape)}")
@@ -138,14 +187,14 @@ def normal(shape: Shape, region: Region) -> Region:
     return Range(start, start + region.numel)
 
 
-def held_shape(shape: Shape, region: Region) -> Shape:
+def held_shape(shape: Shape, region: Simple) -> Shape:
     """The shape that a region of a tensor is stored in: its own, so that a whole tensor looks like what it is."""
     if isinstance(region, Box):
         return region.size
     return shape if region == whole(shape) else (region.numel,)
 
 
-def boxes(shape: Shape, region: Region) -> list[Box]:
+def boxes(shape: Shape, region: Simple) -> list[Box]:
     """The region as boxes, in the order of its elements: at most 2·N - 1 of them in N dimensions."""
     if isinstance(region, Box):
         return [region]
@@ -170,11 +219,11 @@ def _in_row(row: int, rest: Shape, start: int, stop: int) -> list[Box]:
     return [Box((row, *box.offset), (1, *box.size)) for box in boxes(rest, Range(start, stop))]
 
 
-def split(region: Region, start: int, stop: int) -> list[tuple[Region, int]]:
+def split(region: Simple, start: int, stop: int) -> list[tuple[Simple, int]]:
     """The region's own elements from `start` up to `stop` as regions, and where in it each begins."""
     if isinstance(region, Range):
         return [(Range(region.start + start, region.start + stop), start)]
-    found: list[tuple[Region, int]] = []
+    found: list[tuple[Simple, int]] = []
     for box in boxes(region.size, Range(start, stop)):
         offset = tuple(begin + further for begin, further in zip(region.offset, box.offset, strict=True))
         found.append((Box(offset, box.size), start))
@@ -191,7 +240,7 @@ def _position(shape: Shape, index: Shape) -> int:
 
 
 # ---------------------------------------------------------------------------------------------- two regions
-def overlaps(shape: Shape, one: Region, other: Region) -> list[Region]:
+def overlaps(shape: Shape, one: Simple, other: Simple) -> list[Simple]:
     """What two regions of a tensor have in common: a range where both are ranges, else boxes."""
     if isinstance(one, Range) and isinstance(other, Range):
         start, stop = max(one.start, other.start), min(one.stop, other.stop)
@@ -211,7 +260,7 @@ def _common(one: Box, other: Box) -> Box | None:
     return Box(tuple(offset), tuple(size))
 
 
-def view(shape: Shape, region: Region, held: Tensor, part: Region) -> Tensor:
+def view(shape: Shape, region: Simple, held: Tensor, part: Simple) -> Tensor:
     """The elements of `part` within `held`, which holds `region`: a view with the part's own shape."""
     if isinstance(region, Range):
         if isinstance(part, Range):
@@ -225,7 +274,7 @@ def view(shape: Shape, region: Region, held: Tensor, part: Region) -> Tensor:
     return held[tuple(slice(begin - origin, begin - origin + count) for begin, count, origin in corners)]
 
 
-def copy(shape: Shape, region: Region, held: Tensor, target_region: Region, target: Tensor) -> int:
+def copy(shape: Shape, region: Simple, held: Tensor, target_region: Simple, target: Tensor) -> int:
     """Copies what two regions have in common from `held` into `target`; returns the number of elements."""
     common = overlaps(shape, region, target_region)
     for part in common:
@@ -246,12 +295,12 @@ class Flaw:
         return f"{where} is there {self.count} times" if self.count else f"{where} is missing"
 
 
-def flaw(shape: Shape, regions: Iterable[Region]) -> Flaw | None:
+def flaw(shape: Shape, regions: Iterable[Simple]) -> Flaw | None:
     """The first element of a tensor that is not in exactly one of the regions; None if they cover it exactly.
 
     Raises ValueError when a region is not part of the tensor.
     """
-    regions = [region for each in regions if (region := normal(shape, each)).numel]
+    regions = [region for each in regions if (region := _simple(shape, each)).numel]
     ranges = [region for region in regions if isinstance(region, Range)]
     if not prod(shape):
         return None
@@ -259,6 +308,12 @@ def flaw(shape: Shape, regions: Iterable[Region]) -> Flaw | None:
         return _flaw_of_ranges(shape, ranges)
     found = _flaw_of_boxes(shape, [box for region in regions for box in boxes(shape, region)], 0)
     return None if found is None else Flaw(*found)
+
+
+def _simple(shape: Shape, region: Simple) -> Simple:
+    found = normal(shape, region)
+    assert not isinstance(found, Pieces)
+    return found
 
 
 def _flaw_of_ranges(shape: Shape, ranges: Sequence[Range]) -> Flaw | None:

@@ -102,7 +102,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        """Makes both ready for training, the same on all ranks; compiles the model where the recipe asks for it."""
+        """Makes both ready for training, the same on all ranks; compiles the model where the recipe asks for it.
+
+        `ddpforge eval` brings an SGD that never steps: it keeps nothing.
+        """
 
 
 # ---------------------------------------------------------------------------------------------- what is trained
@@ -188,8 +191,8 @@ class Replica(ABC):
     def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
         """Takes back what `state` gave, possibly under another strategy; raises CheckpointError on any mismatch.
 
-        Each rank reads what it holds and no more. Where `partial`, tensors of the model that the state lacks stay as
-        they are, and the optimizer does where it has none.
+        Each rank reads what it holds and no more. Where `partial` (initial weights, `ddpforge eval`), tensors of the
+        model that the state lacks stay as they are, and the optimizer does where it has none.
         """
 
     def close(self) -> None:

@@ -152,7 +152,7 @@ def _evaluation(run: Record, reference: Record, tolerances: Tolerances) -> list[
     last = {**reference.rows[-1], **run.rows[-1]}
     found = []
     for key in (key for key in last if key.startswith("eval/")):
-        tolerance = tolerances.loss if key == "eval/loss" else tolerances.metrics
+        tolerance = tolerances.loss if key.endswith("/loss") else tolerances.metrics
         value, other = run.rows[-1].get(key), reference.rows[-1].get(key)
         found.append(Quantity(key, tolerance, (Point(run.steps, _relative(value, other, 0.0), value, other),)))
     return found

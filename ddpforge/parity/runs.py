@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpforge import launch
 from ddpforge.checkpoint import retention
-from ddpforge.components.kinds import build
+from ddpforge.components.building import build
 from ddpforge.components.registry import Registry
 from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PluginError, RecipeError, UsageError
 from ddpforge.parity.compare import TOLERANCES, Point, Quantity, Record, Tolerances, compare, first_drift

@@ -9,9 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ddpforge.errors import PluginError, RecipeError
-from ddpforge.recipe.origins import Place, Source
-from ddpforge.recipe.report import Problem
+from ddpforge.errors import Place, PluginError, Problem, RecipeError
+from ddpforge.recipe.origins import Source
 
 if TYPE_CHECKING:
     from ddpforge.components.registry import Registry

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from ddpforge.errors import RecipeError
+from ddpforge.errors import Problem, RecipeError
 from ddpforge.recipe.origins import Origin
-from ddpforge.recipe.report import Problem
 from ddpforge.recipe.schema import TrainSection
-
-if TYPE_CHECKING:
-    from ddpforge.recipe.load import LoadedRecipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +42,6 @@ def plan_batch(train: TrainSection, data_ranks: int, *, origin: Origin | None = 
         raise RecipeError([problem])
     accumulation = batch // (micro * data_ranks)
     return BatchPlan(global_batch=batch, micro_batch=micro, accumulation=accumulation, data_ranks=data_ranks)
-
-
-def check_world(loaded: LoadedRecipe, data_ranks: int) -> BatchPlan:
-    """Plans the batches of a loaded recipe, as `plan_batch` does; its RecipeError points at `train.global_batch`."""
-    return plan_batch(loaded.recipe.train, data_ranks, origin=loaded.origins[("train", "global_batch")])
 
 
 def _indivisible(train: TrainSection, data_ranks: int) -> str:

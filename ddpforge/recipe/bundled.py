@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ddpforge.errors import RecipeError
+from ddpforge.errors import Problem, RecipeError
 from ddpforge.recipe.origins import Origin
-from ddpforge.recipe.report import Problem, did_you_mean
+from ddpforge.recipe.report import did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 

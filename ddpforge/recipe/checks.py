@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 from ddpforge.direction import lower_is_better
 from ddpforge.errors import RecipeError
 from ddpforge.interfaces.durations import Duration
 from ddpforge.recipe.batch import plan_batch
 from ddpforge.recipe.explain import Explainer
+from ddpforge.recipe.layers import SETS
+from ddpforge.recipe.report import dotted
 from ddpforge.recipe.schema import Recipe
 
+_SET = re.compile(r"[\w-]+")
 _NEEDS_NO_TOTAL = ("constant", "step")  # schedules that do not ask how long the run is
 
 
@@ -47,15 +52,23 @@ def _check_initial(recipe: Recipe, explainer: Explainer) -> None:
 
 
 def _check_evaluation(recipe: Recipe, explainer: Explainer) -> None:
+    for name in filter(None, recipe.data.evaluations):
+        at = f"[{dotted((*SETS, name))}]"
+        if not _SET.fullmatch(name):
+            message = f"{at}: the name of a set may hold letters, digits, `_` and `-`, for its metrics are eval/NAME/…"
+            explainer.add((*SETS, name), message, on_key=True)
+        elif lower_is_better(name) is not None:
+            message = f"{at}: a set cannot have the name of a metric: `eval/{name}/loss` would be read in two ways"
+            explainer.add((*SETS, name), message, "name it after its samples", on_key=True)
     for key in ("eval_batch", "eval_every"):
-        if recipe.data.eval is None and ("train", key) in explainer.layers.origins:
+        if not recipe.data.evaluations and ("train", key) in explainer.layers.origins:
             explainer.add(("train", key), f"`train.{key}` has no effect without a section [data.eval]", on_key=True)
 
 
 def _check_best(recipe: Recipe, explainer: Explainer) -> None:
     keep, at = recipe.checkpoint.keep, ("checkpoint", "keep")
     if keep.best and keep.by is None:
-        example = "eval/loss" if recipe.data.eval else "train/loss"
+        example = next((f"eval/{name}/loss" if name else "eval/loss" for name in recipe.data.evaluations), "train/loss")
         hint = f'say by which metric, e.g. by = "{example}"'
         explainer.add((*at, "best"), "`checkpoint.keep.best` needs `by`", hint)
     for key in ("by", "mode"):
@@ -69,12 +82,22 @@ def _check_best(recipe: Recipe, explainer: Explainer) -> None:
     if prefix not in ("train", "eval") or not metric:
         message = f'`checkpoint.keep.by` must name a metric by "train/…" or "eval/…", not "{keep.by}"'
         explainer.add((*at, "by"), message)
-    elif prefix == "eval" and recipe.data.eval is None:
+    elif prefix == "eval" and not recipe.data.evaluations:
         message = f'`checkpoint.keep.by` is "{keep.by}", and there is no section [data.eval] to compute it from'
         explainer.add((*at, "by"), message)
+    elif prefix == "eval" and not _is_of_a_set(metric, recipe):
+        last = metric.rpartition("/")[2]
+        message = f'`checkpoint.keep.by` is "{keep.by}", and the evaluation sets have names: it must name one'
+        hint = f"one of: {', '.join(f'eval/{name}/{last}' for name in recipe.data.evaluations)}"
+        explainer.add((*at, "by"), message, hint)
     elif keep.mode is None and lower_is_better(metric) is None:
         message = f'cannot tell whether less or more of "{keep.by}" is better'
         explainer.add((*at, "by"), message, 'add mode = "min" or mode = "max" to `checkpoint.keep`')
+
+
+def _is_of_a_set(metric: str, recipe: Recipe) -> bool:
+    name, _, rest = metric.partition("/")
+    return "" in recipe.data.evaluations or (name in recipe.data.evaluations and bool(rest))
 
 
 def _check_schedule(recipe: Recipe, explainer: Explainer) -> None:

@@ -9,11 +9,11 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpforge.errors import RecipeError
+from ddpforge.errors import Problem, RecipeError
 from ddpforge.recipe.bundled import require_file
 from ddpforge.recipe.layers import Layers, Table, inside, paths
 from ddpforge.recipe.origins import KeyPath, Origin, Source
-from ddpforge.recipe.report import Problem, did_you_mean, dotted, kind_of, printable
+from ddpforge.recipe.report import did_you_mean, dotted, kind_of, printable
 from ddpforge.recipe.toml import parse, read
 
 _TOML_FOR_SURE = re.compile(r"[\"'\[{]|[-+]?\d+$")  # a --set value that is not meant as a bare word

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from pydantic_core import ErrorDetails
 
 from ddpforge.components.registry import Registry, located
-from ddpforge.errors import PluginError
+from ddpforge.errors import Place, PluginError, Problem
 from ddpforge.interfaces.durations import Duration
-from ddpforge.recipe.layers import Layers, Table, Value, inside, kind_at, used_name
-from ddpforge.recipe.origins import KeyPath, Place
+from ddpforge.recipe.layers import SETS, Layers, Table, Value, inside, kind_at, used_name
+from ddpforge.recipe.origins import KeyPath
 from ddpforge.recipe.other_tools import FOREIGN_USE, precision_meant
-from ddpforge.recipe.report import Problem, did_you_mean, dotted, kind_of, shown
+from ddpforge.recipe.report import did_you_mean, dotted, kind_of, shown
 from ddpforge.recipe.vocabulary import Vocabulary
 
 _EXPECTED = {
@@ -100,9 +100,15 @@ class Explainer:
     # -- keys
     def unknown(self, path: KeyPath, value: object) -> None:
         """Reports a key, or a section, that its table does not have."""
-        section = isinstance(value, dict) and kind_at(path[:-1]) is None
+        section = isinstance(value, dict) and self._kind_at(path[:-1]) is None
         hints, meant = self.vocabulary.suggest(path, value, section=section)
         hints += self._share(path, value) if "ratio" in str(path[-1]) else []
+        if path[:-1] == SETS and isinstance(value, dict) and "use" in value:
+            one = dotted(SETS)
+            hints = [
+                f"[{one}] with `use` is one set; each of several is [{one}.NAME], and [{one}] has no `use`",
+                f'where `use` comes from a recipe that this one extends, take it out: unset = ["{one}"]',
+            ]
         self._meant |= meant
         what = f"section [{dotted(path)}]" if section else f"key `{dotted(path[-1:])}` {self._in(path[:-1])}"
         self.add(path, f"unknown {what}", *hints, on_key=True)
@@ -112,14 +118,14 @@ class Explainer:
         path = ("data", "train") if path == ("data",) else path
         table, key = path[:-1], str(path[-1])
         field = self.vocabulary.field(path)
-        if kind := kind_at(path):
+        if kind := self._kind_at(path):
             message = f"missing section [{dotted(path)}]"
             hints = [f'add [{dotted(path)}] with `use = "…"`; one of: {self._names(kind)}']
         elif model := self.vocabulary.models.get(path):
             required = [f"`{name}`" for name, inner in model.model_fields.items() if inner.is_required()]
             message = f"missing section [{dotted(path)}]"
             hints = [f"add [{dotted(path)}] with {' and '.join(required)}"]
-        elif key == "use" and (kind := kind_at(table)):
+        elif key == "use" and (kind := self._kind_at(table)):
             message = f"missing key `use` in [{dotted(table)}]"
             hints = [*self._instead_of_use(table), f"one of: {self._names(kind)}"]
         else:
@@ -159,9 +165,9 @@ class Explainer:
             yield f'add quotes: {key}"{shown(value)}"'
         elif expected == "an array" and not isinstance(value, dict):
             yield f"put it in brackets: {key}[{shown(value)}]"
-        elif kind_at(path) and isinstance(value, str):
+        elif self._kind_at(path) and isinstance(value, str):
             yield f"a component is named by `use`: {dotted(path)}.use = {shown(value)}"
-        elif kind_at(path):
+        elif self._kind_at(path):
             yield f"options go in a section [{dotted(path)}] or in braces: {key}{{ … }}"
 
     def _share(self, path: KeyPath, value: object) -> list[str]:
@@ -193,8 +199,11 @@ class Explainer:
             return "at the top of the recipe"
         if isinstance(table[-1], int):
             return f"in `{dotted(table)}`"
-        use = used_name(table, inside(self.layers.tables, table)) if kind_at(table) else None
+        use = used_name(table, inside(self.layers.tables, table)) if self._kind_at(table) else None
         return f"in [{dotted(table)}]" + (f", which uses {shown(use)}" if use else "")
+
+    def _kind_at(self, path: KeyPath) -> str | None:
+        return kind_at(path, self.layers.tables)
 
     def _names(self, kind: str) -> str:
         return ", ".join(self.registry.names(kind))

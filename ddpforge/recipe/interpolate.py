@@ -6,9 +6,10 @@ import os
 import re
 
 from ddpforge.confidential import SECRET
+from ddpforge.errors import Problem
 from ddpforge.recipe.layers import FRAMEWORK_KEYS, Layers, Table, Value, kind_at, map_strings, strings
 from ddpforge.recipe.origins import KeyPath, Origin
-from ddpforge.recipe.report import Problem, did_you_mean, dotted, kind_of, nearest
+from ddpforge.recipe.report import did_you_mean, dotted, kind_of, nearest
 
 _REFERENCE = re.compile(r"(?P<escaped>\$)?\$\{(?:(?P<body>[^{}]*)\})?")
 _ENV = re.compile(r"env:(?P<name>\w+)(?::-(?P<default>.*))?", re.DOTALL)
@@ -124,7 +125,7 @@ class _Filling:
     def refuse_misplaced_secrets(self) -> None:
         """Only options of components may be secret: ddpforge writes its own settings down in many places."""
         for path, text in strings(self.layers.tables):
-            owner = next((path[:end] for end in (1, 2) if kind_at(path[:end])), None)
+            owner = next((path[:end] for end in (1, 2, 3) if kind_at(path[:end], self.layers.tables)), None)
             key = path[len(owner)] if owner and len(path) > len(owner) else "use"
             is_option = key != "use" and key not in FRAMEWORK_KEYS.get(owner or (), ()) and path[-1] != "use"
             if SECRET.search(text) and not is_option:

@@ -7,15 +7,15 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
+from ddpforge.components.kinds import KINDS
 from ddpforge.components.registry import Registry
 from ddpforge.errors import PluginError
 from ddpforge.interfaces.durations import Duration
-from ddpforge.recipe.layers import FRAMEWORK_KEYS, NAMED_SLOTS, SLOTS
+from ddpforge.recipe.layers import NAMED_SLOTS, SETS, SLOTS
 from ddpforge.recipe.schema import (
     CheckpointSection,
     DataSection,
     KeepSection,
-    OptimizerComponent,
     Recipe,
     TrackSection,
     TrainSection,
@@ -47,7 +47,7 @@ def recipe_schema(registry: Registry) -> Schema:
     """
     slot = {path: {"$ref": f"#/$defs/{kind}"} for path, kind in SLOTS.items()}
     sections = {
-        "data": _table(DataSection, train=slot.pop(("data", "train")), eval=slot.pop(("data", "eval"))),
+        "data": _table(DataSection, train=slot.pop(("data", "train")), eval=_sets(slot.pop(SETS))),
         "train": _table(TrainSection),
         "checkpoint": _table(CheckpointSection, keep=_table(KeepSection)),
         "track": _named_slots("tracker", registry, _table(TrackSection)),
@@ -71,6 +71,14 @@ def _table(model: type[BaseModel], /, **inner: Schema) -> Schema:
     schema = _schema(model, "")
     values = {key: value for key, value in schema["properties"].items() if key not in ("trackers", *inner)}
     return {**schema, "properties": {**values, **inner}}
+
+
+def _sets(component: Schema) -> Schema:
+    """A component's table or, where that has no `use`, a table of several; options may come without, as in a base."""
+    uses = {"type": "object", "required": ["use"]}
+    inner = {"if": uses, "then": component}
+    several = {"description": "Several evaluation sets by name, or the options of one.", "additionalProperties": inner}
+    return {"type": "object", "allOf": [inner, {"if": {"not": uses}, "then": several}]}
 
 
 def _component(kind: str, names: list[str]) -> Schema:
@@ -104,8 +112,11 @@ def _options(kind: str, name: str, registry: Registry) -> Schema:
         schema = _schema(registry.options_model(kind, name), f"{kind}.{name}/$defs/")
     except PluginError as error:
         return {"type": "object", "description": error.message}
-    framework = _schema(OptimizerComponent, "")["properties"]
-    own = {key: framework[key] for key in FRAMEWORK_KEYS.get((kind,), ())}
+    own: Schema = {}
+    if keys := KINDS[kind].framework_keys:
+        table = Recipe.model_fields[kind].annotation
+        assert isinstance(table, type)
+        own = {key: _schema(table, "")["properties"][key] for key in keys}
     return {**schema, "properties": {"use": {}, **own, **schema["properties"]}}
 
 

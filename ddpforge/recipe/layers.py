@@ -6,36 +6,44 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ddpforge.components.kinds import KINDS
 from ddpforge.recipe.origins import KeyPath, Origin, Source
 
 Value = Any  # whatever TOML can hold
 Table = dict[str, Value]
 
-SLOTS: dict[KeyPath, str] = {
-    ("model",): "model",
-    ("data", "train"): "data",
-    ("data", "eval"): "data",
-    ("task",): "task",
-    ("optimizer",): "optimizer",
-    ("schedule",): "schedule",
-    ("strategy",): "strategy",
-}
+SLOTS: dict[KeyPath, str] = {path: kind for kind, spec in KINDS.items() for path in spec.tables}
 """The tables that name a component, and its kind."""
 
-NAMED_SLOTS = {"track": "tracker", "callbacks": "callback"}
+NAMED_SLOTS = {spec.named_in: kind for kind, spec in KINDS.items() if spec.named_in}
 """The tables whose inner tables name components; there the key is the default for `use`."""
 
-FRAMEWORK_KEYS: dict[KeyPath, tuple[str, ...]] = {("optimizer",): ("no_decay",)}
+SETS = ("data", "eval")
+"""The table that names a component or, where it has no `use`, may hold several tables that do, each with a name."""
+
+FRAMEWORK_KEYS: dict[KeyPath, tuple[str, ...]] = {path: KINDS[kind].framework_keys for path, kind in SLOTS.items()}
 """Keys of a component's table that ddpforge itself reads; all others but `use` are the component's."""
 
 _VARIABLE = re.compile(r"\$\{vars\.([^{}]*)\}")
 
 
-def kind_at(path: KeyPath) -> str | None:
-    """The kind of component whose table is at `path`, e.g. "tracker" for ("track", "wandb")."""
+def kind_at(path: KeyPath, tables: Table) -> str | None:
+    """The kind of component whose table is at `path` of a recipe's `tables`, e.g. "tracker" for ("track", "wandb")."""
     if len(path) == 2 and path[0] in NAMED_SLOTS:
         return NAMED_SLOTS[str(path[0])]
+    if path[: len(SETS)] == SETS and holds_sets(tables):
+        return SLOTS[SETS] if len(path) == len(SETS) + 1 else None
     return SLOTS.get(path)
+
+
+def holds_sets(tables: Table) -> bool:
+    """True if [data.eval] holds several components, and is none itself: its own `use` decides."""
+    data = tables.get(SETS[0])
+    table = data.get(SETS[1]) if isinstance(data, dict) else None
+    if not isinstance(table, dict) or "use" in table:
+        return False
+    inner = [value for value in table.values() if isinstance(value, dict)]
+    return any("use" in value for value in inner) or 0 < len(inner) == len(table)
 
 
 def used_name(path: KeyPath, table: Table) -> Value:
@@ -91,7 +99,7 @@ class Layers:
             path = (*at, key)
             old = mine.get(key)
             if isinstance(value, dict) and isinstance(old, dict):
-                if change_use and _names_another(path, old, value):
+                if change_use and _names_another(path, old, value, self.tables):
                     uses = used_name(path, old)
                     for option in old.keys() - FRAMEWORK_KEYS.get(path, ()):
                         self.dropped[(*path, option)] = old[option], uses
@@ -110,9 +118,9 @@ class Layers:
                 del self.origins[gone]
 
 
-def _names_another(path: KeyPath, old: Table, new: Table) -> bool:
+def _names_another(path: KeyPath, old: Table, new: Table, tables: Table) -> bool:
     """True if `new` asks for another component than `old` did."""
-    return kind_at(path) is not None and "use" in new and used_name(path, old) not in (None, new["use"])
+    return kind_at(path, tables) is not None and "use" in new and used_name(path, old) not in (None, new["use"])
 
 
 def inside(table: Value, path: KeyPath) -> Value:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ddpforge.components.registry import Registry
-from ddpforge.errors import RecipeError
+from ddpforge.errors import Place, Problem, RecipeError
+from ddpforge.recipe.batch import BatchPlan, plan_batch
 from ddpforge.recipe.bundled import find_recipe
 from ddpforge.recipe.compose import compose
 from ddpforge.recipe.interpolate import escape, interpolate
 from ddpforge.recipe.layers import Layers, map_strings, paths, strings
-from ddpforge.recipe.origins import KeyPath, Origin, Place
-from ddpforge.recipe.report import Problem, dotted
+from ddpforge.recipe.origins import KeyPath, Origin
+from ddpforge.recipe.report import dotted
 from ddpforge.recipe.schema import Component, Recipe
 from ddpforge.recipe.validate import local_file, validate
 
@@ -76,6 +77,11 @@ def load_recipe(source: str | Path, *, sets: Sequence[str] = (), registry: Regis
     if problems or recipe is None:
         raise RecipeError(sorted(problems, key=lambda problem: _position(problem, file.label)))
     return LoadedRecipe(recipe, tables, _origins(tables, layers), path, file.text)
+
+
+def check_world(loaded: LoadedRecipe, data_ranks: int) -> BatchPlan:
+    """What `plan_batch` gives for a loaded recipe; its RecipeError points at `train.global_batch`."""
+    return plan_batch(loaded.recipe.train, data_ranks, origin=loaded.origins[("train", "global_batch")])
 
 
 def _position(problem: Problem, file: str) -> tuple[bool, bool, str, int, int]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from ddpforge.errors import Place
+
 KeyPath = tuple[str | int, ...]
 """A key of a recipe, or an element of an array in it: ("data", "train", "use")."""
 
@@ -18,20 +20,6 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]*")
 _PLAIN = re.compile(r"[^#\n]*")
 _PLAIN_INSIDE = re.compile(r"[^,\]}#\n]*")
 _STRING = re.compile(r'"""(?:\\.|[^\\])*?"{3,5}' r"|'''.*?'{3,5}" r'|"(?:\\.|[^"\\])*"' r"|'[^']*'", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Place:
-    """A stretch of one line; `line` and `column` count from 1, and `line` is 0 for a file as a whole."""
-
-    file: str
-    line: int = 0
-    column: int = 0
-    width: int = 1
-    text: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}:{self.column}" if self.line else self.file
 
 
 @dataclass(frozen=True)

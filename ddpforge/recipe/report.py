@@ -1,4 +1,4 @@
-"""Problems of a recipe, and their rendering: place, line with a caret under it, ways to mend it."""
+"""The rendering of a recipe's problems: place, line with a caret under it, ways to mend it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import json
 import re
 import textwrap
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
 
-from ddpforge.errors import ForgeError, RecipeError
-from ddpforge.recipe.origins import KeyPath, Place
+from ddpforge.errors import ForgeError, Place, Problem, RecipeError
+from ddpforge.recipe.origins import KeyPath
 
 _WIDEST = 160  # columns of a source line that are shown
 _WRAP = 100  # columns of a hint
@@ -24,29 +22,6 @@ _TYPES = {
     list: "an array",
     dict: "a table",
 }
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong with a recipe: what, at which key, where it is written, and how to mend it."""
-
-    message: str
-    key: str = ""
-    place: Place | None = None
-    hints: tuple[str, ...] = ()
-    trace: str = ""  # of somebody else's code
-
-    def as_dict(self) -> dict[str, Any]:
-        """The problem for machines: message, key, file, line, column (null where there is none) and hints."""
-        place = self.place or Place("")
-        return {
-            "message": self.message,
-            "key": self.key or None,
-            "file": place.file or None,
-            "line": place.line or None,
-            "column": place.column or None,
-            "hints": list(self.hints),
-        }
 
 
 def render(error: ForgeError | Problem) -> str:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from enum import Enum
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
+from ddpforge.components.kinds import KINDS
 from ddpforge.interfaces.durations import Duration
 
 # Larger numbers are slips of the keyboard; the limits keep them from becoming overflows three layers down.
@@ -78,6 +82,18 @@ WallTime = Annotated[Duration, AfterValidator(_wall_time)]
 TrainingTime = Annotated[Duration, AfterValidator(_training_time)]
 
 
+class Resume(Enum):
+    """Whether a run may go on with another value of a key; each key of a section says it, in its annotation.
+
+    For a component, its table's key says it for all options.
+    """
+
+    FIXED = "fixed"  # no: it decides what the run computes
+    TUNABLE = "tunable"  # yes, and the result depends on it from that step on
+    FREE = "free"  # yes: the result does not depend on it
+    OUTSIDE = "outside"  # yes, and a finished run is still the one that was asked for
+
+
 class Section(BaseModel):
     """A table of the recipe: strict types, no unknown keys, immutable once loaded."""
 
@@ -98,7 +114,8 @@ class Component(BaseModel):
 class OptimizerComponent(Component):
     """The optimizer, and which parameters it must not decay."""
 
-    no_decay: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+    use: Annotated[str, Resume.FIXED]
+    no_decay: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.TUNABLE] = Field(
         default=(),
         description='Parameters without weight decay: "bias", "norm", "embedding", "1d", or a glob over full names.',
     )
@@ -107,86 +124,99 @@ class OptimizerComponent(Component):
 class DataSection(Section):
     """Where samples come from and how they are fetched."""
 
-    train: Component
-    eval: Component | None = None
-    workers: int = Field(
+    train: Annotated[Component, Resume.FIXED]
+    eval: Annotated[Component | dict[str, Component] | None, Resume.FIXED] = (
+        None  # with `use` it is one set, else several
+    )
+    workers: Annotated[int, Resume.OUTSIDE] = Field(
         default=0, ge=0, le=1024, description="Loader processes per rank; 0 fetches in the training process."
     )
-    prefetch: int = Field(default=2, ge=1, le=1024, description="Batches that each loader process keeps ready.")
+    prefetch: Annotated[int, Resume.OUTSIDE] = Field(
+        default=2, ge=1, le=1024, description="Batches that each loader process keeps ready."
+    )
+
+    @property
+    def evaluations(self) -> dict[str, Component]:
+        """The evaluation sets by name; one that is alone may have none, and is called ""."""
+        if isinstance(self.eval, Component):
+            return {"": self.eval}
+        return self.eval or {}
 
 
 class TrainSection(Section):
     """How long, in what batches and how precisely to train: the same meaning under every strategy."""
 
-    length: Amount = Field(
+    length: Annotated[Amount, Resume.TUNABLE] = Field(
         description='How long to train: epochs "5ep", steps "1000st" or wall time "2h".',
     )
-    global_batch: Count = Field(
+    global_batch: Annotated[Count, Resume.FIXED] = Field(
         description="Samples per optimizer step, over all ranks. Fixed for the life of a run.",
     )
-    micro_batch: Count | None = Field(
+    micro_batch: Annotated[Count | None, Resume.TUNABLE] = Field(
         default=None,
         description="Samples per forward pass on one rank; absent: global_batch / ranks, no accumulation.",
     )
-    elastic_shards: Count | None = Field(
+    elastic_shards: Annotated[Count | None, Resume.FIXED] = Field(
         default=None,
         description="Make results independent of the number of ranks: every step is computed as if on this many ranks,"
         " on any number that divides it, dropout, augmentation and BatchNorm statistics included. Costs forward passes"
         " of global_batch / elastic_shards samples at most.",
     )
-    last_batch: Literal["keep", "drop"] = Field(
+    last_batch: Annotated[Literal["keep", "drop"], Resume.FIXED] = Field(
         default="keep",
         description="An epoch's incomplete last batch: train on it (weighted exactly) or drop it.",
     )
-    eval_every: Amount = Field(
+    eval_every: Annotated[Amount, Resume.FREE] = Field(
         default=Duration(1, "ep"),
         description="How often to evaluate on [data.eval]; the end of training always does.",
     )
-    eval_batch: Count | None = Field(
+    eval_batch: Annotated[Count | None, Resume.FREE] = Field(
         default=None,
         description="Samples per forward pass on one rank at evaluation; absent: as in training.",
     )
-    device: Literal["auto", "cuda", "cpu"] = Field(
+    device: Annotated[Literal["auto", "cuda", "cpu"], Resume.FREE] = Field(
         default="auto",
         description='What to compute on; "auto": a GPU where there is one. One that is there and cannot be used is an'
         " error, not a run on the CPU.",
     )
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
+    precision: Annotated[Literal["fp32", "bf16", "fp16"], Resume.TUNABLE] = Field(
         default="fp32",
         description="Compute dtype; master weights and gradient reduction stay fp32. fp16 adds loss scaling.",
     )
-    clip_norm: float | None = Field(
+    clip_norm: Annotated[float | None, Resume.TUNABLE] = Field(
         default=None, ge=1e-9, le=1e6, description="Largest global gradient norm; absent: no clipping."
     )
-    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
+    on_nonfinite: Annotated[Literal["stop", "skip", "rollback"], Resume.TUNABLE] = Field(
         default="stop",
         description="What to do when a gradient is NaN or infinite: stop, skip the step, or return to the last"
         " checkpoint and leave the step out. No such gradient ever reaches the weights.",
     )
-    seed: int = Field(
+    seed: Annotated[int, Resume.FIXED] = Field(
         default=0,
         ge=0,
         lt=2**63,
         description="The source of all randomness: initial weights, sample order, dropout, augmentation.",
     )
-    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = Field(
+    compile: Annotated[Literal["off", "default", "reduce-overhead", "max-autotune"], Resume.FREE] = Field(
         default="off", description="torch.compile mode."
     )
-    compile_blocks: bool = Field(
+    compile_blocks: Annotated[bool, Resume.TUNABLE] = Field(
         default=False,
         description="Compile the model's blocks one by one, not the model: once for all that are alike.",
     )
-    activation_checkpointing: bool = Field(
+    activation_checkpointing: Annotated[bool, Resume.TUNABLE] = Field(
         default=False,
         description="Recompute each block's activations in the backward pass instead of keeping them.",
     )
-    blocks: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+    blocks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.TUNABLE] = Field(
         default=(),
         description="Classes of the modules that are sharded, recomputed and compiled one by one; absent: the model's"
         " repeated blocks.",
     )
-    sync_batchnorm: bool = Field(default=False, description="Compute BatchNorm statistics over all ranks (CUDA only).")
-    timeout: WallTime = Field(
+    sync_batchnorm: Annotated[bool, Resume.TUNABLE] = Field(
+        default=False, description="Compute BatchNorm statistics over all ranks (CUDA only)."
+    )
+    timeout: Annotated[WallTime, Resume.OUTSIDE] = Field(
         default=Duration(10, "m"),
         description="How long a collective may wait for a rank before the run fails.",
     )
@@ -204,15 +234,17 @@ class TrainSection(Section):
 class KeepSection(Section):
     """Which checkpoints outlive newer ones."""
 
-    last: Count = Field(default=2, description="How many of the newest to keep.")
-    every: TrainingTime | None = Field(
+    last: Annotated[Count, Resume.OUTSIDE] = Field(default=2, description="How many of the newest to keep.")
+    every: Annotated[TrainingTime | None, Resume.OUTSIDE] = Field(
         default=None, description='Also keep one checkpoint every N epochs or steps, e.g. "10ep"; absent: none of them.'
     )
-    best: int = Field(default=0, ge=0, le=1000, description="How many of the best to keep, judged by `by`.")
-    by: Annotated[str, AfterValidator(on_one_line)] | None = Field(
+    best: Annotated[int, Resume.OUTSIDE] = Field(
+        default=0, ge=0, le=1000, description="How many of the best to keep, judged by `by`."
+    )
+    by: Annotated[Annotated[str, AfterValidator(on_one_line)] | None, Resume.OUTSIDE] = Field(
         default=None, description='The metric that decides what is best, e.g. "eval/loss".'
     )
-    mode: Literal["min", "max"] | None = Field(
+    mode: Annotated[Literal["min", "max"] | None, Resume.OUTSIDE] = Field(
         default=None,
         description="Whether less or more is better; absent: told from the metric's name, otherwise required.",
     )
@@ -221,29 +253,31 @@ class KeepSection(Section):
 class CheckpointSection(Section):
     """When to save, and what to keep."""
 
-    every: Amount = Field(
+    every: Annotated[Amount, Resume.OUTSIDE] = Field(
         default=Duration(1, "ep"),
         description="How often to save; the end of training and every requested stop save too.",
     )
-    at_start: bool = Field(default=False, description="Save the initial weights too, before the first step.")
-    layout: Literal["sharded", "full"] = Field(
+    at_start: Annotated[bool, Resume.OUTSIDE] = Field(
+        default=False, description="Save the initial weights too, before the first step."
+    )
+    layout: Annotated[Literal["sharded", "full"], Resume.OUTSIDE] = Field(
         default="sharded",
         description='"sharded": every rank writes what it holds; "full" adds one file with the whole model, for other'
         " tools. Both can be resumed under any strategy.",
     )
-    background: bool = Field(
+    background: Annotated[bool, Resume.OUTSIDE] = Field(
         default=True, description="Write while training goes on, from a copy of the state in host memory."
     )
-    on_failure: Literal["stop", "continue"] = Field(
+    on_failure: Annotated[Literal["stop", "continue"], Resume.OUTSIDE] = Field(
         default="stop",
         description="What to do when a checkpoint cannot be written: stop, or warn and train on.",
     )
-    init_from: Annotated[str, Field(min_length=1), AfterValidator(on_one_line)] | None = Field(
+    init_from: Annotated[Annotated[str, Field(min_length=1), AfterValidator(on_one_line)] | None, Resume.FREE] = Field(
         default=None,
         description="Begin with the weights of a run, a checkpoint or a safetensors file; tensors that it lacks keep"
         " their initial values, and are named in the log.",
     )
-    init_skip: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+    init_skip: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.FREE] = Field(
         default=(), description='Tensors that init_from leaves alone, as globs over full names, e.g. "head.*".'
     )
     keep: KeepSection = KeepSection()
@@ -252,45 +286,68 @@ class CheckpointSection(Section):
 class TrackSection(Section):
     """How often to report. Every other key of [track] is a tracker and holds its options."""
 
-    every: TrainingTime = Field(default=Duration(10, "st"), description="How often to write a row of training metrics.")
-    trackers: dict[str, Component] = {}
+    every: Annotated[TrainingTime, Resume.OUTSIDE] = Field(
+        default=Duration(10, "st"), description="How often to write a row of training metrics."
+    )
+    trackers: Annotated[dict[str, Component], Resume.OUTSIDE] = {}
 
 
 class Recipe(Section):
     """A whole run, validated. Built by `load_recipe`, which also gives it as plain tables."""
 
-    recipe: Literal[1] = Field(
+    recipe: Annotated[Literal[1], Resume.TUNABLE] = Field(
         description="The recipe format version: write `recipe = 1` as the first line.",
     )
-    name: Annotated[str, AfterValidator(_name)] = Field(
+    name: Annotated[str, AfterValidator(_name), Resume.OUTSIDE] = Field(
         min_length=1, description="The run's name and the name of its folder."
     )
-    output_dir: Annotated[str, AfterValidator(_inside)] = Field(
+    output_dir: Annotated[str, AfterValidator(_inside), Resume.OUTSIDE] = Field(
         default="runs", max_length=1000, description="The folder that holds the run's folder."
     )
 
-    model: Component
+    model: Annotated[Component, Resume.FIXED]
     data: DataSection
-    task: Component
-    optimizer: OptimizerComponent
-    schedule: Component = Component(use="constant")
-    strategy: Component = Component(use="ddp")
+    task: Annotated[Component, Resume.FIXED]
+    optimizer: Annotated[OptimizerComponent, Resume.TUNABLE]
+    schedule: Annotated[Component, Resume.TUNABLE] = Component(use="constant")
+    strategy: Annotated[Component, Resume.FREE] = Component(use="ddp")
     train: TrainSection
     checkpoint: CheckpointSection = CheckpointSection()
     track: TrackSection = TrackSection()
-    callbacks: dict[str, Component] = {}
+    callbacks: Annotated[dict[str, Component], Resume.TUNABLE] = {}
 
     def components(self) -> dict[tuple[str, ...], Component]:
         """Every component of the run by the path of its table, e.g. ("data", "train")."""
-        found: dict[tuple[str, ...], Component | None] = {
-            ("model",): self.model,
-            ("data", "train"): self.data.train,
-            ("data", "eval"): self.data.eval,
-            ("task",): self.task,
-            ("optimizer",): self.optimizer,
-            ("schedule",): self.schedule,
-            ("strategy",): self.strategy,
-            **{("track", key): tracker for key, tracker in self.track.trackers.items()},
-            **{("callbacks", key): callback for key, callback in self.callbacks.items()},
-        }
+        found: dict[tuple[str, ...], Component | None] = {}
+        for spec in KINDS.values():
+            found |= {path: attrgetter(".".join(path))(self) for path in spec.tables if path != ("data", "eval")}
+            if spec.named_in:
+                table = getattr(self, spec.named_in)
+                named = table.trackers if isinstance(table, TrackSection) else table
+                found |= {(spec.named_in, key): component for key, component in named.items()}
+        evaluations = self.data.evaluations
+        found |= {("data", "eval", *filter(None, [name])): component for name, component in evaluations.items()}
         return {path: component for path, component in found.items() if component}
+
+
+def declared(field: FieldInfo) -> Resume | None:
+    """What a key of a section says about resumed runs."""
+    return next((one for one in field.metadata if isinstance(one, Resume)), None)
+
+
+def resume_policy(path: str) -> Resume:
+    """Whether a run may go on with another value at `path`, a dotted key of a resolved recipe.
+
+    A key that no recipe has any more, as an older run's may, is tunable.
+    """
+    section: object = Recipe
+    found = Resume.TUNABLE
+    for key in path.split("."):
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            break  # a component among others: what holds for all of them
+        fields = section.model_fields
+        field = fields.get(key, fields.get("trackers"))
+        if field is None:
+            break  # an option of a component
+        found, section = declared(field) or found, field.annotation
+    return found

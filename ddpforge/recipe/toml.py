@@ -8,10 +8,10 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from ddpforge.errors import RecipeError
+from ddpforge.errors import Place, Problem, RecipeError
 from ddpforge.recipe.layers import Table
-from ddpforge.recipe.origins import KeyPath, Place, Source
-from ddpforge.recipe.report import Problem, dotted, kind_of, printable
+from ddpforge.recipe.origins import KeyPath, Source
+from ddpforge.recipe.report import dotted, kind_of, printable
 
 _DEEPEST = 16
 _MOST = 4 << 20  # characters

@@ -12,23 +12,25 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from ddpforge.components.registry import Registry
-from ddpforge.errors import PluginError
+from ddpforge.errors import PluginError, Problem
 from ddpforge.recipe.checks import cross_check
 from ddpforge.recipe.explain import Explainer
 from ddpforge.recipe.layers import (
     FRAMEWORK_KEYS,
     NAMED_SLOTS,
+    SETS,
     SLOTS,
     Layers,
     Table,
     Value,
+    holds_sets,
     inside,
     kind_at,
     strings,
     used_name,
 )
 from ddpforge.recipe.origins import KeyPath
-from ddpforge.recipe.report import Problem, dotted, shown
+from ddpforge.recipe.report import dotted, shown
 from ddpforge.recipe.schema import Recipe, on_one_line
 
 _LOCAL_CODE = re.compile(r"([^:]*\.py):[A-Za-z_][\w.]*")
@@ -72,7 +74,11 @@ class _Validation:
     def _slots(self) -> Iterator[tuple[KeyPath, Value]]:
         """Yields the paths at which a component's table belongs, with the values there."""
         tables = self.layers.tables
+        sets = holds_sets(tables)
         for path in SLOTS:
+            if path == SETS and sets:
+                yield from (((*path, name), table) for name, table in inside(tables, path).items())
+                continue
             outer = inside(tables, path[:-1]) if path[0] in tables else None
             if isinstance(outer, dict) and path[-1] in outer:
                 yield path, outer[path[-1]]
@@ -101,17 +107,25 @@ class _Validation:
 
         base = self._base(path, table)
         try:
-            self.explainer.vocabulary.models[path] = self.registry.options_model(str(kind_at(path)), use, base)
+            self.explainer.vocabulary.models[path] = self.registry.options_model(self._kind(path), use, base)
         except PluginError as error:
             self.explainer.add((*path, "use"), error.message, *error.hints)
         return {"use": use, "base": str(base), **_framework_keys(path, table)}
 
     def _not_a_table(self, path: KeyPath, value: object) -> None:
-        kind = str(kind_at(path))
-        if path[0] == "track" and path[-1] not in self.registry.names(kind):
+        if path[0] == "track" and path[-1] not in self.registry.names(self._kind(path)):
             self.explainer.unknown(path, value)  # rather a key of [track] than a tracker
+        elif path[:-1] == SETS:
+            section = dotted(SETS)
+            hints = f'add `use = "…"` to [{section}], whose option it is', f"or write [{section}.{path[-1]}] with `use`"
+            self.explainer.add(
+                path, f"[{section}] holds several sets, and `{path[-1]}` is no table", *hints, on_key=True
+            )
         else:
             self.explainer.wrong_type(path, value, ["a table"])
+
+    def _kind(self, path: KeyPath) -> str:
+        return str(kind_at(path, self.layers.tables))
 
     def _base(self, path: KeyPath, table: Table) -> Path:
         """The folder that local code is relative to: that of the file which names it."""
@@ -155,7 +169,7 @@ class _Validation:
     def _plain(self, recipe: Recipe) -> Table:
         """The recipe as TOML has it, defaults included; what is None or has no effect has no key."""
         tables = recipe.model_dump(mode="json", exclude_none=True)
-        if recipe.data.eval is None:
+        if not recipe.data.evaluations:
             del tables["train"]["eval_every"]
         tables["track"] |= tables["track"].pop("trackers")
         for path in recipe.components():

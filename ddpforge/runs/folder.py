@@ -397,19 +397,6 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------- changes
-_FIXED = (
-    *("model", "data.train", "data.eval", "task", "optimizer.use"),
-    *("train.seed", "train.global_batch", "train.elastic_shards", "train.last_batch"),
-)
-_FREE = (
-    *("name", "output_dir", "track", "checkpoint", "strategy", "data.workers", "data.prefetch"),
-    *("train.timeout", "train.device", "train.compile", "train.eval_every", "train.eval_batch"),
-)
-# What a finished run may be asked for again with: these have no part in its result, nor in how it came about.
-_OUTSIDE = ("name", "output_dir", "track", "checkpoint", "data.workers", "data.prefetch", "train.timeout")
-_INSIDE = ("checkpoint.init_from", "checkpoint.init_skip")
-
-
 @dataclass(frozen=True)
 class Change:
     """A key whose value differs between two resolved recipes; None where one of them lacks it.
@@ -459,7 +446,9 @@ def refuse_finished(folder: Path, changes: Sequence[Change], edited: Sequence[st
 
     `edited` are the names of local files whose code has changed.
     """
-    named = [str(x) for x in changes if not _under(x.path, _OUTSIDE) or _under(x.path, _INSIDE)]
+    from ddpforge.recipe.schema import Resume, resume_policy
+
+    named = [str(x) for x in changes if resume_policy(x.path) is not Resume.OUTSIDE]
     named += [f"the code in {name}" for name in edited]
     if named:
         raise UsageError(
@@ -481,7 +470,10 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _policy(path: str) -> Literal["fixed", "tunable", "free"]:
-    return "fixed" if _under(path, _FIXED) else "free" if _under(path, _FREE) else "tunable"
+    from ddpforge.recipe.schema import Resume, resume_policy
+
+    policy = resume_policy(path)
+    return "free" if policy in (Resume.FREE, Resume.OUTSIDE) else "fixed" if policy is Resume.FIXED else "tunable"
 
 
 def _under(path: str, tables: Sequence[str]) -> bool:

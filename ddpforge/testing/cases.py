@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from torch import nn, zeros
 
-from ddpforge.components.kinds import BASES
-from ddpforge.components.registry import KINDS, Entry, Registry
+from ddpforge.components.kinds import KINDS
+from ddpforge.components.registry import Entry, Registry
 from ddpforge.errors import PluginError, UsageError
-from ddpforge.interfaces import Horizon
 from ddpforge.recipe.schema import Component
 from ddpforge.testing import companions
 from ddpforge.testing.report import Breach, source_of
@@ -89,11 +87,7 @@ class Case:
 
     def given(self) -> dict[str, Any]:
         """What ddpforge hands over to components of this kind, to try it with."""
-        if self.kind == "optimizer":
-            return {"params": [{"params": [nn.Parameter(zeros(2, 2))]}]}
-        if self.kind == "schedule":
-            return {"horizon": Horizon(**({"total": 100, "steps_per_epoch": 10} | self.settings.get("horizon", {})))}
-        return {"seed": 0} if self.kind == "data" else {}
+        return {name: example(self.settings) for name, example in KINDS[self.kind].given.items()}
 
     def companion(self, kind: str, **given: Any) -> Any:
         """The component of another kind that goes with this one."""
@@ -104,7 +98,7 @@ class Case:
             raise self.lacking(error, kind) from error
 
     def _build(self, kind: str, table: Mapping[str, Any], base: Path, given: Mapping[str, Any]) -> Any:
-        options = {key: value for key, value in table.items() if key not in ("use", "no_decay")}
+        options = {key: value for key, value in table.items() if key not in ("use", *KINDS[kind].framework_keys)}
         base = base if _is_local(table) else Path()
         model = self.registry.options_model(kind, table["use"], base)
         valid = dict(model.model_validate_json(json.dumps(options)))
@@ -153,12 +147,12 @@ class Case:
         sections = dict(self.sections)
         component = {"use": self.use, **self.options()}
         tables: dict[str, Any] = {"recipe": 1, "name": "case", "callbacks": {}, "track": {"every": "1st"}}
-        if self.kind == "callback":
-            tables["callbacks"] = {self.name.lower(): component}
-        elif self.kind == "tracker":
-            tables["track"][self.name.lower()] = component
-        elif self.kind == "metric":
-            sections["task"] = {**sections["task"], "metrics": [component]}
+        spec = KINDS[self.kind]
+        if spec.named_in:
+            tables.setdefault(spec.named_in, {})[self.name.lower()] = component
+        elif spec.listed_in:
+            outer, key = spec.listed_in
+            sections[outer] = {**sections[outer], key: [component]}
         else:
             sections[self.kind] = component
         tables |= sections | {"data": {"train": sections["data"], "eval": sections["data"]}}
@@ -305,12 +299,12 @@ def _kind_of(registry: Registry, use: str, base: Path) -> str | None:
     """The kind of a class or function, by what it derives from, offers, asks for or returns."""
     component: Any = registry.load("model", use, base)
     if isinstance(component, type):
-        derived = next((kind for kind, one in BASES.items() if issubclass(component, one)), None)
-        offers = hasattr(component, "__getitem__") or hasattr(component, "__iter__")
-        return derived or ("data" if offers and not issubclass(component, dict | list | tuple) else None)
-    parameters = inspect.signature(component).parameters
-    by_parameter = {"horizon": "schedule", "params": "optimizer"}
-    return next((kind for name, kind in by_parameter.items() if name in parameters), None)
+        tells = [spec for spec in KINDS.values() if spec.derives(component)]
+        tells += [spec for spec in KINDS.values() if spec.resembles(component)]
+    else:
+        parameters = inspect.signature(component).parameters
+        tells = [spec for spec in KINDS.values() if spec.parameter in parameters]
+    return tells[0].name if tells else None
 
 
 def _with_settings(case: Case, file: Path | None, name: str) -> Iterator[Case]:

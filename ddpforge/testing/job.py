@@ -63,14 +63,14 @@ class Site:
         """A trainer of the job's recipe."""
         recipe = self.loaded.recipe
         parts = Parts(self.loaded, self.registry)
-        parts.foresee(ranks=self.world.all.size, trains=False)
+        parts.foresee(ranks=self.world.all.size)
         parts.strategy = self.strategy
         parts.build()
         parts.report()
         checkpoints = Checkpoints(self.folder / folder, recipe.checkpoint, peers=self.peers, ranks=self.world.all)
         (self.folder / folder).mkdir(exist_ok=True)
         trainer = assemble(parts, self.world, checkpoints, tracker, started=[])
-        trainer.origin = {"strategy": recipe.strategy.use, "world_size": self.world.all.size}
+        trainer.saving.origin = {"strategy": recipe.strategy.use, "world_size": self.world.all.size}
         return trainer
 
     def gather(self, value: Any) -> list[Any]:
@@ -141,9 +141,9 @@ def _watched(site: Site, folder: str, start: Reader | None) -> tuple[dict[str, A
     try:
         trainer.fit()
     except _Disagreement:
-        if trainer.checkpoints.pending:  # the next job talks to the same peers
+        if trainer.saving.checkpoints.pending:  # the next job talks to the same peers
             with suppress(CheckpointError):
-                trainer.checkpoints.wait()
+                trainer.saving.checkpoints.wait()
         raise
     inner.on_end(None)
     kept = {key: x.tensor if isinstance(x, Part) else x for key, x in trainer.callbacks[name].state().items()}

@@ -8,8 +8,9 @@ from functools import partial
 from types import TracebackType
 
 from ddpforge.errors import ForgeError
+from ddpforge.testing import checks as checks  # registers them
 from ddpforge.testing.cases import Case, find_cases
-from ddpforge.testing.checks import Check, checks_of
+from ddpforge.testing.register import Check, checks_of
 from ddpforge.testing.report import Breach, Interrupted, NotApplicable, Result, place_of
 from ddpforge.testing.worlds import Worlds
 

@@ -22,34 +22,19 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from ddpforge.components.registry import KINDS
+from ddpforge.components.kinds import KINDS
 from ddpforge.errors import UsageError
-from ddpforge.testing.checks import checks_of
+from ddpforge.testing.register import checks_of
 
 __all__ = ["SECTIONS", "SETTINGS", "find_settings", "tables_of"]
 
 SETTINGS = "ddpforge_testing.toml"
-SECTIONS = ("model", "data", "task", "optimizer", "schedule", "strategy", "train")
-_DECLARED: Mapping[str, tuple[str, ...]] = {
-    "model": ("unused", "meta"),
-    "data": ("duplicates",),
-    "optimizer": ("elementwise",),
-    "schedule": ("horizon",),
-    "strategy": ("ranks",),
-    "tracker": ("raises",),
-}
-_Ranks = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
-_TYPES: Mapping[str, Any] = {
-    "skip": str | dict[str, str],
-    "unused": list[str],
-    "ranks": _Ranks,
-    "horizon": dict[str, int],
-} | dict.fromkeys(("meta", "duplicates", "elementwise", "raises"), bool)
-"""Of the values in an author's table; all others are tables."""
+SECTIONS = (*(kind for kind, spec in KINDS.items() if spec.tables), "train")
+_SKIP = str | dict[str, str]
 _HIGHEST = 6  # folders above a module in which its settings may be
 
 
@@ -102,7 +87,7 @@ def _check_kinds(settings: Mapping[str, Any], said: Path) -> None:
         if kind not in KINDS or not isinstance(tables, dict):
             raise UsageError(
                 f"{said}: `{kind}` must be a kind of component, with tables [KIND.NAME] in it",
-                hints=_near(kind, KINDS, "kinds"),
+                hints=_near(kind, list(KINDS), "kinds"),
             )
 
 
@@ -110,12 +95,13 @@ def _check(kind: str, name: str, table: Any, said: Path | None) -> None:
     """Raises UsageError for what an author's table cannot say."""
     if not isinstance(table, dict):
         raise UsageError(f"{said}: [{kind}.{name}] must be a table")
-    known = ("options", "skip", *SECTIONS, *_DECLARED.get(kind, ()))
+    types = {"skip": _SKIP, **KINDS[kind].settings()}
+    known = ("options", *SECTIONS, *types)
     for key, value in table.items():
         if key not in known:
             raise UsageError(f"{said}: [{kind}.{name}] has no key `{key}`", hints=_near(key, known, "keys"))
         try:
-            TypeAdapter(_TYPES.get(key, dict[str, Any])).validate_python(value, strict=True)
+            TypeAdapter(types.get(key, dict[str, Any])).validate_python(value, strict=True)
         except ValidationError as error:
             raise UsageError(f"{said}: `{key}` of [{kind}.{name}]: {error.errors()[0]['msg']}") from error
         if key in SECTIONS and key != "train" and not isinstance(value.get("use"), str):

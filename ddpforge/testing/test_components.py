@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ddpforge.testing.cases import Case
-from ddpforge.testing.checks import Check
 from ddpforge.testing.kit import Kit
+from ddpforge.testing.register import Check
 
 
 def test_component(component_check: tuple[Case, Check], kit: Kit) -> None:

@@ -14,16 +14,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddpforge import launch
+from ddpforge.components.kinds import KINDS
 from ddpforge.errors import ExitCode, PluginError
 from ddpforge.parity.compare import TOLERANCES, Point, Quantity, Record, compare, first_drift
 from ddpforge.testing.cases import Case
-from ddpforge.testing.checks import checks_of
+from ddpforge.testing.register import checks_of
 from ddpforge.testing.report import Breach, Interrupted
 from ddpforge.testing.trial import settle
 
 __all__ = ["Worlds", "drift_text", "same_training", "stopped", "write_recipe"]
 
-_JOBS = {"model": {2: "train", 1: "train"}, "data": {2: "data"}, "callback": {2: "callback"}}
 _LINES = 15  # of what a failed world said
 _LOCAL = re.compile(r"\./([^:]*\.py):")
 
@@ -77,7 +77,7 @@ class Worlds:
     def _plan(self, nproc: int) -> list[_Order]:
         orders = []
         for number, case in enumerate(self.cases):
-            job = _JOBS.get(case.kind, {}).get(nproc)
+            job = KINDS[case.kind].jobs.get(nproc)
             asked = [one for one in checks_of(case.kind) if one.starts_ranks and not case.skipped(one.name)]
             if job and asked:
                 folder = self.folder / f"{nproc}-{number}"

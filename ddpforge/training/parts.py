@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from traceback import walk_tb
 from typing import Any
@@ -12,25 +12,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpforge.components.kinds import build
+from ddpforge.components.building import build
 from ddpforge.components.registry import NotImported, Registry, where_raised
 from ddpforge.data import Batches, RankShare, mix, open_data
 from ddpforge.data.nests import size, take
 from ddpforge.data.randomness import own_random_numbers
-from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PluginError, RecipeError, UsageError
+from ddpforge.errors import (
+    EnvironmentProblem,
+    ExitCode,
+    ForgeError,
+    Place,
+    PluginError,
+    Problem,
+    RecipeError,
+    UsageError,
+)
 from ddpforge.exchange.initial import find_initial
 from ddpforge.interfaces import Callback, Schedule, Strategy, Task, Tracker, World
 from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.ranks.devices import device_type
 from ddpforge.recipe import LoadedRecipe, Recipe
-from ddpforge.recipe.batch import BatchPlan, check_world, plan_batch
+from ddpforge.recipe.batch import BatchPlan, plan_batch
 from ddpforge.recipe.layers import kind_at
-from ddpforge.recipe.origins import KeyPath, Place
-from ddpforge.recipe.report import Problem
+from ddpforge.recipe.load import check_world
+from ddpforge.recipe.origins import KeyPath
+from ddpforge.recipe.report import did_you_mean
+from ddpforge.recipe.schema import Component
 from ddpforge.runs.folder import RunFolder
 from ddpforge.training.blocks import check_blocks, find_blocks
 from ddpforge.training.cadence import in_steps
 from ddpforge.training.contract import Size, contract_of, count_parameters
+from ddpforge.training.evaluation import prefix
 from ddpforge.training.fitness import check_model
 from ddpforge.training.optimizer_trial import check_optimizer
 from ddpforge.training.parameter_groups import parameter_groups
@@ -38,11 +50,13 @@ from ddpforge.training.refusals import general_refusals
 from ddpforge.training.rehearsal import FEW, Rehearsal, first_batch, rehearse, take_apart
 from ddpforge.training.sums import SMALL
 
-__all__ = ["WEIGHTS", "Parts"]
+__all__ = ["WEIGHTS", "Parts", "key_of"]
 
 log = logging.getLogger("ddpforge")
 
 _LOCAL = "ddpforge_local_"  # how the registry names modules that are files beside a recipe
+
+_OURS = "ddpforge.builtin.tasks."
 
 WEIGHTS = 0x1217  # keeps the random numbers of initial weights apart from all others
 
@@ -51,6 +65,8 @@ class Parts:
     """What a recipe names, as far as it is built: first what costs little, then data and model.
 
     What cannot work is noted, and the building goes on with what it does not concern; `report` then raises all of it.
+    Where nothing `trains`, there are neither training data, optimizer and schedule, nor trackers; evaluation sets are
+    those that `only` names, or all.
     """
 
     strategy: Strategy
@@ -58,52 +74,57 @@ class Parts:
     callbacks: dict[str, Callback]
     trackers: dict[str, Tracker]
     plan: BatchPlan
-    sets: list[Any]  # the training data and, where there is any, the evaluation data
+    data: dict[str, Any]  # by the recipe's key below `data`: "train", "eval", "eval.NAME"
     model: nn.Module
     size: Size
     horizon: Horizon
     schedule: Schedule
 
     training: Batches
-    evaluation: Batches | None = None
+    evaluation: dict[str, Batches]  # by the set's name
     _fits = False  # whether the task takes model and data
 
-    def __init__(self, loaded: LoadedRecipe, registry: Registry) -> None:
+    def __init__(
+        self, loaded: LoadedRecipe, registry: Registry, *, trains: bool = True, only: Sequence[str] = ()
+    ) -> None:
         self.loaded, self.registry = loaded, registry
         self.recipe: Recipe = loaded.recipe
+        self.trains, self._only = trains, only
         self._problems: list[Problem] = []
         self._errors: list[ForgeError] = []
         self.not_imported = [  # code that the registry does not import; nothing is known of it
             component.use
             for path, component in self.recipe.components().items()
-            if not registry.imports(str(kind_at(path)), component.use)
+            if not registry.imports(str(kind_at(path, loaded.tables)), component.use)
         ]
 
     # ---------------------------------------------------------------------------------------- before ranks join
-    def foresee(
-        self, *, ranks: int, device: str | None = None, trains: bool = True, folder: RunFolder | None = None
-    ) -> None:
+    def foresee(self, *, ranks: int, device: str | None = None, folder: RunFolder | None = None) -> None:
         """Builds all but data, model and schedule, and asks what can be known on `ranks` ranks without those.
 
-        `device` is "cpu" or "cuda"; by default what this machine has. Where nothing is trained, neither the training
-        batch nor initial weights matter; nor do the latter where `folder` holds checkpoints to resume from.
+        `device` is "cpu" or "cuda"; by default what this machine has. Initial weights do not matter where `folder`
+        holds checkpoints to resume from.
         """
         recipe = self.recipe
-        with self.noting("optimizer"):
-            check_optimizer(self.loaded, self.registry)
+        if self.trains:
+            with self.noting("optimizer"):
+                check_optimizer(self.loaded, self.registry)
+        else:
+            self._choose_sets()
         with self.noting("strategy"):
             self.strategy = build(self.registry, "strategy", recipe.strategy)
             contract_of(self.strategy)
         with self.noting("task"):
             self.task = build(self.registry, "task", recipe.task)
         self.callbacks = self._named("callbacks", "callback", recipe.callbacks)
-        self.trackers = self._named("track", "tracker", recipe.track.trackers)
+        if self.trains:
+            self.trackers = self._named("track", "tracker", recipe.track.trackers)
         if hasattr(self, "strategy"):
-            self._ask_strategy(ranks, device, trains=trains)
+            self._ask_strategy(ranks, device)
         elif recipe.strategy.use in self.not_imported:
             with self.noting("train", "global_batch"):
                 self.plan = check_world(self.loaded, ranks)
-        if trains and recipe.checkpoint.init_from and not (folder and any(folder.checkpoints.glob("step-*"))):
+        if self.trains and recipe.checkpoint.init_from and not (folder and any(folder.checkpoints.glob("step-*"))):
             with self.noting("checkpoint", "init_from"):
                 find_initial(recipe.checkpoint.init_from)
 
@@ -114,16 +135,28 @@ class Parts:
                 found[name] = build(self.registry, kind, component)
         return found
 
-    def _ask_strategy(self, ranks: int, device: str | None, *, trains: bool) -> None:
+    def _ask_strategy(self, ranks: int, device: str | None) -> None:
         train = self.recipe.train
         with self.noting("strategy"):
             where = device or device_type(train)
             general = general_refusals(train, self.strategy.data_ranks(ranks), where)
             for refusal in (*general, *self.strategy.refusals(train, ranks, where)):
                 self.note(tuple(refusal.key.split(".")), UsageError(refusal.message, hints=refusal.hints))
-        if trains:
+        if self.trains:
             with self.noting("train", "global_batch"):
                 self.plan = check_world(self.loaded, self.strategy.data_ranks(ranks))
+
+    def _choose_sets(self) -> None:
+        """Raises UsageError unless there is something to evaluate on: every set that is asked for."""
+        known = [name for name in self.recipe.data.evaluations if name]
+        if not self.recipe.data.evaluations:
+            raise UsageError("the recipe has no [data.eval] to evaluate on")
+        for name in self._only:
+            if name not in known:
+                there = [f"there are {', '.join(known)}"] if known else ["its one [data.eval] has no name"]
+                raise UsageError(
+                    f"the recipe has no [data.eval.{name}] to evaluate on", hints=[*did_you_mean(name, known), *there]
+                )
 
     # ---------------------------------------------------------------------------------------- data and model
     def build(self, *, meta: bool = False) -> None:
@@ -132,14 +165,17 @@ class Parts:
         With `meta` a large model has no memory, where it can be built so: nothing but its shapes is known then.
         """
         recipe, registry = self.recipe, self.registry
-        self._built_sets = {}
-        for key in ("train", "eval"):
-            if component := getattr(recipe.data, key):
-                with self.noting("data", key):
-                    self._built_sets[key] = build(registry, "data", component, seed=recipe.train.seed)
-        self.sets = list(self._built_sets.values())
-        if "train" in self._built_sets:
+        components = {"train": recipe.data.train} if self.trains else {}
+        components |= {key_of(name): component for name, component in self._evaluations().items()}
+        self.data = {}
+        for key, component in components.items():
+            with self.noting("data", *key.split(".")):
+                self.data[key] = build(registry, "data", component, seed=recipe.train.seed)
+        if "train" in self.data:
             self._count_steps()
+        for key in self.data.keys() - {"train"}:
+            with self.noting("data", *key.split(".")):
+                open_data(self.data[key], **self._opened(1))
 
         # The same initial weights on every rank.
         torch.manual_seed(mix(recipe.train.seed, WEIGHTS))
@@ -148,6 +184,14 @@ class Parts:
             check_model(self.model)
             self.size = count_parameters(self.model)
             self._fit()
+
+    def _evaluations(self) -> dict[str, Component]:
+        """The evaluation sets by name, less those that nobody asked for."""
+        return {
+            name: component
+            for name, component in self.recipe.data.evaluations.items()
+            if not self._only or name in self._only
+        }
 
     def _model(self) -> nn.Module:
         with self.strategy.building() if hasattr(self, "strategy") else nullcontext():
@@ -167,28 +211,25 @@ class Parts:
         """Asks whether the model suits the data and the keys of the recipe that speak of it."""
         recipe = self.recipe
         with self.noting("task", faults=(ValueError,)):
-            for data in self.sets if hasattr(self, "task") else ():
+            for data in self.data.values() if hasattr(self, "task") else ():
                 self.task.check(self.model, data)
-            self._fits = hasattr(self, "task") and bool(self.sets)
+            self._fits = hasattr(self, "task") and bool(self.data)
         with self.noting("train", "blocks", faults=(ValueError,)):
             check_blocks(find_blocks(self.model, recipe.train.blocks), recipe.train)
         with self.noting("optimizer", faults=(ValueError,)):
-            parameter_groups(self.model, recipe.optimizer.no_decay)
+            parameter_groups(self.model, recipe.optimizer.no_decay if self.trains else ())
 
     def _count_steps(self) -> None:
         """How long the run is, and whether all that happens every so often can be counted in steps."""
         recipe, train = self.recipe, self.recipe.train
         with self.noting("data", "train"):
-            per_epoch = open_data(self._built_sets["train"], **self._opened(train.global_batch)).steps_per_epoch
+            per_epoch = open_data(self.data["train"], **self._opened(train.global_batch)).steps_per_epoch
             length, counted = train.length, Horizon(None, per_epoch)
             with self.noting("train", "length"):
                 self.horizon = Horizon(None if length.is_time else in_steps("train.length", length, counted), per_epoch)
             for path, duration in self._cadences():
                 with self.noting(*path):
                     in_steps(".".join(path), duration, counted)
-        if "eval" in self._built_sets:
-            with self.noting("data", "eval"):
-                open_data(self._built_sets["eval"], **self._opened(1))
         if hasattr(self, "horizon"):
             with self.noting("schedule"):
                 self.schedule = build(self.registry, "schedule", recipe.schedule, horizon=self.horizon)
@@ -214,33 +255,36 @@ class Parts:
     is_open = False
 
     def open(self, world: World) -> None:
-        """Deals the data out: this rank's part of the training data and, where there is any, of the evaluation data."""
-        recipe, train = self.recipe, self.recipe.train
-        plan = plan_batch(train, world.data.size)
+        """Deals the data out: this rank's part of the training data, and of each evaluation set."""
+        recipe, train, ranks = self.recipe, self.recipe.train, world.data.size
         fetching: dict[str, Any] = {
             "seed": train.seed,
             "workers": recipe.data.workers,
             "prefetch": recipe.data.prefetch,
             "pin": world.device.type == "cuda",
         }
-        self.training = open_data(
-            self.sets[0],
-            global_batch=plan.global_batch,
-            share=RankShare(world.data.rank, world.data.size, plan.micro_batch, train.elastic_shards),
-            shuffle=True,
-            drop_last=train.last_batch == "drop",
-            **fetching,
-        )
-        if len(self.sets) > 1:
-            batch = train.eval_batch or plan.micro_batch
-            self.evaluation = open_data(
-                self.sets[1],
-                global_batch=batch * world.data.size,
-                share=RankShare(world.data.rank, world.data.size, batch),
+        if self.trains:
+            plan = plan_batch(train, ranks)
+            self.training = open_data(
+                self.data["train"],
+                global_batch=plan.global_batch,
+                share=RankShare(world.data.rank, ranks, plan.micro_batch, train.elastic_shards),
+                shuffle=True,
+                drop_last=train.last_batch == "drop",
+                **fetching,
+            )
+        batch = train.eval_batch or max(1, train.per_pass(ranks))
+        self.evaluation = {
+            name: open_data(
+                self.data[key_of(name)],
+                global_batch=batch * ranks,
+                share=RankShare(world.data.rank, ranks, batch),
                 shuffle=False,
                 drop_last=False,
                 **fetching,
             )
+            for name in self._evaluations()
+        }
         self.is_open = True
 
     # ---------------------------------------------------------------------------------------- a few samples
@@ -249,14 +293,15 @@ class Parts:
         found: dict[str, Rehearsal] = {}
         if not self._fits:
             return found
-        for key, data in self._built_sets.items():
+        for key, data in self.data.items():
             if hasattr(data, "__len__") and not len(data):
                 continue  # which was told when steps were counted
             with self.noting("task"), self._telling(f"data.{key}"), own_random_numbers():
                 batch = first_batch(data, most=self._most(key), seed=self.recipe.train.seed)
                 found[key] = self._rehearse(key, batch, self._gpu())
-        if "eval" in found and type(self.task).__module__.startswith("ddpforge.builtin.tasks."):
-            self._find_metrics({f"eval/{name}" for name in found["eval"].metrics})
+        evaluated = {name: found[key].metrics for name in self._evaluations() if (key := key_of(name)) in found}
+        if evaluated.keys() == self._evaluations().keys() and _is_ours(self.task):
+            self._find_metrics(evaluated)
         return found
 
     def rehearse(self) -> None:
@@ -267,8 +312,8 @@ class Parts:
         they may do more than compute. An error in a model's forward pass that training would meet as well is told; any
         other (a model may need a GPU) is left to the first step.
         """
-        home = type(self.task).loss.__module__ if self._fits else ""
-        ours = home.startswith("ddpforge.builtin.tasks.")
+        home = type(self.task).loss.__module__ if self._fits and self.trains else ""
+        ours = home.startswith(_OURS)
         calls = self._may_call_model() and (ours or home.startswith(_LOCAL))
         if not (ours or calls) or self.recipe.data.workers:
             return
@@ -279,8 +324,8 @@ class Parts:
                 batch = _few(whole)
                 if calls:
                     metrics = self._rehearse("train", batch, None).metrics
-                    if ours and self.recipe.data.eval:
-                        self._find_metrics({f"eval/{name}" for name in metrics})
+                    if ours:
+                        self._find_metrics(dict.fromkeys(self._evaluations(), metrics))
                 else:
                     take_apart(self.task, batch)
             except ForgeError:
@@ -325,7 +370,7 @@ class Parts:
     def _first(self) -> Any:
         if self.is_open:
             return self.training.first().data
-        return first_batch(self._built_sets["train"], most=self._most("train"), seed=self.recipe.train.seed)
+        return first_batch(self.data["train"], most=self._most("train"), seed=self.recipe.train.seed)
 
     def _gpu(self) -> str | None:
         """Where ranks will compute, if that is not where the model is."""
@@ -334,14 +379,18 @@ class Parts:
     def _most(self, key: str) -> int:
         train = self.recipe.train
         micro = self.plan.micro_batch if hasattr(self, "plan") else train.global_batch
-        return (train.eval_batch if key == "eval" else None) or micro
+        return (train.eval_batch if key != "train" else None) or micro
 
     def _rehearse(self, key: str, batch: Any, device: str | None) -> Rehearsal:
         use = "training" if key == "train" else "evaluation"
         return rehearse(self.model, self.task, batch, use=use, precision=self.recipe.train.precision, device=device)
 
-    def _find_metrics(self, known: set[str]) -> None:
-        """Asks whether the metrics by which the recipe decides are there; other tasks name some only now and then."""
+    def _find_metrics(self, sets: Mapping[str, Mapping[str, float]]) -> None:
+        """Asks whether the metrics by which the recipe decides are those of a set; `sets` has the metrics of each.
+
+        Tasks that are not ours name some only now and then.
+        """
+        known = {f"{prefix(name)}{metric}" for name, metrics in sets.items() for metric in metrics}
         wanted: list[tuple[KeyPath, object]] = [
             (("callbacks", name, "metric"), getattr(callback, "metric", ""))
             for name, callback in self.callbacks.items()
@@ -411,6 +460,15 @@ class Parts:
         if all(found.exit_code == ExitCode.ENVIRONMENT for found in self._errors):
             error.exit_code = ExitCode.ENVIRONMENT
         raise error
+
+
+def key_of(name: str) -> str:
+    """The recipe's key of an evaluation set, below `data`."""
+    return f"eval.{name}" if name else "eval"
+
+
+def _is_ours(task: Task) -> bool:
+    return type(task).__module__.startswith(_OURS)
 
 
 def _position(problem: Problem) -> tuple[bool, str, int, int]:

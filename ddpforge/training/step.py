@@ -1,28 +1,28 @@
-"""What a step computes: forward and backward of its micro-batches, and the update. And what an evaluation does."""
+"""What a step computes: forward and backward of its micro-batches, and the update."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ddpforge.data import MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import PluginError, StrategyError
 from ddpforge.interfaces import Explores, Exploring, Pass, Replica, Task, Total, World
 from ddpforge.training.batchnorm import Buffers, Statistics, unchanged
-from ddpforge.training.first_look import FirstLook, checked_total
 from ddpforge.training.sums import refuse_mean
+from ddpforge.training.totals import Meter, add
 
 __all__ = ["Steps"]
 
-_FORWARD, _EVALUATION = 0xF03A, 0xE7A1  # keep the random numbers of forward passes apart from those of the data
+_FORWARD = 0xF03A  # keeps the random numbers of forward passes apart from those of the data
 
 
 class Steps:
@@ -48,7 +48,7 @@ class Steps:
         self._world, self._replica, self._task = world, replica, task
         self._optimizer, self._statistics = optimizer, statistics
         self._seed, self._skips, self._compares = seed, skips, compares
-        self._look = FirstLook(task)
+        self._meter = Meter(task, "training")
         self._passes: int = getattr(optimizer, "passes", 1)
         if self._passes > 1 and not isinstance(replica, Explores):
             raise StrategyError(
@@ -79,23 +79,6 @@ class Steps:
             return totals, self._explore(step, cast(list[MicroBatch], micro_batches), items)
         return totals, self._replica.step()
 
-    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> dict[str, Total]:
-        """Forward passes without an update; stand-ins that fill up a last batch count nothing."""
-        found: dict[str, Total] = {}
-        running: deque[tuple[MicroBatch, Any]] = deque()
-
-        def passes() -> Iterator[Pass]:
-            for number, micro in enumerate(micro_batches):
-                batch = to_device(micro.data, self._world.device)
-                running.append((micro, batch))
-                seed = mix(self._seed, _EVALUATION, number, self._world.data.rank)
-                yield Pass(batch=batch, seed=partial(seed_all, seed, self._world.device))
-
-        compute = partial(self._compute, use="evaluation")
-        for result in self._replica.passes(passes(), compute, trains=False):
-            _add(found, self._totals(*running.popleft(), result, measure="evaluation"))
-        return found
-
     # -- one step
     def _count(
         self, first: MicroBatch, micro_batches: Iterable[MicroBatch]
@@ -108,7 +91,7 @@ class Steps:
         if self._task.count(first.data) is None:
             return micro_batches, first.step_samples
         batches = list(micro_batches)
-        mine = torch.stack([torch.as_tensor(self._items(micro), dtype=torch.float64) for micro in batches]).sum()
+        mine = torch.stack([torch.as_tensor(self._meter.items(micro), dtype=torch.float64) for micro in batches]).sum()
         if mine.device.type == "cpu" and not 0 <= mine < math.inf:
             raise PluginError(
                 f"{type(self._task).__name__}.count gave {mine.item():g} for a step",
@@ -129,9 +112,8 @@ class Steps:
                 running.append((micro, batch))
                 yield self._pass(step, micro, batch, items)
 
-        compute, use = partial(self._compute, use="training"), "training" if measure else None
-        for result in self._replica.passes(passes(), compute, trains=True):
-            _add(found, self._totals(*running.popleft(), result, measure=use))
+        for result in self._replica.passes(passes(), self._meter.compute, trains=True):
+            add(found, self._meter.totals(*running.popleft(), result, metrics=measure))
         return found
 
     def _pass(self, step: int, micro: MicroBatch, batch: Any, items: Tensor | int) -> Pass:
@@ -148,10 +130,6 @@ class Steps:
             # A stand-in is no data: statistics must not count it.
             around=nullcontext() if micro.samples else unchanged(self._replica.bare),
         )
-
-    def _compute(self, module: nn.Module, one: Pass, *, use: str) -> tuple[Tensor, Any]:
-        one.seed()
-        return self._look.loss(module, one.batch, use)
 
     def _scale(self, items: Tensor | int) -> Tensor | float:
         """What makes the mean of gradients over data ranks, which every strategy takes, that over the step's items."""
@@ -176,42 +154,3 @@ class Steps:
         if not math.isfinite(norm.item()):  # there was no update, after which forward passes would use what is restored
             self._replica.weights.changed()
         return norm
-
-    # -- what comes of a micro-batch
-    def _totals(
-        self, micro: MicroBatch, batch: Any, result: tuple[Tensor, Any] | None, *, measure: str | None
-    ) -> dict[str, Total]:
-        """What a micro-batch adds to sums and counts; a stand-in adds nothing, under the same names.
-
-        Where another rank has the loss, that rank counts it.
-        """
-        if result is None:
-            return {}
-        loss, outputs = result
-        totals = {"loss": Total(loss.detach(), self._items(micro))}
-        if measure:
-            with torch.no_grad():
-                totals |= self._look.metrics(outputs, batch, measure)
-        if micro.samples:
-            return {name: _exact(name, total) for name, total in totals.items()}
-        return {name: Total(torch.zeros((), dtype=torch.float64), 0) for name in totals}
-
-    def _items(self, micro: MicroBatch) -> Tensor | int:
-        """How many items the micro-batch's loss sums over."""
-        if not micro.samples:
-            return 0
-        counted = self._task.count(micro.data)
-        return micro.samples if counted is None else counted
-
-
-def _exact(name: str, total: Total) -> Total:
-    """A copy in float64, for adding up: 256 + 1 is 256 in bfloat16. CUDA graphs reuse their outputs, copies stay."""
-    checked_total(name, total)
-    count = total.count.detach().double() if isinstance(total.count, Tensor) else total.count
-    return Total(total.sum.detach().to(torch.float64, copy=True), count)
-
-
-def _add(totals: dict[str, Total], more: Mapping[str, Total]) -> None:
-    for name, total in more.items():
-        before = totals.get(name)
-        totals[name] = total if before is None else Total(before.sum + total.sum, before.count + total.count)

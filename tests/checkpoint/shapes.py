@@ -5,7 +5,7 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from ddpforge.interfaces.regions import Box, Range, Region, Shape, split
+from ddpforge.interfaces.regions import Box, Range, Shape, Simple, split
 
 
 @st.composite
@@ -14,7 +14,7 @@ def shapes(draw: st.DrawFn, smallest: int = 0) -> Shape:
 
 
 @st.composite
-def regions(draw: st.DrawFn, shape: Shape) -> Region:
+def regions(draw: st.DrawFn, shape: Shape) -> Simple:
     if draw(st.booleans()):
         start, stop = sorted(draw(st.tuples(*[st.integers(0, prod(shape))] * 2)))
         return Range(start, stop)
@@ -23,16 +23,16 @@ def regions(draw: st.DrawFn, shape: Shape) -> Region:
 
 
 @st.composite
-def several(draw: st.DrawFn, count: int, smallest: int = 0) -> tuple[Shape, list[Region]]:
+def several(draw: st.DrawFn, count: int, smallest: int = 0) -> tuple[Shape, list[Simple]]:
     shape = draw(shapes(smallest))
     return shape, [draw(regions(shape)) for _ in range(count)]
 
 
 @st.composite
-def tilings(draw: st.DrawFn) -> tuple[Shape, list[Region]]:
+def tilings(draw: st.DrawFn) -> tuple[Shape, list[Simple]]:
     """Regions that cover a tensor exactly: it is cut again and again, along a dimension or anywhere in its order."""
     shape = draw(shapes(1))
-    found: list[Region] = [Box((0,) * len(shape), shape)]
+    found: list[Simple] = [Box((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 6))):
         chosen = found.pop(draw(st.integers(0, len(found) - 1)))
         wide = [axis for axis, count in enumerate(chosen.size) if count > 1] if isinstance(chosen, Box) else []
@@ -51,7 +51,7 @@ def tilings(draw: st.DrawFn) -> tuple[Shape, list[Region]]:
     return shape, draw(st.permutations(found))
 
 
-def elements(shape: Shape, region: Region) -> np.ndarray:
+def elements(shape: Shape, region: Simple) -> np.ndarray:
     """The flat positions of a region's elements, in its own shape and order, by numpy's own slicing."""
     line = np.arange(prod(shape))
     if isinstance(region, Range):

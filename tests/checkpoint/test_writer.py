@@ -32,7 +32,7 @@ from ddpforge.checkpoint.retention import committed, newest
 from ddpforge.errors import CheckpointError
 from ddpforge.exchange.export import export
 from ddpforge.interfaces import CanonicalState
-from ddpforge.interfaces.regions import Box, Part, Range, Region, Shape
+from ddpforge.interfaces.regions import Box, Part, Pieces, Range, Shape, Simple
 from ddpforge.ranks.collectives import Alone
 from ddpforge.ranks.writers import Peers
 
@@ -57,7 +57,7 @@ def test_tensors_that_all_ranks_hold_come_back_bit_for_bit(folder: Path, ranks: 
 @given(tilings(), st.integers(1, 3), st.data())
 def test_any_regions_of_any_ranks_make_up_a_tensor_of_which_any_region_can_be_read(
     tmp_path_factory: pytest.TempPathFactory,
-    case: tuple[Shape, list[Region]],
+    case: tuple[Shape, list[Simple]],
     ranks: int,
     data: st.DataObject,
 ) -> None:
@@ -84,11 +84,38 @@ def test_any_regions_of_any_ranks_make_up_a_tensor_of_which_any_region_can_be_re
         assert torch.equal(target, expected)
 
 
-def part_of(tensor: Tensor, region: Region) -> Tensor:
+def part_of(tensor: Tensor, region: Simple) -> Tensor:
     if isinstance(region, Range):
         return tensor.flatten()[region.start : region.stop].clone()
     slices = tuple(slice(begin, begin + count) for begin, count in zip(region.offset, region.size, strict=True))
     return tensor[slices].clone()
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.sampled_from([(), (2,), (3, 2)]))
+def test_a_fused_weight_is_split_by_heads_and_comes_back_under_any_split(
+    tmp_path_factory: pytest.TempPathFactory, ranks: int, fused: int, rows: int, rest: tuple[int, ...]
+) -> None:
+    """Queries, keys and values lie one below the other; each rank has some rows of each, as one tensor."""
+    tensor = counted(fused * ranks * rows, *rest)
+
+    def heads(rank: int, of: int) -> Part:
+        count = len(tensor) // fused // of
+        begins = [part * len(tensor) // fused + rank * count for part in range(fused)]
+        pieces = Pieces(tuple(Box((begin, *(0 for _ in rest)), (count, *rest)) for begin in begins))
+        return Part(torch.cat([tensor[begin : begin + count] for begin in begins]), tuple(tensor.shape), pieces)
+
+    shares = [RankState(model={"qkv": heads(rank, ranks)}) for rank in range(ranks)]
+    reader = Reader(saved(tmp_path_factory.mktemp("fused"), shares))
+
+    assert torch.equal(reader.read("model", "qkv"), tensor)
+    for of in (1, ranks):
+        for rank in range(of):
+            part = heads(rank, of)
+            target = torch.zeros_like(part.tensor)
+            region = part.region if of > 1 else Pieces((Box((0,) * tensor.ndim, tuple(tensor.shape)),))
+            reader.read_into("model", "qkv", region, target)
+            assert torch.equal(target, part.tensor)
 
 
 LAYOUTS = [("flat", 2), ("flat", 5), ("rows", 2), ("rows", 4), ("columns", 3), ("whole", 1), ("whole", 4)]

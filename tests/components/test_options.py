@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor, nn
 
+from ddpforge.components.kinds import KINDS
 from ddpforge.components.options import OptionRow, options_model, options_table
-from ddpforge.components.registry import GIVEN, BrokenComponent, Entry, Registry, UnknownComponent
+from ddpforge.components.registry import BrokenComponent, Entry, Registry, UnknownComponent
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Callback, Data, Duration, Metric, Task, Total
 from ddpforge.recipe.schema import Component
@@ -506,7 +507,7 @@ def test_nested_components_get_what_ddpforge_hands_to_their_kind() -> None:
     options = dict(model.model_validate_json('{"parts": ["seeded", {"use": "seeded", "size": 3}]}'))
 
     assert REGISTRY.build("data", Component(use="joined", options=options), seed=7) == [(7, 1), (7, 3)]
-    assert GIVEN["data"] == {"seed"}
+    assert KINDS["data"].given.keys() == {"seed"}
 
 
 # --------------------------------------------------------------------------------------------------- for people

@@ -14,9 +14,8 @@ import torch
 from fake_distributions import forgetting_modules_below, install
 from torch import nn
 
+from ddpforge.components.kinds import KINDS
 from ddpforge.components.registry import (
-    GIVEN,
-    KINDS,
     AmbiguousComponent,
     BrokenComponent,
     BuildFailed,
@@ -454,9 +453,9 @@ def test_a_component_gets_its_options_and_what_its_signature_names(folder: Path)
     assert build("constant") == "constant"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if GIVEN[kind]])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].given])
 def test_what_ddpforge_hands_over_is_refused_as_an_option(folder: Path, kind: str) -> None:
-    (name,) = GIVEN[kind]
+    (name,) = KINDS[kind].given
     write(folder / "parts.py", "def part(**anything): ...")
     component = Component(use="./parts.py:part", options={name: 1}, base=folder)
 

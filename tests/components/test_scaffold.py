@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ddpforge.cli import main
-from ddpforge.components.registry import KINDS
+from ddpforge.components.kinds import KINDS
 from ddpforge.components.scaffold import write_plugin
 from ddpforge.recipe import load_recipe
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ddpforge.interfaces.regions import (
     Box,
     Part,
+    Pieces,
     Range,
     Region,
     Shape,
@@ -251,3 +252,35 @@ def test_a_whole_tensor_is_stored_in_its_own_shape_and_a_range_in_a_line() -> No
     assert held_shape((2, 3), Range(0, 5)) == (5,)
     assert held_shape((2, 3), Box((0, 1), (2, 2))) == (2, 2)
     assert held_shape((), whole(())) == ()
+
+
+# ---------------------------------------------------------------------------------------------- pieces
+ROWS = Pieces((Box((0, 0), (1, 3)), Box((4, 0), (2, 3))))
+
+
+def test_a_part_of_pieces_is_simple_parts_that_share_its_memory() -> None:
+    tensor = torch.arange(9.0).view(3, 3)
+    part = Part(tensor, (6, 3), ROWS, 1, 2)
+    first, second = part.simple()
+    assert (first.region, first.replica, first.replicas) == (Range(0, 3), 1, 2)
+    assert second.region == Range(12, 18)
+    second.tensor.zero_()
+    assert tensor.tolist() == [[0.0, 1.0, 2.0], [0.0] * 3, [0.0] * 3]
+    assert part.elements(ROWS).tolist() == tensor.flatten().tolist()
+
+
+def test_one_piece_is_a_box_and_none_is_nothing() -> None:
+    assert normal((6, 3), Pieces((Box((4, 1), (2, 1)), Box((0, 0), (0, 3))))) == Box((4, 1), (2, 1))
+    assert normal((6, 3), Pieces((Box((0, 0), (0, 3)),))) == Range(0, 0)
+    assert normal((6, 3), ROWS) == ROWS
+
+
+@pytest.mark.parametrize("pieces", [Pieces((Box((0, 0), (1, 3)), Box((5, 0), (2, 3)))), Pieces((Box((0,), (1,)),))])
+def test_pieces_that_are_not_in_the_tensor_are_refused(pieces: Pieces) -> None:
+    with pytest.raises(ValueError, match="is not part of a tensor of shape"):
+        normal((6, 3), pieces)
+
+
+def test_a_tensor_that_is_not_as_its_pieces_lie_is_refused() -> None:
+    with pytest.raises(ValueError, match="is not Pieces"):
+        Part(torch.zeros(9), (6, 3), ROWS)

@@ -215,7 +215,7 @@ def test_the_recipes_timeout_holds_until_all_have_told(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "rendezvous", rendezvous)
     with pytest.raises(RuntimeError, match="nobody came"):
-        DDP().setup(train(device="cpu", timeout="7m"))
+        join.join(train(device="cpu", timeout="7m"), DDP())
     assert waits == [timedelta(minutes=7)]
 
 

@@ -78,6 +78,9 @@ def test_valid_recipes_pass_whole_and_in_part(registry: Registry, load: Load, va
     assert _marked(registry, text) == set()
     assert _marked(registry, load(text).dumps()) == set()
     assert _marked(registry, 'extends = ["a.toml"]\nvars.n = 3\ntrain.global_batch = "${vars.n}"\n') == set()
+    assert _marked(registry, 'data.eval = { a = { use = "digits" }, b = { use = "folder", root = "." } }\n') == set()
+    assert _marked(registry, 'data.eval = { use = "folder", labels = { cat = 0 } }\ndata.workers = 1\n') == set()
+    assert _marked(registry, 'data.eval.split = "test"\n') == set()
     assert _marked(registry, 'model.use = "./my.py:Net"\nmodel.anything = 3\nstrategy.use = "pkg:X"\n') == set()
 
 
@@ -93,6 +96,9 @@ def test_valid_recipes_pass_whole_and_in_part(registry: Registry, load: Load, va
         ("optimizer = { use = 'sgd', lr = -1 }", "optimizer.lr"),
         ("optimizer = { use = 'lion' }", "optimizer.use"),
         ("data.train = { use = 'digits', split = 'tset' }", "data.train.split"),
+        ("data.eval.a = { use = 'digits', split = 'tset' }", "data.eval.a.split"),
+        ("data.eval = { use = 'digits', a = { use = 'digits' } }", "data.eval.a"),
+        ("data.eval = 'digits'", "data.eval"),
         ("track.wandb.projct = 'p'", "track.wandb.projct"),
         ("callbacks.slow = { use = 'ema', decay = 2 }", "callbacks.slow.decay"),
         ("checkpoint.keep.lst = 3", "checkpoint.keep.lst"),

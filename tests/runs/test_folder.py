@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +16,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from ddpforge import disk
 from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.recipe import LoadedRecipe
+from ddpforge.recipe.schema import Recipe, Resume, Section, declared, resume_policy
 from ddpforge.runs.environment import describe_environment
 from ddpforge.runs.folder import RunFolder, Status, papers_of, recipe_changes, refuse_fixed
 
@@ -406,6 +410,40 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         inner = inner.setdefault(table, {})
     inner[key] = value
     return new
+
+
+def keys(section: type[BaseModel], at: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key of a recipe that holds a value or names components."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from keys(field.annotation, f"{at}{name}.")
+        else:
+            yield f"{at}{name}", field
+
+
+@pytest.mark.parametrize(("path", "field"), [*keys(Recipe)])
+def test_every_key_of_a_recipe_says_whether_a_run_may_go_on_with_another_value(path: str, field: FieldInfo) -> None:
+    assert declared(field) is not None, f"declare `{path}` in recipe/schema.py: Annotated[…, Resume.…]"
+    assert resume_policy(path) is declared(field)
+
+
+@pytest.mark.parametrize(
+    ("path", "policy"),
+    [
+        ("data.train.workers", Resume.FIXED),  # an option of the dataset, not of [data]
+        ("data.eval.split", Resume.FIXED),
+        ("optimizer.momentum", Resume.TUNABLE),
+        ("callbacks.ema.use", Resume.TUNABLE),
+        ("track.wandb.every", Resume.OUTSIDE),
+        ("checkpoint.keep.last", Resume.OUTSIDE),
+        ("checkpoint.init_from", Resume.FREE),
+        ("strategy.stage", Resume.FREE),
+        ("train.long_gone", Resume.TUNABLE),
+        ("long_gone.key", Resume.TUNABLE),
+    ],
+)
+def test_an_option_is_judged_as_its_components_table(path: str, policy: Resume) -> None:
+    assert resume_policy(path) is policy
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """What a step, an agreement and a state are under DDP and in one process, in numbers that can be worked out by hand."""
 
-import logging
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ddpforge.strategies.accelerated import AcceleratedStrategy
 from forked import Training, in_ranks, refused, saved, train
 from own_optimizers import Counting
 from saved import Saved
@@ -16,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from ddpforge.errors import CheckpointError, StrategyError, UsageError
-from ddpforge.interfaces import CanonicalState, Part, Range, World
-from ddpforge.strategies import accelerated
+from ddpforge.interfaces import CanonicalState, Part, Range
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.single import Single
@@ -88,8 +86,9 @@ def test_only_the_last_micro_batch_waits_for_other_ranks(options: dict[str, bool
         training.step(torch.ones(2))
         found = []
         for last in (False, False, True):
-            with training.strategy.micro_step(training.model, last=last):
-                training.strategy.backward(training.model(torch.tensor([1.0 + number, 0.0])).sum())
+            with training.replica.forward(last=last):
+                loss = training.model(torch.tensor([1.0 + number, 0.0])).sum()
+            training.replica.backward(loss)
             (weight,) = training.model.parameters()
             assert weight.grad is not None
             found.append(weight.grad[0].item())
@@ -135,9 +134,9 @@ def test_a_gradient_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all(pr
         training = Training(DDP(), Dot, momentum, precision=precision)
         first = training.step(torch.ones(2))
         bad = training.step(torch.full((2,), torch.inf if number else 1.0))
-        excused = training.strategy.overflowed()
+        excused = training.replica.overflowed()
         training.step(torch.ones(2))
-        return first, bad, excused, training.weights()["w"], training.strategy.loop_state().get("loss_scale")
+        return first, bad, excused, training.weights()["w"], training.replica.precision.state().get("loss_scale")
 
     fp16 = precision == "fp16"
     found = (pytest.approx(2**0.5), torch.inf, fp16, [-2.5, -2.5], 2.0**15 if fp16 else None)
@@ -148,9 +147,10 @@ def test_the_scale_of_the_loss_is_kept_in_the_state_of_the_loop() -> None:
     def rank(number: int) -> Any:
         first, second = Training(Single(), Dot, precision="fp16"), Training(Single(), Dot, precision="fp16")
         first.step(torch.full((2,), torch.inf))
-        second.strategy.load_loop_state(first.strategy.loop_state())
-        second.strategy.load_loop_state({})  # of a run that was not fp16
-        return first.strategy.loop_state(), second.strategy.loop_state()
+        kept = saved(first.state())
+        second.replica.load_state(kept)
+        second.replica.load_state(replace(kept, numbers={}))  # of a run that was not fp16
+        return first.state().numbers, second.state().numbers
 
     (found,) = in_ranks(1, rank)
     assert found == ({"loss_scale": 2.0**15, "loss_scale_growth_tracker": 0},) * 2
@@ -177,9 +177,14 @@ def test_exploring_sees_the_true_gradient_unless_it_is_not_finite_and_forgets_it
         norms = []
         for value in (4.0, torch.inf, 8.0):
             training.backward(torch.tensor([value * number, 0.0]))
-            norms.append(training.strategy.explore(training.model, training.optimizer).item())  # type: ignore[arg-type]
+            norms.append(training.replica.explore(training.optimizer).item())
         assert isinstance(training.optimizer, Explorer)
-        return norms, training.optimizer.seen, training.weights()["w"], training.strategy.loop_state().get("loss_scale")
+        return (
+            norms,
+            training.optimizer.seen,
+            training.weights()["w"],
+            training.replica.precision.state().get("loss_scale"),
+        )
 
     seen = [(2.0, [2.0, 0.0]), (4.0, [4.0, 0.0])]
     scale = 2.0**15 if precision == "fp16" else None
@@ -249,25 +254,35 @@ def test_a_frozen_weight_is_left_alone_and_nobody_complains() -> None:
 
 def test_a_loss_is_looked_at_in_every_backward_pass() -> None:
     def rank(number: int) -> Any:
-        strategy = Training(Single(), Dot).strategy
+        replica = Training(Single(), Dot).replica
         losses = (torch.ones(2), torch.ones(()))
-        return [refused(UsageError, partial(strategy.backward, loss)) for loss in losses]
+        return [refused(UsageError, partial(replica.backward, loss)) for loss in losses]
 
     (found,) = in_ranks(1, rank)
     assert found[0].startswith("the task's loss has the shape [2]")
     assert found[1].startswith("the loss depends on no trained parameter")
 
 
-def test_a_model_that_comes_back_without_a_wrapper_is_refused_where_there_are_several_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def rank(number: int) -> Any:
-        return refused(StrategyError, lambda: Training(DDP(), Dot))
+def test_a_model_without_trained_parameters_is_refused_where_there_are_several_ranks() -> None:
+    """DistributedDataParallel does not take it, and there would be nothing to synchronise."""
 
-    monkeypatch.setattr(accelerated.Accelerator, "prepare_model", lambda self, model: model)
+    def rank(number: int) -> Any:
+        def elsewhere(_: Any) -> SGD:
+            return SGD([torch.zeros(1)], lr=1.0)
+
+        return refused(StrategyError, lambda: Training(DDP(), partial(nn.BatchNorm1d, 1, affine=False), elsewhere))
+
     for message in in_ranks(2, rank):
-        assert message.startswith("asked for DDP over 2 ranks, but the prepared model is a Dot")
-    assert in_ranks(1, lambda number: Training(DDP(), Dot).step(torch.ones(1))) == [pytest.approx(2**0.5)]
+        assert message.startswith("asked for DDP over 2 ranks, and the model has no parameter to train | ")
+
+
+def test_alone_a_model_is_not_wrapped() -> None:
+    def rank(number: int) -> Any:
+        training = Training(DDP(), Dot)
+        assert training.model is training.replica.bare
+        return training.step(torch.ones(1)), type(training.model).__name__
+
+    assert in_ranks(1, rank) == [(pytest.approx(2**0.5), "Dot")]
 
 
 @pytest.mark.parametrize(("precision", "refused_"), [("fp32", False), ("bf16", True), ("fp16", True)])
@@ -336,12 +351,12 @@ def test_training_passes_are_watched_until_the_first_update_and_no_others() -> N
     def rank(number: int) -> Any:
         training = Training(Single(), Writes)
         training.model.eval()
-        with training.strategy.forward():
+        with training.replica.forward():
             training.model(torch.ones(2))
         training.model.train()
         said = refused(UsageError, lambda: training.backward(torch.ones(2)))
-        training.strategy.backward(training.model(torch.ones(2)).sum())
-        training.strategy.step(training.model, training.optimizer)
+        training.replica.backward(training.model(torch.ones(2)).sum())
+        training.replica.step()
         training.step(torch.ones(2))
         return said, training.weights()["w"]
 
@@ -357,7 +372,7 @@ def test_a_forward_pass_computes_in_the_precision_of_the_recipe() -> None:
             training = Training(Single(), lambda: nn.Linear(2, 2), precision=precision)
             for mode in (True, False):
                 training.model.train(mode)
-                with training.strategy.forward():
+                with training.replica.forward():
                     found.append(str(training.model(torch.ones(2)).dtype))
             assert training.model.weight.dtype == torch.float32
         return found
@@ -418,7 +433,7 @@ def values(module: nn.Module) -> dict[str, Any]:
 def test_all_ranks_begin_with_rank_0s_weights_and_buffers_of_any_dtype_and_layout() -> None:
     def rank(number: int) -> Any:
         training = Training(DDP(), lambda: ByRank(number))
-        return values(training.strategy.unwrap(training.model))
+        return values(training.replica.bare)
 
     first, second = in_ranks(2, rank)
     assert first == second == values(ByRank(0))
@@ -427,7 +442,7 @@ def test_all_ranks_begin_with_rank_0s_weights_and_buffers_of_any_dtype_and_layou
 def test_statistics_become_their_mean_over_ranks_and_other_buffers_rank_0s() -> None:
     def rank(number: int) -> Any:
         training = Training(DDP(), lambda: ByRank(number))
-        bare = training.strategy.unwrap(training.model)
+        bare = training.replica.bare
         assert isinstance(bare, ByRank)
         assert isinstance(bare.norm.running_mean, Tensor)
         assert isinstance(bare.norm.running_var, Tensor)
@@ -436,7 +451,7 @@ def test_statistics_become_their_mean_over_ranks_and_other_buffers_rank_0s() -> 
         bare.norm.running_var.fill_(2.0 + 4 * number)
         bare.norm.num_batches_tracked.fill_(7 + number)
         bare.get_buffer("across").fill_(5.0 + number)
-        training.strategy.sync_buffers(training.model)
+        training.replica.sync_buffers()
         return values(bare)
 
     first, second = in_ranks(2, rank)
@@ -448,56 +463,12 @@ def test_statistics_become_their_mean_over_ranks_and_other_buffers_rank_0s() -> 
 def test_one_process_needs_nobody_to_agree() -> None:
     def rank(number: int) -> Any:
         training = Training(Single(), lambda: ByRank(3))
-        training.strategy.sync_buffers(training.model)
+        training.replica.sync_buffers()
         assert not dist.is_initialized()
-        return training.strategy.total(torch.ones(2)).tolist(), training.strategy.broadcast("all"), training.world.rank
+        ranks = training.world.all
+        return ranks.sum(torch.ones(2)).tolist(), ranks.broadcast("all"), ranks.rank
 
     assert in_ranks(1, rank) == [([1.0, 1.0], "all", 0)]
-
-
-def test_totals_are_sums_over_ranks_that_see_different_data_and_what_is_broadcast_is_rank_0s() -> None:
-    def rank(number: int) -> Any:
-        strategy = Training(DDP(), Dot).strategy
-        total = strategy.total(torch.tensor([1.0 + number, 2.0], dtype=torch.float64)).tolist()
-        said = strategy.broadcast({"rank": number})
-        world = strategy.world
-        strategy.world = World(
-            rank=number, size=2, local_rank=number, device=world.device, data_rank=0, data_size=1
-        )  # both see the same data
-        return total, strategy.total(torch.tensor([4.0])).tolist(), said, (world.rank, world.local_rank, world.size)
-
-    found = in_ranks(2, rank)
-    assert [each[:3] for each in found] == [([3.0, 4.0], [4.0], {"rank": 0})] * 2
-    assert [each[3] for each in found] == [(0, 0, 2), (1, 1, 2)]
-
-
-def test_the_group_is_left_when_all_have_come_to_the_end() -> None:
-    def rank(number: int) -> Any:
-        strategy = Training(DDP(), Dot).strategy
-        world = strategy.world
-        before = dist.is_initialized()
-        strategy.close()
-        return before, dist.is_initialized(), (world.data_rank, world.data_size, world.is_main, str(world.device))
-
-    assert in_ranks(2, rank) == [(True, False, (0, 2, True, "cpu")), (True, False, (1, 2, False, "cpu"))]
-
-
-def test_nobody_leaves_before_the_last(tmp_path: Any) -> None:
-    """A rank that is gone would end those that still compute."""
-
-    def rank(number: int) -> Any:
-        strategy = Training(DDP(), Dot).strategy
-        left = tmp_path / "left"
-        if number:
-            for _ in range(200):
-                assert not left.exists()
-            strategy.close()
-            return True
-        strategy.close()
-        left.touch()
-        return True
-
-    assert in_ranks(2, rank) == [True, True]
 
 
 # ---------------------------------------------------------------------------------------------- to disk and back
@@ -508,7 +479,7 @@ def test_a_run_goes_on_from_the_state_that_another_had() -> None:
         for _ in range(2):
             straight.step(torch.ones(2))
         state = saved(straight.state())
-        resumed.strategy.load_state(resumed.model, resumed.optimizer, state)
+        resumed.replica.load_state(state)
         straight.step(torch.ones(2))
         resumed.step(torch.ones(2))
         return straight.weights(), resumed.weights(), sorted(state.model)
@@ -523,7 +494,7 @@ def test_an_optimizers_own_counters_go_with_it() -> None:
         for _ in range(2):
             straight.step(torch.ones(2))
         state = saved(straight.state())
-        resumed.strategy.load_state(resumed.model, resumed.optimizer, state)
+        resumed.replica.load_state(state)
         straight.step(torch.ones(2))
         resumed.step(torch.ones(2))
         return straight.weights() == resumed.weights(), sorted(state.shared)[:2]
@@ -535,10 +506,8 @@ def test_weights_alone_leave_the_rest_as_it_is() -> None:
     def rank(number: int) -> Any:
         training = Training(Single(), Two)
         partial = CanonicalState({"b": Saved(torch.tensor([5.0]))}, {})
-        said = refused(
-            CheckpointError, lambda: training.strategy.load_state(training.model, training.optimizer, partial)
-        )
-        training.strategy.load_state(training.model, training.optimizer, partial, partial=True)
+        said = refused(CheckpointError, lambda: training.replica.load_state(partial))
+        training.replica.load_state(partial, partial=True)
         return said, training.weights()
 
     ((said, weights),) = in_ranks(1, rank)
@@ -556,10 +525,10 @@ def test_powersgds_memory_is_each_ranks_own_and_weights_alone_do_not_touch_it() 
         assert isinstance(error, Part)
         weights = saved(CanonicalState({"weight": state.model["weight"]}, {}))
         before = error.tensor.clone()
-        training.strategy.load_state(training.model, training.optimizer, weights, partial=True)
+        training.replica.load_state(weights, partial=True)
         after = training.state().shared
         assert torch.equal(after["powersgd.error.weight"].tensor, before)
-        training.strategy.load_state(training.model, training.optimizer, weights)
+        training.replica.load_state(weights)
         return (
             state.shared["powersgd.step"],
             after["powersgd.step"],
@@ -573,122 +542,10 @@ def test_powersgds_memory_is_each_ranks_own_and_weights_alone_do_not_touch_it() 
         assert found == (4, 4, 0, mine, "float32, of a low-rank approximation")
 
 
-# ---------------------------------------------------------------------------------------------- setting up
+# ---------------------------------------------------------------------------------------------- how many processes
 def test_one_process_is_not_several() -> None:
-    def rank(number: int) -> Any:
-        return refused(StrategyError, lambda: Single().setup(train()))
-
-    for message in in_ranks(2, rank):
-        assert message.startswith('strategy.use = "single" was started in 2 processes')
-        assert ' | set strategy.use = "ddp"' in message
+    (refusal,) = Single().refusals(train(), 2, "cpu")
+    assert refusal.key == "strategy.use"
+    assert refusal.message.startswith('strategy.use = "single" was started in 2 processes')
+    assert refusal.hints[0].startswith('set strategy.use = "ddp"')
     assert not list(Single().refusals(train(), 1, "cpu"))
-
-
-@pytest.mark.parametrize(("asked", "device", "count"), [(True, "cpu", 1), (True, "cuda", 0), (False, "cpu", 0)])
-@pytest.mark.parametrize("strategy", [Single(), DDP()], ids=["single", "ddp"])
-def test_batchnorm_over_ranks_needs_a_gpu(strategy: AcceleratedStrategy, asked: bool, device: str, count: int) -> None:
-    found = list(strategy.refusals(train(sync_batchnorm=asked), 1, device))
-    assert [each.key for each in found] == ["train.sync_batchnorm"] * count
-    strategy.train = train(sync_batchnorm=asked)
-    strategy.world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), data_rank=0, data_size=1)
-    (norm,) = strategy.wrap(nn.Sequential(nn.BatchNorm1d(1)), ()).children()
-    assert isinstance(norm, nn.SyncBatchNorm) == asked
-
-
-@pytest.mark.parametrize(
-    ("variable", "said", "options", "fits"),
-    [
-        ("MIXED_PRECISION", "no", {"precision": "bf16"}, True),  # nobody said anything
-        ("MIXED_PRECISION", "BF16", {"precision": "bf16"}, True),
-        ("MIXED_PRECISION", "fp16", {"precision": "bf16"}, False),
-        ("MIXED_PRECISION", "fp32", {}, False),
-        ("USE_DEEPSPEED", "True", {}, False),
-        ("USE_DEEPSPEED", "FALSE", {}, True),
-        ("USE_FSDP", "true", {}, False),
-        ("DYNAMO_BACKEND", "INDUCTOR", {}, False),
-        ("DYNAMO_BACKEND", "NO", {}, True),
-        ("GRADIENT_ACCUMULATION_STEPS", "1", {}, True),
-        ("GRADIENT_ACCUMULATION_STEPS", "2", {}, False),
-    ],
-)
-def test_a_launcher_may_say_what_the_recipe_says_or_nothing(
-    monkeypatch: pytest.MonkeyPatch, variable: str, said: str, options: dict[str, str], fits: bool
-) -> None:
-    def rank(number: int) -> Any:
-        if fits:
-            Single().setup(train(**options))
-            return ""
-        return refused(StrategyError, lambda: Single().setup(train(**options)))
-
-    monkeypatch.setenv(f"ACCELERATE_{variable}", said)
-    monkeypatch.setattr(accelerated, "processes_asked_for", lambda: 1)
-    keys = {
-        "MIXED_PRECISION": "train.precision",
-        "DYNAMO_BACKEND": "train.compile",
-        "GRADIENT_ACCUMULATION_STEPS": "train.micro_batch",
-    }
-    key = keys.get(variable, "strategy.use")
-    message = in_ranks(1, rank)[0]
-    said = f"the launcher says ACCELERATE_{variable}={said}, which `{key}` in the recipe decides | "
-    assert message.startswith("" if fits else said)
-    assert bool(message) != fits
-
-
-def test_fewer_processes_than_were_asked_for_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rank(number: int) -> Any:
-        return refused(StrategyError, lambda: Single().setup(train()))
-
-    monkeypatch.setattr(accelerated, "processes_asked_for", lambda: 2)
-    (message,) = in_ranks(1, rank)
-    assert message.startswith("`accelerate launch` was asked for 2 processes and started 1")
-    assert " | ddpforge launch RECIPE --nproc 2 | " in message
-
-
-def test_a_world_of_another_size_than_the_launcher_announced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Alone(accelerated.Accelerator):  # type: ignore[misc]
-        num_processes = 1
-
-    def rank(number: int) -> Any:
-        return refused(StrategyError, lambda: DDP().setup(train()))
-
-    monkeypatch.setattr(accelerated, "Accelerator", Alone)
-    said = "the launcher started 2 processes, but Accelerate formed a world of 1"
-    assert [message.startswith(said) for message in in_ranks(2, rank)] == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("gpus", "ranks", "precision", "native", "said"),
-    [
-        (1, 1, "bf16", True, []),
-        (3, 1, "fp32", True, ["2 more GPUs are idle: ddpforge launch RECIPE --nproc 3"]),
-        (3, 3, "fp32", False, []),
-        (1, 1, "fp32", False, []),
-        (1, 1, "bf16", False, ['Old computes bf16 by emulation, which is slow; train.precision = "fp16" is not']),
-    ],
-)
-def test_what_a_gpu_could_do_faster_is_said(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    gpus: int,
-    ranks: int,
-    precision: str,
-    native: bool,
-    said: list[str],
-) -> None:
-    """A machine that is made believe that it has GPUs."""
-
-    class Believes:
-        process_index = local_process_index = 0
-        num_processes = ranks
-        distributed_type = accelerated.DistributedType.MULTI_GPU
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or native)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old")
-    monkeypatch.setattr(accelerated, "choose_device", lambda kind, asked: torch.device("cuda", 0))
-    monkeypatch.setattr(accelerated, "Agreement", lambda device, timeout: None)
-    monkeypatch.setattr(accelerated, "Accelerator", lambda **_: Believes())
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    with caplog.at_level(logging.INFO, "ddpforge"):
-        DDP().setup(train(precision=precision, device="cuda"))
-    assert caplog.messages == said

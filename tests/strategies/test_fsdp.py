@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import Training, in_ranks, refused, saved, train
+from forked import Training, in_ranks, refused, saved, set_up, train
 from saved import Saved
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -16,6 +16,7 @@ from ddpforge.errors import CheckpointError, StrategyError
 from ddpforge.interfaces import CanonicalState, Part, Range
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
+from ddpforge.training.refusals import general_refusals
 
 
 class Dot(nn.Module):
@@ -80,7 +81,7 @@ def test_replicas_of_shards_take_the_mean_over_all_ranks_and_count_each_element_
         x = torch.tensor([2.0, 3.0, 6.0]) * number / 3
         norms = [training.step(x, x) for _ in range(2)]
         part = training.state().model["w"]
-        return norms, training.weights()["w"], (part.region, part.replica, part.replicas), strategy.contract.copies
+        return norms, training.weights()["w"], (part.region, part.replica, part.replicas), strategy.contract.replicas
 
     for number, (norms, weights, part, copies) in enumerate(in_ranks(4, rank)):
         shard = number % 2
@@ -109,10 +110,11 @@ def test_what_need_not_be_reduced_before_the_last_micro_batch_is_held_back(
         found = []
         for _ in range(2):
             for last in (False, False, True):
-                with training.strategy.micro_step(training.model, last=last):
-                    training.strategy.backward(training.model(torch.ones(3)).sum())
+                with training.replica.forward(last=last):
+                    loss = training.model(torch.ones(3)).sum()
+                training.replica.backward(loss)
                 found.append(all(weight.grad is not None for weight in training.model.parameters()))
-            training.strategy.step(training.model, training.optimizer)
+            training.replica.step()
         return found
 
     assert in_ranks(2, rank) == [reduced * 2] * 2
@@ -157,7 +159,7 @@ def test_a_weight_that_one_micro_batch_does_not_use_is_named(uses: str, said: st
         training = Training(FSDP(), Blocks, blocks=blocks_of)
         training.step(torch.ones(3), torch.ones(3))
         training.backward(torch.ones(3))
-        bare = training.strategy.unwrap(training.model)
+        bare = training.replica.bare
         assert isinstance(bare, Blocks)
         bare.uses = uses
         return refused(StrategyError, lambda: training.backward(torch.ones(3)))
@@ -228,7 +230,7 @@ def test_blocks_are_gathered_in_the_dtype_of_the_recipe_and_what_is_left_over_in
     def rank(number: int) -> Any:
         training = Training(FSDP(gather=gather), Net, precision="bf16", blocks=lambda model: [model.block])
         training.step(torch.ones(1, 2))
-        bare = training.strategy.unwrap(training.model)
+        bare = training.replica.bare
         assert isinstance(bare, Net)
         return bare.block.seen, bare.seen, {str(weight.dtype) for weight in bare.parameters()}
 
@@ -240,7 +242,7 @@ def test_a_blocks_weights_are_freed_after_its_forward_pass_unless_the_recipe_kee
     def rank(number: int) -> Any:
         training = Training(FSDP(reshard_after_forward=reshard), Blocks, blocks=blocks_of)
         training.model(torch.ones(3))
-        bare = training.strategy.unwrap(training.model)
+        bare = training.replica.bare
         assert isinstance(bare, Blocks)
         return isinstance(bare.blocks["a"].w, DTensor)
 
@@ -276,10 +278,10 @@ def test_a_model_without_memory_gets_the_weights_that_it_would_have_had() -> Non
 def test_what_is_written_into_the_shards_counts_once_it_is_said_though_weights_were_gathered() -> None:
     def rank(number: int) -> Any:
         training = Training(FSDP(), lambda: Dot(2))
-        weights = training.strategy.weights(training.model, training.optimizer)
+        weights = training.replica.weights
         with torch.no_grad():
             training.model(torch.ones(2))  # the model's own weights stay gathered
-            with training.strategy.observing():
+            with training.replica.weights.observing():
                 assert all(isinstance(parameter, DTensor) for parameter in training.model.parameters())
             training.model(torch.ones(2))
             weights.parts()["w"].tensor.fill_(2.0 + number)
@@ -292,7 +294,7 @@ def test_what_is_written_into_the_shards_counts_once_it_is_said_though_weights_w
 def test_frozen_weights_are_parts_too() -> None:
     def rank(number: int) -> Any:
         training = Training(FSDP(), lambda: Odd(number))
-        weights = training.strategy.weights(training.model, training.optimizer)
+        weights = training.replica.weights
         return sorted(weights.parts()), {name: part.region for name, part in weights.frozen().items()}
 
     first, second = in_ranks(2, rank)
@@ -342,7 +344,7 @@ def test_a_run_of_one_process_goes_on_in_shards() -> None:
             whole.step(torch.full((3,), value))
         with torch.no_grad():
             sharded.model(torch.ones(3))  # gathered weights must not outlive what is loaded
-        sharded.strategy.load_state(sharded.model, sharded.optimizer, saved(whole.state()))
+        sharded.replica.load_state(saved(whole.state()))
         for training in (whole, sharded):
             training.step(torch.ones(3))
         return whole.weights()["w"], sharded.weights()["w"], sharded.model(torch.ones(3)).tolist()
@@ -356,7 +358,7 @@ def test_weights_alone_leave_the_rest_as_it_is_in_shards() -> None:
     def rank(number: int) -> Any:
         training = Training(FSDP(), lambda: Odd(0))
         partial = CanonicalState({"inner.w": Saved(torch.tensor([5.0, 6.0, 7.0]))}, {})
-        training.strategy.load_state(training.model, training.optimizer, partial, partial=True)
+        training.replica.load_state(partial, partial=True)
         return training.weights()
 
     assert in_ranks(2, rank) == [{"across": [0, 2, 4], "inner.w": [5, 6]}, {"across": [1, 3, 5], "inner.w": [7]}]
@@ -367,9 +369,7 @@ def test_optimizer_state_of_another_shape_is_neither_saved_nor_loaded() -> None:
         training = Training(FSDP(), Matrix, momentum)
         weights = {"w": Saved(torch.zeros(3, 2)), "mean": Saved(torch.zeros(1))}
         state = CanonicalState(weights, {"w": {"row": Saved(torch.zeros(3))}}, {"twin": "w"})
-        loaded = refused(
-            CheckpointError, lambda: training.strategy.load_state(training.model, training.optimizer, state)
-        )
+        loaded = refused(CheckpointError, lambda: training.replica.load_state(state))
         training.step(torch.ones(3))
         training.state()
         (weight,) = training.model.parameters()
@@ -532,7 +532,7 @@ def _hooked(method: str) -> nn.Parameter:
 def test_forms_that_cannot_be_sharded_are_named(parameters: Callable[[], dict[str, nn.Parameter]], said: str) -> None:
     def rank(number: int) -> Any:
         strategy = FSDP()
-        strategy.setup(train())
+        set_up(strategy)
         model = Given(**parameters())
         if said:
             return refused(StrategyError, lambda: strategy.wrap(model, ()))
@@ -550,7 +550,7 @@ def test_a_weight_of_two_blocks_is_named_and_one_with_two_names_in_a_block_stays
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
         model[1].weight = model[0].weight
         strategy = FSDP()
-        strategy.setup(train())
+        set_up(strategy)
         blocks = [model[2]] if inside else [model[0], model[1]]
         if said:
             return refused(StrategyError, lambda: strategy.wrap(model, blocks))
@@ -566,12 +566,16 @@ def test_a_weight_of_two_blocks_is_named_and_one_with_two_names_in_a_block_stays
 def test_what_is_not_sharded_is_not_taken_for_it() -> None:
     def rank(number: int) -> Any:
         strategy = FSDP()
-        strategy.setup(train())
-        plain = refused(StrategyError, lambda: strategy.check(nn.Linear(2, 2)))
+        set_up(strategy)
+
+        def prepare(model: nn.Module) -> object:
+            return strategy.prepare(model, SGD(model.parameters(), lr=1.0))
+
+        plain = refused(StrategyError, lambda: prepare(nn.Linear(2, 2)))
         alike = strategy.wrap(Dot(2), ())
         everywhere = distribute_tensor(torch.zeros(2), strategy.mesh, [Replicate()])
         alike.register_parameter("w", nn.Parameter(everywhere))
-        return plain, refused(StrategyError, lambda: strategy.check(alike))
+        return plain, refused(StrategyError, lambda: prepare(alike))
 
     for plain, alike in in_ranks(2, rank):
         assert plain.startswith("asked for FSDP, but parameter `weight` is a Parameter")
@@ -599,23 +603,24 @@ def test_what_is_not_sharded_is_not_taken_for_it() -> None:
 def test_options_that_cannot_be_or_have_no_effect(
     options: dict[str, Any], settings: dict[str, Any], ranks: int, device: str, key: str | None, said: str
 ) -> None:
-    found = list(FSDP(**options).refusals(train(**settings), ranks, device))
+    asked = train(**settings)
+    found = [*general_refusals(asked, ranks, device), *FSDP(**options).refusals(asked, ranks, device)]
     assert [each.key for each in found] == ([key] if key else [])
     assert not key or said in found[0].hints[0]
 
 
 def test_the_contract_says_how_many_copies_there_are_and_where_gradients_add_up() -> None:
-    assert (FSDP().contract.copies, FSDP(replicas=4).contract.copies) == (1, 4)
+    assert (FSDP().contract.replicas, FSDP(replicas=4).contract.replicas) == (1, 4)
     assert FSDP().contract.accumulates == "the shards' .grad; one reduce-scatter per micro-batch"
     assert FSDP(accumulate="whole").contract.accumulates.startswith("whole, in fp32; one reduce-scatter per step")
-    assert FSDP(accumulate="whole", replicas=2).contract.copies == 2
+    assert FSDP(accumulate="whole", replicas=2).contract.replicas == 2
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_recipes_timeout_holds_in_every_group_of_ranks(replicas: int) -> None:
     def rank(number: int) -> Any:
         strategy = FSDP(replicas=replicas)
-        strategy.setup(train(timeout="7m"))
+        set_up(strategy, timeout="7m")
         groups = strategy.mesh.get_all_groups()
         return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 

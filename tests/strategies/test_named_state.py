@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState
-from ddpforge.strategies import replicated
+from ddpforge.strategies import named_state
 
 
 class Net(nn.Module):
@@ -54,7 +54,7 @@ def values(net: Net) -> dict[str, list[float]]:
 def test_each_weight_and_persistent_buffer_is_there_once_under_its_first_name() -> None:
     net, optimizer = trained(momentum=0.9)
     optimizer.state["global"] = {"k": 3}  # type: ignore[index]
-    found = replicated.capture(net, optimizer)
+    found = named_state.capture(net, optimizer)
     assert {name: tensor.tolist() for name, tensor in found.model.items()} == {  # type: ignore[union-attr]
         "a": [0.0, 0.0],
         "b": [0.0, 0.0, 0.0],
@@ -72,9 +72,9 @@ def test_each_weight_and_persistent_buffer_is_there_once_under_its_first_name() 
 
 def test_a_weight_without_optimizer_state_is_left_out() -> None:
     net, optimizer = trained(AdamW, only="b")
-    assert list(replicated.capture(net, optimizer).optimizer) == ["b"]
+    assert list(named_state.capture(net, optimizer).optimizer) == ["b"]
     optimizer.state[net.a] = {}
-    assert list(replicated.capture(net, optimizer).optimizer) == ["b"]
+    assert list(named_state.capture(net, optimizer).optimizer) == ["b"]
 
 
 def test_what_is_no_tensor_in_a_state_dict_is_refused_by_name() -> None:
@@ -84,7 +84,7 @@ def test_what_is_no_tensor_in_a_state_dict_is_refused_by_name() -> None:
 
         def set_extra_state(self, state: Any) -> None: ...
 
-    message = refused(CheckpointError, lambda: replicated.tensors(Extra()))
+    message = refused(CheckpointError, lambda: named_state.tensors(Extra()))
     assert message.startswith("`_extra_state` in the model's state_dict is a int, not a tensor")
 
 
@@ -92,7 +92,7 @@ def test_what_is_no_tensor_in_a_state_dict_is_refused_by_name() -> None:
 def test_a_state_is_read_in_place_and_the_recipes_hyper_parameters_stay() -> None:
     net, optimizer = trained(momentum=0.9)
     before = net.a.data_ptr()
-    replicated.restore(net, optimizer, state())
+    named_state.restore(net, optimizer, state())
     assert values(net) == {
         **{"a": [5.0, 6.0], "b": [7.0, 8.0, 9.0], "twin": [5.0, 6.0]},
         **{"frozen": [4.0], "mean": [1.0, 2.0]},
@@ -109,7 +109,7 @@ def test_numbers_and_tensors_of_other_shapes_in_the_optimizers_state_come_back_a
     net, optimizer = trained(momentum=0.9)
     kept = {"count": 3, "flag": None, "rows": Saved(torch.tensor([[1.0, 2.0]])), "loose": torch.tensor(4.0)}
     kept["half"] = Saved(torch.full((2,), 1.5, dtype=torch.float64))
-    replicated.restore(net, optimizer, state(optimizer={"a": kept}))
+    named_state.restore(net, optimizer, state(optimizer={"a": kept}))
     found = optimizer.state[net.a]
     assert (found["count"], found["flag"], found["rows"].tolist(), float(found["loose"])) == (3, None, [[1.0, 2.0]], 4)
     assert found["half"].tolist() == [1.5, 1.5]
@@ -118,7 +118,7 @@ def test_numbers_and_tensors_of_other_shapes_in_the_optimizers_state_come_back_a
 
 def test_a_resumed_optimizer_goes_on_as_the_first() -> None:
     (first, one), (second, other) = trained(AdamW), trained(AdamW)
-    captured = replicated.capture(first, one)
+    captured = named_state.capture(first, one)
     saved = CanonicalState(
         {name: Saved(tensor.clone()) for name, tensor in captured.model.items()},  # type: ignore[union-attr]
         {
@@ -129,7 +129,7 @@ def test_a_resumed_optimizer_goes_on_as_the_first() -> None:
     for optimizer in (one, other):
         optimizer.step()
     other.step()
-    replicated.restore(second, other, saved)
+    named_state.restore(second, other, saved)
     for net in (second,):
         for name in "ab":
             weight = net.get_parameter(name)
@@ -163,15 +163,15 @@ def test_a_resumed_optimizer_goes_on_as_the_first() -> None:
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_state_of_another_model_is_refused_by_name(wrong: CanonicalState[Any], said: str, partial: bool) -> None:
     net, optimizer = trained(momentum=0.9)
-    assert refused(CheckpointError, lambda: replicated.restore(net, optimizer, wrong, partial=partial)) == said
+    assert refused(CheckpointError, lambda: named_state.restore(net, optimizer, wrong, partial=partial)) == said
 
 
 def test_names_that_are_missing_are_counted_unless_some_may_be() -> None:
     net, optimizer = trained(momentum=0.9)
     less = CanonicalState({"b": Saved(torch.zeros(3))}, {})
-    message = refused(CheckpointError, lambda: replicated.restore(net, optimizer, less))
+    message = refused(CheckpointError, lambda: named_state.restore(net, optimizer, less))
     assert message == "the checkpoint is of another model (missing from the checkpoint: a, frozen, mean)"
-    replicated.restore(net, optimizer, less, partial=True)
+    named_state.restore(net, optimizer, less, partial=True)
     assert values(net)["b"] == [0.0, 0.0, 0.0]
     assert values(net)["a"] == [0.0, 0.0]
     assert optimizer.state[net.a]["momentum_buffer"].tolist() == [2.0, 2.0]  # nothing was said of it
@@ -179,7 +179,7 @@ def test_names_that_are_missing_are_counted_unless_some_may_be() -> None:
 
 def test_a_whole_state_without_an_optimizers_begins_it_anew() -> None:
     net, optimizer = trained(momentum=0.9)
-    replicated.restore(net, optimizer, state(optimizer={}))
+    named_state.restore(net, optimizer, state(optimizer={}))
     assert not optimizer.state
 
 
@@ -198,9 +198,9 @@ def test_a_whole_state_without_an_optimizers_begins_it_anew() -> None:
 )
 def test_names_that_differ_are_told(expected: set[str], found: set[str], partial: bool, said: str | None) -> None:
     if said is None:
-        replicated.match(expected, found, partial=partial)
+        named_state.match(expected, found, partial=partial)
         return
-    message = refused(CheckpointError, lambda: replicated.match(expected, found, partial=partial))
+    message = refused(CheckpointError, lambda: named_state.match(expected, found, partial=partial))
     assert message == f"the checkpoint is of another model ({said})"
 
 
@@ -213,5 +213,5 @@ def test_a_part_is_read_and_put_where_its_weight_is() -> None:
         made.append((mine.tolist(), parameter.data_ptr()))
         return mine
 
-    replicated.restore(net, optimizer, state(), like=like)
+    named_state.restore(net, optimizer, state(), like=like)
     assert sorted(made) == sorted([([3.0, 3.0], net.a.data_ptr()), ([3.0, 3.0, 3.0], net.b.data_ptr())])

@@ -174,7 +174,7 @@ def test_a_run_that_is_resumed_again_and_again_goes_on_bit_by_bit(stops: tuple[i
                 if step in pauses:
                     state = on_disk(training.state())
                     training = begin(wide, start=3)
-                    training.strategy.load_state(training.model, training.optimizer, state)
+                    training.replica.load_state(state)
                 training.step(batch(number, step, 4))
             found.append(contents(training.state()))
         assert found[0] == found[1]

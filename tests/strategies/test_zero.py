@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW
 
 from ddpforge.errors import CheckpointError, StrategyError, UsageError
 from ddpforge.interfaces import CanonicalState, Part, Range
+from ddpforge.ranks.join import join
 from ddpforge.strategies.ddp import DDP
 
 with patch_environment(DS_ACCELERATOR="cpu"):  # here, and not in every rank
@@ -61,7 +62,7 @@ def whole(parts: list[dict[str, Part]]) -> dict[str, list[float]]:
 
 def parts_of(training: Training) -> dict[str, Part]:
     """Copies of this rank's parts of the weights."""
-    parts = training.strategy.weights(training.model, training.optimizer).parts()
+    parts = training.replica.weights.parts()
     return {name: Part(part.tensor.clone(), part.shape, part.region) for name, part in parts.items()}
 
 
@@ -91,8 +92,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all(st
     def rank(number: int) -> Any:
         training = begin(stage, precision=precision)
         norms = [training.step(torch.full((3,), 1.0 if step != 1 or number else torch.inf)) for step in range(3)]
-        scale = training.strategy.loop_state().get("loss_scale")
-        return norms, training.strategy.overflowed(), scale, parts_of(training)
+        scale = training.replica.precision.state().get("loss_scale")
+        return norms, training.replica.overflowed(), scale, parts_of(training)
 
     found = in_ranks(2, rank)
     fp16 = precision == "fp16"
@@ -106,9 +107,10 @@ def test_a_gradient_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all(st
 def test_the_scale_of_the_loss_is_that_of_the_run_that_is_resumed() -> None:
     def rank(number: int) -> Any:
         training = begin(2, precision="fp16")
-        training.strategy.load_loop_state({"loss_scale": 8.0, "loss_scale_growth_tracker": 5})
+        scale = {"loss_scale": 8.0, "loss_scale_growth_tracker": 5}
+        training.replica.load_state(CanonicalState({}, {}, numbers=scale), partial=True)
         norm = training.step(torch.ones(3))
-        return norm, training.strategy.loop_state()
+        return norm, training.replica.precision.state()
 
     state = {"loss_scale": 8.0, "loss_scale_growth_tracker": 6}
     assert in_ranks(2, rank) == [(pytest.approx(6**0.5), state)] * 2
@@ -123,7 +125,7 @@ def test_a_weight_that_one_micro_batch_does_not_use_is_named(stage: int, uses: s
         training = begin(stage)
         training.step(torch.ones(3), torch.ones(3))
         training.backward(torch.ones(3))
-        bare = training.strategy.unwrap(training.model)
+        bare = training.replica.bare
         assert isinstance(bare, Dot)
         bare.uses = uses or "f"
         x = torch.ones(3, requires_grad=True)
@@ -138,7 +140,7 @@ def test_a_weight_that_was_frozen_and_is_trained_later_is_named(stage: int) -> N
     def rank(number: int) -> Any:
         training = begin(stage)
         training.step(torch.ones(3))
-        training.strategy.unwrap(training.model).get_parameter("frozen").requires_grad_()
+        training.replica.bare.get_parameter("frozen").requires_grad_()
         return refused(StrategyError, lambda: training.backward(torch.ones(3)))
 
     for message in in_ranks(2, rank):
@@ -147,8 +149,8 @@ def test_a_weight_that_was_frozen_and_is_trained_later_is_named(stage: int) -> N
 
 def test_a_loss_is_looked_at_in_every_backward_pass() -> None:
     def rank(number: int) -> Any:
-        strategy = begin(1).strategy
-        return refused(UsageError, lambda: strategy.backward(torch.ones(2)))
+        replica = begin(1).replica
+        return refused(UsageError, lambda: replica.backward(torch.ones(2)))
 
     assert in_ranks(2, rank)[0].startswith("the task's loss has the shape [2]")
 
@@ -175,8 +177,8 @@ def test_exploring_moves_the_weights_that_forward_passes_use_and_does_not_clip(s
     def rank(number: int) -> Any:
         training = begin(stage, Explorer, clip_norm=6**0.5 / 2)
         training.backward(torch.ones(3))
-        explored = training.strategy.explore(training.model, training.optimizer).item()  # type: ignore[arg-type]
-        with torch.no_grad(), training.strategy.forward():
+        explored = training.replica.explore(training.optimizer).item()
+        with torch.no_grad(), training.replica.forward():
             used = training.model(torch.ones(3)).tolist()
         updated = training.step(torch.ones(3))
         assert isinstance(training.optimizer, Explorer)
@@ -201,9 +203,9 @@ class ByRank(Dot):
 def test_all_ranks_begin_with_rank_0s_weights_and_buffers(stage: int) -> None:
     def rank(number: int) -> Any:
         training = begin(stage, build=lambda: ByRank(number))
-        with torch.no_grad(), training.strategy.forward():
+        with torch.no_grad(), training.replica.forward():
             used = training.model(torch.ones(3)).tolist()
-        bare = training.strategy.unwrap(training.model)
+        bare = training.replica.bare
         return used, bare.get_buffer("mean").tolist(), parts_of(training)
 
     found = in_ranks(2, rank)
@@ -215,7 +217,7 @@ def test_all_ranks_begin_with_rank_0s_weights_and_buffers(stage: int) -> None:
 def test_what_is_written_into_the_parts_counts_once_it_is_said(stage: int) -> None:
     def rank(number: int) -> Any:
         training = begin(stage)
-        weights = training.strategy.weights(training.model, training.optimizer)
+        weights = training.replica.weights
         for part in weights.parts().values():
             assert isinstance(part.region, Range)
             part.tensor.copy_(torch.arange(part.region.start, part.region.stop))
@@ -224,10 +226,10 @@ def test_what_is_written_into_the_parts_counts_once_it_is_said(stage: int) -> No
             frozen.tensor.fill_(5.0)
         weights.changed()
         own = {name: weights.elements(name, part.region).tolist() for name, part in weights.parts().items()}
-        bare = training.strategy.unwrap(training.model)
+        bare = training.replica.bare
         assert isinstance(bare, Dot)
         bare.uses = "wvf" if stage == 3 else "wv"
-        with torch.no_grad(), training.strategy.forward():
+        with torch.no_grad(), training.replica.forward():
             used = training.model(torch.ones(3)).tolist()
         return own == {name: part.tensor.tolist() for name, part in weights.parts().items()}, used
 
@@ -239,10 +241,10 @@ def test_what_is_written_into_the_parts_counts_once_it_is_said(stage: int) -> No
 def test_what_a_callback_writes_past_them_is_refused(stage: int) -> None:
     def rank(number: int) -> Any:
         training = begin(stage)
-        bare = training.strategy.unwrap(training.model)
+        bare = training.replica.bare
 
         def write(name: str) -> None:
-            with training.strategy.observing():
+            with training.replica.weights.observing():
                 bare.get_parameter(name).data.mul_(0.5)
 
         trained = refused(StrategyError, lambda: write("w"))
@@ -268,7 +270,7 @@ def test_a_run_goes_on_from_ddps_state_and_its_own_state_is_ddps(stage: int) -> 
         for value in (1.0, 2.0):
             plain.step(torch.full((3,), value))
         begun = saved(plain.state())
-        sharded.strategy.load_state(sharded.model, sharded.optimizer, begun)
+        sharded.replica.load_state(begun)
         for training in (plain, sharded):
             for value in (3.0, -1.0):
                 training.step(torch.full((3,), value))
@@ -302,8 +304,8 @@ def test_weights_alone_leave_the_rest_as_it_is(stage: int) -> None:
         training = begin(stage)
         training.step(torch.ones(3))
         partial = CanonicalState({"v": Saved(torch.tensor([5.0, 6.0, 7.0]))}, {})
-        training.strategy.load_state(training.model, training.optimizer, partial, partial=True)
-        with torch.no_grad(), training.strategy.forward():
+        training.replica.load_state(partial, partial=True)
+        with torch.no_grad(), training.replica.forward():
             used = training.model(torch.ones(3)).tolist()
         training.step(torch.ones(3))
         return used, parts_of(training)
@@ -339,9 +341,7 @@ def state(**changes: Any) -> CanonicalState[Any]:
 def test_a_state_that_does_not_fit_is_refused_by_name(stage: int, wrong: dict[str, Any], said: str) -> None:
     def rank(number: int) -> Any:
         training = begin(stage)
-        return refused(
-            CheckpointError, lambda: training.strategy.load_state(training.model, training.optimizer, state(**wrong))
-        )
+        return refused(CheckpointError, lambda: training.replica.load_state(state(**wrong)))
 
     for message in in_ranks(2, rank):
         assert message.startswith(said)
@@ -353,7 +353,7 @@ def test_a_whole_state_without_an_optimizers_begins_it_anew(stage: int) -> None:
         training = begin(stage)
         training.step(torch.ones(3))
         none = CanonicalState(state().model, {})
-        training.strategy.load_state(training.model, training.optimizer, none)
+        training.replica.load_state(none)
         training.step(torch.ones(3))
         return parts_of(training)
 
@@ -434,9 +434,9 @@ def test_a_launcher_may_say_what_the_recipe_says(
     def rank(number: int) -> Any:
         strategy = DeepSpeed(stage=3, offload_optimizer="cpu")
         if key is None:
-            strategy.setup(train(clip_norm=0.5))
+            join(train(clip_norm=0.5), strategy)
             return ""
-        return refused(StrategyError, lambda: strategy.setup(train(clip_norm=0.5)))
+        return refused(StrategyError, lambda: join(train(clip_norm=0.5), strategy))
 
     monkeypatch.setenv(f"ACCELERATE_{variable}", said)
     (message,) = in_ranks(1, rank)

@@ -176,8 +176,8 @@ RANKS = {
     "LosesMicroBatches": ("trains-like-ddp", "the gradients of micro-batches do not add up"),
     "ClipsEachParameter": ("trains-like-ddp", "gradients are clipped by another norm"),
     "SavesRounded": ("trains-like-ddp", "weights differs at step 12"),
-    "CountsTwice": ("trains-like-ddp", "CountsTwice.total adds up 2 ones over 1 data ranks"),
-    "PromisesTooMuch": ("trains-like-ddp", "PromisesTooMuch promises 1 copy of the"),
+    "CountsTwice": ("trains-like-ddp", "CountsTwice says that 1 ranks see different data, and their sum counts 2 ones"),
+    "PromisesTooMuch": ("trains-like-ddp", "PromisesTooMuch promises that 2 ranks hold each trainable weight once"),
     "ForgetsMomentum": ("resumes-on-any-ranks", "after a resume at step 6, train/loss differs at step 2"),
 }
 SOUND = ["SeesTheSame"]

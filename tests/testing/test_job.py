@@ -30,9 +30,8 @@ def test_a_save_that_is_under_way_when_ranks_disagree_is_waited_for() -> None:
     def fit() -> None:
         raise job._Disagreement("on_step at step 4 is False on rank 0 and True on rank 1")
 
-    strategy = SimpleNamespace(weights=lambda model, optimizer: None)
-    parts = {"callbacks": {"a": Callback()}, "strategy": strategy, "model": None, "optimizer": None}
-    trainer = SimpleNamespace(**parts, fit=fit, checkpoints=saving)
+    parts = {"callbacks": {"a": Callback()}, "replica": SimpleNamespace(weights=None)}
+    trainer = SimpleNamespace(**parts, fit=fit, saving=SimpleNamespace(checkpoints=saving))
     site = SimpleNamespace(trainer=lambda tracker, folder: trainer)
     with pytest.raises(job._Disagreement):
         job._watched(cast(job.Site, site), "first", None)

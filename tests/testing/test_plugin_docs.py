@@ -11,8 +11,9 @@ from click.testing import CliRunner
 from fake_distributions import forgetting_modules_below
 
 from ddpforge.cli import main
-from ddpforge.testing.checks import checks_of
-from ddpforge.testing.settings import _DECLARED, SECTIONS
+from ddpforge.components.kinds import KINDS
+from ddpforge.testing.register import checks_of
+from ddpforge.testing.settings import SECTIONS
 
 DOCS = Path(__file__).parents[2] / "docs"
 TUTORIAL = (DOCS / "tutorial-plugin.md").read_text()
@@ -72,8 +73,8 @@ def test_the_package_installs_and_passes_its_own_test_and_trains(focal: Path) ->
 def test_the_how_to_names_every_check_and_every_key() -> None:
     page = (DOCS / "how-to/test-a-plugin.md").read_text()
     table = page.partition("## What is checked")[2]
-    for kind in ("model", "data", "task", "metric", "optimizer", "schedule", "strategy", "tracker", "callback"):
+    for kind in KINDS:
         for check in checks_of(kind):
             assert f"`{check.name}`" in table, check.name
-    for key in (*SECTIONS, "options", "skip", *(key for keys in _DECLARED.values() for key in keys)):
+    for key in (*SECTIONS, "options", "skip", *(key for spec in KINDS.values() for key in spec.settings())):
         assert re.search(rf"\b{key}\b", page), key

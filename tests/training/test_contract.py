@@ -1,15 +1,18 @@
 """What a strategy promises is proven, by counting, before the first step."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked import Training, in_ranks, refused
 from torch import nn
 
 from ddpforge.errors import PluginError, StrategyError
-from ddpforge.interfaces import World
+from ddpforge.interfaces import Ranks
+from ddpforge.ranks.collectives import Alone, Group
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.single import Single
@@ -38,13 +41,20 @@ def test_a_strategy_without_a_contract_is_refused_by_name() -> None:
     assert contract_of(Single()) is Single.contract
 
 
-def proven(strategy: Any, *, trainable: int = 6, data_size: int | None = None, model: Any = Net) -> str:
+class Fewer(Group):
+    """Says that it is one rank less than it adds up."""
+
+    def __init__(self) -> None:
+        super().__init__(cast(dist.ProcessGroup, dist.group.WORLD))
+        self.size -= 1
+
+
+def proven(strategy: Any, *, trainable: int = 6, data: Callable[[], Ranks] | None = None, model: Any = Net) -> str:
     """What `prove` says; nothing where the strategy keeps its word."""
     training = Training(strategy, model)
-    world = training.world if data_size is None else replace(training.world, data_size=data_size)
-    weights = strategy.weights(training.model, training.optimizer)
+    world = training.world if data is None else replace(training.world, data=data())
     try:
-        prove(strategy, world, weights, Size(99, trainable))
+        prove(strategy.contract, type(strategy).__name__, world, training.replica.weights, Size(99, trainable))
     except StrategyError as error:
         return error.message
     return ""
@@ -53,15 +63,15 @@ def proven(strategy: Any, *, trainable: int = 6, data_size: int | None = None, m
 class Lying(DDP):
     """Says that it shards."""
 
-    contract = replace(DDP.contract, shards=("optimizer state",), copies=1)
+    contract = replace(DDP.contract, shards=("optimizer state",), replicas=1)
 
 
 class Twice(DDP):
-    contract = replace(DDP.contract, shards=("optimizer state",), copies=2)
+    contract = replace(DDP.contract, shards=("optimizer state",), replicas=2)
 
 
 class GradientsOnly(DDP):
-    contract = replace(DDP.contract, shards=("gradients",), copies=1)
+    contract = replace(DDP.contract, shards=("gradients",), replicas=1)
 
 
 @pytest.mark.parametrize(
@@ -79,23 +89,24 @@ def test_a_strategy_that_keeps_its_word(strategy: Any, ranks: int) -> None:
         (
             Lying,
             {},
-            "Lying promises 1 copy of the 6 trainable weights among 2 ranks, and they hold 12 together",
+            "Lying promises that 2 ranks hold each trainable weight once, and they hold 6 of 6 trainable "
+            "weights, each part 2 times",
         ),
         (
             Twice,
             {"trainable": 5},
-            "Twice promises 2 copies of the 5 trainable weights among 2 ranks, and they hold 12 together",
+            "Twice promises that 2 ranks hold each trainable weight 2 times, and they hold 6 of 5 trainable weights",
         ),
         (
             DDP,
             {"trainable": 7},
-            "DDP promises 2 copies of the 7 trainable weights among 2 ranks, and they hold 12 together",
+            "DDP promises that 2 ranks hold each trainable weight 2 times, and they hold 6 of 7 trainable weights",
         ),
         (
             DDP,
-            {"data_size": 1},
-            "DDP.total adds up 2 ones over 1 data ranks: gradients, which are divided by such a sum, would be of "
-            "another size",
+            {"data": Fewer},
+            "DDP says that 1 ranks see different data, and their sum counts 2 ones: gradients, which are divided by "
+            "such a sum, would be of another size",
         ),
         (
             DDP,
@@ -115,12 +126,9 @@ def test_float64_is_more_than_any_strategy_promises() -> None:
 
 def test_ranks_that_see_the_same_data_count_once() -> None:
     def rank(number: int) -> str:
-        strategy = DDP()
-        training = Training(strategy, Net)
-        world = training.world
-        strategy.world = World(rank=number, size=2, local_rank=number, device=world.device, data_rank=0, data_size=1)
-        weights = strategy.weights(training.model, training.optimizer)
-        prove(strategy, strategy.world, weights, Size(8, 6))
+        training = Training(DDP(), Net)
+        world = replace(training.world, data=Alone())
+        prove(DDP.contract, "DDP", world, training.replica.weights, Size(8, 6))
         return "kept"
 
     assert in_ranks(2, rank) == ["kept"] * 2

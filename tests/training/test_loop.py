@@ -13,7 +13,7 @@ from doubles import Loop, Plain, Saved, noting
 
 import ddpforge.training.loop
 from ddpforge.checkpoint.contents import Facts, RankState
-from ddpforge.errors import CheckpointError, Diverged, UsageError
+from ddpforge.errors import CheckpointError, Diverged
 from ddpforge.interfaces import Callback, StepInfo
 from ddpforge.training.cadence import Window
 
@@ -216,11 +216,6 @@ def test_a_run_by_the_clock_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyP
     assert loop.checkpoints.saved[-1].facts.position["seconds"] == 77.0
 
 
-def test_there_is_nothing_to_evaluate_on() -> None:
-    with pytest.raises(UsageError, match=r"the recipe has no \[data.eval\]"):
-        Loop(evaluation=False).trainer.evaluate()
-
-
 # ---------------------------------------------------------------------------------------------- not finite
 def test_a_bad_gradient_stops_the_run_and_the_log_says_so() -> None:
     loop = Loop(steps=6, bad=[3], track="10st", checkpoint={"every": "1st"})
@@ -417,3 +412,26 @@ def test_state_of_another_optimizer_or_callback_is_not_taken(caplog: pytest.LogC
     loop.trainer.restore(saved(3, recipe='[optimizer]\nuse = "sgd"\n[callbacks.watch]\nuse = "watch"\n'))  # type: ignore[arg-type]
     assert loop.replica.loaded.optimizer == {"w": {"m": 1.0}}
     assert watcher.taken == {"n": 3}
+
+
+# ---------------------------------------------------------------------------------------------- one by one
+def test_steps_can_be_taken_one_by_one() -> None:
+    """Each is complete when it is yielded: logged, evaluated and saved."""
+    loop = Loop(steps=4, train={"eval_every": "2st"}, checkpoint={"every": "2st", "background": False})
+    steps = loop.trainer.steps()
+    first, second = next(steps), next(steps)
+    assert (first.step, second.step, second.samples) == (1, 2, 2)
+    assert first.metrics["train/loss"] == loop.tracker.rows[0][1]["train/loss"]
+    assert loop.checkpoints.steps() == [2]
+    assert loop.tracker.steps("eval/loss") == [2]
+    assert [info.step for info in steps] == [3, 4]
+    assert loop.checkpoints.steps() == [2, 4]
+
+
+def test_steps_that_are_not_taken_leave_what_was_saved() -> None:
+    loop = Loop(steps=4, checkpoint={"every": "1st", "background": False})
+    for info in loop.trainer.steps():
+        if info.step == 2:
+            break
+    assert loop.checkpoints.steps() == [1, 2]
+    assert loop.trainer.progress.step == 2

@@ -2,14 +2,15 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from doubles import Plain
 
 from ddpforge.components.registry import Registry
-from ddpforge.errors import ForgeError, RecipeError
+from ddpforge.errors import ForgeError, RecipeError, UsageError
 from ddpforge.interfaces import World
 from ddpforge.ranks.collectives import Alone
 from ddpforge.recipe import load_recipe
@@ -242,7 +243,7 @@ def test_what_may_work_in_training_is_left_to_it(
     parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch, sets: list[str]
 ) -> None:
     Path("mine.py").write_text(CODE + MORE)
-    monkeypatch.setattr(Parts, "_ask_strategy", lambda self, ranks, device, trains: None)  # who refuses some of that
+    monkeypatch.setattr(Parts, "_ask_strategy", lambda self, ranks, device: None)  # who refuses some of that
     built = parts(OWN, *sets)
     assert told(built) == {}
     built.open(ALONE)
@@ -274,6 +275,73 @@ def test_initial_weights_that_are_not_there_do_not_matter_to_a_resume(parts: Cal
         assert built.found is not made
 
 
+# ---------------------------------------------------------------------------------------------- evaluation sets
+SETS = ["data.eval.one.use=./mine.py:Data", "data.eval.two={use='./mine.py:Data', top=1}"]
+
+
+def test_every_evaluation_set_is_tried_by_its_name(parts: Callable[..., Parts]) -> None:
+    built = parts(*SETS)
+    assert built.try_out().keys() == {"train", "eval.one", "eval.two"}
+    built.report()
+
+
+def test_a_set_that_cannot_be_built_is_blamed_and_no_other(parts: Callable[..., Parts]) -> None:
+    Path("mine.py").write_text(CODE + "\ndef none(seed: int):\n    return []\n")
+    found = told(parts(*SETS, "data.eval.three.use=./mine.py:none"), strict=True)
+    assert found == {"data.eval.three": "list is empty: it has no samples"}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_metric_that_recipes_decide_by_is_one_of_a_set(parts: Callable[..., Parts], strict: bool) -> None:
+    Path("mine.py").write_text(CODE.replace("class Net(nn.Module)", "class Net_(nn.Module)"))  # local models wait
+    net = "model={use='mlp', inputs=4, outputs=3, hidden=[2]}"
+    stop = "callbacks.early_stopping={{metric='{}', patience=1}}"
+    assert told(parts(net, *SETS, stop.format("eval/two/accuracy")), strict=strict) == {}
+    for metric in ("eval/three/accuracy", "eval/accuracy"):
+        found = told(parts(net, *SETS, stop.format(metric)), strict=strict)
+        assert found == {"callbacks.early_stopping.metric": f"no evaluation reports {metric}"}
+
+
+def evaluated(*only: str, sets: Sequence[str] = SETS) -> Parts:
+    """The parts of an evaluation: nothing else can be built, for their constructors raise."""
+    Path("gone.py").write_text(
+        "def gone(seed: int = 0, params: object = None, horizon: object = None):\n    raise OSError('gone')\n"
+    )
+    lost = [f"{kind}={{use='./gone.py:gone'}}" for kind in ("data.train", "optimizer", "schedule", "track.lost")]
+    registry = Registry.installed()
+    built = Parts(load_recipe("run.toml", sets=[*lost, *sets], registry=registry), registry, trains=False, only=only)
+    built.foresee(ranks=3, device="cpu")  # among which a batch of 8 cannot be dealt out
+    built.build()
+    built.report()
+    return built
+
+
+@pytest.mark.usefixtures("parts")
+def test_an_evaluation_needs_no_training_data_optimizer_schedule_or_tracker() -> None:
+    built = evaluated()
+    assert built.data.keys() == {"eval.one", "eval.two"}
+    built.open(Plain(ranks=3).world)
+    assert [len(micro.data[0]) for micro in built.evaluation["one"].evaluation()] == [2, 2, 1]  # of 16
+
+
+@pytest.mark.usefixtures("parts")
+def test_an_evaluation_may_be_on_some_of_the_sets() -> None:
+    assert evaluated("two").data.keys() == {"eval.two"}
+    with pytest.raises(UsageError, match=r"no \[data\.eval\.tow\] to evaluate on") as caught:
+        evaluated("tow")
+    assert caught.value.hints == ("did you mean `two`?", "there are one, two")
+
+
+@pytest.mark.usefixtures("parts")
+def test_a_set_that_has_no_name_cannot_be_asked_for() -> None:
+    with pytest.raises(UsageError, match=r"no \[data\.eval\.one\] to evaluate on") as caught:
+        evaluated("one", sets=["data.eval.use=./mine.py:Data"])
+    assert caught.value.hints == ("its one [data.eval] has no name",)
+    with pytest.raises(UsageError, match=r"the recipe has no \[data\.eval\] to evaluate on"):
+        evaluated(sets=[])
+
+
+# ---------------------------------------------------------------------------------------------- what else goes wrong
 def test_one_error_of_the_machine_stays_what_it_is(parts: Callable[..., Parts]) -> None:
     Path("mine.py").write_text(
         CODE + "\nfrom ddpforge.errors import EnvironmentProblem\n"

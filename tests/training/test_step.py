@@ -117,15 +117,6 @@ def test_totals_are_added_up_in_float64() -> None:
     assert totals["loss"].sum.dtype == torch.float64
 
 
-def test_evaluation_adds_up_in_float64_too_and_leaves_stand_ins_out() -> None:
-    model = Line()
-    replica = Plain().holding(model, IDLE)
-    steps = Steps(replica.world, replica, Plainly(), IDLE, Statistics(None), seed=0, skips=False)
-    totals = steps.evaluate([micro([1.0, 2.0]), micro([100.0], samples=0)])
-    assert (totals["it"].sum.item(), totals["it"].count) == (3.0, 2)
-    assert totals["it"].sum.dtype == torch.float64
-
-
 @pytest.mark.parametrize("wrong", [0.5, torch.tensor(0.5), Total(0.5, 1)])  # type: ignore[arg-type]
 def test_a_metric_that_is_no_total_is_named(wrong: Any) -> None:
     with pytest.raises(PluginError, match=r"metric `it` is a .*, and must be a Total"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpforge.testing.cases import Case
-from ddpforge.testing.checks import check
+from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, NotApplicable
 from ddpforge.testing.worlds import Worlds
 

@@ -8,13 +8,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ddpforge.components.kinds import unlike
+from ddpforge.components.kinds import KINDS
 from ddpforge.components.options import options_table
 from ddpforge.components.registry import RefusedOptions
 from ddpforge.errors import PluginError
-from ddpforge.recipe.layers import FRAMEWORK_KEYS, SLOTS
 from ddpforge.testing.cases import Case
-from ddpforge.testing.checks import check
+from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, blame
 from ddpforge.testing.settings import SETTINGS
 from ddpforge.testing.trial import settle
@@ -57,7 +56,7 @@ def documented(case: Case, worlds: Worlds) -> None:
 @check("options-reachable")
 def reachable(case: Case, worlds: Worlds) -> None:
     """A recipe can set every option: none has the name of a key that ddpforge reads itself."""
-    own = ("use", *(key for path, keys in FRAMEWORK_KEYS.items() if SLOTS[path] == case.kind for key in keys))
+    own = ("use", *KINDS[case.kind].framework_keys)
     rows = options_table(case.registry.options_model(case.kind, case.use, case.base))
     if taken := [row.name for row in rows if row.name in own]:
         raise Breach(
@@ -79,7 +78,7 @@ def builds(case: Case, worlds: Worlds) -> None:
         raise Breach("options that the component takes", error.message, hints=[hint, *error.hints]) from error
     except Exception as error:
         raise blame(error, "the component to be built", case.component) from error
-    if expected := unlike(case.kind, built):
+    if expected := KINDS[case.kind].mismatch(built):
         raise Breach(f"{expected}, as its kind is `{case.kind}`", f"a {type(built).__name__}")
 
 

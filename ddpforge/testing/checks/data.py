@@ -14,7 +14,7 @@ from ddpforge.data import RankShare, open_data, seed_all
 from ddpforge.data.nests import digest, leaves, size, take
 from ddpforge.data.streams import is_stream
 from ddpforge.testing.cases import Case
-from ddpforge.testing.checks import check
+from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, blame, source_of
 from ddpforge.testing.worlds import Worlds
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ddpforge.data.nests import close
 from ddpforge.testing.cases import Case
-from ddpforge.testing.checks import check
+from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, NotApplicable, blame, source_of
 from ddpforge.testing.trial import fresh, trial_of
 from ddpforge.testing.worlds import Worlds, same_training

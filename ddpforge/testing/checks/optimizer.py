@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.testing.cases import Case
-from ddpforge.testing.checks import check
+from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, NotApplicable, blame, source_of
 from ddpforge.testing.settings import SETTINGS
 from ddpforge.testing.worlds import Worlds

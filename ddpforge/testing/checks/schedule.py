@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 from ddpforge.testing.cases import Case
-from ddpforge.testing.checks import check
+from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, blame, source_of
 from ddpforge.testing.worlds import Worlds
 

@@ -18,7 +18,7 @@ from ddpforge.runs.folder import RunFolder, papers_of
 from ddpforge.runs.metrics import read_metrics
 from ddpforge.testing import companions
 from ddpforge.testing.cases import Case
-from ddpforge.testing.checks import check
+from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, NotApplicable, source_of
 from ddpforge.testing.settings import SETTINGS
 from ddpforge.testing.worlds import Worlds, drift_text, stopped, write_recipe

@@ -12,7 +12,7 @@ from torch import Tensor
 from ddpforge.data.nests import size, take
 from ddpforge.interfaces import Total
 from ddpforge.testing.cases import Case
-from ddpforge.testing.checks import check
+from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, blame, source_of
 from ddpforge.testing.trial import SAMPLES, Trial, trial_of
 from ddpforge.testing.worlds import Worlds

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from ddpforge.interfaces import Tracker
 from ddpforge.testing.cases import Case
-from ddpforge.testing.checks import check
+from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, NotApplicable, place_of
 from ddpforge.testing.worlds import Worlds
 

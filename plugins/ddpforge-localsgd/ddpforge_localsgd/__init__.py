@@ -7,7 +7,7 @@ Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019), https://a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,13 +95,13 @@ class _OwnWay(WholeReplica):
     def __init__(self, strategy: LocalSGD, model: nn.Module, optimizer: Optimizer) -> None:
         super().__init__(strategy, model, optimizer)
         self._strategy, self._ranks = strategy, strategy.world.all
-        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._common = {name: p.detach().clone() for name, p in self._trained.items()}
-        outer = strategy.outer_momentum
-        self._momentum = {name: torch.zeros_like(p) for name, p in self._common.items()} if outer else {}
+        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.common = {name: p.detach().clone() for name, p in self.trained.items()}
+        kept = self.common.items() if strategy.outer_momentum else ()
+        self._momentum = {name: torch.zeros_like(p) for name, p in kept}
         self._since = 0  # steps since the ranks had the same weights
         self._apart = False  # whether anything else differs
-        self.weights = _Common(model, self._common, self._trained, strategy)
+        self.weights = _Common(self)
 
     # -- one step
     def step(self) -> Tensor:
@@ -128,10 +128,10 @@ class _OwnWay(WholeReplica):
         if not self._since:
             return
         outer = self._strategy
-        weights = {name: weight.detach() for name, weight in self._trained.items()}
+        weights = {name: weight.detach() for name, weight in self.trained.items()}
         self._average(weights.values())
         for name, mean in weights.items():
-            common = self._common[name]
+            common = self.common[name]
             if not outer.outer_momentum:
                 common.lerp_(mean, outer.outer_lr)  # with 1 the mean exactly
             else:
@@ -152,18 +152,15 @@ class _OwnWay(WholeReplica):
 
     def _kept(self) -> Iterator[Tensor]:
         """What this rank's optimizer keeps, in the same order on every rank; counters are the same anyway."""
-        for weight in self._trained.values():
+        for weight in self.trained.values():
             entry = self.optimizer.state.get(weight, {})
-            for key in sorted(entry):
-                value = entry[key]
+            for _, value in sorted(entry.items()):
                 if isinstance(value, Tensor) and value.is_floating_point() and value.device == weight.device:
                     yield value
 
     @torch.no_grad()
     def _average(self, tensors: Iterable[Tensor]) -> None:
         """Gives every rank the mean over ranks of each tensor."""
-        if self._ranks.size == 1:
-            return
         for bucket in _buckets(tensors):
             mean = self._ranks.sum(torch.cat([tensor.reshape(-1) for tensor in bucket])) / self._ranks.size
             for tensor, part in zip(bucket, torch.split(mean, [each.numel() for each in bucket]), strict=True):
@@ -187,26 +184,22 @@ class _OwnWay(WholeReplica):
         inner = {name: {k: v for k, v in entry.items() if k != _OUTER} for name, entry in state.optimizer.items()}
         own = replace(state, optimizer={name: entry for name, entry in inner.items() if entry})
         super().load_state(own, partial=partial)
-        for name, common in self._common.items():
-            common.copy_(self._trained[name].detach())
+        for name, common in self.common.items():
+            common.copy_(self.trained[name].detach())
         self._since, self._apart = 0, False
         for name, momentum in self._momentum.items():
             saved: Any = state.optimizer.get(name, {}).get(_OUTER)
-            if saved is not None:
-                saved.read_into(Part.whole(momentum).region, Part.whole(momentum).tensor)
-            elif not partial:
-                momentum.zero_()
+            if saved is not None or not partial:
+                momentum.copy_(torch.zeros_like(momentum) if saved is None else saved.read())
 
 
 class _Common(WholeWeights):
     """The weights that the ranks last had in common: the same on every rank at every step."""
 
-    def __init__(
-        self, model: nn.Module, common: Mapping[str, Tensor], used: Mapping[str, nn.Parameter], strategy: LocalSGD
-    ) -> None:
-        super().__init__(model, strategy.world.all)
-        self._common, self._used = common, used
-        self._parts = {name: part.of(common[name]) for name, part in self._parts.items()}
+    def __init__(self, replica: _OwnWay) -> None:
+        super().__init__(replica.bare, replica.world.all)
+        self._common, self._used = replica.common, replica.trained
+        self._parts = {name: part.of(self._common[name]) for name, part in self._parts.items()}
 
     @torch.no_grad()
     def changed(self) -> None:

@@ -1,0 +1,98 @@
+"""What an evaluation is: forward passes over the evaluation sets, and means over all ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
+from ddpforge.errors import UsageError
+from ddpforge.interfaces import Callback, Pass, Replica, Task, Total, World
+from ddpforge.training.fingerprint import Fingerprint
+from ddpforge.training.totals import Meter, add
+
+__all__ = ["Evaluator", "prefix"]
+
+_EVALUATION = 0xE7A1  # keeps the random numbers of evaluation apart from all others
+
+
+def prefix(name: str) -> str:
+    """What the metrics of an evaluation set begin with: "eval/NAME/", or "eval/" for the one that has no name."""
+    return f"eval/{name}/" if name else "eval/"
+
+
+class Evaluator:
+    """Evaluates a replica on evaluation sets, on one rank, in step with the others: every sample counts once.
+
+    `sets` holds this rank's batches of each by name; a set that is alone has the name "". Callbacks wrap an evaluation
+    in their `evaluating`. Nothing is updated, and no optimizer is needed.
+    """
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        replica: Replica,
+        task: Task,
+        sets: Mapping[str, Batches],
+        callbacks: Mapping[str, Callback],
+        seed: int,
+    ) -> None:
+        self.sets = sets
+        self._world, self._replica, self._task = world, replica, task
+        self._callbacks, self._seed = callbacks, seed
+        self._meter = Meter(task, "evaluation")
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Means over each set, as of the weights after `step`; called on every rank. `prefix` begins their names."""
+        if not self.sets:
+            raise UsageError("the recipe has no [data.eval] to evaluate on")
+        self._replica.sync_buffers()
+        self._replica.module.eval()
+        found: dict[str, float] = {}
+        with self._wrapped(), torch.no_grad():
+            for name, batches in self.sets.items():
+                means = self._means(batches.evaluation(), step)
+                found |= {f"{prefix(name)}{metric}": value for metric, value in means.items()}
+        self._replica.module.train()
+        return found
+
+    def _means(self, micro_batches: Iterable[MicroBatch], step: int) -> dict[str, float]:
+        """What the task makes of the means over one set."""
+        read = Fingerprint()
+        totals = self.totals(read.noted(micro_batches))
+        means = self._world.all.mean({**totals, **read.totals()})
+        read.refuse_another(means, step=step)
+        return self._task.finish(means)
+
+    def totals(self, micro_batches: Iterable[MicroBatch]) -> dict[str, Total]:
+        """This rank's sums and counts; stand-ins that fill up a last batch count nothing."""
+        found: dict[str, Total] = {}
+        running: deque[tuple[MicroBatch, Any]] = deque()
+
+        def passes() -> Iterator[Pass]:
+            for number, micro in enumerate(micro_batches):
+                batch = to_device(micro.data, self._world.device)
+                running.append((micro, batch))
+                seed = mix(self._seed, _EVALUATION, number, self._world.data.rank)
+                yield Pass(batch=batch, seed=partial(seed_all, seed, self._world.device))
+
+        for result in self._replica.passes(passes(), self._meter.compute, trains=False):
+            add(found, self._meter.totals(*running.popleft(), result, metrics=True))
+        return found
+
+    @contextmanager
+    def _wrapped(self) -> Iterator[None]:
+        with ExitStack() as observed, ExitStack() as stack:
+            with self._replica.weights.observing():
+                for callback in self._callbacks.values():
+                    stack.enter_context(callback.evaluating())
+            try:
+                yield
+            finally:
+                observed.enter_context(self._replica.weights.observing())  # which the callbacks leave within

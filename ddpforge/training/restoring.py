@@ -1,0 +1,63 @@
+"""What is taken from a checkpoint: of components that a recipe still names, and nothing of those it has replaced."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddpforge.checkpoint.contents import Facts
+from ddpforge.checkpoint.reader import Reader
+from ddpforge.errors import CheckpointError
+from ddpforge.interfaces import Callback, CanonicalState, Replica, World
+from ddpforge.recipe.schema import Recipe
+from ddpforge.recipe.toml import loads
+
+__all__ = ["is_another", "restore_callbacks", "restore_weights"]
+
+log = logging.getLogger("ddpforge")
+
+
+def restore_weights(replica: Replica, checkpoint: Reader) -> None:
+    """Gives the model its weights and buffers; of what the optimizer and the strategy have kept, nothing is read.
+
+    Raises CheckpointError where the checkpoint is of another model.
+    """
+    saved = checkpoint.state()
+    if missing := sorted(replica.state().model.keys() - saved.model.keys()):
+        more = " …" if len(missing) > 5 else ""
+        raise CheckpointError(
+            f"the checkpoint is of another model (missing from the checkpoint: {', '.join(missing[:5])}{more})"
+        )
+    # `partial` leaves the optimizer alone; that nothing of the model is missing is known now.
+    replica.load_state(CanonicalState(saved.model, {}, saved.aliases), partial=True)
+    replica.weights.changed()
+
+
+def restore_callbacks(recipe: Recipe, callbacks: Mapping[str, Callback], checkpoint: Reader, world: World) -> None:
+    """Gives each callback its state back, unless another component had the name when that was saved."""
+    facts, kept = checkpoint.facts, checkpoint.callbacks()
+    for name, callback in callbacks.items():
+        if name in kept and not is_another(facts, recipe.callbacks[name].use, "callbacks", name, world=world):
+            callback.load_state(kept[name])
+
+
+def is_another(facts: Facts, use: str, *table: str, world: World) -> bool:
+    """Whether the recipe's table, which uses `use`, named another component when the checkpoint was saved; says so."""
+    earlier = _use_in(facts.recipe, table)
+    if earlier is None or earlier.rpartition("/")[2] == use.rpartition("/")[2]:  # local code may have moved
+        return False
+    if world.is_main:
+        log.warning("%s `%s` starts afresh: the checkpoint has the state of `%s`", ".".join(table), use, earlier)
+    return True
+
+
+def _use_in(recipe: str, table: Sequence[str]) -> str | None:
+    """What a table of a checkpoint's recipe uses; None where it does not say, as after an import."""
+    try:
+        found: Any = loads(recipe)
+        for name in (*table, "use"):
+            found = found[name]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return str(found)

@@ -1,0 +1,95 @@
+"""Saves a trainer's state while training goes on, and learns what came of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ddpforge.checkpoint.contents import Facts, RankState
+from ddpforge.checkpoint.manager import Checkpoints
+from ddpforge.checkpoint.reader import Reader
+from ddpforge.errors import CheckpointError
+from ddpforge.interfaces import Callback, Replica
+from ddpforge.recipe.schema import CheckpointSection
+from ddpforge.training.progress import Progress
+
+__all__ = ["Saving"]
+
+log = logging.getLogger("ddpforge")
+
+
+class Saving:
+    """Writes checkpoints of a replica and of callbacks; one at a time is on its way.
+
+    `origin` is what a checkpoint says of where it comes from: recipe, lineage, strategy, ranks. Every method is called
+    on all ranks after the same step, so that they all go on or all stop.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        settings: CheckpointSection,
+        replica: Replica,
+        callbacks: Callable[[], Mapping[str, Callback]],
+    ) -> None:
+        self.checkpoints = checkpoints
+        self.settings = settings
+        self.origin: Mapping[str, Any] = {}
+        self.step: int | None = None  # the newest that is in a checkpoint, or on its way there
+        self._replica = replica
+        self._callbacks = callbacks
+
+    @property
+    def ready(self) -> bool:
+        """Whether waiting for what this rank writes would cost nothing."""
+        return self.checkpoints.ready()
+
+    def save(self, progress: Progress, metrics: Mapping[str, float], *, last: bool) -> None:
+        """Begins to save; see `settle` for the end of it."""
+        self.settle()
+        self._replica.sync_buffers()
+        state = self._replica.state()
+        facts = Facts(
+            step=progress.step,
+            samples=progress.samples,
+            loop=dict(state.numbers),
+            position=progress.to_json(),
+            metrics=dict(metrics),
+            **self.origin,
+        )
+        callbacks = {name: callback.state() for name, callback in self._callbacks().items()}
+        self.checkpoints.save(facts, RankState.of(state, callbacks))
+        self.step = progress.step
+        if not self.settings.background:
+            self.settle(last=last)
+
+    def settle(self, *, last: bool = False) -> None:
+        """Waits for the checkpoint that is being written, if there is one, and tells callbacks of it.
+
+        Raises CheckpointError when it could not be written and the recipe says stop, or it is the `last` one.
+        """
+        if not self.checkpoints.pending:
+            return
+        assert self.step is not None
+        try:
+            folder = self.checkpoints.wait()
+        except CheckpointError as error:
+            if last or self.settings.on_failure == "stop":
+                raise
+            log.warning("%s; training goes on without it", error.message)
+            return
+        for callback in self._callbacks().values():
+            callback.on_checkpoint(self.step, folder)
+
+    def newest(self) -> Reader | None:
+        """The newest intact checkpoint, once nothing is on its way."""
+        self.settle()
+        return self.checkpoints.open()
+
+    def is_best(self, metrics: Mapping[str, float]) -> bool:
+        """Whether `metrics` beat those of every checkpoint, also of the one that is being written."""
+        if not self.settings.keep.best:
+            return False
+        self.settle()
+        return self.checkpoints.is_best(metrics)

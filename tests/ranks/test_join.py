@@ -1,0 +1,169 @@
+"""Processes that a launcher started become a world, or hear where the launcher and the recipe contradict each other."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from doubles import Elsewhere
+from forked import in_ranks, refused, train
+
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import World
+from ddpforge.ranks import join
+from ddpforge.ranks.collectives import Group
+from ddpforge.strategies.ddp import DDP
+from ddpforge.strategies.single import Single
+
+
+def joined() -> World:
+    return join.join(train(), DDP())
+
+
+# ---------------------------------------------------------------------------------------------- a world
+def test_totals_are_sums_over_ranks_that_see_different_data_and_what_is_broadcast_is_rank_0s() -> None:
+    def rank(number: int) -> Any:
+        world = joined()
+        assert world.local_rank == number
+        total = world.data.sum(torch.tensor([1.0 + number, 2.0], dtype=torch.float64)).tolist()
+        said = world.all.broadcast({"rank": number})
+        mine, _ = dist.new_subgroups(1)
+        same = replace(world, data=Group(mine))  # both see the same data
+        sums = [ranks.sum(torch.tensor([4.0])).tolist() for ranks in (same.data, same.all)]
+        return total, sums, said, (world.all.rank, world.local_rank, world.all.size)
+
+    found = in_ranks(2, rank)
+    assert [each[:3] for each in found] == [([3.0, 4.0], [[4.0], [8.0]], {"rank": 0})] * 2
+    assert [each[3] for each in found] == [(0, 0, 2), (1, 1, 2)]
+
+
+def test_the_group_is_left_when_all_have_come_to_the_end() -> None:
+    def rank(number: int) -> Any:
+        world = joined()
+        before = dist.is_initialized()
+        join.leave(world)
+        return before, dist.is_initialized(), (world.data.rank, world.data.size, world.is_main, str(world.device))
+
+    assert in_ranks(2, rank) == [(True, False, (0, 2, True, "cpu")), (True, False, (1, 2, False, "cpu"))]
+
+
+def test_nobody_leaves_before_the_last(tmp_path: Path) -> None:
+    """A rank that is gone would end those that still compute."""
+
+    def rank(number: int) -> Any:
+        world = joined()
+        left = tmp_path / "left"
+        if number:
+            for _ in range(200):
+                assert not left.exists()
+            join.leave(world)
+            return True
+        join.leave(world)
+        left.touch()
+        return True
+
+    assert in_ranks(2, rank) == [True, True]
+
+
+# ---------------------------------------------------------------------------------------------- what the launcher says
+@pytest.mark.parametrize(
+    ("variable", "said", "options", "fits"),
+    [
+        ("MIXED_PRECISION", "no", {"precision": "bf16"}, True),  # nobody said anything
+        ("MIXED_PRECISION", "BF16", {"precision": "bf16"}, True),
+        ("MIXED_PRECISION", "fp16", {"precision": "bf16"}, False),
+        ("MIXED_PRECISION", "fp32", {}, False),
+        ("USE_DEEPSPEED", "True", {}, False),
+        ("USE_DEEPSPEED", "FALSE", {}, True),
+        ("USE_FSDP", "true", {}, False),
+        ("DYNAMO_BACKEND", "INDUCTOR", {}, False),
+        ("DYNAMO_BACKEND", "NO", {}, True),
+        ("GRADIENT_ACCUMULATION_STEPS", "1", {}, True),
+        ("GRADIENT_ACCUMULATION_STEPS", "2", {}, False),
+    ],
+)
+def test_a_launcher_may_say_what_the_recipe_says_or_nothing(
+    monkeypatch: pytest.MonkeyPatch, variable: str, said: str, options: dict[str, str], fits: bool
+) -> None:
+    def rank(number: int) -> Any:
+        if fits:
+            join.join(train(**options), Single())
+            return ""
+        return refused(StrategyError, lambda: join.join(train(**options), Single()))
+
+    monkeypatch.setenv(f"ACCELERATE_{variable}", said)
+    monkeypatch.setattr(join, "processes_asked_for", lambda: 1)
+    keys = {
+        "MIXED_PRECISION": "train.precision",
+        "DYNAMO_BACKEND": "train.compile",
+        "GRADIENT_ACCUMULATION_STEPS": "train.micro_batch",
+    }
+    key = keys.get(variable, "strategy.use")
+    message = in_ranks(1, rank)[0]
+    said = f"the launcher says ACCELERATE_{variable}={said}, which `{key}` in the recipe decides | "
+    assert message.startswith("" if fits else said)
+    assert bool(message) != fits
+
+
+def test_fewer_processes_than_were_asked_for_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank(number: int) -> Any:
+        return refused(StrategyError, lambda: join.join(train(), Single()))
+
+    monkeypatch.setattr(join, "processes_asked_for", lambda: 2)
+    (message,) = in_ranks(1, rank)
+    assert message.startswith("`accelerate launch` was asked for 2 processes and started 1")
+    assert " | ddpforge launch RECIPE --nproc 2 | " in message
+
+
+def test_a_world_of_another_size_than_the_launcher_announced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Alone(join.Accelerator):  # type: ignore[misc]
+        num_processes = 1
+
+    def rank(number: int) -> Any:
+        return refused(StrategyError, lambda: join.join(train(), DDP()))
+
+    monkeypatch.setattr(join, "Accelerator", Alone)
+    said = "the launcher started 2 processes, but Accelerate formed a world of 1"
+    assert [message.startswith(said) for message in in_ranks(2, rank)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "precision", "native", "said"),
+    [
+        (1, 1, "bf16", True, []),
+        (3, 1, "fp32", True, ["2 more GPUs are idle: ddpforge launch RECIPE --nproc 3"]),
+        (3, 3, "fp32", False, []),
+        (1, 1, "fp32", False, []),
+        (1, 1, "bf16", False, ['Old computes bf16 by emulation, which is slow; train.precision = "fp16" is not']),
+    ],
+)
+def test_what_a_gpu_could_do_faster_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    gpus: int,
+    ranks: int,
+    precision: str,
+    native: bool,
+    said: list[str],
+) -> None:
+    """A machine that is made believe that it has GPUs."""
+
+    class Believes:
+        process_index = local_process_index = 0
+        num_processes = ranks
+        distributed_type = join.DistributedType.MULTI_GPU
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or native)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old")
+    monkeypatch.setattr(join, "choose_device", lambda kind, asked: torch.device("cuda", 0))
+    monkeypatch.setattr(join, "Agreement", lambda device, timeout: None)
+    monkeypatch.setattr(join, "Accelerator", lambda **_: Believes())
+    monkeypatch.setattr(join, "Group", lambda group, device, keeps: Elsewhere(ranks))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    with caplog.at_level(logging.INFO, "ddpforge"):
+        join.join(train(precision=precision, device="cuda"), DDP())
+    assert caplog.messages == said

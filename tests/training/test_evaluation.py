@@ -1,0 +1,243 @@
+"""What an evaluation finds, with doubles for everything that it talks to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from doubles import Line, Loop, Plain, Sums
+from torch import Tensor, nn
+
+from ddpforge.data import MicroBatch
+from ddpforge.errors import CheckpointError, PluginError, UsageError
+from ddpforge.interfaces import Callback, CanonicalState, StepInfo, Task, Total
+from ddpforge.training.evaluation import Evaluator
+from ddpforge.training.restoring import restore_weights
+
+IDLE: Any = None
+"""There is no optimizer."""
+
+
+def evaluator(
+    replica: Plain,
+    task: Task | None = None,
+    sets: Mapping[str, Any] | None = None,
+    callbacks: Mapping[str, Callback] | None = None,
+) -> Evaluator:
+    sets = {"": Batched([1.0, 2.0])} if sets is None else sets
+    return Evaluator(
+        world=replica.world, replica=replica, task=task or Sums(), sets=sets, callbacks=callbacks or {}, seed=0
+    )
+
+
+class Batched:
+    """One micro-batch of `values`, and one with a stand-in; `read` is what says which samples were read."""
+
+    def __init__(self, values: list[float], read: int = 0) -> None:
+        self.values, self.read = values, read
+
+    def evaluation(self) -> Iterator[MicroBatch]:
+        n = len(self.values)
+        yield MicroBatch(torch.tensor(self.values), n, n, False, 0, 0, self.read)
+        yield MicroBatch(torch.tensor([100.0]), 0, 1, True, 0, 1, self.read)
+
+
+# ---------------------------------------------------------------------------------------------- one set
+def test_every_sample_counts_once_and_stand_ins_do_not() -> None:
+    found = evaluator(Plain().holding(Line(), IDLE)).evaluate(0)
+    assert found == {"eval/loss": 1.5, "eval/x": 1.5}
+
+
+def test_sums_are_added_up_in_float64() -> None:
+    """In bfloat16 256 + 1 is 256: six hundred ones would have a mean of 0.43."""
+
+    class Ones(Sums):
+        def metrics(self, outputs: Tensor, batch: Any) -> Mapping[str, Total]:
+            one = torch.ones((), dtype=torch.bfloat16)
+            return {"it": Total(one, one)}
+
+    ones = [MicroBatch(torch.ones(1), 1, 1, True, 0, 0)] * 600
+    totals = evaluator(Plain().holding(Line(torch.bfloat16), IDLE), Ones()).totals(ones)
+    assert totals["it"].sum.item() == totals["it"].count.item() == 600  # type: ignore[union-attr]
+    assert totals["loss"].sum.dtype == torch.float64
+
+
+def test_what_other_ranks_count_is_part_of_the_mean() -> None:
+    """Two samples with a sum of 3 here; elsewhere every sum and every count is 4."""
+    replica = Plain(ranks=2, elsewhere=4.0).holding(Line(), IDLE)
+    assert evaluator(replica).evaluate(0)["eval/x"] == (3.0 + 4.0) / (2 + 4)
+
+
+def test_an_evaluation_is_without_gradients_and_training_mode_and_buffers_are_made_equal_before_it() -> None:
+    class Looks(Line):
+        def forward(self, x: Tensor) -> Tensor:
+            assert not torch.is_grad_enabled()
+            assert replica.synced == 1
+            return super().forward(x)
+
+    model = Looks()
+    replica = Plain().holding(model, IDLE)
+    evaluator(replica).evaluate(0)
+    assert model.modes == [False, False]
+    assert model.training
+
+
+def test_random_numbers_are_the_same_in_every_evaluation_and_of_every_set() -> None:
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.drawn = nn.Parameter(torch.ones(())), list[float]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.drawn.append(torch.rand(()).item())
+            return self.w * x
+
+    model = Draws()
+    sets = {"a": Batched([1.0]), "b": Batched([2.0])}
+    ours = evaluator(Plain().holding(model, IDLE), sets=sets)
+    ours.evaluate(0)
+    ours.evaluate(1)
+    assert len(set(model.drawn)) == 2
+    assert model.drawn == model.drawn[:2] * 4
+
+
+def test_the_task_finishes_the_means_of_a_set() -> None:
+    class Rooted(Sums):
+        def finish(self, metrics: dict[str, float]) -> dict[str, float]:
+            return {"loss": metrics["loss"], "square": metrics["x"] ** 2}
+
+    found = evaluator(Plain().holding(Line(), IDLE), Rooted()).evaluate(0)
+    assert found == {"eval/loss": 1.5, "eval/square": 2.25}
+
+
+def test_there_is_nothing_to_evaluate_on() -> None:
+    with pytest.raises(UsageError, match=r"the recipe has no \[data.eval\]"):
+        evaluator(Plain().holding(Line(), IDLE), sets={}).evaluate(0)
+
+
+def test_ranks_that_have_read_other_samples_from_a_stream_are_told_so() -> None:
+    alike = evaluator(Plain().holding(Line(), IDLE), sets={"": Batched([1.0], read=3)})
+    assert alike.evaluate(7) == {"eval/loss": 1.0, "eval/x": 1.0}
+
+    apart = Plain(ranks=2, elsewhere=1.0).holding(Line(), IDLE)
+    with pytest.raises(PluginError, match="ranks read different samples from the iterable dataset, by step 7"):
+        evaluator(apart, sets={"": Batched([1.0], read=3)}).evaluate(7)
+
+
+# ---------------------------------------------------------------------------------------------- callbacks
+class Doubled(Callback):
+    """Evaluates with twice the weights."""
+
+    def __init__(self, model: Line) -> None:
+        self.model, self.entered = model, 0
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.entered += 1
+        self.model.w.data *= 2
+        try:
+            yield
+        finally:
+            self.model.w.data /= 2
+
+
+def test_a_callback_may_lend_its_weights_for_all_sets_at_once() -> None:
+    model = Line()
+    lender = Doubled(model)
+    sets = {"one": Batched([1.0]), "two": Batched([2.0])}
+    found = evaluator(Plain().holding(model, IDLE), sets=sets, callbacks={"double": lender}).evaluate(0)
+    assert (found["eval/one/loss"], found["eval/two/loss"]) == (2.0, 4.0)
+    assert (model.w.item(), lender.entered) == (1.0, 1)
+
+
+def test_a_callback_gets_its_weights_back_when_the_evaluation_fails() -> None:
+    class Broken(Sums):
+        def metrics(self, outputs: Tensor, batch: Any) -> Mapping[str, Total]:
+            raise RuntimeError("no such metric")
+
+    model = Line()
+    with pytest.raises(RuntimeError, match="no such metric"):
+        evaluator(Plain().holding(model, IDLE), Broken(), callbacks={"double": Doubled(model)}).evaluate(0)
+    assert model.w.item() == 1.0
+
+
+# ---------------------------------------------------------------------------------------------- several sets
+class Watcher(Callback):
+    """Keeps what it is told of evaluations; wants to stop when `metric` is above `enough`."""
+
+    def __init__(self, metric: str = "", enough: float = 0.0) -> None:
+        self.metric, self.enough = metric, enough
+        self.told: list[dict[str, float]] = []
+
+    def on_step(self, info: StepInfo) -> None:
+        assert not any(name.startswith("eval/") for name in info.metrics)
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool:
+        self.told.append(dict(metrics))
+        return bool(self.metric) and metrics[self.metric] > self.enough
+
+
+def test_sets_with_names_have_metrics_of_their_own_in_one_row() -> None:
+    """The means of 0, 1 and of 0 to 4 are 0.5 and 2."""
+    watcher = Watcher()
+    loop = Loop(steps=2, evaluation={"few": 2, "many": 5}, callbacks={"watch": watcher})
+    loop.fit()
+    names = ["eval/few/loss", "eval/few/x", "eval/many/loss", "eval/many/x"]
+    step, row = loop.tracker.rows[-1]
+    assert (step, sorted(row)) == (2, names)
+    assert (row["eval/few/x"], row["eval/many/x"]) == (0.5, 2.0)
+    assert sorted(watcher.told[0]) == names
+    assert {name: value for name, value in loop.trainer.metrics.items() if name.startswith("eval/")} == row
+
+
+def test_a_callback_may_end_training_by_the_metric_of_one_set() -> None:
+    watcher = Watcher("eval/many/x", enough=1.0)
+    loop = Loop(steps=5, train={"eval_every": "2st"}, evaluation={"few": 2, "many": 5}, callbacks={"watch": watcher})
+    assert loop.fit() == "done"
+    assert loop.trainer.progress.step == 2
+
+
+def test_the_best_checkpoint_may_be_that_of_one_set() -> None:
+    keep = {"keep": {"best": 1, "by": "eval/many/loss"}}
+    loop = Loop(steps=2, train={"eval_every": "1st"}, evaluation={"few": 2, "many": 5}, checkpoint=keep)
+    loop.fit()
+    metrics, _ = loop.checkpoints.asked_for_best[0]
+    assert metrics["eval/many/loss"] == pytest.approx(2.0, rel=0.01)
+    assert {name for name in loop.checkpoints.saved[-1].facts.metrics if name.startswith("eval/")} == {
+        *("eval/few/loss", "eval/few/x", "eval/many/loss", "eval/many/x")
+    }
+
+
+# ---------------------------------------------------------------------------------------------- weights alone
+class Unread:
+    """Fails whoever reads it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was asked for")
+
+
+class OnDisk:
+    """A checkpoint of which only the model may be read."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def state(self) -> CanonicalState[Any]:
+        model = {name: torch.tensor(5.0) for name in self.names}
+        unread: Any = Unread()
+        return CanonicalState(model, unread, shared=unread, numbers=unread)
+
+
+def test_weights_are_restored_without_what_the_optimizer_and_the_strategy_have_kept() -> None:
+    loop = Loop()
+    restore_weights(loop.replica, OnDisk("w"))  # type: ignore[arg-type]
+    assert loop.model.w.item() == 5.0  # type: ignore[union-attr, operator]
+    assert (loop.replica.loaded.optimizer, loop.replica.loaded.shared, loop.replica.loop) == ({}, {}, {})
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"of another model \(missing from the checkpoint: w\)"):
+        restore_weights(Loop().replica, OnDisk("v"))  # type: ignore[arg-type]
