@@ -39,7 +39,7 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ddpforge.checkpoint.contents import Facts, Share
+from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.interfaces import CanonicalState, Range, Ranks
@@ -104,7 +104,7 @@ class Bench:
 
     def begin(self, name: str) -> None:
         facts = Facts(step=1, samples=1, strategy="ddp", world_size=self.ranks.size)
-        self.checkpoints[name].save(facts, Share.of(self.state, {}))
+        self.checkpoints[name].save(facts, RankState.of(self.state, {}))
 
     # -- ddpforge
     def blocking(self) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpforge.checkpoint.contents import Facts, Share
-from ddpforge.data import Share as DataShare
-from ddpforge.data import open_data
+from ddpforge.checkpoint.contents import Facts, RankState
+from ddpforge.data import RankShare, open_data
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, CanonicalState, Contract, Replica, Task, Total, Tracker, WholeWeights, World
 from ddpforge.plan import Plan
@@ -87,7 +86,7 @@ class Plain(Replica):
 class Saved:
     """A checkpoint in memory, as a reader of it."""
 
-    def __init__(self, facts: Facts, share: Share) -> None:
+    def __init__(self, facts: Facts, share: RankState) -> None:
         self.facts, self.share = facts, share
 
     def state(self) -> CanonicalState[Any]:
@@ -117,7 +116,7 @@ class Memory:
     def ready(self) -> bool:
         return self.waiting is not None
 
-    def save(self, facts: Facts, share: Share) -> None:
+    def save(self, facts: Facts, share: RankState) -> None:
         assert self.waiting is None
         self.events.append("save")
         self.waiting = Saved(facts, share)
@@ -288,7 +287,7 @@ def _open(data: Any, batch: int, *, shuffle: bool) -> Any:
     return open_data(
         data,
         global_batch=batch,
-        share=DataShare(0, 1, batch),
+        share=RankShare(0, 1, batch),
         seed=0,
         shuffle=shuffle,
         drop_last=False,

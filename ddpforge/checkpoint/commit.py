@@ -15,14 +15,14 @@ import torch
 
 from ddpforge import __version__, disk
 from ddpforge.checkpoint import safetensors_writer
-from ddpforge.checkpoint.contents import Apart, Facts, Share
+from ddpforge.checkpoint.contents import Apart, Facts, RankState
 from ddpforge.checkpoint.schema import COMMIT, LATEST, MANIFEST, MOST_TEXT, Commit, Manifest
 from ddpforge.errors import CheckpointError
 
 log = logging.getLogger("ddpforge")
 
 
-def describe(facts: Facts, share: Share, apart: Apart) -> Manifest:
+def describe(facts: Facts, state: RankState, apart: Apart) -> Manifest:
     """A manifest that lacks only files and tensors; raises CheckpointError for what JSON cannot hold."""
     versions = {"ddpforge": __version__, "torch": torch.__version__, "python": platform.python_version()}
     metrics = {
@@ -41,7 +41,7 @@ def describe(facts: Facts, share: Share, apart: Apart) -> Manifest:
             loop=facts.loop,
             lineage=facts.lineage,
             recipe=facts.recipe,
-            aliases=dict(share.aliases),
+            aliases=dict(state.aliases),
             optimizer=apart.optimizer,
             callbacks=apart.callbacks,
             files={},

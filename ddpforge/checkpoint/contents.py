@@ -46,7 +46,7 @@ class Facts:
 
 
 @dataclass(kw_only=True)
-class Share:
+class RankState:
     """One rank's contribution to a checkpoint, by the names that `CanonicalState` has.
 
     A `Part` (or several, of one tensor) is what this rank holds: all ranks' parts must make up the tensor. Where
@@ -65,14 +65,14 @@ class Share:
         cls,
         state: CanonicalState[Tensor | Part],
         callbacks: Mapping[str, Mapping[str, Tensor | Part | Plain]] = MappingProxyType({}),
-    ) -> "Share":
+    ) -> "RankState":
         """A contribution made of a replica's state and that of callbacks."""
         optimizer = {**state.optimizer, SHARED: state.shared} if state.shared else state.optimizer
         return cls(model=state.model, optimizer=optimizer, callbacks=callbacks, aliases=state.aliases)
 
 
 class Apart(NamedTuple):
-    """A share, taken apart: what it holds of tensors by section and "<owner>/<key>", and what else is there."""
+    """A rank's state, taken apart: what it holds of tensors by section and "<owner>/<key>", and what else is there."""
 
     held: Held
     optimizer: OptimizerScalars
@@ -94,16 +94,16 @@ CALLBACKS = Kind("{1} in the state of callback {0}", False, (bool, int, float, s
 
 
 # ---------------------------------------------------------------------------------------------- apart
-def take_apart(share: Share, *, rank: int, ranks: int) -> Apart:
-    """Finds all that can be wrong with a rank's share; raises CheckpointError naming it."""
+def take_apart(state: RankState, *, rank: int, ranks: int) -> Apart:
+    """Finds all that can be wrong with a rank's state; raises CheckpointError naming it."""
     mine = partial(_held, rank=rank, ranks=ranks)
     model: dict[str, list[Part]] = {}
-    for name, value in share.model.items():
+    for name, value in state.model.items():
         if (held := mine(value, f"{name} of the model")) is None:
             raise CheckpointError(f"{name} of the model cannot be saved: it is a {type(value).__name__}")
         model[name] = held
-    optimizer, optimizer_scalars = _split(share.optimizer, OPTIMIZER, mine)
-    callbacks, callback_scalars = _split(share.callbacks, CALLBACKS, mine)
+    optimizer, optimizer_scalars = _split(state.optimizer, OPTIMIZER, mine)
+    callbacks, callback_scalars = _split(state.callbacks, CALLBACKS, mine)
     return Apart(
         {"model": model, "optimizer": optimizer, "callbacks": callbacks},
         cast(OptimizerScalars, optimizer_scalars),

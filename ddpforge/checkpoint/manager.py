@@ -8,7 +8,7 @@ from threading import Thread
 from typing import TypeVar
 
 from ddpforge.checkpoint import retention
-from ddpforge.checkpoint.contents import Facts, Share
+from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.manifest import layout_of, read_manifest, verify_contents
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.staging import Staging
@@ -55,7 +55,7 @@ class Checkpoints:
         self._saving: Future[Path] | None = None
 
     # -- saving
-    def save(self, facts: Facts, share: Share) -> None:
+    def save(self, facts: Facts, state: RankState) -> None:
         """Begins to write a checkpoint; `wait` tells how it went, and nothing of that is raised here.
 
         With `checkpoint.background`, the state may change as soon as this returns, and a thread writes; otherwise all
@@ -67,7 +67,7 @@ class Checkpoints:
         save = Save(
             self.folder,
             facts,
-            share,
+            state,
             self._peers,
             full=self._settings.layout == "full",
             copy=self._staging.copy if background else None,

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ddpforge import disk
 from ddpforge.checkpoint.commit import Draft, describe, unwritten
-from ddpforge.checkpoint.contents import Facts, Held, Share, divided, take_apart
+from ddpforge.checkpoint.contents import Facts, Held, RankState, divided, take_apart
 from ddpforge.checkpoint.manifest import check_files, layout, parse, read_text
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.schema import (
@@ -37,20 +37,20 @@ X = TypeVar("X")
 _SHARED = ("all ranks must see the run's folder: keep it on a disk that their machines share",)
 
 
-def write(folder: Path, facts: Facts, share: Share, peers: Peers, *, full: bool = False) -> Path:
+def write(folder: Path, facts: Facts, state: RankState, peers: Peers, *, full: bool = False) -> Path:
     """Adds a checkpoint to `folder` and returns its path; called on every rank, with what each has.
 
     It appears complete or not at all. When any rank fails, all raise CheckpointError with its number and its reason;
     the checkpoints that were there are never touched. Of `facts` those of rank 0 count. With `full`, the checkpoint
     also has one file with the whole model, for other tools.
     """
-    return Save(folder, facts, share, peers, full=full).write()
+    return Save(folder, facts, state, peers, full=full).write()
 
 
 class Save:
     """A checkpoint to be written, and what this rank does for it: fill, and on rank 0 begin and publish.
 
-    What is wrong with a share is found when this is made and raised by `write`, on all ranks. Where `copy` makes a copy
+    What is wrong with a state is found when this is made and raised by `write`, on all ranks. Where `copy` makes a copy
     of what this rank writes, the state may change as soon as this is made.
     """
 
@@ -58,7 +58,7 @@ class Save:
         self,
         folder: Path,
         facts: Facts,
-        share: Share,
+        state: RankState,
         peers: Peers,
         *,
         full: bool = False,
@@ -71,10 +71,10 @@ class Save:
         self._manifest: Manifest | None = None
         self._problem: Exception | None = None
         try:
-            apart = take_apart(share, rank=peers.rank, ranks=peers.size)
+            apart = take_apart(state, rank=peers.rank, ranks=peers.size)
             self._optimizer, self._callbacks = apart.optimizer, apart.callbacks
             if peers.rank == 0:
-                self._manifest = describe(facts, share, apart)
+                self._manifest = describe(facts, state, apart)
             held = divided(apart.held)
             self._held = held if copy is None else copy(held)
         except Exception as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ddpforge.data.order import MicroBatch, Order, Request, Share
+from ddpforge.data.order import MicroBatch, Order, RankShare, Request
 from ddpforge.data.randomness import mix, seed_all
 from ddpforge.data.streams import Stream, is_stream, loader_in
 from ddpforge.errors import PluginError
@@ -131,7 +131,7 @@ def open_data(
     data: Any,
     *,
     global_batch: int,
-    share: Share,
+    share: RankShare,
     seed: int,
     shuffle: bool,
     drop_last: bool,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ddpforge.data.randomness import mix
 
-__all__ = ["MicroBatch", "Order", "Request", "Share", "permute"]
+__all__ = ["MicroBatch", "Order", "RankShare", "Request", "permute"]
 
 _BLOCK = 1 << 12  # samples whose order is computed in one vectorised go
 _ROUNDS = 6
@@ -56,7 +56,7 @@ def _scramble(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value >> np.uint64(32)
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """One rank's part in the steps of a run.
 
     Samples are dealt to shards, and shards to ranks: `elastic` of them, a multiple of the ranks, or as many as there
@@ -122,7 +122,7 @@ class MicroBatch(NamedTuple):
     samples: int
     step_samples: int  # samples of the whole step, over all ranks
     last: bool  # this rank's last micro-batch of the step
-    shard: int  # of the step's samples, see `Share`
+    shard: int  # of the step's samples, see `RankShare`
     number: int  # within the shard
     read: int = 0  # of a stream: a fingerprint of what this rank has read of it, see `streams.Stream`
 
@@ -133,7 +133,7 @@ class Order:
 
     samples: int
     global_batch: int
-    share: Share
+    share: RankShare
     seed: int
     shuffle: bool
     drop_last: bool

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ddpforge.checkpoint import writer
-from ddpforge.checkpoint.contents import Facts, Share
+from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.retention import committed
 from ddpforge.checkpoint.untrusted import DTYPES
 from ddpforge.errors import UsageError
@@ -76,8 +76,8 @@ def import_checkpoint(
         # Where a run begins that has trained nothing: what the trainer reads back when it resumes.
         position={"seconds": 0.0, "skipped": 0, "left_out": []},
     )
-    share = Share(model=found.model, optimizer=found.optimizer, aliases=found.aliases)
-    path = writer.write(_made(folder), facts, share, Peers.alone())
+    state = RankState(model=found.model, optimizer=found.optimizer, aliases=found.aliases)
+    path = writer.write(_made(folder), facts, state, Peers.alone())
     return _report(found, facts, path, run)
 
 

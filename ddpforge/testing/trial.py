@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpforge.data import MicroBatch, Share, open_data
+from ddpforge.data import MicroBatch, RankShare, open_data
 from ddpforge.interfaces import Task
 from ddpforge.testing import companions
 from ddpforge.testing.cases import Case
@@ -43,7 +43,7 @@ def first_batch(data: Any, samples: int = SAMPLES) -> MicroBatch:
     batches = open_data(
         data,
         global_batch=samples,
-        share=Share(0, 1, samples),
+        share=RankShare(0, 1, samples),
         seed=0,
         shuffle=False,
         drop_last=False,

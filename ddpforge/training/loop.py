@@ -26,7 +26,7 @@ from ddpforge.training.batchnorm import Statistics
 from ddpforge.training.cadence import Alarm, Cadence, Window
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import Fingerprint
-from ddpforge.training.norms import Norms
+from ddpforge.training.norms import GradientNorms
 from ddpforge.training.progress import Progress
 from ddpforge.training.restoring import is_another, restore_callbacks
 from ddpforge.training.saving import Saving
@@ -100,7 +100,7 @@ class Trainer:
         self.metrics: dict[str, float] = {}  # the newest value of every metric
         self._evaluated: int | None = None  # the step of the newest evaluation
         self._rollbacks = 0
-        self._norms = Norms()
+        self._norms = GradientNorms()
         self._window = Window()
         self._read = Fingerprint()
 
@@ -254,7 +254,7 @@ class Trainer:
         The norm is that of the reduced gradient, hence the same on every rank, and the strategy has kept such a
         gradient away from the weights already: all ranks come to the same decision without talking.
         """
-        bad = self._norms.look()
+        bad = self._norms.take()
         self.progress.skipped += len(bad)
         if not bad or self.replica.overflowed():
             return

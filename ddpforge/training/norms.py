@@ -7,14 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["Norms"]
+__all__ = ["GradientNorms"]
 
 
-class Norms:
-    """The gradient norms of the steps since the last look."""
+class GradientNorms:
+    """The gradient norms of the steps since they were last taken."""
 
     def __init__(self) -> None:
-        self.newest = math.nan  # as of the last look
+        self.newest = math.nan  # of those that were taken
         self.nonfinite_in_a_row = 0
         self._pending: dict[int, Tensor] = {}
 
@@ -22,8 +22,8 @@ class Norms:
         """Notes the norm of a step (0-d, on any device); does not wait for it."""
         self._pending[step] = norm
 
-    def look(self) -> list[int]:
-        """The steps since the last look whose norm was not finite, in one transfer from the device."""
+    def take(self) -> list[int]:
+        """Takes all norms in one transfer from the device; returns the steps whose norm was not finite."""
         if not self._pending:
             return []
         bad: list[int] = []

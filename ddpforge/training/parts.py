@@ -14,7 +14,7 @@ from torch import nn
 
 from ddpforge.components.building import build
 from ddpforge.components.registry import NotImported, Registry, where_raised
-from ddpforge.data import Batches, Share, mix, open_data
+from ddpforge.data import Batches, RankShare, mix, open_data
 from ddpforge.data.nests import size, take
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.errors import (
@@ -233,7 +233,7 @@ class Parts:
     def _opened(self, batch: int) -> dict[str, Any]:
         fetching = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False, "shuffle": False}
         drop_last = self.recipe.train.last_batch == "drop"
-        return fetching | {"global_batch": batch, "share": Share(0, 1, batch), "drop_last": drop_last}
+        return fetching | {"global_batch": batch, "share": RankShare(0, 1, batch), "drop_last": drop_last}
 
     # ---------------------------------------------------------------------------------------- this rank's part
     is_open = False
@@ -251,7 +251,7 @@ class Parts:
             self.training = open_data(
                 self.data["train"],
                 global_batch=self.plan.batch.global_batch,
-                share=Share(world.data.rank, ranks, self.plan.batch.micro_batch, train.elastic_shards),
+                share=RankShare(world.data.rank, ranks, self.plan.batch.micro_batch, train.elastic_shards),
                 shuffle=True,
                 drop_last=train.last_batch == "drop",
                 **fetching,
@@ -261,7 +261,7 @@ class Parts:
             name: open_data(
                 self.data[key_of(name)],
                 global_batch=batch * ranks,
-                share=Share(world.data.rank, ranks, batch),
+                share=RankShare(world.data.rank, ranks, batch),
                 shuffle=False,
                 drop_last=False,
                 **fetching,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ddpforge.builtin.tasks.forms import described
-from ddpforge.data import Share, open_data, to_device
+from ddpforge.data import RankShare, open_data, to_device
 from ddpforge.data.nests import size
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.interfaces import Task
@@ -36,7 +36,7 @@ class Rehearsal:
 def first_batch(data: Any, *, most: int, seed: int) -> Any:
     """The first samples of a dataset as a batch, `most` of them at most."""
     samples = min(FEW, most)
-    share = Share(0, 1, samples)
+    share = RankShare(0, 1, samples)
     fetching: dict[str, Any] = {"seed": seed, "workers": 0, "prefetch": 2, "pin": False}
     batches = open_data(data, global_batch=samples, share=share, shuffle=False, drop_last=False, **fetching)
     return next(iter(batches.evaluation())).data

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ddpforge.checkpoint.contents import Facts, Share
+from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import CheckpointError
@@ -59,7 +59,7 @@ class Saving:
             **self.origin,
         )
         callbacks = {name: callback.state() for name, callback in self._callbacks().items()}
-        self.checkpoints.save(facts, Share.of(state, callbacks))
+        self.checkpoints.save(facts, RankState.of(state, callbacks))
         self.step = progress.step
         if not self.settings.background:
             self.settle(last=last)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ddpforge import disk
 from ddpforge.checkpoint import writer
-from ddpforge.checkpoint.contents import Facts, Share
+from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.retention import newest
 from ddpforge.interfaces import CanonicalState
@@ -38,9 +38,9 @@ class Checkpoint(Facts):
     callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
-    def share(self) -> Share:
+    def share(self) -> RankState:
         """Of a rank that has everything."""
-        return Share.of(self.state, self.callbacks)
+        return RankState.of(self.state, self.callbacks)
 
 
 def write(folder: Path, checkpoint: Checkpoint, *, full: bool = False) -> Path:

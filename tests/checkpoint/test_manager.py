@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ddpforge import disk
 from ddpforge.checkpoint import manager, manifest, retention, staging, writer
-from ddpforge.checkpoint.contents import Held, Share
+from ddpforge.checkpoint.contents import Held, RankState
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.retention import committed
 from ddpforge.errors import CheckpointError, ExitCode, PeerFailed
@@ -102,7 +102,7 @@ def test_the_state_may_change_as_soon_as_save_has_returned(folder: Path, stalled
     facts = replace(FACTS, position={"left out": lists}, metrics=(metrics := {"eval/loss": 1.0}))
     saving = alone(folder)
 
-    saving.save(facts, Share.of(CanonicalState(live, {"nan": {"step": step, "m": live["nan"]}}), callbacks))
+    saving.save(facts, RankState.of(CanonicalState(live, {"nan": {"step": step, "m": live["nan"]}}), callbacks))
     assert (saving.pending, saving.ready()) == (True, False)
     with torch.no_grad():
         for tensor in (*live.values(), step, callbacks["ema"]["w"]):
@@ -168,7 +168,7 @@ def test_of_what_all_ranks_hold_each_copies_only_what_it_writes(folder: Path, wr
     model = {f"layer {i}": torch.randn(1 << 18) for i in range(8)}
 
     def act(saving: Checkpoints, peers: Peers) -> int:
-        saving.save(FACTS, Share.of(CanonicalState(model, {})))
+        saving.save(FACTS, RankState.of(CanonicalState(model, {})))
         saving.wait()
         return len(saving._staging._memory.bytes)  # type: ignore[union-attr]
 
@@ -180,7 +180,7 @@ def test_without_a_background_the_live_tensors_are_written_before_save_returns(
 ) -> None:
     saving, weight = alone(folder, background=False), torch.ones(4, 5)
 
-    saving.save(FACTS, Share.of(CanonicalState({"w": weight}, {})))
+    saving.save(FACTS, RankState.of(CanonicalState({"w": weight}, {})))
 
     assert saving.pending
     assert saving.ready()
@@ -301,7 +301,7 @@ def test_what_goes_wrong_on_one_rank_is_known_to_all_when_they_wait_and_the_next
 def test_a_state_that_cannot_be_saved_on_one_rank_is_no_surprise_to_the_others(folder: Path, background: bool) -> None:
     def act(saving: Checkpoints, peers: Peers) -> None:
         bad = torch.ones(2).to_sparse() if peers.rank else torch.ones(2)
-        saving.save(FACTS, Share(model={}, callbacks={"mine": {"x": Part.whole(torch.ones(2)), "y": bad}}))
+        saving.save(FACTS, RankState(model={}, callbacks={"mine": {"x": Part.whole(torch.ones(2)), "y": bad}}))
         saving.wait()
 
     for result in on_each(folder, act, background=background):
@@ -590,7 +590,7 @@ def test_replicas_of_shards_are_copied_and_written_once(folder: Path) -> None:
     def act(saving: Checkpoints, peers: Peers) -> int:
         replica, shard = divmod(peers.rank, 2)
         part = Part(tensor[shard * 4 : shard * 4 + 4], (8, 1 << 18), Box((shard * 4, 0), (4, 1 << 18)), replica, 2)
-        saving.save(FACTS, Share.of(CanonicalState({"w": part}, {})))
+        saving.save(FACTS, RankState.of(CanonicalState({"w": part}, {})))
         assert torch.equal(read(saving.wait()).state.model["w"], tensor)
         return len(saving._staging._memory.bytes)  # type: ignore[union-attr]
 
@@ -662,7 +662,9 @@ def test_tensors_on_a_gpu_are_copied_to_page_locked_memory(folder: Path, written
     saving = alone(folder)
     for step in range(3):
         expected = {"w": weight.cpu(), "small": small.cpu(), "host": torch.ones(5)}
-        saving.save(replace(FACTS, step=step), Share.of(CanonicalState({**expected, "w": weight, "small": small}, {})))
+        saving.save(
+            replace(FACTS, step=step), RankState.of(CanonicalState({**expected, "w": weight, "small": small}, {}))
+        )
         weight.add_(1)
         small.mul_(2)
         found = read(saving.wait()).state.model

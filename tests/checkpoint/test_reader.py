@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ddpforge import disk
-from ddpforge.checkpoint.contents import Share
+from ddpforge.checkpoint.contents import RankState
 from ddpforge.checkpoint.manifest import read_manifest
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.retention import newest
@@ -64,7 +64,7 @@ def flip(path: Path, at: int) -> None:
 @pytest.mark.parametrize("how", ["flat", "rows", "columns"])
 def test_large_tensors_are_read_block_by_block(folder: Path, small_blocks: int, how: str) -> None:
     tensor = counted(13, 17)
-    path = saved(folder, [Share(model={"w": parts}) for parts in cuts(tensor, 3, how)])
+    path = saved(folder, [RankState(model={"w": parts}) for parts in cuts(tensor, 3, how)])
 
     assert torch.equal(read(path).state.model["w"], tensor)
     reader = Reader(path)
@@ -81,7 +81,7 @@ def test_large_tensors_are_read_block_by_block(folder: Path, small_blocks: int, 
 
 
 def test_every_block_is_verified_where_it_lies(folder: Path, small_blocks: int) -> None:
-    path = saved(folder, [Share(model={"w": counted(5, 16), "b": counted(3)})])
+    path = saved(folder, [RankState(model={"w": counted(5, 16), "b": counted(3)})])
     read_manifest(path, verify=True)
     file = path / ALONE
     content = file.read_bytes()
@@ -112,7 +112,7 @@ def test_finishing_looks_at_what_was_not_read_and_at_nothing_where_nobody_verifi
 @pytest.mark.parametrize("verify", [True, False])
 def test_every_stretch_of_a_line_can_be_read_by_a_new_reader(folder: Path, *, verify: bool) -> None:
     """It need not be a block's beginning, nor its end, nor the one that was read before."""
-    path = saved(folder, [Share(model={"w": part}) for part in cuts(counted(7), 2, "flat")])
+    path = saved(folder, [RankState(model={"w": part}) for part in cuts(counted(7), 2, "flat")])
     one = Reader(path, verify=verify)
     for start, stop in itertools.combinations(range(8), 2):
         for reader in (Reader(path, verify=verify), one):
@@ -124,7 +124,7 @@ def test_every_stretch_of_a_line_can_be_read_by_a_new_reader(folder: Path, *, ve
 def test_only_the_blocks_that_a_read_touches_are_read_and_each_is_verified_once(
     folder: Path, small_blocks: int, reads: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = saved(folder, [Share(model={"w": Part.whole(counted(40, 16))})])  # one block a row
+    path = saved(folder, [RankState(model={"w": Part.whole(counted(40, 16))})])  # one block a row
     file = path / "shard-00000-of-00001.safetensors"
     data = file.stat().st_size - 40 * small_blocks
     hashed: list[int] = []
@@ -153,7 +153,7 @@ def test_only_the_blocks_that_a_read_touches_are_read_and_each_is_verified_once(
 def test_a_reader_takes_no_more_than_a_block_of_memory(
     folder: Path, small_blocks: int, reads: list[tuple[str, int, int]]
 ) -> None:
-    path = saved(folder, [Share(model={"w": parts}) for parts in cuts(counted(64, 64), 2, "flat")])
+    path = saved(folder, [RankState(model={"w": parts}) for parts in cuts(counted(64, 64), 2, "flat")])
     reader = Reader(path)
     del reads[:]
 
@@ -166,7 +166,7 @@ def test_a_reader_takes_no_more_than_a_block_of_memory(
 
 def test_the_target_may_be_a_parameter_or_a_part_of_something_larger(folder: Path) -> None:
     tensor = counted(4, 6)
-    reader = Reader(saved(folder, [Share(model={"w": parts}) for parts in cuts(tensor, 2, "rows")]))
+    reader = Reader(saved(folder, [RankState(model={"w": parts}) for parts in cuts(tensor, 2, "rows")]))
     parameter = nn.Parameter(torch.zeros(4, 6))
     larger = torch.zeros(9, 9)
     transposed = torch.zeros(6, 4).t()
@@ -383,7 +383,7 @@ def test_links_are_refused_even_if_what_they_point_to_is_right(folder: Path, nam
 
 
 def test_a_link_that_takes_a_file_s_place_while_it_is_read_is_refused(folder: Path) -> None:
-    path = saved(folder, [Share(model={"w": counted(100), "x": counted(3)})])
+    path = saved(folder, [RankState(model={"w": counted(100), "x": counted(3)})])
     reader = Reader(path)
     reader.read("model", "x")
     (path / "shard-00000-of-00001.safetensors").rename(folder / "elsewhere")
@@ -411,7 +411,7 @@ def test_no_file_of_a_sharded_checkpoint_can_run_code(folder: Path, name: str, s
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path) -> None:
-    path = saved(folder, [Share(model={"w": counted(100), "x": counted(3)})])
+    path = saved(folder, [RankState(model={"w": counted(100), "x": counted(3)})])
     reader = Reader(path)
     reader.read("model", "x")
     os.truncate(path / "shard-00000-of-00001.safetensors", 200)
@@ -469,7 +469,7 @@ def test_one_rank_and_several_write_the_same(folder: Path, tmp_path: Path) -> No
 
 def test_a_tensor_without_elements_is_still_there(folder: Path) -> None:
     state = CanonicalState(model={"none": torch.empty(0, 3), "w": torch.ones(2)}, optimizer={})
-    shares = [Share(model={"none": state.model["none"], "w": Part.whole(torch.ones(2))}), Share(model={})]
+    shares = [RankState(model={"none": state.model["none"], "w": Part.whole(torch.ones(2))}), RankState(model={})]
 
     for path in (write(folder, checkpoint_of(7, state=state)), saved(folder, shares)):
         assert read(path).state.model["none"].shape == (0, 3)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ddpforge import disk
 from ddpforge.checkpoint import writer
-from ddpforge.checkpoint.contents import Facts, Share
+from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.manifest import read_manifest
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.retention import committed, newest
@@ -41,7 +41,7 @@ from ddpforge.ranks.writers import Peers
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_tensors_that_all_ranks_hold_come_back_bit_for_bit(folder: Path, ranks: int) -> None:
     model = tensors_of_every_kind()
-    share = Share(model=model, optimizer={"a/b": {**model, "step": 3}}, callbacks={"ema": {**model, "n": "é"}})
+    share = RankState(model=model, optimizer={"a/b": {**model, "step": 3}}, callbacks={"ema": {**model, "n": "é"}})
 
     loaded = read(saved(folder, [share] * ranks))
 
@@ -69,7 +69,7 @@ def test_any_regions_of_any_ranks_make_up_a_tensor_of_which_any_region_can_be_re
     for part in parts:
         dealt[data.draw(st.integers(0, ranks - 1))].append(part)
 
-    reader = Reader(saved(folder, [Share(model={"w": mine}) for mine in dealt]))
+    reader = Reader(saved(folder, [RankState(model={"w": mine}) for mine in dealt]))
 
     assert torch.equal(reader.read("model", "w"), tensor)
     for _ in range(4):
@@ -105,7 +105,7 @@ def test_a_fused_weight_is_split_by_heads_and_comes_back_under_any_split(
         pieces = Pieces(tuple(Box((begin, *(0 for _ in rest)), (count, *rest)) for begin in begins))
         return Part(torch.cat([tensor[begin : begin + count] for begin in begins]), tuple(tensor.shape), pieces)
 
-    shares = [Share(model={"qkv": heads(rank, ranks)}) for rank in range(ranks)]
+    shares = [RankState(model={"qkv": heads(rank, ranks)}) for rank in range(ranks)]
     reader = Reader(saved(tmp_path_factory.mktemp("fused"), shares))
 
     assert torch.equal(reader.read("model", "qkv"), tensor)
@@ -131,13 +131,13 @@ def test_there_and_back_again_is_bit_for_bit_the_same(
     model = {"w": torch.randn(7, 10), "b": torch.randn(13), "conv": torch.randn(3, 4, 5, 2), "one": torch.randn(1)}
     model["bits"] = torch.randint(0, 2**15, (6, 9), dtype=torch.int16).view(torch.bfloat16)
 
-    def split(values: dict[str, Tensor], how: str, ranks: int) -> list[Share]:
+    def split(values: dict[str, Tensor], how: str, ranks: int) -> list[RankState]:
         if how == "whole":
-            return [Share(model=values)] * ranks
+            return [RankState(model=values)] * ranks
         dealt = {name: cuts(tensor, ranks, how) for name, tensor in values.items()}
-        return [Share(model={name: parts[rank] for name, parts in dealt.items()}) for rank in range(ranks)]
+        return [RankState(model={name: parts[rank] for name, parts in dealt.items()}) for rank in range(ranks)]
 
-    def load(path: Path, how: str, ranks: int) -> list[Share]:
+    def load(path: Path, how: str, ranks: int) -> list[RankState]:
         """Every rank reads what it would hold into memory of its own."""
         readers = [Reader(path) for _ in range(ranks)]
         shares = split({name: torch.full_like(x, 99) for name, x in model.items()}, how, ranks)
@@ -175,8 +175,8 @@ def test_everything_beside_tensors_comes_back(folder: Path) -> None:
 def test_numbers_and_tensors_that_only_some_ranks_know_are_all_there(folder: Path) -> None:
     """ZeRO: a rank knows the optimizer state of the parameters that it has a part of."""
     shares = [
-        Share(model={"a": Part.whole(counted(3))}, optimizer={"a": {"step": 1, "m": Part.whole(counted(3))}}),
-        Share(model={"b": Part.whole(counted(5))}, optimizer={"b": {"step": 2}}, callbacks={"mine": {"x": 1}}),
+        RankState(model={"a": Part.whole(counted(3))}, optimizer={"a": {"step": 1, "m": Part.whole(counted(3))}}),
+        RankState(model={"b": Part.whole(counted(5))}, optimizer={"b": {"step": 2}}, callbacks={"mine": {"x": 1}}),
     ]
 
     loaded = read(saved(folder, shares))
@@ -191,8 +191,8 @@ def test_numbers_and_tensors_that_only_some_ranks_know_are_all_there(folder: Pat
 def test_every_rank_writes_one_shard_and_other_tools_can_read_it(folder: Path) -> None:
     whole, half = counted(4, 5), counted(6)
     shares = [
-        Share(model={"mine": Part.whole(whole), "ours": Part(half[:2], (6,), Range(0, 2))}),
-        Share(model={"ours": Part(half[2:], (6,), Range(2, 6))}, optimizer={"mine": {"m": Part.whole(whole)}}),
+        RankState(model={"mine": Part.whole(whole), "ours": Part(half[:2], (6,), Range(0, 2))}),
+        RankState(model={"ours": Part(half[2:], (6,), Range(2, 6))}, optimizer={"mine": {"m": Part.whole(whole)}}),
     ]
 
     path = saved(folder, shares)
@@ -212,8 +212,8 @@ def test_every_rank_writes_one_shard_and_other_tools_can_read_it(folder: Path) -
 
 def test_a_rank_that_holds_nothing_of_a_tensor_writes_nothing_of_it(folder: Path) -> None:
     shares = [
-        Share(model={"w": Part(counted(6), (6,), Range(0, 6)), "none": torch.zeros(0, 3)}),
-        Share(model={"w": Part(torch.zeros(0), (6,), Range(6, 6)), "none": torch.zeros(0, 3)}),
+        RankState(model={"w": Part(counted(6), (6,), Range(0, 6)), "none": torch.zeros(0, 3)}),
+        RankState(model={"w": Part(torch.zeros(0), (6,), Range(6, 6)), "none": torch.zeros(0, 3)}),
     ]
 
     path = saved(folder, shares)
@@ -226,7 +226,7 @@ def test_a_rank_that_holds_nothing_of_a_tensor_writes_nothing_of_it(folder: Path
 
 
 def test_names_that_meet_in_one_file_are_kept_apart(folder: Path) -> None:
-    share = Share(
+    share = RankState(
         model={
             "a/b": counted(2),
             "__metadata__": counted(3),
@@ -252,7 +252,7 @@ def test_names_that_meet_in_one_file_are_kept_apart(folder: Path) -> None:
 def test_ranks_share_the_work_of_writing_what_all_of_them_hold(folder: Path) -> None:
     model = {f"layer {i}": torch.randn(1 << 18) for i in range(6)} | {"embedding": torch.randn(9, 1 << 18)}
 
-    path = saved(folder, [Share(model=model)] * 3)
+    path = saved(folder, [RankState(model=model)] * 3)
 
     sizes = [(path / f"shard-0000{rank}-of-00003.safetensors").stat().st_size for rank in range(3)]
     assert max(sizes) - min(sizes) < 2 << 20
@@ -271,7 +271,7 @@ def test_replicas_of_shards_share_the_work_too(folder: Path, how: str) -> None:
     tensor, buffer = torch.randn(64, 1 << 17), torch.randn(1 << 20)
     state = [CanonicalState({"w": part, "mean": buffer}, {"w": {"m": part}}) for part in replicated(tensor, how)]
 
-    path = saved(folder, [Share.of(mine) for mine in state])
+    path = saved(folder, [RankState.of(mine) for mine in state])
 
     found = read(path).state
     assert torch.equal(found.model["w"], tensor)
@@ -285,7 +285,7 @@ def test_replicas_of_shards_share_the_work_too(folder: Path, how: str) -> None:
 def test_replicas_that_do_not_hold_the_same_are_found_out(folder: Path) -> None:
     tensor = counted(6, 1 << 18)
     first, second = (Part.whole(tensor, replica=replica, replicas=2) for replica in range(2))
-    shares = [Share(model={"a": first, "b": first}), Share(model={"b": second})]
+    shares = [RankState(model={"a": first, "b": first}), RankState(model={"b": second})]
 
     for result in save(folder, shares):
         assert isinstance(result, CheckpointError)
@@ -329,7 +329,7 @@ def test_the_whole_model_is_written_one_tensor_at_a_time(folder: Path, monkeypat
     monkeypatch.setattr(Reader, "read", watch)
     model = {f"layer {i}": torch.randn(100) for i in range(20)}
 
-    saved(folder, [Share(model=model)] * 2, full=True)
+    saved(folder, [RankState(model=model)] * 2, full=True)
 
     assert 1 <= most <= 2
 
@@ -344,7 +344,7 @@ def test_a_shard_that_is_damaged_before_the_whole_model_is_made_of_it_fails_the_
                 shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
 
         patch.setattr(disk, "sync_folder", damage)
-        results = save(folder, [Share(model={name: Part.whole(counted(9))}) for name in "wv"], full=True)
+        results = save(folder, [RankState(model={name: Part.whole(counted(9))}) for name in "wv"], full=True)
 
     for result in results:
         assert isinstance(result, CheckpointError)
@@ -362,47 +362,47 @@ OVERLAP = [Part(counted(2, 2), (2, 3), Box((0, 0), (2, 2)))], [Part(counted(2, 2
     ("first", "second", "complaint"),
     [
         (
-            Share(model={"w": HOLE[0]}),
-            Share(model={"w": HOLE[1]}),
+            RankState(model={"w": HOLE[0]}),
+            RankState(model={"w": HOLE[1]}),
             r"rank 0: .* w \(model\): element \[0, 2\] is missing",
         ),
-        (Share(model={"w": OVERLAP[0]}), Share(model={"w": OVERLAP[1]}), r"element \[0, 1\] is there 2 times"),
-        (Share(model={"w": HOLE[0]}), Share(model={}), r"w \(model\): element \[0, 2\] is missing"),
+        (RankState(model={"w": OVERLAP[0]}), RankState(model={"w": OVERLAP[1]}), r"element \[0, 1\] is there 2 times"),
+        (RankState(model={"w": HOLE[0]}), RankState(model={}), r"w \(model\): element \[0, 2\] is missing"),
         (
-            Share(model={"w": HOLE[0]}),
-            Share(model={"w": Part(counted(4), (4,), Range(0, 4))}),
+            RankState(model={"w": HOLE[0]}),
+            RankState(model={"w": Part(counted(4), (4,), Range(0, 4))}),
             r"w \(model\) is float32 \[4\] on rank 1, and float32 \[2, 3\] on a lower one",
         ),
         (
-            Share(model={}, optimizer={"w": {"step": torch.tensor(3.0)}}),
-            Share(model={}, optimizer={"w": {"step": torch.tensor(4.0)}}),
+            RankState(model={}, optimizer={"w": {"step": torch.tensor(3.0)}}),
+            RankState(model={}, optimizer={"w": {"step": torch.tensor(4.0)}}),
             "step of w is 4.0 on rank 1, and 3.0 on a lower one",
         ),
         (
-            Share(model={}, callbacks={"mine": {"seen": True}}),
-            Share(model={}, callbacks={"mine": {"seen": False}}),
+            RankState(model={}, callbacks={"mine": {"seen": True}}),
+            RankState(model={}, callbacks={"mine": {"seen": False}}),
             "seen of mine is False on rank 1, and True on a lower one",
         ),
-        (Share(model={}), Share(model={"w": 3}), "rank 1: w of the model cannot be saved: it is a int"),  # type: ignore[dict-item]
+        (RankState(model={}), RankState(model={"w": 3}), "rank 1: w of the model cannot be saved: it is a int"),  # type: ignore[dict-item]
         (
-            Share(model={}),
-            Share(model={"w": Part.whole(torch.ones(2, dtype=torch.complex64))}),
+            RankState(model={}),
+            RankState(model={"w": Part.whole(torch.ones(2, dtype=torch.complex64))}),
             "rank 1: w of the model cannot be saved: it is of type complex64",
         ),
         (
-            Share(model={}),
-            Share(model={"w": [*HOLE[0], Part.whole(torch.ones(2))]}),
+            RankState(model={}),
+            RankState(model={"w": [*HOLE[0], Part.whole(torch.ones(2))]}),
             "rank 1: w of the model .* its parts are of different tensors",
         ),
         (
-            Share(model={}, optimizer={"w": {"a/b": counted(2)}}),
-            Share(model={}, optimizer={"w": {"a/b": counted(2)}}),
+            RankState(model={}, optimizer={"w": {"a/b": counted(2)}}),
+            RankState(model={}, optimizer={"w": {"a/b": counted(2)}}),
             "^ranks 0, 1: a/b in the optimizer state of w .* slash",
         ),
     ],
 )
 def test_what_does_not_fit_together_is_refused_on_every_rank(
-    folder: Path, first: Share, second: Share, complaint: str
+    folder: Path, first: RankState, second: RankState, complaint: str
 ) -> None:
     earlier = write(folder, checkpoint_of(5))
 
@@ -418,7 +418,7 @@ def test_of_what_ranks_say_of_the_run_that_of_the_first_counts(folder: Path) -> 
     facts = [Facts(step=7, samples=7, strategy="fsdp", world_size=2, position={"epoch": x}) for x in (1, {1, 2})]  # type: ignore[dict-item]
 
     def write(peers: Peers) -> Path:
-        return writer.write(folder, facts[peers.rank], Share(model={"w": counted(3)}), peers)
+        return writer.write(folder, facts[peers.rank], RankState(model={"w": counted(3)}), peers)
 
     first, second = World(2).run(write)
 
@@ -429,7 +429,7 @@ def test_of_what_ranks_say_of_the_run_that_of_the_first_counts(folder: Path) -> 
 def test_json_that_cannot_be_saved_is_refused_before_anything_is_written(folder: Path) -> None:
     facts = Facts(step=7, samples=7, strategy="fsdp", world_size=2, position={"epoch": {1, 2}})  # type: ignore[dict-item]
 
-    results = save(folder, [Share(model={})] * 2, facts)
+    results = save(folder, [RankState(model={})] * 2, facts)
 
     assert all(isinstance(result, CheckpointError) and "position.epoch" in result.message for result in results)
     assert not list(folder.iterdir())
@@ -506,7 +506,7 @@ def test_a_rank_that_is_gone_when_all_is_written_costs_nothing(folder: Path) -> 
     ranks.broadcast = die  # type: ignore[method-assign]
     peers = Peers(ranks=ranks)
     with pytest.raises(CheckpointError, match=r"step 7 is complete, but not all ranks could be told"):
-        writer.write(folder, FACTS, Share(model={"w": counted(3)}), peers)
+        writer.write(folder, FACTS, RankState(model={"w": counted(3)}), peers)
 
     assert [manifest.step for _, manifest in committed(folder)[0]] == [7]
 
@@ -517,7 +517,7 @@ def test_a_rank_that_knows_why_says_so_even_if_it_can_tell_nobody(folder: Path) 
 
     peers = Peers(ranks=Turns(1, 2, gone))
     with pytest.raises(CheckpointError, match=r"^rank 1: w of the model cannot be saved: it is a int"):
-        writer.write(folder, FACTS, Share(model={"w": 3}), peers)  # type: ignore[dict-item]
+        writer.write(folder, FACTS, RankState(model={"w": 3}), peers)  # type: ignore[dict-item]
 
 
 def test_a_defect_fails_the_save_everywhere_and_its_traceback_is_in_the_log(
@@ -529,7 +529,7 @@ def test_a_defect_fails_the_save_everywhere_and_its_traceback_is_in_the_log(
     monkeypatch.setattr(logging.getLogger("ddpforge"), "propagate", True)
     monkeypatch.setattr(disk, "sync_folder", break_down)  # rank 1 is the first to call it
 
-    for result in save(folder, [Share(model={"w": counted(3)})] * 2, order=(1, 0)):
+    for result in save(folder, [RankState(model={"w": counted(3)})] * 2, order=(1, 0)):
         assert isinstance(result, CheckpointError)
         assert "ZeroDivisionError: a defect" in result.message
     assert "in break_down" in caplog.text
@@ -539,7 +539,7 @@ def test_a_folder_that_ranks_do_not_share_is_named(folder: Path, tmp_path: Path)
     elsewhere = tmp_path / "elsewhere"
 
     def write_somewhere(peers: Peers) -> Path:
-        return writer.write(elsewhere if peers.rank else folder, FACTS, Share(model={"w": counted(3)}), peers)
+        return writer.write(elsewhere if peers.rank else folder, FACTS, RankState(model={"w": counted(3)}), peers)
 
     for result in World(2).run(write_somewhere):
         assert isinstance(result, CheckpointError)
@@ -560,7 +560,7 @@ def test_a_shard_that_rank_0_cannot_see_is_no_part_of_a_checkpoint(folder: Path)
                 shard.unlink()
 
         patch.setattr(disk, "sync_folder", hide)
-        results = save(folder, [Share(model={"w": counted(3)})] * 2)
+        results = save(folder, [RankState(model={"w": counted(3)})] * 2)
 
     for result in results:
         assert isinstance(result, CheckpointError)

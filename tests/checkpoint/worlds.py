@@ -11,7 +11,7 @@ from checkpoint.doubles import Checkpoint
 from torch import Tensor
 
 from ddpforge.checkpoint import writer
-from ddpforge.checkpoint.contents import Facts, Share
+from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.interfaces.regions import Box, Part, Range
 from ddpforge.ranks.collectives import Connected
@@ -110,7 +110,9 @@ def checkpoints(folder: Path, peers: Peers, **settings: Any) -> Checkpoints:
     return Checkpoints(folder, section, peers=peers, ranks=peers.ranks)
 
 
-def save(folder: Path, shares: Sequence[Share], facts: Facts = FACTS, *, full: bool = False, **world: Any) -> list[Any]:
+def save(
+    folder: Path, shares: Sequence[RankState], facts: Facts = FACTS, *, full: bool = False, **world: Any
+) -> list[Any]:
     """What writing a checkpoint returns or raises on each rank."""
 
     def write(peers: Peers) -> Path:
@@ -119,7 +121,7 @@ def save(folder: Path, shares: Sequence[Share], facts: Facts = FACTS, *, full: b
     return World(len(shares), **world).run(write)
 
 
-def saved(folder: Path, shares: Sequence[Share], **world: Any) -> Path:
+def saved(folder: Path, shares: Sequence[RankState], **world: Any) -> Path:
     """The checkpoint; fails the test with what went wrong."""
     results = save(folder, shares, **world)
     assert all(isinstance(result, Path) for result in results), results
@@ -127,7 +129,7 @@ def saved(folder: Path, shares: Sequence[Share], **world: Any) -> Path:
     return path  # type: ignore[no-any-return]
 
 
-def share_of(checkpoint: Checkpoint, rank: int, ranks: int) -> Share:
+def share_of(checkpoint: Checkpoint, rank: int, ranks: int) -> RankState:
     """What one of several ranks has of a checkpoint: weights as rows, momentum as columns, averages as ranges.
 
     Everything else is held alike by all ranks.
@@ -149,7 +151,7 @@ def share_of(checkpoint: Checkpoint, rank: int, ranks: int) -> Share:
         return {key: cut(x) if isinstance(x, Tensor) and x.ndim == 2 else x for key, x in values.items()}
 
     state = checkpoint.state
-    return Share(
+    return RankState(
         model=split(state.model, rows),
         optimizer={name: split(values, columns) for name, values in state.optimizer.items()},
         callbacks={name: split(values, line) for name, values in checkpoint.callbacks.items()},

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
 from ddpforge.checkpoint import writer
-from ddpforge.checkpoint.contents import Facts, Share
+from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.cli import main
 from ddpforge.ranks.writers import Peers
@@ -61,7 +61,7 @@ def save(folder: Path, step: int, metrics: Mapping[str, float] = MappingProxyTyp
         "lineage": [{"step": 0, "recipe": "abcdef0123456789"}],
     }
     facts |= {name: changes.pop(name) for name in [*changes] if name in Facts.__dataclass_fields__}
-    return writer.write(folder, Facts(**facts, metrics=metrics), Share(**share | changes), Peers.alone())
+    return writer.write(folder, Facts(**facts, metrics=metrics), RankState(**share | changes), Peers.alone())
 
 
 def call(*arguments: str, code: int = 0) -> Result:
@@ -163,7 +163,7 @@ def test_the_layout_tells_whether_the_model_is_there_as_one_file(*, full: bool) 
     writer.write(
         Path("x"),
         Facts(step=1, samples=1, strategy="", world_size=1),
-        Share(model={"w": torch.ones(2)}),
+        RankState(model={"w": torch.ones(2)}),
         Peers.alone(),
         full=full,
     )

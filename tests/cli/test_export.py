@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from ddpforge.checkpoint import writer
-from ddpforge.checkpoint.contents import Facts, Share
+from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.cli.ckpt import ckpt
 from ddpforge.cli.export import export
 from ddpforge.errors import UsageError
@@ -29,7 +29,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
         facts = Facts(step=step, samples=0, strategy="", world_size=1, metrics={"eval/loss": loss})
         averages = {"ema": {"w": torch.full((2,), step + 0.5)}}
-        share = Share(model={"w": torch.full((2,), float(step))}, callbacks=averages)
+        share = RankState(model={"w": torch.full((2,), float(step))}, callbacks=averages)
         writer.write(folder.checkpoints, facts, share, Peers.alone())
     return folder
 

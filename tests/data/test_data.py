@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ddpforge.data import Batches, MicroBatch, Share, mix, open_data, permute, seed_all, to_device
+from ddpforge.data import Batches, MicroBatch, RankShare, mix, open_data, permute, seed_all, to_device
 from ddpforge.data.streams import is_stream, loader_in
 from ddpforge.errors import PluginError
 
@@ -63,7 +63,7 @@ def deal(
     **more: Any,
 ) -> Batches:
     options: dict[str, Any] = {"seed": 7, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False} | more
-    share = Share(rank, ranks, micro, elastic)
+    share = RankShare(rank, ranks, micro, elastic)
     return open_data(data, global_batch=batch, share=share, shuffle=shuffle, **options)
 
 
@@ -160,7 +160,7 @@ def test_the_order_is_pinned() -> None:
 @pytest.mark.parametrize("samples", [1, 2, 5, 11, 12, 24])
 @pytest.mark.parametrize("micro", [1, 2, 4])
 def test_every_sample_is_dealt_once_and_every_rank_makes_as_many_passes(samples: int, ranks: int, micro: int) -> None:
-    hands = [Share(rank, ranks, micro).deal(samples) for rank in range(ranks)]
+    hands = [RankShare(rank, ranks, micro).deal(samples) for rank in range(ranks)]
 
     assert [place for hand in hands for part in hand for place in part] == list(range(samples))
     assert len({len(hand) for hand in hands}) == 1
@@ -168,7 +168,7 @@ def test_every_sample_is_dealt_once_and_every_rank_makes_as_many_passes(samples:
 
 
 def test_a_full_step_has_equal_micro_batches() -> None:
-    assert Share(1, 2, 4).deal(16) == [range(8, 12), range(12, 16)]
+    assert RankShare(1, 2, 4).deal(16) == [range(8, 12), range(12, 16)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 24])
@@ -594,7 +594,7 @@ def test_the_smallest_micro_batches(
         batches = open_data(
             list(range(samples)),
             global_batch=8,
-            share=Share(rank, ranks, micro),
+            share=RankShare(rank, ranks, micro),
             seed=0,
             shuffle=True,
             drop_last=False,

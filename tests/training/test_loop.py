@@ -12,7 +12,7 @@ import pytest
 from doubles import Loop, Plain, Saved, noting
 
 import ddpforge.training.loop
-from ddpforge.checkpoint.contents import Facts, Share
+from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.errors import CheckpointError, Diverged
 from ddpforge.interfaces import Callback, StepInfo
 from ddpforge.training.cadence import Window
@@ -363,7 +363,9 @@ def test_a_new_best_is_saved_at_once() -> None:
 def saved(step: int, **more: Any) -> Saved:
     facts: dict[str, Any] = {"position": {"seconds": 5.0, "skipped": 1, "left_out": [2]}, "loop": {"scale": 2.0}}
     facts |= {"strategy": "plain", "world_size": 1, "samples": step} | more
-    share = Share(model={"w": Loop().model.w.detach() + 6}, optimizer={"w": {"m": 1.0}}, callbacks={"watch": {"n": 3}})  # type: ignore[union-attr, operator]
+    share = RankState(
+        model={"w": Loop().model.w.detach() + 6}, optimizer={"w": {"m": 1.0}}, callbacks={"watch": {"n": 3}}
+    )  # type: ignore[union-attr, operator]
     return Saved(Facts(step=step, **facts), share)
 
 

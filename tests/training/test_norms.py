@@ -5,45 +5,45 @@ import math
 import pytest
 import torch
 
-from ddpforge.training.norms import Norms
+from ddpforge.training.norms import GradientNorms
 
 
-def noted(*values: float, first: int = 1) -> Norms:
-    norms = Norms()
+def noted(*values: float, first: int = 1) -> GradientNorms:
+    norms = GradientNorms()
     for step, value in enumerate(values, start=first):
         norms.add(step, torch.tensor(value))
     return norms
 
 
 def test_nothing_noted_is_nothing_bad() -> None:
-    norms = Norms()
-    assert norms.look() == []
+    norms = GradientNorms()
+    assert norms.take() == []
     assert math.isnan(norms.newest)
 
 
 def test_the_bad_steps_are_named_and_the_newest_norm_is_the_last() -> None:
     norms = noted(1.0, math.inf, 2.0, math.nan, 3.0, first=11)
-    assert norms.look() == [12, 14]
+    assert norms.take() == [12, 14]
     assert norms.newest == 3.0
     assert norms.nonfinite_in_a_row == 0
-    assert norms.look() == []
+    assert norms.take() == []
     assert norms.newest == 3.0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_bad_steps_in_a_row_are_counted_over_looks(bad: float) -> None:
     norms = noted(1.0, bad, bad)
-    assert norms.look() == [2, 3]
+    assert norms.take() == [2, 3]
     assert norms.nonfinite_in_a_row == 2
     norms.add(4, torch.tensor(bad))
-    assert norms.look() == [4]
+    assert norms.take() == [4]
     assert norms.nonfinite_in_a_row == 3
     norms.add(5, torch.tensor(0.0))
-    assert norms.look() == []
+    assert norms.take() == []
     assert norms.nonfinite_in_a_row == 0
 
 
 def test_a_bad_first_step_is_one_in_a_row() -> None:
     norms = noted(math.nan)
-    assert norms.look() == [1]
+    assert norms.take() == [1]
     assert norms.nonfinite_in_a_row == 1

@@ -22,7 +22,7 @@ Number = bool | int | float
 
 @dataclass(kw_only=True)
 class Found:
-    """Tensors by name, as `contents.Share` takes them; `left_out` says in words what of the source is not there."""
+    """Tensors by name, as `contents.RankState` takes them; `left_out` says in words what of the source is not there."""
 
     kind: str
     model: dict[str, Held]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from ddpforge.data import Share, open_data, seed_all
+from ddpforge.data import RankShare, open_data, seed_all
 from ddpforge.data.nests import digest, leaves, size, take
 from ddpforge.data.streams import is_stream
 from ddpforge.testing.cases import Case
@@ -49,7 +49,7 @@ def batches(
     opened = open_data(
         data if is_stream(data) else Window(data),
         global_batch=8,
-        share=Share(rank, ranks, micro),
+        share=RankShare(rank, ranks, micro),
         seed=seed,
         shuffle=shuffle,
         drop_last=False,
