@@ -138,9 +138,9 @@ class SaveAgain(Callback):
         from ddpforge.training.loop import Trainer
 
         def fit(self: Trainer) -> str:
-            self._began, self._saved = time.monotonic(), None
-            self._save()
-            self._settle(last=True)
+            self._began, self.saving.step = time.monotonic(), None
+            self._save(last=True)
+            self.saving.settle(last=True)
             return "stopped"
 
         Trainer.fit = fit  # type: ignore[assignment, method-assign]

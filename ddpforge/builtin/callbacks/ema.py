@@ -55,7 +55,9 @@ class EMA(Callback):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Holds the averages in the model's own parameters; costs one more copy of the weights meanwhile."""
-        if not self._evaluate:
+        if self._evaluate and not self._begun:  # the averages are still those of weights that nobody trained
+            logger.warning("ema: there are no averages yet; this evaluation is of the weights themselves")
+        if not self._evaluate or not self._begun:
             yield
             return
 

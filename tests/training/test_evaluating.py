@@ -1,0 +1,153 @@
+"""An evaluator is put together, lent, and ended: callbacks hear how, whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpforge.checkpoint.contents import Facts
+from ddpforge.components.registry import Registry
+from ddpforge.errors import CheckpointError
+from ddpforge.interfaces import Callback, CanonicalState, World
+from ddpforge.ranks.collectives import Alone
+from ddpforge.recipe import load_recipe
+from ddpforge.training.assemble import evaluating
+from ddpforge.training.parts import Parts
+
+RECIPE = """\
+recipe = 1
+name = "run"
+model = { use = "mlp", inputs = 64, outputs = 10, hidden = [4] }
+data.train = { use = "digits", split = "train" }
+data.eval = { use = "digits", split = "test" }
+task = { use = "classification", metrics = ["accuracy"] }
+optimizer = { use = "adamw", lr = 0.1 }
+strategy = { use = "single" }
+train = { length = "1ep", global_batch = 64, device = "cpu" }
+callbacks.ema = { decay = 0.5 }
+"""
+
+
+class Hears(Callback):
+    """Keeps what it hears; `start` is done when the run starts, `end` when it ends."""
+
+    def __init__(self, start: Callable[[], Any] = lambda: None, end: Callable[[], Any] = lambda: None) -> None:
+        self.start, self.end, self.heard = start, end, list[Any]()
+
+    def on_start(self, model: nn.Module, world: World, weights: Any) -> None:
+        self.start()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.heard.append(dict(state))
+
+    def on_end(self, error: BaseException | None) -> None:
+        self.heard.append(error)
+        self.end()
+
+
+class Saved:
+    """A checkpoint of the model that is evaluated, whose weights are all `value`; another's if `of` says so."""
+
+    def __init__(self, parts: Parts, value: float = 0.0, of: str = "") -> None:
+        self.model = {of + name: _Full(torch.full_like(x, value)) for name, x in parts.model.state_dict().items()}
+        self.facts = Facts(step=3, samples=3, strategy="ddp", world_size=1, recipe="", position={}, loop={})
+
+    def state(self) -> CanonicalState[Any]:
+        return CanonicalState(self.model, {})
+
+    def callbacks(self) -> dict[str, Any]:
+        return {"first": {"n": 1}, "gone": {"n": 2}}
+
+
+class _Full:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
+
+    def read_into(self, region: Any, target: torch.Tensor) -> None:
+        target.copy_(self.tensor.view_as(target))
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Parts:
+    (tmp_path / "run.toml").write_text(RECIPE)
+    registry = Registry.installed()
+    built = Parts(load_recipe(tmp_path / "run.toml", registry=registry), registry, trains=False)
+    built.foresee(ranks=1, device="cpu")
+    built.build()
+    built.report()
+    return built
+
+
+@pytest.fixture
+def world(parts: Parts) -> World:
+    alone = World(all=Alone(), data=Alone(), device=torch.device("cpu"), local_rank=0)
+    return parts.strategy.setup(parts.recipe.train, alone)
+
+
+def watched(parts: Parts, **callbacks: Callback) -> None:
+    """Has the recipe name these callbacks, and no other."""
+    component = next(iter(parts.recipe.callbacks.values()))
+    named = dict.fromkeys(callbacks, component)
+    parts.recipe = parts.recipe.model_copy(update={"callbacks": named})
+    parts.callbacks = callbacks
+
+
+def test_an_evaluator_has_the_weights_of_the_checkpoint_and_callbacks_their_state(parts: Parts, world: World) -> None:
+    """With all weights zero every class is as likely: the loss is ln 10."""
+    first, second = Hears(), Hears()
+    watched(parts, first=first, second=second)
+    with evaluating(parts, world, Saved(parts)) as evaluator:  # type: ignore[arg-type]
+        assert evaluator.evaluate(3)["eval/loss"] == pytest.approx(2.302585)
+        assert (first.heard, second.heard) == ([{"n": 1}], [])
+    assert (first.heard[1:], second.heard) == ([None], [None])
+
+
+def test_averages_that_the_checkpoint_lacks_are_not_evaluated(
+    parts: Parts, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They would be those of the initial weights; the checkpoint's have a loss of ln 10."""
+    with evaluating(parts, world, Saved(parts)) as evaluator:  # type: ignore[arg-type]
+        assert evaluator.evaluate(3)["eval/loss"] == pytest.approx(2.302585)
+    assert "ema: there are no averages yet; this evaluation is of the weights themselves" in caplog.text
+
+
+def test_callbacks_hear_of_an_evaluation_that_fails(parts: Parts, world: World) -> None:
+    first, second = Hears(end=lambda: 1 / 0), Hears()
+    watched(parts, first=first, second=second)
+    failure = RuntimeError("no memory")
+    with pytest.raises(RuntimeError, match="no memory"), evaluating(parts, world, Saved(parts)):  # type: ignore[arg-type]
+        raise failure
+    assert first.heard[-1] is second.heard[-1] is failure
+
+
+def test_callbacks_that_have_started_hear_that_another_could_not(parts: Parts, world: World) -> None:
+    first, second = Hears(), Hears(start=lambda: {}["key"])
+    watched(parts, first=first, second=second)
+    with pytest.raises(KeyError), evaluating(parts, world, Saved(parts)):  # type: ignore[arg-type]
+        pytest.fail("there is nothing to lend")
+    assert [type(error) for error in first.heard] == [KeyError]
+    assert second.heard == []
+
+
+def test_callbacks_hear_that_the_checkpoint_is_of_another_model(parts: Parts, world: World) -> None:
+    first = Hears()
+    watched(parts, first=first)
+    with (
+        pytest.raises(CheckpointError, match="of another model"),
+        evaluating(parts, world, Saved(parts, of="encoder.")),  # type: ignore[arg-type]
+    ):
+        pytest.fail("there is nothing to lend")
+    assert [type(error) for error in first.heard] == [CheckpointError]
+
+
+def test_what_a_callback_raises_at_the_end_is_told_when_all_have_heard_of_it(parts: Parts, world: World) -> None:
+    first, second = Hears(end=lambda: 1 / 0), Hears()
+    watched(parts, first=first, second=second)
+    with pytest.raises(ZeroDivisionError), evaluating(parts, world, Saved(parts)):  # type: ignore[arg-type]
+        pass
+    assert second.heard == [None]
