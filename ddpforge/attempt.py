@@ -27,7 +27,6 @@ from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.ranks.watch import Watch
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe
-from ddpforge.recipe.batch import plan_batch
 from ddpforge.runs.folder import (
     Papers,
     RunFolder,
@@ -157,15 +156,11 @@ class Attempt:
         """Writes down that an attempt begins and starts the trackers; returns what checkpoints say of their origin."""
         step, strategy = trainer.progress.step, self.recipe.strategy.use
         attempt = self.folder.begin_attempt(step=step, **self.papers)
-        plan = plan_batch(self.recipe.train, self.world.data.size)
         facts = {
             "attempt": attempt,
             "strategy": strategy,
-            "total_steps": trainer.horizon.total,
-            "steps_per_epoch": trainer.horizon.steps_per_epoch,
+            **trainer.plan.facts(),
             "world_size": self.world.all.size,
-            "micro_batch": plan.micro_batch,
-            "accumulation": plan.accumulation,
             "device": str(self.world.device),
             "parameters": self.parts.size.all,
         }

@@ -14,6 +14,7 @@ from typing import Any
 from ddpforge.attempt import Attempt, Outcome, build_parts, on_every_rank
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.registry import Registry
+from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Callback, World
 from ddpforge.ranks import leaving
 from ddpforge.ranks.join import join, leave
@@ -21,7 +22,6 @@ from ddpforge.ranks.logs import setup_logging
 from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe, load_recipe
-from ddpforge.recipe.load import check_world
 from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import (
     RunFolder,
@@ -137,8 +137,12 @@ def _join(parts: Parts, *, folder: RunFolder | None = None) -> World:
     # What comes next may be refused on every rank: one that left now would end those that are still joining.
     joined.all.barrier()
     world = parts.strategy.setup(parts.recipe.train, joined)
-    if parts.trains:
-        check_world(parts.loaded, world.data.size)
+    if parts.trains and world.data.size != parts.batch.data_ranks:
+        raise StrategyError(
+            f"strategy `{parts.recipe.strategy.use}` announced {parts.batch.data_ranks} ranks that see different data, "
+            f"and its `setup` made it {world.data.size}",
+            hints=["this is a bug in the strategy: `data_ranks` must tell what `setup` will do"],
+        )
     return world
 
 

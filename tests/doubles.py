@@ -14,8 +14,9 @@ from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.data import RankShare, open_data
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, CanonicalState, Contract, Replica, Task, Total, Tracker, WholeWeights, World
-from ddpforge.interfaces.durations import Horizon
+from ddpforge.plan import Plan
 from ddpforge.ranks.collectives import Alone
+from ddpforge.recipe.batch import plan_batch
 from ddpforge.recipe.schema import CheckpointSection, Component, DataSection, OptimizerComponent, Recipe, TrackSection
 from ddpforge.recipe.schema import TrainSection as Train
 from ddpforge.training.evaluation import Evaluator
@@ -237,7 +238,7 @@ class Loop:
             recipe=1,
             name="run",
             model=Component(use="line"),
-            data=DataSection(train=Component(use="numbers")),
+            data=DataSection(train=Component(use="numbers"), eval=Component(use="numbers") if evaluation else None),
             task=Component(use="sums"),
             optimizer=OptimizerComponent(use=optimizer),
             train=Train.model_validate({"length": length or f"{steps}st", "global_batch": batch} | dict(train or {})),
@@ -245,9 +246,8 @@ class Loop:
             track=TrackSection.model_validate({"every": track}),
             callbacks={name: Component(use=name) for name in callbacks or {}},
         )
-        duration = recipe.train.length
-        per_epoch = steps
-        horizon = Horizon(None if duration.is_time else Horizon(None, per_epoch).steps(duration), per_epoch)
+        plan = Plan.of(recipe, plan_batch(recipe.train, 1), steps)
+        assert plan is not None
         sizes = evaluation if isinstance(evaluation, Mapping) else {"": 3} if evaluation else {}
         self.evaluator = Evaluator(
             world=self.replica.world,
@@ -264,7 +264,7 @@ class Loop:
             task=Sums(),
             optimizer=self.optimizer,
             schedule=schedule,
-            horizon=horizon,
+            plan=plan,
             training=_open(training, batch, shuffle=True),
             evaluator=self.evaluator,
             callbacks=callbacks or {},

@@ -29,6 +29,7 @@ LAYERS = [
     {"data", "runs", "strategies"},
     {"checkpoint"},
     {"ranks"},
+    {"plan"},
     {"launch", "pytest_options", "recipe"},
     {"components"},
     {"builtin"},
@@ -38,7 +39,19 @@ LAYERS = [
     {""},  # ddpforge itself: the version, and names that are imported when they are used
 ]
 # What is imported before anybody needs torch: commands that only read begin in a moment.
-LIGHT = {"cli", "components", "confidential", "direction", "disk", "errors", "interfaces", "launch", "recipe", "runs"}
+LIGHT = {
+    "cli",
+    "components",
+    "confidential",
+    "direction",
+    "disk",
+    "errors",
+    "interfaces",
+    "launch",
+    "plan",
+    "recipe",
+    "runs",
+}
 LIGHT |= {f"ranks.{name}" for name in ("failures", "leaving", "logs", "signals", "watch")}
 LIGHT |= {f"checkpoint.{name}" for name in ("manifest", "retention", "schema", "untrusted", "verify")}
 

@@ -61,14 +61,14 @@ def _check(recipe: str, sets: Sequence[str], ranks: int, device: str | None, bui
     built = _build(parts) if builds else ""
     parts.report()
     skipped = f"; not imported, nor checked: {', '.join(parts.not_imported)}" if parts.not_imported else ""
-    return f"{parts.plan}{skipped}{built}"
+    return f"{parts.batch}{skipped}{built}"
 
 
 def _build(parts: "Parts") -> str:
     parts.build(meta=True)
     tried = parts.try_out()
     parts.report()
-    steps = parts.horizon.total
+    steps = parts.plan.horizon.total
     lines = [
         f"{parts.size.all:,} parameters, {parts.size.trainable:,} of them trainable",
         f"{steps:,} steps" if steps is not None else f"{parts.recipe.train.length} of training",

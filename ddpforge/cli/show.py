@@ -44,7 +44,7 @@ def show(recipe: str, sets: Sequence[str], ranks: int, device: str | None, impor
 
     if as_json:
         facts = {
-            "batch": asdict(parts.plan),
+            "batch": asdict(parts.batch),
             "contract": asdict(contract) if contract else None,
             "generated": generated,
             "not_imported": parts.not_imported,
@@ -52,7 +52,7 @@ def show(recipe: str, sets: Sequence[str], ranks: int, device: str | None, impor
         click.echo(json.dumps(_as_dict(loaded) | facts, indent=2))
         return
     click.echo(_annotated(loaded))
-    click.echo(f"\n# batch: {parts.plan}")
+    click.echo(f"\n# batch: {parts.batch}")
     for use in parts.not_imported:
         click.echo(f"# not imported, nor are its options checked: {use}")
     for name, promise in _promises(contract, ranks) if contract else ():

@@ -135,7 +135,7 @@ def callback(site: Site) -> dict[str, Any]:
 def _watched(site: Site, folder: str, start: Reader | None) -> tuple[dict[str, Any], Trainer]:
     trainer = site.trainer(Tracker(), folder)
     ((name, inner),) = trainer.callbacks.items()
-    trainer.callbacks = {name: _Agreeing(inner, site, trainer.replica.weights)}
+    trainer.callbacks = trainer.evaluator.callbacks = {name: _Agreeing(inner, site, trainer.replica.weights)}
     if start:
         trainer.restore(start)
     try:

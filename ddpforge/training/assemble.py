@@ -53,7 +53,7 @@ def assemble(
 
     model = _spread(parts)
     with _recipes_fault():
-        watch_batchnorm(model, *parts.training.fewest(parts.horizon.total))
+        watch_batchnorm(model, *parts.training.fewest(parts.plan.horizon.total))
         groups = parameter_groups(model, recipe.optimizer.no_decay)
     optimizer = build(parts.registry, "optimizer", recipe.optimizer, params=groups)
     replica = _prepared(parts, world, model, optimizer)
@@ -70,7 +70,7 @@ def assemble(
         optimizer=optimizer,
         compares=_may_compare(contract_of(parts.strategy), recipe.train, parts.size.all),
         schedule=parts.schedule,
-        horizon=parts.horizon,
+        plan=parts.plan,
         training=parts.training,
         evaluator=_evaluator(parts, world, replica),
         callbacks=parts.callbacks,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
-from ddpforge.errors import UsageError
-from ddpforge.interfaces.durations import Duration, Horizon
+from ddpforge.interfaces.durations import Duration
 
-__all__ = ["Alarm", "Cadence", "Window", "in_steps"]
+__all__ = ["Alarm", "Cadence", "Window"]
 
 
 class Alarm:
@@ -27,21 +26,14 @@ class Alarm:
         return self._clock() - self._since >= self.seconds
 
 
-def in_steps(key: str, duration: Duration, horizon: Horizon) -> int:
-    """`duration`, the value of the recipe's `key`, in steps; raises UsageError where the data has no epochs."""
-    try:
-        return horizon.steps(duration)
-    except ValueError as error:
-        raise UsageError(f"{key}: {error}", hints=[f'write {key} in steps, e.g. "500st"']) from None
-
-
 class Cadence:
     """Every so many steps, or every so often: says at which steps something is due."""
 
-    def __init__(self, key: str, every: Duration, horizon: Horizon) -> None:
+    def __init__(self, key: str, every: Duration, steps: Mapping[str, int]) -> None:
+        """`every` is the value of the recipe's `key`; where it is no wall time, `steps` has it in steps, by key."""
         self.key = key
         self.alarm = Alarm(key, every.seconds) if every.is_time else None
-        self._steps = 0 if every.is_time else in_steps(key, every, horizon)
+        self._steps = 0 if every.is_time else steps[key]
 
     def due(self, step: int, rung: Collection[str]) -> bool:
         """`rung` are the alarms that all ranks agreed have rung."""

@@ -43,9 +43,9 @@ class Evaluator:
         callbacks: Mapping[str, Callback],
         seed: int,
     ) -> None:
-        self.sets = sets
+        self.sets, self.callbacks = sets, callbacks
         self._world, self._replica, self._task = world, replica, task
-        self._callbacks, self._seed = callbacks, seed
+        self._seed = seed
         self._meter = Meter(task, "evaluation")
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -90,7 +90,7 @@ class Evaluator:
     def _wrapped(self) -> Iterator[None]:
         with ExitStack() as observed, ExitStack() as stack:
             with self._replica.weights.observing():
-                for callback in self._callbacks.values():
+                for callback in self.callbacks.values():
                     stack.enter_context(callback.evaluating())
             try:
                 yield

@@ -18,12 +18,12 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.data import Batches, MicroBatch
 from ddpforge.errors import Diverged
 from ddpforge.interfaces import Callback, Replica, Schedule, StepInfo, Task, Total, Tracker, World
-from ddpforge.interfaces.durations import Horizon
+from ddpforge.plan import Plan
 from ddpforge.ranks.signals import StopRequests
 from ddpforge.recipe.schema import Recipe
 from ddpforge.training.agreement import Agreement, Ballot
 from ddpforge.training.batchnorm import Statistics
-from ddpforge.training.cadence import Alarm, Cadence, Window, in_steps
+from ddpforge.training.cadence import Alarm, Cadence, Window
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.norms import GradientNorms
@@ -64,7 +64,7 @@ class Trainer:
         optimizer: Optimizer,
         compares: bool = False,
         schedule: Schedule,
-        horizon: Horizon,
+        plan: Plan,
         training: Batches,
         evaluator: Evaluator,
         callbacks: Mapping[str, Callback],
@@ -77,7 +77,7 @@ class Trainer:
         self.task = task
         self.optimizer = optimizer
         self.schedule = schedule
-        self.horizon = horizon
+        self.plan = plan
         self.training = training
         self.evaluator = evaluator
         self.callbacks = callbacks
@@ -86,13 +86,12 @@ class Trainer:
         self._recipe = recipe
 
         # how often what happens
-        self.end = math.inf if horizon.total is None else horizon.total
-        self.log_every = in_steps("track.every", recipe.track.every, horizon)
-        self.save_cadence = Cadence("checkpoint.every", recipe.checkpoint.every, horizon)
-        self.eval_cadence = Cadence("train.eval_every", recipe.train.eval_every, horizon) if evaluator.sets else None
+        self.end = math.inf if plan.horizon.total is None else plan.horizon.total
+        self.log_every = plan.every["track.every"]
+        self.save_cadence = Cadence("checkpoint.every", recipe.checkpoint.every, plan.every)
+        self.eval_cadence = Cadence("train.eval_every", recipe.train.eval_every, plan.every) if evaluator.sets else None
         self.cadences = [cadence for cadence in (self.save_cadence, self.eval_cadence) if cadence]
-        if recipe.checkpoint.keep.every:
-            checkpoints.keep_every = in_steps("checkpoint.keep.every", recipe.checkpoint.keep.every, horizon)
+        checkpoints.keep_every = plan.every.get("checkpoint.keep.every")
         # A rollback must always have something to go back to.
         self._saves_first = recipe.checkpoint.at_start or recipe.train.on_nonfinite == "rollback"
 
@@ -319,8 +318,8 @@ class Trainer:
         row = {f"train/{name}": value for name, value in self.task.finish(means).items()}
         row |= {"train/grad_norm": self._norms.newest, "lr": lr, "samples": self.progress.samples}
         row["train/samples_per_second"] = self._window.samples / self._window.seconds
-        if self.horizon.steps_per_epoch:
-            row["epoch"] = self.progress.step / self.horizon.steps_per_epoch
+        if per_epoch := self.plan.horizon.steps_per_epoch:
+            row["epoch"] = self.progress.step / per_epoch
         if self.progress.skipped:
             row["train/skipped_steps"] = self.progress.skipped
         return row

@@ -29,7 +29,7 @@ from ddpforge.errors import (
 )
 from ddpforge.exchange.initial import find_initial
 from ddpforge.interfaces import Callback, Schedule, Strategy, Task, Tracker, World
-from ddpforge.interfaces.durations import Duration, Horizon
+from ddpforge.plan import Plan
 from ddpforge.ranks.devices import device_type
 from ddpforge.recipe import LoadedRecipe, Recipe
 from ddpforge.recipe.batch import BatchPlan, plan_batch
@@ -40,7 +40,6 @@ from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.schema import Component
 from ddpforge.runs.folder import RunFolder
 from ddpforge.training.blocks import check_blocks, find_blocks
-from ddpforge.training.cadence import in_steps
 from ddpforge.training.contract import Size, contract_of, count_parameters
 from ddpforge.training.evaluation import prefix
 from ddpforge.training.fitness import check_model
@@ -73,11 +72,11 @@ class Parts:
     task: Task
     callbacks: dict[str, Callback]
     trackers: dict[str, Tracker]
-    plan: BatchPlan
+    batch: BatchPlan
+    plan: Plan
     data: dict[str, Any]  # by the recipe's key below `data`: "train", "eval", "eval.NAME"
     model: nn.Module
     size: Size
-    horizon: Horizon
     schedule: Schedule
 
     training: Batches
@@ -123,7 +122,7 @@ class Parts:
             self._ask_strategy(ranks, device)
         elif recipe.strategy.use in self.not_imported:
             with self.noting("train", "global_batch"):
-                self.plan = check_world(self.loaded, ranks)
+                self.batch = check_world(self.loaded, ranks)
         if self.trains and recipe.checkpoint.init_from and not (folder and any(folder.checkpoints.glob("step-*"))):
             with self.noting("checkpoint", "init_from"):
                 find_initial(recipe.checkpoint.init_from)
@@ -144,7 +143,7 @@ class Parts:
                 self.note(tuple(refusal.key.split(".")), UsageError(refusal.message, hints=refusal.hints))
         if self.trains:
             with self.noting("train", "global_batch"):
-                self.plan = check_world(self.loaded, self.strategy.data_ranks(ranks))
+                self.batch = check_world(self.loaded, self.strategy.data_ranks(ranks))
 
     def _choose_sets(self) -> None:
         """Raises UsageError unless there is something to evaluate on: every set that is asked for."""
@@ -224,27 +223,12 @@ class Parts:
         recipe, train = self.recipe, self.recipe.train
         with self.noting("data", "train"):
             per_epoch = open_data(self.data["train"], **self._opened(train.global_batch)).steps_per_epoch
-            length, counted = train.length, Horizon(None, per_epoch)
-            with self.noting("train", "length"):
-                self.horizon = Horizon(None if length.is_time else in_steps("train.length", length, counted), per_epoch)
-            for path, duration in self._cadences():
-                with self.noting(*path):
-                    in_steps(".".join(path), duration, counted)
-        if hasattr(self, "horizon"):
+            batch = getattr(self, "batch", None) or plan_batch(train, 1)
+            if plan := Plan.of(recipe, batch, per_epoch, noting=self.noting):
+                self.plan = plan
+        if hasattr(self, "plan"):
             with self.noting("schedule"):
-                self.schedule = build(self.registry, "schedule", recipe.schedule, horizon=self.horizon)
-
-    def _cadences(self) -> Iterator[tuple[tuple[str, ...], Duration]]:
-        recipe = self.recipe
-        found: dict[tuple[str, ...], Duration] = {
-            ("track", "every"): recipe.track.every,
-            ("checkpoint", "every"): recipe.checkpoint.every,
-        }
-        if recipe.checkpoint.keep.every:
-            found["checkpoint", "keep", "every"] = recipe.checkpoint.keep.every
-        if recipe.data.eval:
-            found["train", "eval_every"] = recipe.train.eval_every
-        yield from ((path, duration) for path, duration in found.items() if not duration.is_time)
+                self.schedule = build(self.registry, "schedule", recipe.schedule, horizon=self.plan.horizon)
 
     def _opened(self, batch: int) -> dict[str, Any]:
         fetching = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False, "shuffle": False}
@@ -264,11 +248,10 @@ class Parts:
             "pin": world.device.type == "cuda",
         }
         if self.trains:
-            plan = plan_batch(train, ranks)
             self.training = open_data(
                 self.data["train"],
-                global_batch=plan.global_batch,
-                share=RankShare(world.data.rank, ranks, plan.micro_batch, train.elastic_shards),
+                global_batch=self.plan.batch.global_batch,
+                share=RankShare(world.data.rank, ranks, self.plan.batch.micro_batch, train.elastic_shards),
                 shuffle=True,
                 drop_last=train.last_batch == "drop",
                 **fetching,
@@ -378,7 +361,7 @@ class Parts:
 
     def _most(self, key: str) -> int:
         train = self.recipe.train
-        micro = self.plan.micro_batch if hasattr(self, "plan") else train.global_batch
+        micro = self.batch.micro_batch if hasattr(self, "batch") else train.global_batch
         return (train.eval_batch if key != "train" else None) or micro
 
     def _rehearse(self, key: str, batch: Any, device: str | None) -> Rehearsal:

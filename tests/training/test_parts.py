@@ -115,7 +115,7 @@ def test_parts_that_fit_are_built_and_tried(parts: Callable[..., Parts]) -> None
     built.report()
     assert tried["train"].batch == "a list (float32 [8, 4], int64 [8])"
     assert tried["train"].metrics.keys() == {"loss", "accuracy"}
-    assert (built.size.all, built.horizon.total, built.plan.micro_batch) == (15, 4, 8)
+    assert (built.size.all, built.plan.horizon.total, built.plan.batch.micro_batch) == (15, 4, 8)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""A run in numbers, known before a rank trains: batches, length, and how often what happens. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ddpforge.errors import UsageError
+from ddpforge.interfaces.durations import Duration, Horizon
+from ddpforge.recipe.batch import BatchPlan
+from ddpforge.recipe.schema import Recipe
+
+__all__ = ["Plan", "in_steps"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What arithmetic knows of a run: made once, read by whoever counts samples or steps.
+
+    `every` maps keys of the recipe ("track.every") to steps; what goes by the clock is not in it.
+    """
+
+    batch: BatchPlan
+    horizon: Horizon
+    every: Mapping[str, int]
+
+    @classmethod
+    def of(
+        cls,
+        recipe: Recipe,
+        batch: BatchPlan,
+        steps_per_epoch: int | None,
+        *,
+        noting: Callable[..., AbstractContextManager[Any]] = lambda *path: nullcontext(),
+    ) -> Plan | None:
+        """The plan of a recipe, for data of so many steps per epoch; None for a stream without a length.
+
+        Raises UsageError for a duration that cannot be counted. `noting` may wrap what is found out of a key, which is
+        given as its path, and keep the error for later; the plan is then None where there is no length.
+        """
+        counted = Horizon(None, steps_per_epoch)
+        horizon, every = None, {}
+        with noting("train", "length"):
+            length = recipe.train.length
+            total = None if length.is_time else in_steps("train.length", length, counted)
+            horizon = Horizon(total, steps_per_epoch)
+        for path, duration in _cadences(recipe):
+            with noting(*path):
+                every[".".join(path)] = in_steps(".".join(path), duration, counted)
+        return None if horizon is None else cls(batch=batch, horizon=horizon, every=every)
+
+    def facts(self) -> dict[str, Any]:
+        """The numbers that a run's record has of it."""
+        batch = asdict(self.batch)
+        return {
+            "total_steps": self.horizon.total,
+            "steps_per_epoch": self.horizon.steps_per_epoch,
+            "micro_batch": batch["micro_batch"],
+            "accumulation": batch["accumulation"],
+        }
+
+
+def in_steps(key: str, duration: Duration, horizon: Horizon) -> int:
+    """`duration`, the value of the recipe's `key`, in steps; raises UsageError where the data has no epochs."""
+    try:
+        return horizon.steps(duration)
+    except ValueError as error:
+        raise UsageError(f"{key}: {error}", hints=[f'write {key} in steps, e.g. "500st"']) from None
+
+
+def _cadences(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], Duration]]:
+    """What happens every so many steps, by the path of its key."""
+    found: dict[tuple[str, ...], Duration] = {
+        ("track", "every"): recipe.track.every,
+        ("checkpoint", "every"): recipe.checkpoint.every,
+    }
+    if recipe.checkpoint.keep.every:
+        found["checkpoint", "keep", "every"] = recipe.checkpoint.keep.every
+    if recipe.data.evaluations:
+        found["train", "eval_every"] = recipe.train.eval_every
+    yield from ((path, duration) for path, duration in found.items() if not duration.is_time)
