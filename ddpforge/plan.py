@@ -17,7 +17,7 @@ __all__ = ["Plan", "in_steps"]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What arithmetic knows of a run: made once, read by whoever counts samples or steps.
+    """The plan of a run: made once by arithmetic, read by whoever counts samples or steps.
 
     `every` maps keys of the recipe ("track.every") to steps; what goes by the clock is not in it.
     """
@@ -71,7 +71,7 @@ def in_steps(key: str, duration: Duration, horizon: Horizon) -> int:
 
 
 def _cadences(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], Duration]]:
-    """What happens every so many steps, by the path of its key."""
+    """Yields the durations of what happens every so many steps, with the paths of their keys."""
     found: dict[tuple[str, ...], Duration] = {
         ("track", "every"): recipe.track.every,
         ("checkpoint", "every"): recipe.checkpoint.every,

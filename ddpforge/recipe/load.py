@@ -80,7 +80,7 @@ def load_recipe(source: str | Path, *, sets: Sequence[str] = (), registry: Regis
 
 
 def check_world(loaded: LoadedRecipe, data_ranks: int) -> BatchPlan:
-    """What `plan_batch` gives for a loaded recipe; its RecipeError points at `train.global_batch`."""
+    """Plans the batches of a loaded recipe, as `plan_batch` does; its RecipeError points at `train.global_batch`."""
     return plan_batch(loaded.recipe.train, data_ranks, origin=loaded.origins[("train", "global_batch")])
 
 

@@ -1,4 +1,4 @@
-"""What ranks agree on beside metrics: who wants to stop, whose clock has rung, how fast steps are, what is saved."""
+"""Agreement of the ranks beside metrics: who wants to stop, whose clock has rung, how fast steps are, what is saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Agreement", "Ballot"]
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know to be so, the same on each of them."""
+    """The outcome of a ballot, the same on every rank."""
 
     wanted: frozenset[str] = frozenset()  # wishes that any rank has
     seconds: float = 0.0  # that a step takes, on average over ranks
@@ -31,7 +31,7 @@ class Ballot:
         self._wishes = wishes
 
     def totals(self, wanted: Collection[str], *, seconds: float, saved: bool) -> dict[str, Total]:
-        """What this rank has to say."""
+        """This rank's ballot."""
         said = {f"?{name}": float(name in wanted) for name in self._wishes}
         said |= {"?seconds": seconds, "?saved": float(saved)}
         return {name: Total(torch.tensor(value, dtype=torch.float64), 1) for name, value in said.items()}

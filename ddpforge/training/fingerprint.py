@@ -14,7 +14,7 @@ __all__ = ["Fingerprint"]
 
 
 class Fingerprint:
-    """What one rank has read from a stream, compared with the others; data with a length has none."""
+    """A fingerprint of what one rank has read from a stream, to compare with others; data with a length has none."""
 
     def __init__(self) -> None:
         self._read = 0  # what the newest micro-batch says has been read
@@ -30,7 +30,7 @@ class Fingerprint:
             yield micro
 
     def totals(self) -> dict[str, Total]:
-        """What is to be averaged over ranks: the mean of squares is the square of the mean if all agree.
+        """The totals to average over ranks: the mean of squares is the square of the mean if all agree.
 
         Squares of 20 bits add up exactly in float64, on up to 8,192 ranks.
         """

@@ -1,4 +1,4 @@
-"""What is taken from a checkpoint: of components that a recipe still names, and nothing of those it has replaced."""
+"""Takes from a checkpoint the state of components that a recipe still names, and none of those it has replaced."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def restore_callbacks(recipe: Recipe, callbacks: Mapping[str, Callback], checkpo
 
 
 def is_another(facts: Facts, use: str, *table: str, world: World) -> bool:
-    """Whether the recipe's table, which uses `use`, named another component when the checkpoint was saved; says so."""
+    """True if the recipe's table, which uses `use`, named another component when the checkpoint was saved; says so."""
     earlier = _use_in(facts.recipe, table)
     if earlier is None or earlier.rpartition("/")[2] == use.rpartition("/")[2]:  # local code may have moved
         return False
@@ -53,7 +53,7 @@ def is_another(facts: Facts, use: str, *table: str, world: World) -> bool:
 
 
 def _use_in(recipe: str, table: Sequence[str]) -> str | None:
-    """What a table of a checkpoint's recipe uses; None where it does not say, as after an import."""
+    """The `use` of a table of a checkpoint's recipe; None where it does not say, as after an import."""
     try:
         found: Any = loads(recipe)
         for name in (*table, "use"):

@@ -42,7 +42,7 @@ class Saving:
 
     @property
     def ready(self) -> bool:
-        """Whether waiting for what this rank writes would cost nothing."""
+        """True if waiting for what this rank writes would cost nothing."""
         return self.checkpoints.ready()
 
     def save(self, progress: Progress, metrics: Mapping[str, float], *, last: bool) -> None:
@@ -88,7 +88,7 @@ class Saving:
         return self.checkpoints.open()
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
-        """Whether `metrics` beat those of every checkpoint, also of the one that is being written."""
+        """True if `metrics` beat those of every checkpoint, also of the one that is being written."""
         if not self.settings.keep.best:
             return False
         self.settle()

@@ -30,7 +30,7 @@ class Meter:
     def totals(
         self, micro: MicroBatch, batch: Any, result: tuple[Tensor, Any] | None, *, metrics: bool
     ) -> dict[str, Total]:
-        """What a micro-batch adds to sums and counts; a stand-in adds nothing, under the same names.
+        """The totals that a micro-batch adds; a stand-in adds nothing, under the same names.
 
         Where another rank has the loss, that rank counts it.
         """
@@ -46,7 +46,7 @@ class Meter:
         return {name: Total(torch.zeros((), dtype=torch.float64), 0) for name in totals}
 
     def items(self, micro: MicroBatch) -> Tensor | int:
-        """How many items the micro-batch's loss sums over."""
+        """The number of items that the micro-batch's loss sums over."""
         if not micro.samples:
             return 0
         counted = self._task.count(micro.data)
