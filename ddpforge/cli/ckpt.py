@@ -52,7 +52,8 @@ def ls(run: str, as_json: bool) -> None:
     Their files are looked at but not read: `ckpt verify` does that. Shown are the metric that decides what is best and
     those of the evaluation.
     """
-    from ddpforge.runs.listing import CheckpointFolder, notable, rows
+    from ddpforge.runs.checkpoints import CheckpointFolder
+    from ddpforge.runs.listing import notable, rows
 
     place = CheckpointFolder.find(run)
     found = rows(place)
@@ -113,7 +114,8 @@ def inspect(source: str, step: int | None, best: bool, with_tensors: bool, as_js
     RUN_OR_CHECKPOINT is a run (its newest checkpoint, if not --step or --best) or a checkpoint's folder.
     """
     from ddpforge.checkpoint.manifest import read_manifest
-    from ddpforge.runs.listing import describe, find, tensors
+    from ddpforge.runs.checkpoints import find
+    from ddpforge.runs.listing import describe, tensors
 
     path = find(source, step=step, best=best)
     manifest = read_manifest(path)
@@ -178,7 +180,8 @@ def verify(source: str, step: int | None, every: bool, as_json: bool) -> None:
     """
     from ddpforge.checkpoint.verify import damages
     from ddpforge.errors import UsageError
-    from ddpforge.runs.listing import CheckpointFolder, find, is_checkpoint, newest_first
+    from ddpforge.runs.checkpoints import CheckpointFolder, find, is_checkpoint
+    from ddpforge.runs.listing import newest_first
 
     if every and step is not None:
         raise UsageError("--all and --step each choose checkpoints", hints=["give one of them"])
@@ -244,7 +247,7 @@ def diff(a: str, b: str, as_json: bool) -> None:
     keys that cannot change the result are listed but do not count as differences.
     """
     from ddpforge.exchange.compare import compare
-    from ddpforge.runs.listing import parse
+    from ddpforge.runs.checkpoints import parse
 
     paths = [parse(a), parse(b)]
     found = compare(*paths)

@@ -26,7 +26,7 @@ def evaluate(
     """
     with ending():
         from ddpforge.runner import evaluate as evaluate_run
-        from ddpforge.runs.choose import choose
+        from ddpforge.runs.checkpoints import choose
         from ddpforge.runs.folder import RunFolder
 
         folder = RunFolder.find(run)

@@ -73,7 +73,7 @@ def export(
     """
     from ddpforge.exchange.export import export as write
     from ddpforge.exchange.export import export_folder
-    from ddpforge.runs.listing import find, is_checkpoint
+    from ddpforge.runs.checkpoints import find, is_checkpoint
 
     if out and Path(out).suffix in (".pt", ".pth", ".bin", ".ckpt"):
         raise UsageError(

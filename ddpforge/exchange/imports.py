@@ -18,8 +18,8 @@ from ddpforge.exchange.foreign import dcp, plain, zero
 from ddpforge.exchange.foreign.found import Found, Held, refused
 from ddpforge.interfaces.regions import flaw
 from ddpforge.ranks.writers import Peers
+from ddpforge.runs.checkpoints import is_checkpoint
 from ddpforge.runs.folder import RunFolder
-from ddpforge.runs.listing import is_checkpoint
 
 X = TypeVar("X")
 

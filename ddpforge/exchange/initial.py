@@ -21,7 +21,7 @@ from ddpforge.errors import CheckpointError, UsageError
 from ddpforge.interfaces import CanonicalState, Part, Ranks, Region, Replica, SavedTensor
 from ddpforge.interfaces.regions import Range, copy, pieces
 from ddpforge.ranks.rank_zero import on_rank_zero
-from ddpforge.runs.choose import choose
+from ddpforge.runs.checkpoints import choose
 from ddpforge.runs.folder import RunFolder
 
 __all__ = ["find_initial", "load_initial"]

@@ -1,4 +1,4 @@
-"""Lists checkpoints, finds the one that is meant, and describes each by its manifest. Needs no torch."""
+"""Lists checkpoints, and describes each by its manifest. Needs no torch."""
 
 import logging
 import math
@@ -9,112 +9,16 @@ from math import prod
 from pathlib import Path
 
 from ddpforge.checkpoint import retention
-from ddpforge.checkpoint.schema import COMMIT, FOLDER, MANIFEST, SECTIONS, Manifest, Number
+from ddpforge.checkpoint.schema import FOLDER, SECTIONS, Manifest, Number
 from ddpforge.checkpoint.untrusted import DTYPES
-from ddpforge.errors import CheckpointError, UsageError
 from ddpforge.recipe.schema import KeepSection
-from ddpforge.runs.choose import choose, keep_of
-from ddpforge.runs.folder import RunFolder
+from ddpforge.runs.checkpoints import CheckpointFolder
 
 log = logging.getLogger("ddpforge")
 
 _MOST_METRICS = 3  # columns of a list
 
 
-# ---------------------------------------------------------------------------------------------- which are meant
-@dataclass(frozen=True)
-class CheckpointFolder:
-    """A folder of checkpoints: a run's, or one that stands by itself, as `ckpt import` makes them."""
-
-    folder: Path
-    run: RunFolder | None
-
-    @classmethod
-    def find(cls, source: str) -> "CheckpointFolder":
-        """The checkpoints of a run (its folder, or its name in runs/), or those in a folder.
-
-        Raises UsageError when there is nothing like that.
-        """
-        path = Path(source)
-        if not RunFolder(path).exists() and any(path.glob("step-*")):
-            return cls(path, None)
-        run = RunFolder.find(source)
-        retention.check_folder(run.checkpoints)
-        return cls(run.checkpoints, run)
-
-    def keep(self) -> KeepSection:
-        """The `checkpoint.keep` of the run's recipe."""
-        return KeepSection() if self.run is None else keep_of(self.run)
-
-    def choose(
-        self, *, step: int | None = None, best: bool = False, intact: bool = False, strict: bool = False
-    ) -> Path:
-        """The checkpoint of `step`, the best one, or the newest; with `intact`, the newest that is intact.
-
-        A newer one that is visibly broken is passed over with a warning; where `strict`, it is a CheckpointError.
-        Raises UsageError when there is none.
-        """
-        if self.run is not None and (best or intact):
-            return choose(self.run, step=step, best=best)
-        if best:
-            raise UsageError(f"{self.folder} is not a run, so no recipe says what is best", hints=["choose by --step"])
-
-        found, broken = retention.committed(self.folder)
-        chosen = [each for each in found if step in (None, each.manifest.step)]
-        if not chosen:
-            steps = ", ".join(str(each.manifest.step) for each in reversed(found)) or "none"
-            what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-            hints = [f"it has checkpoints of step {steps}", *(f"broken: {reason}" for _, reason in broken[:3])]
-            raise UsageError(f"{self.folder} has {what}", hints=hints)
-        newer = [reason for path, reason in broken if step is None and _step(path) > chosen[0].manifest.step]
-        if newer and strict:
-            hint = f"choose one by its step: the newest that is not broken is of step {chosen[0].manifest.step}"
-            raise CheckpointError(newer[0], hints=[hint])
-        for reason in newer:
-            log.warning("passed over: %s", reason)
-        return chosen[0].path
-
-
-def _step(path: Path) -> int:
-    """The step that a checkpoint's name says; -1 where it is no such name."""
-    match = FOLDER.fullmatch(path.name)
-    return int(match[1]) if match else -1
-
-
-def is_checkpoint(path: Path) -> bool:
-    """True for the folder of one checkpoint, however broken."""
-    if not path.is_dir():
-        return False
-    return (path / MANIFEST).is_file() or (path / COMMIT).is_file() or FOLDER.fullmatch(path.resolve().name) is not None
-
-
-def find(
-    source: str, *, step: int | None = None, best: bool = False, intact: bool = False, strict: bool = False
-) -> Path:
-    """The checkpoint that is meant: `source` itself, or one of those of a run; see `CheckpointFolder.choose`."""
-    if is_checkpoint(path := Path(source)):
-        if best or step is not None:
-            raise UsageError(
-                f"{source} is a checkpoint, and --step and --best choose one among several",
-                hints=["leave them out, or name the run"],
-            )
-        return path
-    return CheckpointFolder.find(source).choose(step=step, best=best, intact=intact, strict=strict)
-
-
-def parse(text: str) -> Path:
-    """The checkpoint that "RUN", "RUN:STEP", "RUN:best" or a checkpoint's folder means."""
-    source, colon, which = text.rpartition(":")
-    if Path(text).exists() or not colon:
-        return find(text, strict=True)
-    if which == "best":
-        return find(source, best=True)
-    if not which.isdecimal():
-        raise UsageError(f"{text}: {which!r} is neither a step nor `best`", hints=["e.g. digits:207 or digits:best"])
-    return find(source, step=int(which))
-
-
-# ---------------------------------------------------------------------------------------------- what they are
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A checkpoint in a list; of a broken one only the path, the bytes and what is wrong are known."""
