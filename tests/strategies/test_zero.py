@@ -116,6 +116,20 @@ def test_the_scale_of_the_loss_is_that_of_the_run_that_is_resumed() -> None:
     assert in_ranks(2, rank) == [(pytest.approx(6**0.5), state)] * 2
 
 
+def test_the_engine_already_takes_the_next_step_with_the_scale_that_is_resumed() -> None:
+    """Gradients of 4 overflow where the loss is multiplied with 2**127, and not with the scale of a new run."""
+
+    def rank(number: int) -> Any:
+        training = begin(2, precision="fp16")
+        scale = {"loss_scale": 2.0**127, "loss_scale_growth_tracker": 5}
+        training.replica.load_state(CanonicalState({}, {}, numbers=scale), partial=True)
+        norm = training.step(torch.full((3,), 4.0))
+        return torch.tensor(norm).isfinite().item(), training.replica.overflowed(), training.replica.precision.state()
+
+    state = {"loss_scale": 2.0**126, "loss_scale_growth_tracker": 0}
+    assert in_ranks(2, rank) == [(False, True, state)] * 2
+
+
 @each_stage
 @pytest.mark.parametrize(("uses", "said"), [("w", "`v`"), ("", "`w` and 1 more")])
 def test_a_weight_that_one_micro_batch_does_not_use_is_named(stage: int, uses: str, said: str) -> None:
