@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from ddpforge import launch
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.reader import Reader
-from ddpforge.interfaces import Contract, Strategy
+from ddpforge.interfaces import Contract, Replica, Strategy
 from ddpforge.parity.compare import TOLERANCES, Record, compare, first_drift
 from ddpforge.recipe import load_recipe
 from ddpforge.runs.folder import RunFolder, papers_of
@@ -54,11 +55,11 @@ def trains_like_ddp(case: Case, worlds: Worlds) -> None:
         return
     simpler = [
         (_PLAIN, "even without accumulation and clipping", "step"),
-        (_ACCUMULATES, "with accumulation, and not without", "micro_step"),
+        (_ACCUMULATES, "with accumulation, and not without", "forward"),
     ]
     faults = {
         "step": f"{run.averages} are not averaged over ranks, or the weights are not alike to begin with",
-        "micro_step": "the gradients of micro-batches do not add up, or are averaged over ranks too early or too often",
+        "forward": "the gradients of micro-batches do not add up, or are averaged over ranks too early or too often",
     }
     hints = [f"options that average after every step belong below [strategy.{case.name}] in {case.said or SETTINGS}"]
     for train, when, method in simpler:
@@ -99,8 +100,13 @@ def resumes_on_any_ranks(case: Case, worlds: Worlds) -> None:
 
 
 def _method(case: Case, name: str) -> str:
-    """Where the strategy itself defines a method; else where it is defined."""
-    return source_of(vars(case.component).get(name, case.component))
+    """Where a replica beside the strategy defines a method; else where the strategy is defined."""
+    beside = vars(import_module(case.component.__module__)) if isinstance(case.component, type) else {}
+    for found in beside.values():
+        if isinstance(found, type) and issubclass(found, Replica) and found.__module__ == case.component.__module__:
+            if name in vars(found):
+                return source_of(vars(found)[name])
+    return source_of(case.component)
 
 
 @dataclass(frozen=True)
