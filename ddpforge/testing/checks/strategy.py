@@ -101,12 +101,11 @@ def resumes_on_any_ranks(case: Case, worlds: Worlds) -> None:
 
 def _method(case: Case, name: str) -> str:
     """Where a replica beside the strategy defines a method; else where the strategy is defined."""
-    beside = vars(import_module(case.component.__module__)) if isinstance(case.component, type) else {}
-    for found in beside.values():
-        if isinstance(found, type) and issubclass(found, Replica) and found.__module__ == case.component.__module__:
-            if name in vars(found):
-                return source_of(vars(found)[name])
-    return source_of(case.component)
+    home = case.component.__module__
+    beside = vars(import_module(home)).values() if isinstance(case.component, type) else ()
+    replicas = [found for found in beside if isinstance(found, type) and issubclass(found, Replica)]
+    own = [vars(found)[name] for found in replicas if found.__module__ == home and name in vars(found)]
+    return source_of(own[0] if own else case.component)
 
 
 @dataclass(frozen=True)
