@@ -12,10 +12,11 @@ import click
 
 from ddpforge.cli import complain
 from ddpforge.cli.options import json_option, out_option, recipe_argument, run_options, sets_option
-from ddpforge.errors import ForgeError, UsageError
+from ddpforge.errors import ForgeError, RecipeError, UsageError
 
 if TYPE_CHECKING:
     from ddpforge.launch import Ended
+    from ddpforge.recipe import LoadedRecipe
 
 
 @click.command()
@@ -42,7 +43,6 @@ def launch(
     """
     from ddpforge.launch import start, torchrun_command
     from ddpforge.recipe import load_recipe
-    from ddpforge.recipe.load import check_world
 
     if torchrun_flags and not torchrun_flags[0].startswith("-"):
         raise UsageError(
@@ -53,7 +53,7 @@ def launch(
         loaded = load_recipe(recipe, sets=sets)
         nproc = nproc or (loaded.recipe.train.device != "cpu" and _gpus()) or 1
         if not any(flag.startswith("--nnodes") for flag in torchrun_flags):
-            check_world(loaded, nproc)
+            _check_world(loaded, nproc)
 
     arguments = [recipe, *(f"--set={value}" for value in sets), *(f"--allow-change={key}" for key in allow_change)]
     arguments += [f"--out={out}"] if out else []
@@ -62,6 +62,24 @@ def launch(
     ended = start(torchrun_command(arguments, nproc=nproc, flags=torchrun_flags), nproc=nproc)
     _tell_what_ranks_could_not(ended, Path(out or loaded.recipe.output_dir) / loaded.recipe.name, as_json=as_json)
     sys.exit(ended.code)
+
+
+def _check_world(loaded: "LoadedRecipe", nproc: int) -> None:
+    """Raises RecipeError where the batch cannot be dealt to the ranks that see different data.
+
+    Only a strategy knows how many these are, and importing one takes seconds. A batch that all ranks can share out can
+    be shared out by fewer, which divide them; so a strategy is asked where the batch is refused.
+    """
+    from ddpforge.recipe.load import check_world
+
+    try:
+        check_world(loaded, nproc)
+    except RecipeError:
+        from ddpforge.components.building import build
+        from ddpforge.components.registry import Registry
+
+        strategy = build(Registry.installed(), "strategy", loaded.recipe.strategy)
+        check_world(loaded, strategy.data_ranks(nproc))
 
 
 @contextmanager

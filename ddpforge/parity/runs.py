@@ -259,9 +259,9 @@ def _check(recipe: str, sets: Sequence[str], spec: Spec, registry: Registry) -> 
     except RecipeError as error:
         raise RecipeError([spec.own(problem) for problem in error.problems]) from error
     check_optimizer(loaded, registry)
-    check_world(loaded, spec.ranks)
     try:
         strategy = build(registry, "strategy", loaded.recipe.strategy)
+        check_world(loaded, strategy.data_ranks(spec.ranks))
         averages = contract_of(strategy).averages
     except PluginError as error:
         raise RecipeError([spec.problem(error.message, error.hints)]) from error

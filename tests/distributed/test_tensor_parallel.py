@@ -9,6 +9,9 @@ import pytest
 from launched import Ranks
 
 from ddpforge.checkpoint.reader import Reader
+from ddpforge.cli.launch import _check_world
+from ddpforge.errors import RecipeError
+from ddpforge.recipe import load_recipe
 
 RECIPE = """
 recipe = 1
@@ -60,3 +63,16 @@ def test_it_trains_evaluates_and_saves_what_one_process_does(ddpforge: Callable[
         assert tensor.model[name].read().flatten().tolist() == pytest.approx(saved.read().flatten().tolist(), abs=1e-5)
         moment, expected_moment = (state.optimizer[name]["exp_avg"] for state in (tensor, single))
         assert moment.read().flatten().tolist() == pytest.approx(expected_moment.read().flatten().tolist(), abs=1e-5)  # type: ignore[union-attr]
+
+
+def test_a_launcher_deals_the_batch_to_the_ranks_that_see_different_data(tmp_path: Path) -> None:
+    """Eight samples are too few for three ranks, unless all three see the same."""
+    for name in ("parts.py", "tensor_parallel.py"):
+        copy(Path(__file__).parents[1] / name, tmp_path)
+    (tmp_path / "run.toml").write_text(RECIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        loaded = load_recipe("run.toml", sets=['strategy.use="./tensor_parallel.py:TensorParallel"'])
+        _check_world(loaded, 3)
+        with pytest.raises(RecipeError, match="3"):
+            _check_world(load_recipe("run.toml"), 3)
