@@ -1,4 +1,4 @@
-"""What pytest is to test is said by the options of `ddpforge.pytest_options`; here they become tests."""
+"""Makes tests of the options in `ddpforge.pytest_options`, which say what pytest is to test."""
 
 from __future__ import annotations
 
