@@ -252,7 +252,7 @@ def test_a_module_begins_by_saying_what_it_is_for(module: str) -> None:
 
 
 # Rooms whose docstrings have not been gone through yet.
-UNREAD = ("training.step",)
+UNREAD: tuple[str, ...] = ()
 QUESTIONS = re.compile(r"(what|which|who(se|m)?|whether|how|where|when|why)(ever)?\b", re.I)
 
 
