@@ -46,7 +46,7 @@ class Task(ABC):
         """
 
     def count(self, batch: Any) -> Tensor | None:
-        """Counts the items that the loss of `batch` sums over, or adds their weights (0-d tensor on its own device).
+        """Counts the items that the loss sums over, or adds their weights (0-d tensor on the batch's own device).
 
         None means one per sample, which needs no communication. Tasks that weigh tokens, pixels or samples override
         it; weights are real numbers, 0 or more. The batch is still on the CPU when this is called.

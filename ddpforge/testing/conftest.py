@@ -1,4 +1,4 @@
-"""Makes tests of the options in `ddpforge.pytest_options`, which say what pytest is to test."""
+"""Makes the tests that the options of `ddpforge.pytest_options` ask for."""
 
 from __future__ import annotations
 

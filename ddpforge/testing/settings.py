@@ -52,7 +52,7 @@ def tables_of(kind: str, name: str, file: Path | None) -> Iterator[tuple[dict[st
 
 
 def find_settings(file: Path) -> tuple[dict[str, Any], Path | None]:
-    """Reads the nearest file with settings; returns its table and its path, or an empty table and None."""
+    """Reads the nearest file with settings; returns its table and its path, or ({}, None) if there is no such file."""
     for folder in list(file.parents)[:_HIGHEST]:
         if folder.name in ("site-packages", "dist-packages"):
             break

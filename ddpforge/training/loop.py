@@ -204,7 +204,7 @@ class Trainer:
             yield info
 
     def _alarms(self) -> list[Alarm]:
-        """The alarms of what happens by the clock. Only rank 0's counts; the others learn of it when ranks agree."""
+        """The alarms that the clock sets off. Only rank 0's clock counts; the others learn of it when ranks agree."""
         if not self.world.is_main:
             return []
         alarms = [cadence.alarm for cadence in self.cadences if cadence.alarm]

@@ -132,7 +132,7 @@ class Steps:
         )
 
     def _scale(self, items: Tensor | int) -> Tensor | float:
-        """The factor that turns a mean of gradients over data ranks, as strategies take it, into one over items."""
+        """The factor that turns a strategy's mean of gradients over data ranks into the mean over the step's items."""
         if not isinstance(items, Tensor):
             return self._world.data.size / items
         counted = torch.where(items > 0, items, 1.0)  # of a step without items the gradient is zero, not 0 / 0
