@@ -50,7 +50,7 @@ _WRITING = 2.0  # seconds in which another rank has written status.json, when it
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended, as its `status.json` says it."""
+    """The end of a run, as its `status.json` has it."""
 
     folder: Path
     status: Status
@@ -58,7 +58,7 @@ class Outcome:
 
     @property
     def exit_code(self) -> ExitCode:
-        """What the process should end with."""
+        """The exit code for the process."""
         return ExitCode(self.status["exit_code"] or 0)
 
     def sentence(self) -> str:
@@ -287,7 +287,7 @@ class Attempt:
         error.outcome = Outcome(self.folder.path, status, self.world.is_main)  # type: ignore[attr-defined]
 
     def _status(self, state: State, report: Report | None = None, *, begun: bool = False) -> Status:
-        """How the run stands; before it goes on, where it stood."""
+        """Describes the run for `status.json`; before this attempt trains, as the earlier one left it."""
         codes = {"running": None, "done": ExitCode.DONE, "stopped": ExitCode.STOPPED}
         trainer = self.trainer if self._begun or begun else None
         earlier = self.opened.earlier
@@ -304,7 +304,7 @@ class Attempt:
 
 
 def exit_code_of(error: BaseException) -> ExitCode:
-    """What a process ends with that ends by this error."""
+    """The exit code of a process that this error ends."""
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
     return error.exit_code if isinstance(error, ForgeError) else ExitCode.FAILED

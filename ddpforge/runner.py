@@ -73,7 +73,7 @@ def run(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found."""
+    """The result of an evaluation."""
 
     step: int
     metrics: dict[str, float]
@@ -107,7 +107,7 @@ def evaluate(folder: RunFolder, checkpoint: Path, *, sets: Sequence[str] = (), o
 
 
 def _what_is_evaluated(checkpoint: Path, parts: Parts) -> str:
-    """Which checkpoint, with whose weights, on how many samples."""
+    """Names the checkpoint, the callbacks whose weights are used, and the samples of each set."""
     averaging = [name for name, one in parts.callbacks.items() if type(one).evaluating is not Callback.evaluating]
     weights = f", with the weights of {', '.join(averaging)}" if averaging else ""
     found = {name: parts.data[key_of(name)] for name in parts.evaluation}

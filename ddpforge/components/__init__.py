@@ -1,1 +1,1 @@
-"""What a recipe names: the kinds of components, where they are found, and their options."""
+"""The components that a recipe names: their kinds, the places where they are found, and their options."""

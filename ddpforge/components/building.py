@@ -12,7 +12,7 @@ __all__ = ["WrongKind", "build"]
 
 
 class WrongKind(PluginError):
-    """What a recipe names is no component of the kind that belongs there: the recipe's fault."""
+    """A recipe names something that is no component of the kind that belongs there: the recipe's fault."""
 
     exit_code = ExitCode.USAGE
 

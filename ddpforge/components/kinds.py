@@ -17,7 +17,7 @@ __all__ = ["KINDS", "KindSpec"]
 
 @dataclass(frozen=True, kw_only=True)
 class KindSpec:
-    """What is different about one kind of components.
+    """The peculiarities of one kind of components.
 
     A recipe names a component in one of three ways: in one of the `tables`; in a table below `named_in`, whose key is
     the default for `use`; or in an array of components, `listed_in`, which is an option of another component.
@@ -67,7 +67,7 @@ class KindSpec:
         return found
 
     def mismatch(self, built: Any) -> str | None:
-        """What a component of this kind must be, in words; None where `built` is one."""
+        """Describes what a component of this kind must be; None if `built` is one."""
         if self.fits:
             return None if self.fits(built) else self.must_be
         base = self.base_class()

@@ -51,7 +51,7 @@ __all__ = ["Components", "Nested", "OptionRow", "any_options", "options_model", 
 
 
 class Components(Protocol):
-    """Where nested components are looked up: a Registry."""
+    """Looks up nested components: a Registry."""
 
     def names(self, kind: str) -> list[str]:
         """The registered names of a kind."""
@@ -118,7 +118,7 @@ def any_options() -> type[BaseModel]:
 def _fields(
     component: Callable[..., Any], given: frozenset[str], nested: Callable[[str], Any]
 ) -> tuple[dict[str, Any], Literal["forbid", "allow"]]:
-    """What pydantic makes a model of, and whether **kwargs takes further options."""
+    """Collects the fields of the pydantic model for a signature; further options are allowed if **kwargs takes them."""
     namespace = _namespace(component)
     fields: dict[str, Any] = {}
     extra: Literal["forbid", "allow"] = "forbid"
@@ -148,7 +148,7 @@ def _fields(
 
 
 def _refuse(given: frozenset[str]) -> Any:
-    """Where **kwargs takes any option, those that ddpforge hands over are still not the recipe's to set."""
+    """Makes a validator that refuses what ddpforge hands over, which **kwargs would let a recipe set."""
 
     def validate(options: BaseModel) -> BaseModel:
         error = PydanticCustomError("given", "ddpforge hands this over; a recipe cannot set it")
@@ -207,7 +207,7 @@ def _hint(parameter: inspect.Parameter, namespace: dict[str, Any]) -> Any:
 
 
 def _writable(annotation: Any, nested: Callable[[str], Any]) -> Any:
-    """What of `annotation` a recipe can write; raises _NotInTOML when that is nothing, or only None."""
+    """Narrows `annotation` to what a recipe can write; raises _NotInTOML when that is nothing, or only None."""
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
 
     if origin is Annotated:

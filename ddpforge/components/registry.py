@@ -1,4 +1,4 @@
-"""Which components there are, and how a name in a recipe becomes one; nothing is imported until asked for."""
+"""Lists the components there are, and turns a recipe's name into one; nothing is imported until asked for."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Chosen(Protocol):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """What a recipe sets of it."""
+        """The options that the recipe sets."""
 
     @property
     def base(self) -> Path:
@@ -112,7 +112,7 @@ def located(use: str) -> str:
 
 
 def _elsewhere(kind: str, use: str) -> Iterator[str]:
-    """What people probably mean by the name of something that is there under another one."""
+    """Yields hints for a name that people probably know from elsewhere: the name by which the thing is found here."""
     name = use.lower().replace("-", "").replace("_", "")
     if located(use) != use:
         yield f"did you mean `{located(use)}`?"
@@ -219,7 +219,7 @@ class Registry:
 
     @classmethod
     def installed(cls) -> Registry:
-        """What the installed distributions register, without those named in DDPFORGE_DISABLE_PLUGINS."""
+        """All that installed distributions register, except for those named in DDPFORGE_DISABLE_PLUGINS."""
         return _installed(tuple(sys.path), os.environ.get("DDPFORGE_DISABLE_PLUGINS", ""))
 
     def entries(self, kind: str | None = None) -> list[Entry]:
@@ -249,7 +249,7 @@ class Registry:
         raise UnknownComponent(kind, use, self.names(kind))
 
     def imports(self, kind: str, use: str) -> bool:
-        """Whether `load` imports what `use` names."""
+        """True if `load` imports what `use` names."""
         return self._imports or self.find(kind, use) is not None
 
     def load(self, kind: str, use: str, base: Path = Path()) -> Callable[..., Any]:
@@ -370,7 +370,7 @@ class Registry:
 
 # ------------------------------------------------------------------------------------- errors of constructors
 def _on_purpose(error: Exception, component: Callable[..., Any]) -> bool:
-    """Whether a component says with this error what it does not take: it is raised in its own package, by `raise`.
+    """True if a component refuses its arguments with this error: its own package raised it, by `raise`.
 
     An error that a call into other code brings up, or an operation on values, is a mistake that only its traceback
     explains. What does not even fit the signature never came to the component's code.

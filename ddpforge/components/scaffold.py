@@ -22,7 +22,7 @@ _PARTS = re.compile(r"^== (\S+) ==\n", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Plugin:
-    """What was written: where, the distribution's name, and the files in the folder."""
+    """A plugin as written: its folder, the distribution's name, and the files in the folder."""
 
     folder: Path
     distribution: str

@@ -1,4 +1,4 @@
-"""What watches a run."""
+"""Callbacks, which watch a run, and the facts of each step that they are given."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Callback", "StepInfo"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepInfo:
-    """What is known after an optimizer step; the numbers are already reduced over ranks.
+    """The facts of an optimizer step that was taken; the numbers are already reduced over ranks.
 
     `metrics` holds the row that was logged at this step and is empty at steps that log nothing (reading a metric
     waits for the device). `samples` counts every sample the run has trained on. `seconds` is the wall time a step
@@ -69,7 +69,7 @@ class Callback:
         """After the last step, or after `ddpforge eval`; also when that failed."""
 
     def state(self) -> Mapping[str, Tensor | Part | int | float | str | bool | None]:
-        """What a checkpoint must hold so that a resumed run goes on as if nothing had happened.
+        """Returns what a checkpoint must hold so that a resumed run goes on as if nothing had happened.
 
         A tensor is one that is the same on every rank; a part is this rank's own. No communication.
         """

@@ -1,4 +1,4 @@
-"""What is learnt from: datasets."""
+"""Datasets, from which models learn."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Duration:
 
 @dataclass(frozen=True)
 class Horizon:
-    """How long a run is, in optimizer steps: what turns durations into step counts.
+    """The length of a run in optimizer steps; it turns durations into step counts.
 
     `steps_per_epoch` is None for a stream without a length; `total` is None when the run's length is a wall time.
     """

@@ -1,4 +1,4 @@
-"""How weights change: schedules, and optimizers that look at a gradient more than once."""
+"""Schedules of the learning rate, and optimizers that look at a gradient more than once."""
 
 from __future__ import annotations
 

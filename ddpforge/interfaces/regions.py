@@ -1,4 +1,4 @@
-"""Which elements of a tensor somebody holds: what two holders have in common, and whether many hold all of it.
+"""The regions of a tensor that ranks hold: finds what two have in common, and tells if many cover the tensor.
 
 A region of a tensor is a `Range` of its elements in row-major order, a `Box`: a rectangle in its N dimensions, or
 `Pieces`: several boxes. What is held of a region is a tensor too: one-dimensional for a range, of the box's own size
@@ -29,7 +29,7 @@ class Range:
 
     @property
     def numel(self) -> int:
-        """How many elements that are."""
+        """The number of elements."""
         return self.stop - self.start
 
 
@@ -42,7 +42,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """How many elements that are."""
+        """The number of elements."""
         return prod(self.size)
 
 
@@ -54,7 +54,7 @@ class Pieces:
 
     @property
     def numel(self) -> int:
-        """How many elements that are."""
+        """The number of elements."""
         return sum(box.numel for box in self.boxes)
 
     @property
@@ -69,7 +69,7 @@ Region = Simple | Pieces
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What a rank holds of a tensor of `shape`: the elements of `region`, on any device.
+    """A rank's part of a tensor of `shape`: the elements of `region`, on any device.
 
     `tensor` holds them in row-major order; a part that is a box has the box's size. Where several ranks hold the same
     elements, this one is number `replica` of `replicas`: whoever writes parts down shares that work out. Raises
@@ -241,7 +241,7 @@ def _position(shape: Shape, index: Shape) -> int:
 
 # ---------------------------------------------------------------------------------------------- two regions
 def overlaps(shape: Shape, one: Simple, other: Simple) -> list[Simple]:
-    """What two regions of a tensor have in common: a range where both are ranges, else boxes."""
+    """Intersects two regions of a tensor: a range where both are ranges, else boxes."""
     if isinstance(one, Range) and isinstance(other, Range):
         start, stop = max(one.start, other.start), min(one.stop, other.stop)
         return [Range(start, stop)] if start < stop else []
@@ -342,7 +342,7 @@ def _flaw_of_boxes(shape: Shape, found: Sequence[Box], axis: int) -> tuple[Shape
 
 
 def _slabs(total: int, found: Sequence[Box], axis: int) -> Iterator[tuple[int, list[Box]]]:
-    """Where each slab begins, and the boxes in it."""
+    """Yields the position where each slab begins, and the boxes in it."""
     begins: dict[int, list[int]] = {0: []}
     ends: dict[int, list[int]] = {}
     for number, box in enumerate(found):

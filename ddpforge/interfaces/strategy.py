@@ -1,4 +1,4 @@
-"""How one model becomes many: strategies, and the replicas that they make."""
+"""Strategies, which spread one model over many ranks, and the replicas that they make."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Sharded = Literal["weights", "gradients", "optimizer state"]
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """What a strategy promises: shown by `ddpforge show`, and proven at the start of a run.
+    """A strategy's promises: shown by `ddpforge show`, and proven at the start of a run.
 
     `shards` lists what is split over ranks, `replicas` is how many groups of ranks each hold all of that; where the
     optimizer's state is split, the weights that the optimizer updates are split like it. Where ranks average weights
@@ -44,7 +44,7 @@ class Contract:
 
 
 class Refusal(NamedTuple):
-    """Why a strategy cannot do what a recipe asks for, known before anything is started."""
+    """The reason that a strategy cannot do what a recipe asks for, known before anything is started."""
 
     key: str  # of the recipe, e.g. "strategy.replicas"
     message: str
@@ -52,7 +52,7 @@ class Refusal(NamedTuple):
 
 
 class Strategy(ABC):
-    """What a recipe asks for: who sees different data, and how the model is spread over ranks.
+    """Decides which ranks see different data, and how the model is spread over ranks, as a recipe asks.
 
     The order of calls is the order of this class. A strategy touches the model and the optimizer and nothing else:
     the ranks have joined before it is asked, sample order and learning rate are functions of the step.
@@ -70,14 +70,14 @@ class Strategy(ABC):
         return {}
 
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterable[Refusal]:
-        """What the strategy cannot do on `ranks` ranks that compute on `device` ("cpu" or "cuda").
+        """Names all that the strategy cannot do on `ranks` ranks that compute on `device` ("cpu" or "cuda").
 
         Called before ranks join, by `ddpforge check` and `show` too; it reads the recipe and starts nothing.
         """
         return ()
 
     def data_ranks(self, ranks: int) -> int:
-        """How many of `ranks` ranks see different data: all, unless the strategy splits one model over several."""
+        """Counts the ranks that see different data: all `ranks`, unless the strategy splits one model over several."""
         return ranks
 
     def setup(self, train: TrainSection, world: World) -> World:
@@ -129,7 +129,7 @@ Compute = Callable[["nn.Module", Pass], "tuple[Tensor, Any]"]
 
 
 class Replica(ABC):
-    """What one rank trains: a model, spread over ranks as the strategy does it, with its optimizer.
+    """The model that one rank trains, spread over ranks as the strategy does it, with its optimizer.
 
     A strategy that leaves `passes` as it is gets one micro-batch after the other, forward and backward.
     """

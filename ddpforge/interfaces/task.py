@@ -1,4 +1,4 @@
-"""What is learnt: tasks, the metrics they report, and the totals both are made of."""
+"""Tasks, which define what is learnt, the metrics they report, and the totals both are made of."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Metric(ABC):
 
 
 class Task(ABC):
-    """What is learnt: the loss of a batch, and what to report about it."""
+    """Defines what is learnt: the loss of a batch, and what to report about it."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
@@ -46,7 +46,7 @@ class Task(ABC):
         """
 
     def count(self, batch: Any) -> Tensor | None:
-        """How many items the loss of `batch` sums over (0-d tensor on the batch's own device), or their weights' sum.
+        """Counts the items that the loss sums over, or adds their weights (0-d tensor on the batch's own device).
 
         None means one per sample, which needs no communication. Tasks that weigh tokens, pixels or samples override
         it; weights are real numbers, 0 or more. The batch is still on the CPU when this is called.

@@ -1,4 +1,4 @@
-"""Where metrics go."""
+"""Trackers, to which metrics are sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Tracker"]
 
 
 class Tracker:
-    """Where metrics go. This base class is the null tracker. Only the main rank has real ones.
+    """Receives metrics. This base class is the null tracker. Only the main rank has real ones.
 
     No method may raise into training or block it for long: a tracker is a mirror, `metrics.jsonl` is the truth.
     """

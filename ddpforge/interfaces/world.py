@@ -73,7 +73,7 @@ class Ranks(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Where this process is: among all ranks, among those that see different data, and on which device.
+    """The place of this process among all ranks and among those that see different data, and its device.
 
     `all` and `data` are the same unless a strategy splits one model over several ranks. Gradients are divided by what
     is counted over `data`: ranks that see the same data count once. Means and decisions are taken over `all`.

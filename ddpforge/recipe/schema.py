@@ -83,9 +83,9 @@ TrainingTime = Annotated[Duration, AfterValidator(_training_time)]
 
 
 class Resume(Enum):
-    """Whether a run may go on with another value of a key; each key of a section says it, in its annotation.
+    """The rule for resuming a run with another value of a key; each key of a section has one, in its annotation.
 
-    For a component, its table's key says it for all options.
+    For a component, the rule of its table's key holds for all options.
     """
 
     FIXED = "fixed"  # no: it decides what the run computes
@@ -122,7 +122,7 @@ class OptimizerComponent(Component):
 
 
 class DataSection(Section):
-    """Where samples come from and how they are fetched."""
+    """The source of the samples, and how they are fetched."""
 
     train: Annotated[Component, Resume.FIXED]
     eval: Annotated[Component | dict[str, Component] | None, Resume.FIXED] = (
@@ -144,7 +144,7 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    """How long, in what batches and how precisely to train: the same meaning under every strategy."""
+    """The length, batches and precision of training: the same meaning under every strategy."""
 
     length: Annotated[Amount, Resume.TUNABLE] = Field(
         description='How long to train: epochs "5ep", steps "1000st" or wall time "2h".',
@@ -223,7 +223,7 @@ class TrainSection(Section):
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        """Whether compiled code replays CUDA graphs on a GPU."""
+        """True if compiled code replays CUDA graphs on a GPU."""
         return self.compile in ("reduce-overhead", "max-autotune")
 
     def per_pass(self, data_ranks: int) -> int:
@@ -232,7 +232,7 @@ class TrainSection(Section):
 
 
 class KeepSection(Section):
-    """Which checkpoints outlive newer ones."""
+    """The checkpoints that outlive newer ones."""
 
     last: Annotated[Count, Resume.OUTSIDE] = Field(default=2, description="How many of the newest to keep.")
     every: Annotated[TrainingTime | None, Resume.OUTSIDE] = Field(
@@ -251,7 +251,7 @@ class KeepSection(Section):
 
 
 class CheckpointSection(Section):
-    """When to save, and what to keep."""
+    """The cadence of saving, and the checkpoints to keep."""
 
     every: Annotated[Amount, Resume.OUTSIDE] = Field(
         default=Duration(1, "ep"),
@@ -284,7 +284,7 @@ class CheckpointSection(Section):
 
 
 class TrackSection(Section):
-    """How often to report. Every other key of [track] is a tracker and holds its options."""
+    """The cadence of reports. Every other key of [track] is a tracker and holds its options."""
 
     every: Annotated[TrainingTime, Resume.OUTSIDE] = Field(
         default=Duration(10, "st"), description="How often to write a row of training metrics."
@@ -331,12 +331,12 @@ class Recipe(Section):
 
 
 def declared(field: FieldInfo) -> Resume | None:
-    """What a key of a section says about resumed runs."""
+    """The rule for resumed runs that a key of a section declares; None if it declares none."""
     return next((one for one in field.metadata if isinstance(one, Resume)), None)
 
 
 def resume_policy(path: str) -> Resume:
-    """Whether a run may go on with another value at `path`, a dotted key of a resolved recipe.
+    """Finds the rule for resuming a run with another value at `path`, a dotted key of a resolved recipe.
 
     A key that no recipe has any more, as an older run's may, is tunable.
     """

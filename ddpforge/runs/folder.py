@@ -60,14 +60,14 @@ class Papers(TypedDict):
 
 
 def papers_of(loaded: "LoadedRecipe") -> Papers:
-    """What a run's folder keeps of a recipe, read at once: the recipe may lie in the folder that is about to move."""
+    """Reads what a run's folder keeps of a recipe, at once: the recipe may lie in the folder that is about to move."""
     copies = _copies(loaded.local_files())
     local_files = {name: file.read_bytes() for file, name in copies.items()}
     return Papers(text=loaded.text, resolved=loaded.dumps(copies), local_files=local_files)
 
 
 def _copies(files: Iterable[Path]) -> dict[Path, str]:
-    """Where each file is copied to. Another file beside it changes nothing, for that would be another recipe."""
+    """Names the copy of each file. A further file does not rename the others: that would be another recipe."""
     copies: dict[Path, str] = {}
     for file in files:
         alike = sum(other.name == file.name for other in copies)
@@ -114,7 +114,7 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """What each rank said, and of which failure."""
+        """The folder of each rank's log, and of the reports of failures."""
         return self.path / "logs"
 
     @property
@@ -186,7 +186,7 @@ class RunFolder:
             yield mine
 
     def _draft(self) -> "RunFolder":
-        """Where this process, and no other, lays the folder down; `_clear_drafts` reads the name."""
+        """The draft in which this process, and no other, lays the folder down; `_clear_drafts` reads its name."""
         return RunFolder(self.path.with_name(f".{self.path.name}.{gethostname()}-{os.getpid()}.tmp"))
 
     def _clear_drafts(self) -> None:
@@ -281,15 +281,15 @@ class RunFolder:
         return _read(self.resolved, loads)
 
     def lineage(self) -> list[Lineage]:
-        """Which resolved recipes the run has followed, oldest first."""
+        """The resolved recipes that the run has followed, oldest first."""
         return self._run()["lineage"]
 
     def attempts(self) -> int:
-        """How often training was started or resumed."""
+        """The number of times that training was started or resumed."""
         return self._run()["attempts"]
 
     def status(self) -> Status | None:
-        """How the run stands; None before it has trained at all."""
+        """The state of the run; None before it has trained at all."""
         path = self.path / "status.json"
         return cast(Status, _read(path, json.loads, Status.__annotations__)) if path.exists() else None
 

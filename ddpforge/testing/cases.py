@@ -1,4 +1,4 @@
-"""Which components there are to test, with what it takes to try each; see `settings` for what authors say of that."""
+"""Finds the components to test, with what it takes to try each; see `settings` for what authors say of that."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Case:
             return getattr(error, "where", None) or (entry.target if entry else self.use)
 
     def skipped(self, check: str) -> str | None:
-        """Why its author leaves a check out."""
+        """The author's reason for leaving a check out; None if it is made."""
         said = self.settings.get("skip", {})
         reason: str | None = said if isinstance(said, str) else said.get(check)
         return reason
@@ -86,7 +86,7 @@ class Case:
         return found
 
     def given(self) -> dict[str, Any]:
-        """What ddpforge hands over to components of this kind, to try it with."""
+        """The arguments that ddpforge hands over to components of this kind, to try it with."""
         return {name: example(self.settings) for name, example in KINDS[self.kind].given.items()}
 
     def companion(self, kind: str, **given: Any) -> Any:
@@ -106,7 +106,7 @@ class Case:
 
     @property
     def folder(self) -> Path:
-        """What `./file.py:Name` in the settings is relative to."""
+        """The folder that `./file.py:Name` in the settings is relative to."""
         return self.said.parent if self.said else self.base
 
     @cached_property
@@ -115,7 +115,7 @@ class Case:
         return companions.DEFAULTS | {key: self.settings[key] for key in SECTIONS if key in self.settings}
 
     def lacking(self, error: Exception, kind: str | None = None) -> Breach:
-        """What to write, and where, when the component could not be built for want of options."""
+        """Tells what to write, and where, when the component could not be built for want of options."""
         what = f"the {kind} to try it with" if kind else "its options"
         if isinstance(error, ValidationError):
             facts = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
@@ -163,7 +163,7 @@ class Case:
 
 
 def _is_local(value: Any) -> bool:
-    """Whether a table names code in a file beside it."""
+    """True if a table names code in a file beside it."""
     if isinstance(value, str):
         return ".py:" in value
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()

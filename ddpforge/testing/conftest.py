@@ -1,4 +1,4 @@
-"""What pytest is to test is said by the options of `ddpforge.pytest_options`; here they become tests."""
+"""Makes the tests that the options of `ddpforge.pytest_options` ask for."""
 
 from __future__ import annotations
 

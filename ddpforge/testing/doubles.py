@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class _Table:
-    """What all threads have laid down."""
+    """The values that all threads have laid down."""
 
     def __init__(self, size: int) -> None:
         self.barrier = Barrier(size)
@@ -37,7 +37,7 @@ class ThreadRanks(Connected):
 
     @property
     def sums(self) -> int:
-        """How many times values were summed."""
+        """The number of times that values were summed."""
         return self._table.sums
 
     def sum(self, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What every rank of a shared world does for the kit: one job after another, until one fails.
+"""Runs the kit's jobs on every rank of a shared world, one after another, until one fails.
 
 Started as `python -m ddpforge.testing.job ORDERS.json` by torchrun. Each rank writes `done-RANK.json` or
 `failed-RANK.json` into a job's folder; after a failure it ends, for the ranks are no longer in step.
@@ -45,7 +45,7 @@ _PATIENCE = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class Site:
-    """Where a job is done."""
+    """The surroundings of a job: its recipe and folder, and the world it is done in."""
 
     recipe: str
     folder: Path

@@ -50,7 +50,7 @@ class Kit:
             yield self.result(case, check)
 
     def result(self, case: Case, check: Check) -> Result:
-        """What comes of one check."""
+        """Makes one check of one component and returns its result."""
         began = time.monotonic()
         verdict = partial(Result, case.kind, case.label, check.name)
         if reason := case.skipped(check.name):

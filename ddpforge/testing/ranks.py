@@ -68,7 +68,7 @@ def run_ddpforge(*arguments: str, cwd: Path, ranks: int = 1, timeout: float = 80
 
 
 def _rank(arguments: tuple[str, ...], cwd: Path, environment: Mapping[str, str], output: Path) -> None:
-    """What the forked process does; never returns."""
+    """Runs ddpforge in the forked process; never returns."""
     for stream, kind in ((1, ".out"), (2, ".err")):
         with output.with_suffix(kind).open("w") as file:
             os.dup2(file.fileno(), stream)

@@ -1,4 +1,4 @@
-"""What a check has to say: what was expected, what was found, and where in the component to look."""
+"""The results of checks: what was expected, what was found, and where in the component to look."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one check of one component."""
+    """The result of one check of one component."""
 
     kind: str
     name: str
@@ -60,7 +60,7 @@ class Result:
 
 
 def source_of(component: Callable[..., Any]) -> str:
-    """Where a component is defined, as "file:line"; its module's name where there is no source."""
+    """Finds where a component is defined, as "file:line"; its module's name where there is no source."""
     while isinstance(component, functools.partial):
         component = component.func
     component = inspect.unwrap(component)  # torch wraps the step of every optimizer

@@ -1,4 +1,4 @@
-"""What an author says is needed to try components: `ddpforge_testing.toml`.
+"""Reads `ddpforge_testing.toml`, in which an author says what is needed to try components.
 
 That file (or the table `[tool.ddpforge.testing]` of a pyproject.toml) is looked for beside the component's module and
 in the folders above it. It has a table for a component, `[KIND.NAME]`, or several, `[[KIND.NAME]]`, each of which is
@@ -39,7 +39,7 @@ _HIGHEST = 6  # folders above a module in which its settings may be
 
 
 def tables_of(kind: str, name: str, file: Path | None) -> Iterator[tuple[dict[str, Any], Path | None, int]]:
-    """What is said of a component that is defined in `file`: each table, where it is, and its number if there are more.
+    """Yields the tables about a component that is defined in `file`: each with its file, and its number among several.
 
     An empty table where nothing is said. Raises UsageError for what a table cannot say.
     """
@@ -52,7 +52,7 @@ def tables_of(kind: str, name: str, file: Path | None) -> Iterator[tuple[dict[st
 
 
 def find_settings(file: Path) -> tuple[dict[str, Any], Path | None]:
-    """What the nearest file says, and which it is."""
+    """Reads the nearest file with settings; returns its table and its path, or ({}, None) if there is no such file."""
     for folder in list(file.parents)[:_HIGHEST]:
         if folder.name in ("site-packages", "dist-packages"):
             break

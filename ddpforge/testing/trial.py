@@ -21,7 +21,7 @@ SAMPLES = 6  # a number with several divisors: batches are split
 
 @dataclass(frozen=True)
 class Trial:
-    """What belongs together; `batch` holds SAMPLES samples, or as many as the data has."""
+    """Components that belong together; `batch` holds SAMPLES samples, or as many as the data has."""
 
     model: nn.Module
     data: Any
@@ -61,7 +61,7 @@ def settle(case: Case) -> None:
 
 
 def trial_of(case: Case) -> Trial:
-    """What to try the component with: what its author says, else the first of ddpforge's own that it takes."""
+    """Finds what to try the component with: what its author names, else the first of ddpforge's own that it takes."""
     named = {key: case.settings[key] for key in ("model", "data", "task") if key in case.settings}
     needed = {"model", "data", "task"} - {case.kind}
     model = fresh(case) if case.kind == "model" else None
@@ -111,7 +111,7 @@ class _WrongLoss(Breach):
 
 
 def _pair(task: Task, returned: Any) -> tuple[torch.Tensor, Any]:
-    """What `loss` returned, if it is what it must be."""
+    """Returns the pair that `loss` returned; raises _WrongLoss if it is something else."""
     items = tuple(returned) if isinstance(returned, tuple | list) else ()
     if len(items) == 2 and isinstance(items[0], torch.Tensor):
         return items

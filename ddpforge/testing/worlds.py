@@ -40,7 +40,7 @@ class _Order:
     outcome: dict[str, Any] | Breach | None = None
 
     def write(self) -> dict[str, Any]:
-        """What the ranks are told."""
+        """Writes the job's recipe; returns the order as the ranks read it."""
         recipe = write_recipe(self.case, self.tables, self.folder)
         return {"job": self.job, "recipe": str(recipe), "folder": str(self.folder), "kind": self.case.kind}
 
@@ -63,7 +63,7 @@ class Worlds:
         self._temporary.cleanup()
 
     def outcome(self, case: Case, job: str, nproc: int) -> dict[str, Any]:
-        """What the ranks found out about a component; raises Breach where they failed."""
+        """Returns what the ranks found out about a component; raises Breach where they failed."""
         if nproc not in self._orders:
             self._orders[nproc] = self._plan(nproc)
             self._carry_out(self._orders[nproc], nproc)
@@ -158,7 +158,7 @@ def write_recipe(case: Case, tables: dict[str, Any], folder: Path) -> Path:
 
 
 def _outcome(order: _Order, nproc: int) -> dict[str, Any] | Breach | None:
-    """What the ranks wrote down; None where they were gone before they could."""
+    """Reads what the ranks found, or how they failed; None where they were gone before they wrote it down."""
     done = [order.folder / f"done-{rank}.json" for rank in range(nproc)]
     if all(path.exists() for path in done):
         return dict(json.loads(done[0].read_text()))
@@ -182,7 +182,7 @@ def _silent(said: str) -> Breach:
 
 # ---------------------------------------------------------------------------------------------- comparing
 def same_training(run: dict[str, Any], reference: dict[str, Any]) -> str | None:
-    """Where two trainings come apart, in words; None where they do not."""
+    """Describes where two trainings come apart; None where they do not."""
     import torch
 
     records = []
@@ -194,7 +194,7 @@ def same_training(run: dict[str, Any], reference: dict[str, Any]) -> str | None:
 
 
 def drift_text(quantity: Quantity, point: Point) -> str:
-    """Which quantity drifts, when, and by how much."""
+    """Names the quantity that drifts, the step, and by how much."""
     text = f"{quantity.name} differs at step {point.step} by {point.difference:.1e}"
     if point.value is not None and point.reference is not None:
         text += f" ({point.value:.6g} instead of {point.reference:.6g})"

@@ -121,7 +121,7 @@ def _spread(parts: Parts) -> nn.Module:
 
 
 def _prepared(parts: Parts, world: World, model: nn.Module, optimizer: Optimizer) -> Replica:
-    """What the strategy makes of both, when it is proven to be what it promises."""
+    """Has the strategy prepare both; proves that the replica is what the strategy promises."""
     strategy = parts.strategy
     replica = strategy.prepare(model, optimizer)
     prove(contract_of(strategy), type(strategy).__name__, world, replica.weights, parts.size)
@@ -160,7 +160,7 @@ def _evaluator(parts: Parts, world: World, replica: Replica) -> Evaluator:
 
 
 def _may_compare(contract: Contract, train: TrainSection, parameters: int) -> bool:
-    """Whether the first loss can be compared with that of its halves, in a copy of the model, in a moment."""
+    """True if the first loss can be compared with that of its halves, in a copy of the model, in a moment."""
     return "weights" not in contract.shards and train.compile == "off" and parameters <= SMALL
 
 

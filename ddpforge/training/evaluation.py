@@ -1,4 +1,4 @@
-"""What an evaluation is: forward passes over the evaluation sets, and means over all ranks."""
+"""Evaluates a model: forward passes over the evaluation sets, and means over all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EVALUATION = 0xE7A1  # keeps the random numbers of evaluation apart from all ot
 
 
 def prefix(name: str) -> str:
-    """What the metrics of an evaluation set begin with: "eval/NAME/", or "eval/" for the one that has no name."""
+    """The prefix of an evaluation set's metrics: "eval/NAME/", or "eval/" for the one that has no name."""
     return f"eval/{name}/" if name else "eval/"
 
 
@@ -63,7 +63,7 @@ class Evaluator:
         return found
 
     def _means(self, micro_batches: Iterable[MicroBatch], step: int) -> dict[str, float]:
-        """What the task makes of the means over one set."""
+        """Evaluates one set; returns its means over all ranks, finished by the task."""
         read = Fingerprint()
         totals = self.totals(read.noted(micro_batches))
         means = self._world.all.mean({**totals, **read.totals()})

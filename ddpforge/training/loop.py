@@ -204,7 +204,7 @@ class Trainer:
             yield info
 
     def _alarms(self) -> list[Alarm]:
-        """What happens by the clock. Only rank 0's counts; the others learn of it when ranks agree."""
+        """The alarms that the clock sets off. Only rank 0's clock counts; the others learn of it when ranks agree."""
         if not self.world.is_main:
             return []
         alarms = [cadence.alarm for cadence in self.cadences if cadence.alarm]
@@ -294,7 +294,7 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------ between steps
     def _info(self, means: dict[str, float]) -> StepInfo:
-        """What callbacks and whoever takes steps one by one are told of the step."""
+        """The facts of the step for callbacks, and for whoever takes steps one by one."""
         lr = self.optimizer.param_groups[0]["lr"]
         row = self._row(means, lr) if means else {}
         seconds = self._window.seconds / max(1, self._window.steps)
@@ -369,13 +369,13 @@ class Trainer:
         self._window.go_on()
 
     def _metrics_of(self, step: int) -> dict[str, float]:
-        """What is known of the weights at `step`; an older evaluation says nothing about them."""
+        """The metrics of the weights at `step`; an older evaluation says nothing about them."""
         stale = () if self._evaluated == step else ("eval/",)
         return {name: value for name, value in self.metrics.items() if not name.startswith(stale)}
 
 
 def _looks_are_free(device: torch.device) -> bool:
-    """Whether reading a norm does not wait for the device."""
+    """True if reading a norm does not wait for the device."""
     return device.type == "cpu"
 
 

@@ -61,7 +61,7 @@ WEIGHTS = 0x1217  # keeps the random numbers of initial weights apart from all o
 
 
 class Parts:
-    """What a recipe names, as far as it is built: first what costs little, then data and model.
+    """The parts that a recipe names, as far as they are built: first what costs little, then data and model.
 
     What cannot work is noted, and the building goes on with what it does not concern; `report` then raises all of it.
     Where nothing `trains`, there are neither training data, optimizer and schedule, nor trackers; evaluation sets are
@@ -219,7 +219,7 @@ class Parts:
             parameter_groups(self.model, recipe.optimizer.no_decay if self.trains else ())
 
     def _count_steps(self) -> None:
-        """How long the run is, and whether all that happens every so often can be counted in steps."""
+        """Plans the run in steps, with all that happens every so often; builds the schedule for that length."""
         recipe, train = self.recipe, self.recipe.train
         with self.noting("data", "train"):
             per_epoch = open_data(self.data["train"], **self._opened(train.global_batch)).steps_per_epoch
@@ -320,7 +320,7 @@ class Parts:
                 log.debug("the first batch could not be evaluated before training: %s", error)
 
     def _fails_in_training(self, error: Exception, batch: Any) -> bool:
-        """Whether the model, which only computes, raises that for a whole micro-batch and wherever ranks compute.
+        """True if the model, which only computes, raises this error for a whole micro-batch and wherever ranks compute.
 
         Others' callbacks and strategies may change the model, or what the task gives it, before the first step; the
         framework itself does so for `sync_batchnorm`, and casts for fp16.
@@ -340,7 +340,7 @@ class Parts:
         return False
 
     def _in_forward(self, error: Exception) -> bool:
-        """Whether it was raised within the forward pass of such a model."""
+        """True if the error was raised within the forward pass of such a model."""
         forward = getattr(type(self.model).forward, "__code__", None)
         return any(frame.f_code is forward for frame, _ in walk_tb(error.__traceback__))
 
@@ -356,7 +356,7 @@ class Parts:
         return first_batch(self.data["train"], most=self._most("train"), seed=self.recipe.train.seed)
 
     def _gpu(self) -> str | None:
-        """Where ranks will compute, if that is not where the model is."""
+        """The type of device that ranks will compute on; None if the model is there already."""
         return "cuda" if device_type(self.recipe.train) == "cuda" and torch.cuda.is_available() else None
 
     def _most(self, key: str) -> int:
@@ -429,7 +429,7 @@ class Parts:
 
     @property
     def found(self) -> bool:
-        """Whether anything cannot work."""
+        """True if anything cannot work."""
         return bool(self._problems)
 
     def report(self) -> None:

@@ -1,4 +1,4 @@
-"""What a step computes: forward and backward of its micro-batches, and the update."""
+"""Computes a step: forward and backward of its micro-batches, and the update."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Steps:
         )
 
     def _scale(self, items: Tensor | int) -> Tensor | float:
-        """What makes the mean of gradients over data ranks, which every strategy takes, that over the step's items."""
+        """The factor that turns a strategy's mean of gradients over data ranks into the mean over the step's items."""
         if not isinstance(items, Tensor):
             return self._world.data.size / items
         counted = torch.where(items > 0, items, 1.0)  # of a step without items the gradient is zero, not 0 / 0

@@ -1,4 +1,4 @@
-"""What a callback owes: the same decisions on every rank, and a state from which it goes on."""
+"""Checks of callbacks: the same decisions on every rank, and a state from which they go on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddpforge.testing.worlds import Worlds
 
 @check("agrees-on-all-ranks", "callback", ranks=True)
 def agrees(case: Case, worlds: Worlds) -> None:
-    """What it returns and keeps is the same on both ranks of a run."""
+    """The callback returns and keeps the same on both ranks of a run."""
     outcome = worlds.outcome(case, "callback", 2)
     if told := outcome.get("disagreement"):
         raise Breach(

@@ -1,4 +1,4 @@
-"""What every component owes its users: it can be imported, says what it is for, and has strict, documented options."""
+"""Checks of every component: it can be imported, says what it is for, and has strict, documented options."""
 
 from __future__ import annotations
 

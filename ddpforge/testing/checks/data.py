@@ -1,4 +1,4 @@
-"""What a dataset owes: samples that depend on the seed and the index alone, each of them delivered once."""
+"""Checks of datasets: samples depend on the seed and the index alone, and each is delivered once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Window:
 def batches(
     data: Any, *, rank: int = 0, ranks: int = 1, micro: int = 4, shuffle: bool = False, seed: int = 0
 ) -> Iterator[Any]:
-    """What a rank is given of one pass, a batch of up to `micro` samples at a time; stand-ins left out."""
+    """Yields a rank's batches of one pass, each of up to `micro` samples; leaves stand-ins out."""
     if not is_stream(data) and not len(data):
         raise Breach("at least one sample", f"{type(data).__name__} of length 0", where=source_of(type(data)))
     opened = open_data(

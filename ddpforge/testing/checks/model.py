@@ -1,4 +1,4 @@
-"""What a model owes: it can be built anywhere, computes finite numbers with all its weights, and trains the same."""
+"""Checks of models: one can be built anywhere, computes finite numbers with all its weights, and trains the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer owes: it takes parameter groups, keeps state by parameter, and goes on exactly from it."""
+"""Checks of optimizers: one takes parameter groups, keeps state by parameter, and goes on exactly from it."""
 
 from __future__ import annotations
 

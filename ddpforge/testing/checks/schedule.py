@@ -1,4 +1,4 @@
-"""What a schedule owes: a factor for every step that nothing but the step decides."""
+"""Checks of schedules: a factor for every step that nothing but the step decides."""
 
 from __future__ import annotations
 

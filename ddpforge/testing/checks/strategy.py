@@ -1,4 +1,4 @@
-"""What a strategy owes: the training of DDP, and state that any number of ranks goes on from."""
+"""Checks of strategies: the training of DDP, and state that any number of ranks goes on from."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def resumes_on_any_ranks(case: Case, worlds: Worlds) -> None:
 
 
 def _method(case: Case, name: str) -> str:
-    """Where a replica beside the strategy defines a method; else where the strategy is defined."""
+    """Finds the place where a replica beside the strategy defines a method; else that of the strategy."""
     home = case.component.__module__
     beside = vars(import_module(home)).values() if isinstance(case.component, type) else ()
     replicas = [found for found in beside if isinstance(found, type) and issubclass(found, Replica)]
@@ -130,21 +130,21 @@ class _Run:
         return cls(case, f"strategy-{number}", {"use": case.use, **case.options()}, ranks, train, averages)
 
     def drift(self, worlds: Worlds) -> str | None:
-        """Where it comes apart from DDP."""
+        """Describes where the run comes apart from DDP; None if it does not."""
         key = "-".join(map(str, self.train.values()))
         ddp = replace(self, name=f"ddp-{key}", strategy={"use": "ddp"}, ranks=2, averages="gradients", start=None)
         found = first_drift(compare(self.record(worlds), ddp.record(worlds), TOLERANCES["fp32"]))
         return drift_text(*found) if found else None
 
     def broken(self, worlds: Worlds) -> bool:
-        """Whether the run did not go through, or is known to drift."""
+        """True if the run did not go through, or drifts."""
         try:
             return self.drift(worlds) is not None
         except Breach:
             return True
 
     def record(self, worlds: Worlds) -> Record:
-        """What the run left behind."""
+        """The record that the run left behind."""
         found: Record = self._once(worlds, "record", lambda: self._record(worlds))
         return found
 

@@ -1,4 +1,4 @@
-"""What tasks and metrics owe: sums and counts that do not depend on how a batch is cut."""
+"""Checks of tasks and metrics: sums and counts that do not depend on how a batch is cut."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def count_is_additive(case: Case, worlds: Worlds) -> None:
 
 @check("metrics-are-additive", "task")
 def metrics_are_additive(case: Case, worlds: Worlds) -> None:
-    """What `metrics` returns adds up over the pieces of a batch, and `finish` takes the means."""
+    """The totals of `metrics` add up over the pieces of a batch, and `finish` takes the means."""
     trial = _trial(case)
 
     def measure(batch: Any) -> Mapping[str, Total]:

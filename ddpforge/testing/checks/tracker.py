@@ -1,4 +1,4 @@
-"""What a tracker owes: whatever happens to it, training does not notice."""
+"""Checks of trackers: whatever happens to one, training does not notice."""
 
 from __future__ import annotations
 
