@@ -28,7 +28,7 @@ from ddpforge.ranks.watch import Watch
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe
 from ddpforge.runs.folder import (
-    Papers,
+    RecipeSnapshot,
     RunFolder,
     State,
     Status,
@@ -76,14 +76,14 @@ class Attempt:
         folder: RunFolder,
         opened: Opened,
         parts: Parts,
-        papers: Papers,
+        snapshot: RecipeSnapshot,
         world: World,
         peers: Peers,
         *,
         is_built: bool,
     ) -> None:
         self.folder, self.opened = folder, opened
-        self.parts, self.loaded, self.recipe, self.papers = parts, parts.loaded, parts.recipe, papers
+        self.parts, self.loaded, self.recipe, self.snapshot = parts, parts.loaded, parts.recipe, snapshot
         self.world, self._peers, self._is_built = world, peers, is_built
         self.tracker = trackers_of(parts) if world.is_main else Tracker()
         self.trainer: Trainer | None = None
@@ -155,7 +155,7 @@ class Attempt:
     def _begin(self, trainer: Trainer) -> dict[str, Any]:
         """Writes down that an attempt begins and starts the trackers; returns what checkpoints say of their origin."""
         step, strategy = trainer.progress.step, self.recipe.strategy.use
-        attempt = self.folder.begin_attempt(step=step, **self.papers)
+        attempt = self.folder.begin_attempt(step=step, **self.snapshot)
         facts = {
             "attempt": attempt,
             "strategy": strategy,
@@ -172,7 +172,7 @@ class Attempt:
         )
         self.folder.write_status(self._status("running", begun=True))
         return {
-            "recipe": self.papers["resolved"],
+            "recipe": self.snapshot["resolved"],
             "lineage": self.folder.lineage(),
             "strategy": strategy,
             "world_size": self.world.all.size,

@@ -25,7 +25,7 @@ from ddpforge.recipe import Recipe, load_recipe
 from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import (
     RunFolder,
-    papers_of,
+    snapshot,
 )
 from ddpforge.runs.opening import open_folder
 from ddpforge.training.assemble import evaluating
@@ -60,15 +60,15 @@ def run(
     peers = _peers(parts.recipe, world)
     if is_new:
         on_every_rank(peers, lambda: build_parts(parts, world, rehearses=True))
-    papers = papers_of(parts.loaded)
+    taken = snapshot(parts.loaded)
     with ExitStack() as claims:
         opened = on_rank_zero(
             world.all,
-            lambda: open_folder(folder, papers, claims, fresh=fresh, allow_change=allow_change),
+            lambda: open_folder(folder, taken, claims, fresh=fresh, allow_change=allow_change),
         )
         if opened.result:
             return Outcome(folder.path, opened.result, world.is_main)
-        return Attempt(folder, opened, parts, papers, world, peers, is_built=is_new).run()
+        return Attempt(folder, opened, parts, taken, world, peers, is_built=is_new).run()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.manifest import layout_of, read_manifest, verify_contents
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.staging import Staging
-from ddpforge.checkpoint.writer import Save
+from ddpforge.checkpoint.writer import Writer
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Ranks
 from ddpforge.ranks.rank_zero import on_rank_zero
@@ -64,7 +64,7 @@ class Checkpoints:
         if self.pending:
             self.wait()
         background = self._settings.background
-        save = Save(
+        save = Writer(
             self.folder,
             facts,
             state,
@@ -102,7 +102,7 @@ class Checkpoints:
         saving, self._saving = self._saving, None
         return saving.result()
 
-    def _write(self, save: Save, outcome: "Future[Path]") -> None:
+    def _write(self, save: Writer, outcome: "Future[Path]") -> None:
         try:
             path = save.write()
             if self._peers.rank == 0:

@@ -44,10 +44,10 @@ def write(folder: Path, facts: Facts, state: RankState, peers: Peers, *, full: b
     the checkpoints that were there are never touched. Of `facts` those of rank 0 count. With `full`, the checkpoint
     also has one file with the whole model, for other tools.
     """
-    return Save(folder, facts, state, peers, full=full).write()
+    return Writer(folder, facts, state, peers, full=full).write()
 
 
-class Save:
+class Writer:
     """A checkpoint to be written, and what this rank does for it: fill, and on rank 0 begin and publish.
 
     What is wrong with a state is found when this is made and raised by `write`, on all ranks. Where `copy` makes a copy

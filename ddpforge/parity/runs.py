@@ -19,7 +19,7 @@ from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PluginErro
 from ddpforge.parity.compare import TOLERANCES, Point, Quantity, Record, Tolerances, compare, first_drift
 from ddpforge.parity.specs import Spec, parse, split
 from ddpforge.recipe import LoadedRecipe, Problem, check_world, load_recipe
-from ddpforge.runs.folder import RunFolder, papers_of
+from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.metrics import read_metrics
 from ddpforge.training.contract import contract_of
 from ddpforge.training.optimizer_trial import check_optimizer
@@ -200,7 +200,7 @@ class _Run:
     def train(self, *, start: Path | None, variables: Mapping[str, str]) -> None:
         """Trains, from the checkpoint `start` if there is one, with these environment variables; raises RunFailed."""
         if start:
-            self.folder.create(**papers_of(self.loaded))
+            self.folder.create(**snapshot(self.loaded))
             copytree(start, self.folder.checkpoints / start.name)
         arguments = [self.recipe, *(f"--set={one}" for one in self.sets), f"--out={self.out}"]
         command = launch.torchrun_command(arguments, nproc=self.spec.ranks)

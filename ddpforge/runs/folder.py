@@ -51,7 +51,7 @@ class Status(TypedDict):
     error: str | None
 
 
-class Papers(TypedDict):
+class RecipeSnapshot(TypedDict):
     """A recipe as a run's folder keeps it: as given, resolved, and its own copies of local code by relative path."""
 
     text: str
@@ -59,11 +59,11 @@ class Papers(TypedDict):
     local_files: dict[str, bytes]
 
 
-def papers_of(loaded: "LoadedRecipe") -> Papers:
+def snapshot(loaded: "LoadedRecipe") -> RecipeSnapshot:
     """Reads what a run's folder keeps of a recipe, at once: the recipe may lie in the folder that is about to move."""
     copies = _copies(loaded.local_files())
     local_files = {name: file.read_bytes() for file, name in copies.items()}
-    return Papers(text=loaded.text, resolved=loaded.dumps(copies), local_files=local_files)
+    return RecipeSnapshot(text=loaded.text, resolved=loaded.dumps(copies), local_files=local_files)
 
 
 def _copies(files: Iterable[Path]) -> dict[Path, str]:

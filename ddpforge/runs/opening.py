@@ -15,7 +15,7 @@ from ddpforge.errors import CheckpointError
 from ddpforge.ranks.failures import Failures
 from ddpforge.runs.folder import (
     Change,
-    Papers,
+    RecipeSnapshot,
     RunFolder,
     Status,
     recipe_changes,
@@ -44,19 +44,19 @@ class Opened:
 
 
 def open_folder(
-    folder: RunFolder, papers: Papers, claims: ExitStack, *, fresh: bool, allow_change: Sequence[str]
+    folder: RunFolder, snapshot: RecipeSnapshot, claims: ExitStack, *, fresh: bool, allow_change: Sequence[str]
 ) -> Opened:
     """Makes sure that the folder may be trained in, until `claims` ends."""
     token = secrets.token_hex(8)
     if fresh and folder.exists():
         with folder.claim():
             log.info("the earlier run is kept as %s", folder.retire())
-    if not folder.exists() and claims.enter_context(folder.claim_new(**papers)):
+    if not folder.exists() and claims.enter_context(folder.claim_new(**snapshot)):
         return Opened(token)
 
     earlier = folder.status()
-    changes = recipe_changes(folder.tables(), tomllib.loads(papers["resolved"]))
-    edited = _edited(folder, papers)
+    changes = recipe_changes(folder.tables(), tomllib.loads(snapshot["resolved"]))
+    edited = _edited(folder, snapshot)
     if earlier and earlier["state"] == "done" and not any(change.path == "train.length" for change in changes):
         refuse_finished(folder.path, changes, edited)
         log.info("%s is finished; --fresh trains it anew, a longer train.length goes on with it", folder.path)
@@ -68,12 +68,12 @@ def open_folder(
     return Opened(token, earlier, changes=changes, edited=edited)
 
 
-def _edited(folder: RunFolder, papers: Papers) -> list[str]:
+def _edited(folder: RunFolder, snapshot: RecipeSnapshot) -> list[str]:
     """The names of local files whose code is not what the last attempt used."""
-    kept = {name: folder.path / name for name in papers["local_files"]}
+    kept = {name: folder.path / name for name in snapshot["local_files"]}
     return [
         Path(name).name
-        for name, code in papers["local_files"].items()
+        for name, code in snapshot["local_files"].items()
         if kept[name].is_file() and kept[name].read_bytes() != code
     ]
 

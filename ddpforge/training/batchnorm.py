@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["Buffers", "Statistics", "unchanged"]
+__all__ = ["BatchNormAverager", "Buffers", "unchanged"]
 
 
 class Buffers:
@@ -40,7 +40,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     before.restore()
 
 
-class Statistics:
+class BatchNormAverager:
     """Makes the running statistics what they would be, on average, if every shard had a rank of its own.
 
     A rank of its own would update its statistics with its shard's batches only. An update is linear in what it

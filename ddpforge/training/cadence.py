@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from ddpforge.interfaces.durations import Duration
 
-__all__ = ["Alarm", "Cadence", "Window"]
+__all__ = ["Alarm", "Cadence", "Stopwatch"]
 
 
 class Alarm:
@@ -45,10 +45,10 @@ class Cadence:
         return True
 
 
-class Window:
+class Stopwatch:
     """The steps since the last row: how many, how many samples, and how long they took.
 
-    Time spent on evaluation and checkpoints is taken out with `pause` and `go_on`.
+    Time spent on evaluation and checkpoints is taken out with `pause` and `resume`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -74,6 +74,6 @@ class Window:
         """Stops the clock."""
         self._paused = self._clock()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Starts it again where it stood."""
         self._began += self._clock() - self._paused

@@ -22,15 +22,15 @@ from ddpforge.plan import Plan
 from ddpforge.ranks.signals import StopRequests
 from ddpforge.recipe.schema import Recipe
 from ddpforge.training.agreement import Agreement, Ballot
-from ddpforge.training.batchnorm import Statistics
-from ddpforge.training.cadence import Alarm, Cadence, Window
+from ddpforge.training.batchnorm import BatchNormAverager
+from ddpforge.training.cadence import Alarm, Cadence, Stopwatch
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.norms import GradientNorms
 from ddpforge.training.progress import Progress
 from ddpforge.training.restoring import is_another, restore_callbacks
 from ddpforge.training.saving import Saving
-from ddpforge.training.step import Steps
+from ddpforge.training.step import Stepper
 
 __all__ = ["Trainer"]
 
@@ -101,7 +101,7 @@ class Trainer:
         self._evaluated: int | None = None  # the step of the newest evaluation
         self._rollbacks = 0
         self._norms = GradientNorms()
-        self._window = Window()
+        self._stopwatch = Stopwatch()
         self._read = Fingerprint()
 
         # what ranks agree on
@@ -110,12 +110,12 @@ class Trainer:
         self._agreed = Agreement()
         self._agree_every = 1
 
-        self._steps = Steps(
+        self._stepper = Stepper(
             world,
             replica,
             task,
             optimizer,
-            Statistics(replica.bare if recipe.train.elastic_shards else None),
+            BatchNormAverager(replica.bare if recipe.train.elastic_shards else None),
             seed=recipe.train.seed,
             skips=recipe.train.on_nonfinite == "skip" or recipe.train.precision == "fp16",
             compares=compares,
@@ -173,7 +173,7 @@ class Trainer:
         source = self.training.training(self.progress.step)
         alarms = self._alarms()
         self.replica.module.train()
-        self._window.restart()
+        self._stopwatch.restart()
         ended = self.progress.step >= self.end
         if self._owes_evaluation():
             ended = self._evaluate_and_report(self.progress.step) or ended
@@ -225,19 +225,19 @@ class Trainer:
         if step in self.progress.left_out:
             deque(micro_batches, maxlen=0)
         else:
-            totals, norm = self._steps.train(step, first, micro_batches, measure=measure)
+            totals, norm = self._stepper.train(step, first, micro_batches, measure=measure)
             self._norms.add(step, norm)
         self._read.note(first)
         self.progress.step = step
         self.progress.samples += first.step_samples
-        self._window.add(first.step_samples)
+        self._stopwatch.add(first.step_samples)
         return totals
 
     # ------------------------------------------------------------------------------------------ agreement
     def _agree(self, totals: Mapping[str, Total], alarms: Iterable[Alarm]) -> dict[str, float]:
         """One reduction over ranks: the means of `totals`, and whether anybody wants to stop or an alarm rang."""
         wanted = {alarm.name for alarm in alarms if alarm.rings()} | ({"stop"} if self.stop.requested else set())
-        pace = self._window.seconds / self._window.steps
+        pace = self._stopwatch.seconds / self._stopwatch.steps
         ballot = self._ballot.totals(wanted, seconds=pace, saved=self.saving.ready)
 
         means = self.world.all.mean({**totals, **ballot, **self._read.totals()})
@@ -297,7 +297,7 @@ class Trainer:
         """The facts of the step for callbacks, and for whoever takes steps one by one."""
         lr = self.optimizer.param_groups[0]["lr"]
         row = self._row(means, lr) if means else {}
-        seconds = self._window.seconds / max(1, self._window.steps)
+        seconds = self._stopwatch.seconds / max(1, self._stopwatch.steps)
         return StepInfo(step=self.progress.step, samples=self.progress.samples, lr=lr, seconds=seconds, metrics=row)
 
     def _report(self, info: StepInfo) -> bool:
@@ -311,13 +311,13 @@ class Trainer:
             for callback in self.callbacks.values():
                 row |= callback.on_log(replace(info, metrics=row))
             self._log(info.step, row)
-            self._window.restart()
+            self._stopwatch.restart()
         return any(wishes)
 
     def _row(self, means: dict[str, float], lr: float) -> dict[str, float]:
         row = {f"train/{name}": value for name, value in self.task.finish(means).items()}
         row |= {"train/grad_norm": self._norms.newest, "lr": lr, "samples": self.progress.samples}
-        row["train/samples_per_second"] = self._window.samples / self._window.seconds
+        row["train/samples_per_second"] = self._stopwatch.samples / self._stopwatch.seconds
         if per_epoch := self.plan.horizon.steps_per_epoch:
             row["epoch"] = self.progress.step / per_epoch
         if self.progress.skipped:
@@ -342,7 +342,7 @@ class Trainer:
         return not self.eval_cadence.alarm and self.eval_cadence.due(step, ())
 
     def _evaluate_and_report(self, step: int) -> bool:
-        self._window.pause()
+        self._stopwatch.pause()
         row = self.evaluator.evaluate(step)
         self._evaluated = step
         self._log(step, row)
@@ -352,7 +352,7 @@ class Trainer:
             log.warning("checkpoint.keep.by: no metric is called %s, so none is best; there are %s", keep.by, known)
         with self.replica.weights.observing():
             wishes = [callback.on_eval(step, row) for callback in self.callbacks.values()]
-        self._window.go_on()
+        self._stopwatch.resume()
         return any(wishes)
 
     def _is_best(self, step: int) -> bool:
@@ -362,11 +362,11 @@ class Trainer:
         """Begins to save this step, unless that is done already."""
         if self.saving.step == self.progress.step:
             return
-        self._window.pause()
+        self._stopwatch.pause()
         self.saving.settle()
         self.progress.seconds = time.monotonic() - self._began
         self.saving.save(self.progress, self._metrics_of(self.progress.step), last=last)
-        self._window.go_on()
+        self._stopwatch.resume()
 
     def _metrics_of(self, step: int) -> dict[str, float]:
         """The metrics of the weights at `step`; an older evaluation says nothing about them."""

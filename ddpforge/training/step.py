@@ -16,16 +16,16 @@ from torch.optim import Optimizer
 from ddpforge.data import MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import PluginError, StrategyError
 from ddpforge.interfaces import Explores, Exploring, Pass, Replica, Task, Total, World
-from ddpforge.training.batchnorm import Buffers, Statistics, unchanged
+from ddpforge.training.batchnorm import BatchNormAverager, Buffers, unchanged
 from ddpforge.training.sums import refuse_mean
 from ddpforge.training.totals import Meter, add
 
-__all__ = ["Steps"]
+__all__ = ["Stepper"]
 
 _FORWARD = 0xF03A  # keeps the random numbers of forward passes apart from those of the data
 
 
-class Steps:
+class Stepper:
     """Runs one rank's optimizer steps; returns this rank's sums and counts, which the trainer reduces over ranks.
 
     Totals are the loss and, where they are measured, the task's metrics. `skips` says that training goes on after a
@@ -39,7 +39,7 @@ class Steps:
         replica: Replica,
         task: Task,
         optimizer: Optimizer,
-        statistics: Statistics,
+        statistics: BatchNormAverager,
         *,
         seed: int,
         skips: bool,

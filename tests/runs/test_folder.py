@@ -24,7 +24,7 @@ from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.recipe import LoadedRecipe
 from ddpforge.recipe.schema import Recipe, Resume, Section, declared, resume_policy
 from ddpforge.runs.environment import describe_environment
-from ddpforge.runs.folder import RunFolder, Status, papers_of, recipe_changes, refuse_fixed
+from ddpforge.runs.folder import RunFolder, Status, recipe_changes, refuse_fixed, snapshot
 
 TEXT, RESOLVED = "# mine\nrecipe = 1\n", 'recipe = 1\nname = "digits"\n'
 
@@ -79,7 +79,7 @@ def test_copies_of_local_code_keep_their_names_when_a_recipe_names_another_file(
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(name)
     loaded = SimpleNamespace(text="", dumps=str, local_files=lambda: sorted(tmp_path.rglob("*.py")))
-    copies = papers_of(cast(LoadedRecipe, loaded))["local_files"]
+    copies = snapshot(cast(LoadedRecipe, loaded))["local_files"]
     assert copies == {"code/parts.py": b"a/parts.py", "code/model.py": b"b/model.py", "code/1/parts.py": b"c/parts.py"}
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpforge.training.batchnorm import Buffers, Statistics, unchanged
+from ddpforge.training.batchnorm import BatchNormAverager, Buffers, unchanged
 
 SHARDS, MICRO = 4, 3
 
@@ -18,7 +18,7 @@ def test_shards_one_after_the_other_equal_a_rank_each(momentum: float | None) ->
 
     apart = [norm() for _ in range(SHARDS)]
     together = norm()
-    statistics = Statistics(nn.Sequential(together))
+    statistics = BatchNormAverager(nn.Sequential(together))
     for step in batches:
         for shard, micro_batches in enumerate(step):
             for batch in micro_batches:
@@ -35,7 +35,7 @@ def test_shards_one_after_the_other_equal_a_rank_each(momentum: float | None) ->
 
 def test_nothing_is_touched_without_elastic_shards() -> None:
     norm = nn.BatchNorm1d(2)
-    statistics = Statistics(None)
+    statistics = BatchNormAverager(None)
     statistics.enter(0)
     norm(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     statistics.enter(1)
@@ -46,7 +46,7 @@ def test_nothing_is_touched_without_elastic_shards() -> None:
 def test_a_micro_batch_of_the_same_shard_goes_on_where_the_last_one_ended() -> None:
     """Two micro-batches are one shard's, however often a step begins anew."""
     norm, alone = nn.BatchNorm1d(1), nn.BatchNorm1d(1)
-    statistics = Statistics(norm)
+    statistics = BatchNormAverager(norm)
     for first in (1.0, 5.0):
         for more in (0.0, 1.0):
             batch = torch.tensor([[first + more], [3.0]])
@@ -61,7 +61,7 @@ def test_a_micro_batch_of_the_same_shard_goes_on_where_the_last_one_ended() -> N
 
 def test_leaving_without_a_micro_batch_changes_nothing() -> None:
     norm = nn.BatchNorm1d(2)
-    statistics = Statistics(norm)
+    statistics = BatchNormAverager(norm)
     statistics.leave()
     statistics.enter(0)
     norm(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
@@ -72,7 +72,7 @@ def test_leaving_without_a_micro_batch_changes_nothing() -> None:
 
 def test_norms_that_keep_no_statistics_and_models_without_norms_are_no_trouble() -> None:
     for model in (nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=None)):
-        statistics = Statistics(nn.Sequential(model))
+        statistics = BatchNormAverager(nn.Sequential(model))
         for shard in (0, 1):
             statistics.enter(shard)
             model(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
@@ -83,7 +83,7 @@ def test_norms_that_keep_no_statistics_and_models_without_norms_are_no_trouble()
 def test_other_buffers_than_running_statistics_are_not_averaged() -> None:
     norm = nn.BatchNorm1d(1)
     norm.register_buffer("calls", torch.zeros(()))
-    statistics = Statistics(norm)
+    statistics = BatchNormAverager(norm)
     for shard in range(3):
         statistics.enter(shard)
         norm.calls += 1

@@ -4,7 +4,7 @@ import pytest
 
 from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.plan import in_steps
-from ddpforge.training.cadence import Alarm, Cadence, Window
+from ddpforge.training.cadence import Alarm, Cadence, Stopwatch
 
 
 class Clock:
@@ -73,7 +73,7 @@ def test_a_cadence_in_wall_time_waits_for_what_the_ranks_agreed_on(clock: Clock)
 
 # ---------------------------------------------------------------------------------------------- windows
 def test_a_window_adds_up_steps_samples_and_the_time_that_was_training(clock: Clock) -> None:
-    window = Window(clock)
+    window = Stopwatch(clock)
     window.add(64)
     clock.now += 2
     window.add(37)
@@ -81,7 +81,7 @@ def test_a_window_adds_up_steps_samples_and_the_time_that_was_training(clock: Cl
 
     window.pause()
     clock.now += 500  # an evaluation
-    window.go_on()
+    window.resume()
     clock.now += 1
     assert window.seconds == 3
 

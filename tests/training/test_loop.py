@@ -15,7 +15,7 @@ import ddpforge.training.loop
 from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.errors import CheckpointError, Diverged
 from ddpforge.interfaces import Callback, StepInfo
-from ddpforge.training.cadence import Window
+from ddpforge.training.cadence import Stopwatch
 
 
 class Watcher(Callback):
@@ -134,7 +134,7 @@ def test_what_an_older_evaluation_found_is_not_saved_with_newer_weights() -> Non
 def test_speed_is_that_of_the_steps_since_the_last_row() -> None:
     """A second for each of steps 1 to 2, ten for 3 and 4; evaluations take none of it."""
     loop = Loop(steps=4, batch=5, track="2st")
-    loop.trainer._window = Window(loop.clock)
+    loop.trainer._stopwatch = Stopwatch(loop.clock)
 
     def work(step: int) -> None:
         loop.clock.now += 1.0 if step <= 2 else 10.0
@@ -167,7 +167,7 @@ def test_between_rows_ranks_do_not_talk() -> None:
 def test_ranks_agree_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of a quarter of a second: every fourth."""
     loop = Loop(steps=21, track="20st", evaluation=False)
-    loop.trainer._window = Window(loop.clock)
+    loop.trainer._stopwatch = Stopwatch(loop.clock)
     agreed: list[int] = []
     agree = loop.trainer._agree
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ddpforge.data import MicroBatch
 from ddpforge.errors import PluginError, StrategyError, UsageError
 from ddpforge.interfaces import Task, Total
-from ddpforge.training.batchnorm import Statistics
-from ddpforge.training.step import Steps
+from ddpforge.training.batchnorm import BatchNormAverager
+from ddpforge.training.step import Stepper
 
 IDLE: Any = SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
 """An optimizer that does nothing."""
@@ -70,7 +70,7 @@ def run(
     model: nn.Module, task: Task, batches: Sequence[MicroBatch], replica: Plain | None = None, skips: bool = False
 ) -> tuple[dict[str, Total], Tensor]:
     replica = (replica or Plain()).holding(model, IDLE)
-    steps = Steps(replica.world, replica, task, IDLE, Statistics(None), seed=0, skips=skips)
+    steps = Stepper(replica.world, replica, task, IDLE, BatchNormAverager(None), seed=0, skips=skips)
     return steps.train(1, batches[0], batches, measure=True)
 
 
@@ -150,7 +150,7 @@ class Means(Plainly):
 def compared(task: Task, step: int = 1) -> Line:
     model = Line()
     replica = Plain().holding(model, IDLE)
-    steps = Steps(replica.world, replica, task, IDLE, Statistics(None), seed=0, skips=False, compares=True)
+    steps = Stepper(replica.world, replica, task, IDLE, BatchNormAverager(None), seed=0, skips=False, compares=True)
     for number in (0, 1):
         steps.train(step, first := micro([1.0, 2.0, 3.0, 4.0], number=number), [first], measure=False)
     return model
@@ -232,7 +232,7 @@ def passes(number: int, batches: list[MicroBatch], task: Task | None = None) -> 
     replica, model = Explores(), Dropped()
     optimizer: Any = Wanders(number, replica.events)
     replica.holding(model, optimizer)
-    steps = Steps(replica.world, replica, task or Plainly(), optimizer, Statistics(None), seed=0, skips=False)
+    steps = Stepper(replica.world, replica, task or Plainly(), optimizer, BatchNormAverager(None), seed=0, skips=False)
     return replica, model, steps.train(1, batches[0], iter(batches), measure=True)
 
 
@@ -275,7 +275,15 @@ def test_a_strategy_that_cannot_explore_refuses_an_optimizer_that_does() -> None
     with pytest.raises(
         StrategyError, match="Wanders makes 2 passes per step, and the strategy is for optimizers that make"
     ):
-        Steps(plain.world, plain.holding(model, optimizer), Plainly(), optimizer, Statistics(None), seed=0, skips=False)
+        Stepper(
+            plain.world,
+            plain.holding(model, optimizer),
+            Plainly(),
+            optimizer,
+            BatchNormAverager(None),
+            seed=0,
+            skips=False,
+        )
 
 
 # ---------------------------------------------------------------------------------------------- stand-ins
@@ -318,7 +326,7 @@ def test_every_micro_batch_of_every_shard_and_step_draws_its_own_numbers() -> No
 
     model = Draws()
     replica = Plain().holding(model, IDLE)
-    steps = Steps(replica.world, replica, Plainly(), IDLE, Statistics(None), seed=0, skips=False)
+    steps = Stepper(replica.world, replica, Plainly(), IDLE, BatchNormAverager(None), seed=0, skips=False)
     places = [(step, shard, number) for step in (1, 2) for shard in (0, 1) for number in (0, 1)]
     for _ in range(2):
         for step, shard, number in places:

@@ -15,7 +15,7 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.interfaces import Contract, Replica, Strategy
 from ddpforge.parity.compare import TOLERANCES, Record, compare, first_drift
 from ddpforge.recipe import load_recipe
-from ddpforge.runs.folder import RunFolder, papers_of
+from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.metrics import read_metrics
 from ddpforge.testing import companions
 from ddpforge.testing.cases import Case
@@ -175,7 +175,7 @@ class _Run:
         recipe = write_recipe(self.case, self._tables(), folder)
         if self.start:
             kept = self._folder(worlds)
-            kept.create(**papers_of(load_recipe(recipe, registry=self.case.registry)))
+            kept.create(**snapshot(load_recipe(recipe, registry=self.case.registry)))
             copytree(self.start, kept.checkpoints / self.start.name)
         command = launch.torchrun_command([str(recipe), f"--out={worlds.folder / 'runs'}"], nproc=self.ranks)
         output = worlds.folder / f"{self.name}.log"
