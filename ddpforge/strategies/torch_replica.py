@@ -119,7 +119,8 @@ class TorchReplica(Replica):
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """The norm of all gradients together (0-d)."""
-        return torch.nn.utils.get_total_norm(gradients)
+        # Of a sparse one, torch 2.11 knows no norm.
+        return torch.nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients])
 
     def clip(self, largest: float, norm: Tensor) -> None:
         """Scales the gradients, whose norm is `norm`, down to the `largest` norm."""
