@@ -30,7 +30,7 @@ def test_a_save_that_is_under_way_when_ranks_disagree_is_waited_for() -> None:
     def fit() -> None:
         raise job._Disagreement("on_step at step 4 is False on rank 0 and True on rank 1")
 
-    parts = {"callbacks": {"a": Callback()}, "replica": SimpleNamespace(weights=None)}
+    parts = {"callbacks": {"a": Callback()}, "evaluator": SimpleNamespace(), "replica": SimpleNamespace(weights=None)}
     trainer = SimpleNamespace(**parts, fit=fit, saving=SimpleNamespace(checkpoints=saving))
     site = SimpleNamespace(trainer=lambda tracker, folder: trainer)
     with pytest.raises(job._Disagreement):

@@ -18,7 +18,7 @@ from ddpforge.interfaces import Contract, Refusal, Replica, Sharded, Strategy, W
 from ddpforge.strategies.deepspeed.extra import Offload, merge, refuse_owned
 from ddpforge.strategies.deepspeed.nvme import Folder, require_io
 from ddpforge.strategies.deepspeed.replica import ZeroReplica
-from ddpforge.strategies.deepspeed.zero import import_deepspeed, refuse_other_accelerator, require_deepspeed
+from ddpforge.strategies.deepspeed.zero import import_deepspeed, require_deepspeed
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -139,10 +139,9 @@ class DeepSpeed(Strategy):
 
     # -- before the loop
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
-        """Refuses what cannot be compiled, and a DeepSpeed that is not there, or is for another device."""
+        """Refuses what cannot be compiled, and a DeepSpeed that is not there."""
         try:
             require_deepspeed()
-            refuse_other_accelerator(device)
         except StrategyError as error:
             yield Refusal("strategy.use", error.message, error.hints)
         if self.stage == 3 and device == "cuda" and train.uses_cuda_graphs:
