@@ -34,7 +34,6 @@ __all__ = [
     "ZeroWeights",
     "import_deepspeed",
     "keys_of",
-    "refuse_other_accelerator",
     "require_deepspeed",
     "start",
 ]
@@ -60,7 +59,7 @@ def require_deepspeed() -> None:
         )
 
 
-def refuse_other_accelerator(device: str) -> None:
+def _refuse_other_accelerator(device: str) -> None:
     """Raises StrategyError where DeepSpeed is told to use something else than ranks on `device` do."""
     said = os.environ.get("DS_ACCELERATOR", device)
     if said != device:
@@ -72,7 +71,7 @@ def refuse_other_accelerator(device: str) -> None:
 
 def import_deepspeed(device: torch.device) -> Any:
     """DeepSpeed, for ranks on `device`, with what it has to say on stderr."""
-    refuse_other_accelerator(device.type)
+    _refuse_other_accelerator(device.type)
     os.environ["DS_ACCELERATOR"] = device.type
     deepspeed = import_module("deepspeed")
     chosen = deepspeed.get_accelerator().device_name()
