@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ddpforge.errors import UsageError
@@ -35,10 +35,10 @@ class Plan:
         *,
         noting: Callable[..., AbstractContextManager[Any]] = lambda *path: nullcontext(),
     ) -> Plan | None:
-        """The plan of a recipe, for data of so many steps per epoch; None for a stream without a length.
+        """The plan of a recipe, for data of so many steps per epoch: None for a stream without a length.
 
-        Raises UsageError for a duration that cannot be counted. `noting` may wrap what is found out of a key, which is
-        given as its path, and keep the error for later; the plan is then None where there is no length.
+        Raises UsageError for a duration that cannot be counted. `noting` wraps the counting of each key, which it is
+        given as a path, and may keep the error for later: there is no plan then where the length cannot be counted.
         """
         counted = Horizon(None, steps_per_epoch)
         horizon, every = None, {}
@@ -53,12 +53,11 @@ class Plan:
 
     def facts(self) -> dict[str, Any]:
         """The numbers that a run's record has of it."""
-        batch = asdict(self.batch)
         return {
             "total_steps": self.horizon.total,
             "steps_per_epoch": self.horizon.steps_per_epoch,
-            "micro_batch": batch["micro_batch"],
-            "accumulation": batch["accumulation"],
+            "micro_batch": self.batch.micro_batch,
+            "accumulation": self.batch.accumulation,
         }
 
 

@@ -23,10 +23,7 @@ from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe, load_recipe
 from ddpforge.runs.environment import world_size
-from ddpforge.runs.folder import (
-    RunFolder,
-    snapshot,
-)
+from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.opening import open_folder
 from ddpforge.training.assemble import evaluating
 from ddpforge.training.parts import Parts, key_of
@@ -34,8 +31,6 @@ from ddpforge.training.parts import Parts, key_of
 __all__ = ["Evaluation", "Outcome", "evaluate", "run"]
 
 log = logging.getLogger("ddpforge")
-
-_WRITING = 2.0  # seconds in which another rank has written status.json, when it was the first to fail
 
 
 @leaving.nobody_leaves()

@@ -15,7 +15,7 @@ from torch import Tensor
 from ddpforge.interfaces import Ranks, Total
 from ddpforge.ranks.means import Means
 
-__all__ = ["Alone", "Connected", "Group", "share"]
+__all__ = ["Alone", "Connected", "Group"]
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ class Connected(Ranks):
         if not isinstance(value, Tensor):
             return self._object_of_rank_0(value)
         if value.numel() and self.size > 1:
-            share(value, self)
+            _share(value, self)
         return value
 
     @abstractmethod
@@ -58,7 +58,7 @@ class Connected(Ranks):
         return self.everyone(value)[0]
 
 
-def share(tensor: Tensor, ranks: Connected) -> None:
+def _share(tensor: Tensor, ranks: Connected) -> None:
     """Fills `tensor` with rank 0's values, in place.
 
     They travel as bytes: gloo knows neither int16 nor float8, NCCL neither int16 nor complex numbers.
