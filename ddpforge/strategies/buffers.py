@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddpforge.interfaces import Ranks
 
-__all__ = ["equalise_buffers", "running_statistics"]
+__all__ = ["equalise_buffers"]
 
 
 def equalise_buffers(model: nn.Module, ranks: Ranks) -> None:
@@ -19,7 +19,7 @@ def equalise_buffers(model: nn.Module, ranks: Ranks) -> None:
     """
     if ranks.size == 1:
         return
-    averaged = {id(buffer) for buffer in running_statistics(model)}
+    averaged = {id(buffer) for buffer in _running_statistics(model)}
     for buffer in model.buffers():
         if id(buffer) in averaged:
             buffer.copy_(ranks.sum(buffer) / ranks.size)
@@ -27,7 +27,7 @@ def equalise_buffers(model: nn.Module, ranks: Ranks) -> None:
             ranks.broadcast(buffer)
 
 
-def running_statistics(model: nn.Module) -> Iterator[Tensor]:
+def _running_statistics(model: nn.Module) -> Iterator[Tensor]:
     """BatchNorm's means and variances."""
     for module in model.modules():
         if isinstance(module, _BatchNorm):
