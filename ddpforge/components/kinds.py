@@ -125,7 +125,9 @@ def _columns() -> Mapping[str, Any]:
 
     from pydantic import Field
 
-    return {"columns": Annotated[dict[str, Annotated[list[int | float | str], Field(min_length=1)]], Field(min_length=1)]}
+    return {
+        "columns": Annotated[dict[str, Annotated[list[int | float | str], Field(min_length=1)]], Field(min_length=1)]
+    }
 
 
 def _ranks() -> Mapping[str, Any]:
