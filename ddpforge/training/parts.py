@@ -46,7 +46,7 @@ from ddpforge.training.fitness import check_model
 from ddpforge.training.optimizer_trial import check_optimizer
 from ddpforge.training.parameter_groups import parameter_groups
 from ddpforge.training.refusals import general_refusals
-from ddpforge.training.rehearsal import FEW, Rehearsal, first_batch, rehearse, take_apart
+from ddpforge.training.rehearsal import FEW, Rehearsal, first_batch, rehearse, try_before_model
 from ddpforge.training.sums import SMALL
 
 __all__ = ["WEIGHTS", "Parts", "key_of"]
@@ -310,7 +310,7 @@ class Parts:
                     if ours:
                         self._find_metrics(dict.fromkeys(self._evaluations(), metrics))
                 else:
-                    take_apart(self.task, batch)
+                    try_before_model(self.task, batch)
             except ForgeError:
                 raise
             except Exception as error:

@@ -19,7 +19,7 @@ from ddpforge.interfaces import Task
 from ddpforge.training.first_look import checked_loss, checked_totals, explain
 from ddpforge.training.sums import refuse_mean
 
-__all__ = ["FEW", "Rehearsal", "first_batch", "rehearse", "take_apart"]
+__all__ = ["FEW", "Rehearsal", "first_batch", "rehearse", "try_before_model"]
 
 FEW = 8  # samples
 _DTYPES = {"bf16": torch.bfloat16}  # CPUs have few kernels for fp16
@@ -51,7 +51,7 @@ class _NoModel(nn.Module):
         raise _Reached
 
 
-def take_apart(task: Task, batch: Any) -> None:
+def try_before_model(task: Task, batch: Any) -> None:
     """Lets a task take a batch apart, up to where it would call the model; raises what it raises before that."""
     with suppress(_Reached):
         task.loss(_NoModel(), batch)
