@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -12,9 +12,10 @@ from torch.optim import SGD, Optimizer
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.building import build
-from ddpforge.errors import UsageError
+from ddpforge.errors import ForgeError, UsageError
 from ddpforge.exchange.initial import load_initial
-from ddpforge.interfaces import Callback, Contract, Replica, Tracker, World
+from ddpforge.interfaces import Contract, Replica, Tracker, World
+from ddpforge.ranks.leaving import nobody_leaves
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.training.blocks import find_blocks, rework_blocks
 from ddpforge.training.contract import contract_of, prove
@@ -26,7 +27,7 @@ from ddpforge.training.parts import Parts
 from ddpforge.training.restoring import restore_callbacks, restore_weights
 from ddpforge.training.sums import SMALL
 
-__all__ = ["assemble", "evaluating"]
+__all__ = ["assemble", "ending", "evaluating"]
 
 log = logging.getLogger("ddpforge")
 
@@ -37,13 +38,13 @@ def assemble(
     checkpoints: Checkpoints,
     tracker: Tracker,
     *,
-    started: list[Callback],
+    life: ExitStack,
     init_from: str | None = None,
 ) -> Trainer:
     """A trainer out of `parts`, which are built, in `world`, which their strategy has set up; nothing is restored yet.
 
-    `init_from` is where initial weights come from, see `exchange.initial`. Callbacks that have started are added to
-    `started`, also when a later one fails: they are to hear how it ended.
+    `init_from` is where initial weights come from, see `exchange.initial`. Callbacks that have started hear
+    how it ended when `life` does, also when a later one fails.
 
     Raises UsageError for parts that do not fit together, PluginError for a broken one.
     """
@@ -60,7 +61,7 @@ def assemble(
     if init_from:
         load_initial(init_from, replica, world.all, skip=recipe.checkpoint.init_skip)
         replica.weights.changed()
-    _start(parts, world, replica, started)
+    _start(parts, world, replica, life)
 
     return Trainer(
         recipe=recipe,
@@ -87,21 +88,16 @@ def evaluating(parts: Parts, world: World, checkpoint: Reader) -> Iterator[Evalu
     started hear how it ended. Raises what `assemble` raises, and CheckpointError where the checkpoint does not fit.
     """
     parts.open(world)
-    started: list[Callback] = []
-    try:
+    with ExitStack() as life:
         model = _spread(parts)
         with _recipes_fault():
             groups = parameter_groups(model, ())
         replica = _prepared(parts, world, model, SGD(groups, lr=0.0))
-        _start(parts, world, replica, started)
+        _start(parts, world, replica, life)
         restore_weights(replica, checkpoint)
         restore_callbacks(parts.recipe, parts.callbacks, checkpoint, world)
         yield _evaluator(parts, world, replica)
         replica.close()
-    except BaseException as error:
-        _end(started, error)
-        raise
-    _end(started, None)
 
 
 # ---------------------------------------------------------------------------------------------- what both are made of
@@ -128,24 +124,26 @@ def _prepared(parts: Parts, world: World, model: nn.Module, optimizer: Optimizer
     return replica
 
 
-def _start(parts: Parts, world: World, replica: Replica, started: list[Callback]) -> None:
+def _start(parts: Parts, world: World, replica: Replica, life: ExitStack) -> None:
     for callback in parts.callbacks.values():
         callback.on_start(replica.bare, world, replica.weights)
-        started.append(callback)
+        life.push(ending(callback.on_end))
 
 
-def _end(started: Sequence[Callback], error: BaseException | None) -> None:
-    """Tells all of them, whatever one of them raises; a failure that came before is the one to hear of."""
-    failures: list[Exception] = []
-    for callback in started:
+def ending(duty: Callable[[BaseException | None], None]) -> Callable[[object, BaseException | None, object], None]:
+    """A duty for an ExitStack, which is told what failed; where something has, its own failure goes to the log."""
+
+    def end(_: object, error: BaseException | None, __: object) -> None:
         try:
-            callback.on_end(error)
+            with nobody_leaves():
+                duty(error)
         except Exception as failure:
-            failures.append(failure)
-    if error is None and failures:
-        raise failures[0]
-    for one in failures:
-        log.warning("while the evaluation was ending: %s", one, exc_info=one)
+            if error is None:
+                raise
+            expected = isinstance(failure, ForgeError | OSError)
+            log.warning("while the run was ending: %s", failure, exc_info=None if expected else failure)
+
+    return end
 
 
 def _evaluator(parts: Parts, world: World, replica: Replica) -> Evaluator:
