@@ -25,7 +25,7 @@ Run = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def run(ddpforge: Callable[..., Ranks], tmp_path: Path) -> Run:
-    """`run(example, ranks, steps, *sets, out="a")`: the rows of the run in folder `out`, which it begins or goes on with."""
+    """`run(example, ranks, steps, *sets, out="a")`: the rows of the run in folder `out`, which it may go on with."""
 
     def train(example: str, ranks: int, steps: int, *sets: str, out: str) -> list[dict[str, Any]]:
         if not (tmp_path / example).exists():
