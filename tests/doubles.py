@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.checkpoint.contents import Facts, RankState
+from ddpforge.builtin.orders.plain import Shuffled
 from ddpforge.data import RankShare, open_data
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, CanonicalState, Contract, Replica, Task, Total, Tracker, WholeWeights, World
@@ -289,7 +290,7 @@ def _open(data: Any, batch: int, *, shuffle: bool) -> Any:
         global_batch=batch,
         share=RankShare(0, 1, batch),
         seed=0,
-        shuffle=shuffle,
+        order=Shuffled(data, 0, batch, False) if shuffle else None,
         drop_last=False,
         workers=0,
         prefetch=2,

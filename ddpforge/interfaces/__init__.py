@@ -9,7 +9,9 @@ from ddpforge.interfaces.callback import Callback, StepInfo
 from ddpforge.interfaces.data import Data
 from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.interfaces.optimizer import Exploring, Schedule
+from ddpforge.interfaces.order import EpochOrder, Order
 from ddpforge.interfaces.regions import Box, Part, Pieces, Range, Region
+from ddpforge.interfaces.seeds import mix
 from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights, WholeWeights
 from ddpforge.interfaces.strategy import Compute, Contract, Explores, Pass, Refusal, Replica, Sharded, Strategy
 from ddpforge.interfaces.task import Metric, Task, Total
@@ -24,10 +26,12 @@ __all__ = [
     "Contract",
     "Data",
     "Duration",
+    "EpochOrder",
     "Explores",
     "Exploring",
     "Horizon",
     "Metric",
+    "Order",
     "Part",
     "Pass",
     "Pieces",
@@ -48,4 +52,5 @@ __all__ = [
     "WholeWeights",
     "World",
     "lower_is_better",
+    "mix",
 ]

@@ -128,6 +128,7 @@ class DataSection(Section):
     eval: Annotated[Component | dict[str, Component] | None, Resume.FIXED] = (
         None  # with `use` it is one set, else several
     )
+    order: Annotated[Component | None, Resume.FIXED] = None  # of training data; absent: shuffled
     workers: Annotated[int, Resume.OUTSIDE] = Field(
         default=0, ge=0, le=1024, description="Loader processes per rank; 0 fetches in the training process."
     )

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpforge.builtin.orders.plain import Shuffled
 from ddpforge.components.building import build
 from ddpforge.components.registry import NotImported, Registry, where_raised
-from ddpforge.data import Batches, RankShare, mix, open_data
+from ddpforge.data import Batches, RankShare, check_data, mix, open_data
 from ddpforge.data.nests import size, take
 from ddpforge.data.randomness import own_random_numbers
+from ddpforge.data.streams import is_stream
 from ddpforge.errors import (
     EnvironmentProblem,
     ExitCode,
@@ -28,7 +30,7 @@ from ddpforge.errors import (
     UsageError,
 )
 from ddpforge.exchange.initial import find_initial
-from ddpforge.interfaces import Callback, Schedule, Strategy, Task, Tracker, World
+from ddpforge.interfaces import Callback, Order, Schedule, Strategy, Task, Tracker, World
 from ddpforge.plan import Plan
 from ddpforge.ranks.devices import device_type
 from ddpforge.recipe import LoadedRecipe, Recipe
@@ -75,6 +77,7 @@ class Parts:
     batch: BatchPlan
     plan: Plan
     data: dict[str, Any]  # by the recipe's key below `data`: "train", "eval", "eval.NAME"
+    order: Order | None  # of the training data; None for a stream, which has its own
     model: nn.Module
     size: Size
     schedule: Schedule
@@ -222,7 +225,13 @@ class Parts:
         """Plans the run in steps, with all that happens every so often; builds the schedule for that length."""
         recipe, train = self.recipe, self.recipe.train
         with self.noting("data", "train"):
-            per_epoch = open_data(self.data["train"], **self._opened(train.global_batch)).steps_per_epoch
+            check_data(self.data["train"])
+            with self.noting("data", "order"):
+                self.order = self._order()
+            if not hasattr(self, "order"):
+                return
+            opened = self._opened(train.global_batch)
+            per_epoch = open_data(self.data["train"], order=self.order, **opened).steps_per_epoch
             batch = getattr(self, "batch", None) or plan_batch(train, 1)
             if plan := Plan.of(recipe, batch, per_epoch, noting=self.noting):
                 self.plan = plan
@@ -230,8 +239,27 @@ class Parts:
             with self.noting("schedule"):
                 self.schedule = build(self.registry, "schedule", recipe.schedule, horizon=self.plan.horizon)
 
+    def _order(self) -> Order | None:
+        """The order of the training data: as the recipe says, or shuffled."""
+        data, train, chosen = self.data["train"], self.recipe.train, self.recipe.data.order
+        if is_stream(data):
+            if chosen:
+                raise UsageError(
+                    f"{type(data).__name__} is an iterable dataset, whose samples come in its own order",
+                    hints=["leave [data.order] out, or give a dataset with __len__ and __getitem__"],
+                )
+            return None
+        given = {
+            "data": data,
+            "seed": train.seed,
+            "global_batch": train.global_batch,
+            "drop_last": train.last_batch == "drop",
+        }
+        order: Order = build(self.registry, "order", chosen, **given) if chosen else Shuffled(**given)
+        return order
+
     def _opened(self, batch: int) -> dict[str, Any]:
-        fetching = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False, "shuffle": False}
+        fetching = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False}
         drop_last = self.recipe.train.last_batch == "drop"
         return fetching | {"global_batch": batch, "share": RankShare(0, 1, batch), "drop_last": drop_last}
 
@@ -250,9 +278,9 @@ class Parts:
         if self.trains:
             self.training = open_data(
                 self.data["train"],
+                order=self.order,
                 global_batch=self.plan.batch.global_batch,
                 share=RankShare(world.data.rank, ranks, self.plan.batch.micro_batch, train.elastic_shards),
-                shuffle=True,
                 drop_last=train.last_batch == "drop",
                 **fetching,
             )
@@ -262,7 +290,6 @@ class Parts:
                 self.data[key_of(name)],
                 global_batch=batch * ranks,
                 share=RankShare(world.data.rank, ranks, batch),
-                shuffle=False,
                 drop_last=False,
                 **fetching,
             )

@@ -38,7 +38,7 @@ def first_batch(data: Any, *, most: int, seed: int) -> Any:
     samples = min(FEW, most)
     share = RankShare(0, 1, samples)
     fetching: dict[str, Any] = {"seed": seed, "workers": 0, "prefetch": 2, "pin": False}
-    batches = open_data(data, global_batch=samples, share=share, shuffle=False, drop_last=False, **fetching)
+    batches = open_data(data, global_batch=samples, share=share, drop_last=False, **fetching)
     return next(iter(batches.evaluation())).data
 
 
