@@ -35,6 +35,7 @@ from ddpforge.runs.folder import (
     refuse_finished,
 )
 from ddpforge.runs.opening import Opened, mention_what_is_lost
+from ddpforge.runs.shown import ShownFiles
 from ddpforge.training.assemble import assemble, ending
 from ddpforge.training.loop import Trainer
 from ddpforge.training.memory import explained
@@ -147,7 +148,13 @@ class Attempt:
             mention_what_is_lost(self.folder)
         init_from = None if checkpoint else self.recipe.checkpoint.init_from
         trainer = self.trainer = assemble(
-            self.parts, self.world, checkpoints, self.tracker, init_from=init_from, life=life
+            self.parts,
+            self.world,
+            checkpoints,
+            self.tracker,
+            folder=self.folder.path,
+            init_from=init_from,
+            life=life,
         )
         if checkpoint:
             trainer.restore(checkpoint)
@@ -366,5 +373,6 @@ def checkpoints_of(folder: RunFolder, recipe: Recipe, world: World, peers: Peers
 
 def trackers_of(parts: Parts) -> Tracker:
     """The run's own record, the console, and what the recipe asks for."""
-    ours = {name: parts.registry.load("tracker", name)() for name in ("jsonl", "console")}
+    ours: dict[str, Tracker] = {name: parts.registry.load("tracker", name)() for name in ("jsonl", "console")}
+    ours["shown"] = ShownFiles()
     return TrackerGroup(ours | parts.trackers)

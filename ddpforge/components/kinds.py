@@ -213,6 +213,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 name="callback",
                 base="ddpforge.interfaces:Callback",
                 nested=True,
+                api=2,
                 named_in="callbacks",
                 jobs={2: "callback"},
             ),

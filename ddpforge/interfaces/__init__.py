@@ -5,13 +5,14 @@ step. Nothing in here imports torch when it runs.
 """
 
 from ddpforge.direction import lower_is_better
-from ddpforge.interfaces.callback import Callback, StepInfo
+from ddpforge.interfaces.callback import Callback, RunContext, StepInfo
 from ddpforge.interfaces.data import Data
 from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.interfaces.optimizer import Exploring, Schedule
 from ddpforge.interfaces.order import EpochOrder, Order
 from ddpforge.interfaces.regions import Box, Part, Pieces, Range, Region
 from ddpforge.interfaces.seeds import mix
+from ddpforge.interfaces.shown import Histogram, Show, ShownKind, Table
 from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights, WholeWeights
 from ddpforge.interfaces.strategy import Compute, Contract, Explores, Pass, Refusal, Replica, Sharded, Strategy
 from ddpforge.interfaces.task import Metric, Task, Total
@@ -29,6 +30,7 @@ __all__ = [
     "EpochOrder",
     "Explores",
     "Exploring",
+    "Histogram",
     "Horizon",
     "Metric",
     "Order",
@@ -40,11 +42,15 @@ __all__ = [
     "Refusal",
     "Region",
     "Replica",
+    "RunContext",
     "SavedTensor",
     "Schedule",
     "Sharded",
+    "Show",
+    "ShownKind",
     "StepInfo",
     "Strategy",
+    "Table",
     "Task",
     "Total",
     "Tracker",

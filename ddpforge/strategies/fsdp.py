@@ -56,6 +56,7 @@ class FSDP(Strategy):
         shards=("weights", "gradients", "optimizer state"),
         clips="every rank alike, after the reduce-scatter, by the norm over all shards",
         accumulates="the shards' .grad; one reduce-scatter per micro-batch",
+        reads_gradients=True,
     )
     joins_alone = True
 
@@ -312,6 +313,10 @@ class _FSDPReplica(TorchReplica):
         dist.all_reduce(square, group=self._strategy.mesh.get_group(-1))
         # Where the optimizer updates on the host, it must not look at a number that is still on its way there.
         return square.sqrt().cpu() if self._strategy.cpu_offload else square.sqrt()
+
+    def held(self, gradients: Iterable[Tensor]) -> list[Tensor]:
+        """The shards."""
+        return _local(gradients)
 
     def clip(self, largest: float, norm: Tensor) -> None:
         """torch's own formula, on the shards."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -14,7 +15,7 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.building import build
 from ddpforge.errors import ForgeError, UsageError
 from ddpforge.exchange.initial import load_initial
-from ddpforge.interfaces import Contract, Replica, Tracker, World
+from ddpforge.interfaces import Contract, Replica, RunContext, Tracker, World
 from ddpforge.ranks.leaving import nobody_leaves
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.training.blocks import find_blocks, rework_blocks
@@ -25,6 +26,7 @@ from ddpforge.training.loop import Trainer
 from ddpforge.training.parameter_groups import parameter_groups
 from ddpforge.training.parts import Parts
 from ddpforge.training.restoring import restore_callbacks, restore_weights
+from ddpforge.training.shows import Shows
 from ddpforge.training.sums import SMALL
 
 __all__ = ["assemble", "ending", "evaluating"]
@@ -38,13 +40,14 @@ def assemble(
     checkpoints: Checkpoints,
     tracker: Tracker,
     *,
+    folder: Path,
     life: ExitStack,
     init_from: str | None = None,
 ) -> Trainer:
     """A trainer out of `parts`, which are built, in `world`, which their strategy has set up; nothing is restored yet.
 
-    `init_from` is where initial weights come from, see `exchange.initial`. Callbacks that have started hear
-    how it ended when `life` does, also when a later one fails.
+    `folder` is the run's; `init_from` is where initial weights come from, see `exchange.initial`. Callbacks that have
+    started hear how it ended when `life` does, also when a later one fails.
 
     Raises UsageError for parts that do not fit together, PluginError for a broken one.
     """
@@ -61,7 +64,8 @@ def assemble(
     if init_from:
         load_initial(init_from, replica, world.all, skip=recipe.checkpoint.init_skip)
         replica.weights.changed()
-    _start(parts, world, replica, life)
+    shows = Shows(tracker, is_main=world.is_main)
+    _start(parts, world, replica, shows, folder, life)
 
     return Trainer(
         recipe=recipe,
@@ -77,12 +81,15 @@ def assemble(
         callbacks=parts.callbacks,
         checkpoints=checkpoints,
         tracker=tracker,
+        shows=shows,
     )
 
 
 @contextmanager
-def evaluating(parts: Parts, world: World, checkpoint: Reader) -> Iterator[Evaluator]:
+def evaluating(parts: Parts, world: World, checkpoint: Reader, folder: Path) -> Iterator[Evaluator]:
     """An evaluator out of `parts`, which are built, with the weights of `checkpoint` and its callbacks' state.
+
+    `folder` is the run's; what callbacks show is not kept.
 
     A strategy prepares a model together with an optimizer: it gets SGD, which keeps nothing. Callbacks that have
     started hear how it ended. Raises what `assemble` raises, and CheckpointError where the checkpoint does not fit.
@@ -93,7 +100,7 @@ def evaluating(parts: Parts, world: World, checkpoint: Reader) -> Iterator[Evalu
         with _recipes_fault():
             groups = parameter_groups(model, ())
         replica = _prepared(parts, world, model, SGD(groups, lr=0.0))
-        _start(parts, world, replica, life)
+        _start(parts, world, replica, Shows(Tracker(), is_main=world.is_main), folder, life)
         restore_weights(replica, checkpoint)
         restore_callbacks(parts.recipe, parts.callbacks, checkpoint, world)
         yield _evaluator(parts, world, replica)
@@ -124,9 +131,18 @@ def _prepared(parts: Parts, world: World, model: nn.Module, optimizer: Optimizer
     return replica
 
 
-def _start(parts: Parts, world: World, replica: Replica, life: ExitStack) -> None:
+def _start(parts: Parts, world: World, replica: Replica, shows: Shows, folder: Path, life: ExitStack) -> None:
+    run = RunContext(
+        model=replica.bare,
+        world=world,
+        weights=replica.weights,
+        folder=folder,
+        forward=replica.forward,
+        show=shows,
+        gradients=replica.gradients_by_name,
+    )
     for callback in parts.callbacks.values():
-        callback.on_start(replica.bare, world, replica.weights)
+        callback.on_start(run)
         life.push(ending(callback.on_end))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
-from ddpforge.errors import UsageError
+from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Callback, Pass, Replica, Task, Total, World
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.totals import Meter, add
@@ -19,6 +19,7 @@ from ddpforge.training.totals import Meter, add
 __all__ = ["Evaluator", "prefix"]
 
 _EVALUATION = 0xE7A1  # keeps the random numbers of evaluation apart from all others
+_CALLBACKS = -1  # stands where a batch has its number
 
 
 def prefix(name: str) -> str:
@@ -59,8 +60,21 @@ class Evaluator:
             for name, batches in self.sets.items():
                 means = self._means(batches.evaluation(), step)
                 found |= {f"{prefix(name)}{metric}": value for metric, value in means.items()}
+            for name, callback in self.callbacks.items():
+                self._ask(name, callback, step, found)
         self._replica.module.train()
         return found
+
+    def _ask(self, name: str, callback: Callback, step: int, found: dict[str, float]) -> None:
+        """Adds to `found` what a callback measures of the weights that are evaluated."""
+        seed_all(mix(self._seed, _EVALUATION, _CALLBACKS, self._world.data.rank), self._world.device)
+        for metric, value in callback.while_evaluating(step).items():
+            if (key := f"eval/{metric}") in found:
+                raise PluginError(
+                    f"callback `{name}` reports {key}, which the evaluation reports already",
+                    hints=["return it from `while_evaluating` under another name"],
+                )
+            found[key] = float(value)
 
     def _means(self, micro_batches: Iterable[MicroBatch], step: int) -> dict[str, float]:
         """Evaluates one set; returns its means over all ranks, finished by the task."""

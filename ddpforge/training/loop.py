@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.data import Batches, MicroBatch
-from ddpforge.errors import Diverged
+from ddpforge.errors import Diverged, PluginError
 from ddpforge.interfaces import Callback, Replica, Schedule, StepInfo, Task, Total, Tracker, World
 from ddpforge.plan import Plan
 from ddpforge.ranks.signals import StopRequests
@@ -24,12 +25,14 @@ from ddpforge.recipe.schema import Recipe
 from ddpforge.training.agreement import Agreement, Ballot
 from ddpforge.training.batchnorm import BatchNormAverager
 from ddpforge.training.cadence import Alarm, Cadence, Stopwatch
+from ddpforge.training.callbacks import reads_gradients
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.norms import GradientNorms
 from ddpforge.training.progress import Progress
 from ddpforge.training.restoring import is_another, restore_callbacks
 from ddpforge.training.saving import Saving
+from ddpforge.training.shows import Shows
 from ddpforge.training.step import Stepper
 
 __all__ = ["Trainer"]
@@ -70,6 +73,7 @@ class Trainer:
         callbacks: Mapping[str, Callback],
         checkpoints: Checkpoints,
         tracker: Tracker,
+        shows: Shows | None = None,
     ) -> None:
         # what the run is made of
         self.world = world
@@ -82,7 +86,10 @@ class Trainer:
         self.evaluator = evaluator
         self.callbacks = callbacks
         self.tracker = tracker
-        self.saving = Saving(checkpoints, recipe.checkpoint, replica, lambda: self.callbacks)
+        self.saving = Saving(checkpoints, recipe.checkpoint, replica, lambda: self.callbacks, tracker)
+        self._shows = shows or Shows(tracker, is_main=world.is_main)
+        if reads_gradients(callbacks):
+            replica.on_gradient = self._tell_gradient
         self._recipe = recipe
 
         # how often what happens
@@ -134,6 +141,7 @@ class Trainer:
         restore_callbacks(self._recipe, self.callbacks, checkpoint, self.world)
         checkpoint.finish()
         self.progress = Progress.of(facts)
+        self._shows.step = facts.step
         self.metrics = dict(facts.metrics)
         self.saving.step = facts.step
         # Who stops a run does not wait for an evaluation that is due: the next attempt makes up for it.
@@ -215,7 +223,8 @@ class Trainer:
     # ------------------------------------------------------------------------------------------ one step
     def _step(self, step: int, source: Iterator[MicroBatch], *, measure: bool) -> dict[str, Total]:
         """One optimizer step. Returns this rank's totals: the loss and, when `measure`, the task's metrics."""
-        factor = self.schedule(step - 1)
+        self._shows.step = step
+        factor = self.schedule(step - 1) * self._wanted_factor()
         for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = rate * factor
 
@@ -232,6 +241,23 @@ class Trainer:
         self.progress.samples += first.step_samples
         self._stopwatch.add(first.step_samples)
         return totals
+
+    def _wanted_factor(self) -> float:
+        """Multiplies the factors of all callbacks; raises PluginError for one that is no factor."""
+        factor = 1.0
+        for name, callback in self.callbacks.items():
+            asked = callback.lr_factor()
+            if not 0 <= asked < math.inf:
+                raise PluginError(
+                    f"callback `{name}` multiplies the learning rate of step {self.progress.step + 1} with {asked!r}",
+                    hints=["return a finite number of 0 or more from `lr_factor`"],
+                )
+            factor *= asked
+        return factor
+
+    def _tell_gradient(self, norm: Tensor) -> None:
+        for callback in self.callbacks.values():
+            callback.on_gradient(self.progress.step + 1, norm)
 
     # ------------------------------------------------------------------------------------------ agreement
     def _agree(self, totals: Mapping[str, Total], alarms: Iterable[Alarm]) -> dict[str, float]:
@@ -290,6 +316,8 @@ class Trainer:
         self.restore(checkpoint)
         self.progress.left_out, self.progress.skipped = left_out, skipped
         self.tracker.rewind(self.progress.step)
+        for callback in self.callbacks.values():
+            callback.on_rollback(self.progress.step)
         log.warning("step %d: the gradient is not finite; back to step %d", bad[0], self.progress.step)
 
     # ------------------------------------------------------------------------------------------ between steps

@@ -42,6 +42,7 @@ from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.schema import Component
 from ddpforge.runs.folder import RunFolder
 from ddpforge.training.blocks import check_blocks, find_blocks
+from ddpforge.training.callbacks import check_callback, overriding
 from ddpforge.training.contract import Size, contract_of, count_parameters
 from ddpforge.training.evaluation import prefix
 from ddpforge.training.fitness import check_model
@@ -119,6 +120,7 @@ class Parts:
         with self.noting("task"):
             self.task = build(self.registry, "task", recipe.task)
         self.callbacks = self._named("callbacks", "callback", recipe.callbacks)
+        self._check_callbacks()
         if self.trains:
             self.trackers = self._named("track", "tracker", recipe.track.trackers)
         if hasattr(self, "strategy"):
@@ -136,6 +138,12 @@ class Parts:
             with self.noting(table, name):
                 found[name] = build(self.registry, kind, component)
         return found
+
+    def _check_callbacks(self) -> None:
+        contract = getattr(getattr(self, "strategy", None), "contract", None)
+        for name, callback in self.callbacks.items():
+            with self.noting("callbacks", name):
+                check_callback(name, callback, contract if self.trains else None, ('"single"', '"ddp"', '"fsdp"'))
 
     def _ask_strategy(self, ranks: int, device: str | None) -> None:
         train = self.recipe.train
@@ -400,6 +408,8 @@ class Parts:
 
         Tasks that are not ours name some only now and then.
         """
+        if overriding(self.callbacks, "while_evaluating"):
+            return  # what they report is known when they do
         known = {f"{prefix(name)}{metric}" for name, metrics in sets.items() for metric in metrics}
         wanted: list[tuple[KeyPath, object]] = [
             (("callbacks", name, "metric"), getattr(callback, "metric", ""))

@@ -39,11 +39,11 @@ class Hears(Callback):
         with open(f"heard-{rank}.txt", "a") as file:
             print(self.name, what, file=file)
 
-    def on_start(self, model, world, weights):
-        self.rank = world.all.rank
+    def on_start(self, run):
+        self.rank = run.world.all.rank
         if self.fails == "on_start":
             raise KeyError("start")
-        self.note("started", world.all.rank)
+        self.note("started", run.world.all.rank)
 
     def on_step(self, info):
         if self.fails == f"on_step {info.step}":
