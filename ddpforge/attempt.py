@@ -127,7 +127,13 @@ class Attempt:
             mention_what_is_lost(self.folder)
         init_from = None if checkpoint else self.recipe.checkpoint.init_from
         trainer = self.trainer = assemble(
-            self.parts, self.world, checkpoints, self.tracker, init_from=init_from, started=self._started
+            self.parts,
+            self.world,
+            checkpoints,
+            self.tracker,
+            init_from=init_from,
+            begins=checkpoint is None,
+            started=self._started,
         )
         if checkpoint:
             trainer.restore(checkpoint)

@@ -118,6 +118,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
             KindSpec(
                 name="model",
                 base="torch.nn:Module",
+                nested=True,
                 tables=(("model",),),
                 settings=lambda: {"unused": list[str], "meta": bool},
                 jobs={2: "train", 1: "train"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -14,8 +14,9 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.building import build
 from ddpforge.errors import UsageError
 from ddpforge.exchange.initial import load_initial
-from ddpforge.interfaces import Callback, Contract, Replica, Tracker, World
+from ddpforge.interfaces import Callback, CanonicalState, Contract, Replica, SavedTensor, Tracker, World
 from ddpforge.recipe.schema import TrainSection
+from ddpforge.training.beside import place
 from ddpforge.training.blocks import find_blocks, rework_blocks
 from ddpforge.training.contract import contract_of, prove
 from ddpforge.training.evaluation import Evaluator
@@ -39,11 +40,13 @@ def assemble(
     *,
     started: list[Callback],
     init_from: str | None = None,
+    begins: bool = True,
 ) -> Trainer:
     """A trainer out of `parts`, which are built, in `world`, which their strategy has set up; nothing is restored yet.
 
-    `init_from` is where initial weights come from, see `exchange.initial`. Callbacks that have started are added to
-    `started`, also when a later one fails: they are to hear how it ended.
+    `init_from` is where initial weights come from, see `exchange.initial`. Where a run does not begin, but goes on from
+    a checkpoint, modules beside the model wait for that. Callbacks that have started are added to `started`, also when
+    a later one fails: they are to hear how it ended.
 
     Raises UsageError for parts that do not fit together, PluginError for a broken one.
     """
@@ -58,8 +61,8 @@ def assemble(
     optimizer = build(parts.registry, "optimizer", recipe.optimizer, params=groups)
     replica = _prepared(parts, world, model, optimizer)
     if init_from:
-        load_initial(init_from, replica, world.all, skip=recipe.checkpoint.init_skip)
-        replica.weights.changed()
+        _initialise(replica, init_from, world, skip=recipe.checkpoint.init_skip)
+    beside = place(parts.beside, parts.strategy, replica, world, begins=begins)
     _start(parts, world, replica, started)
 
     return Trainer(
@@ -72,8 +75,8 @@ def assemble(
         schedule=parts.schedule,
         plan=parts.plan,
         training=parts.training,
-        evaluator=_evaluator(parts, world, replica),
-        callbacks=parts.callbacks,
+        evaluator=_evaluator(parts, world, replica, beside),
+        callbacks={**beside, **parts.callbacks},
         checkpoints=checkpoints,
         tracker=tracker,
     )
@@ -93,10 +96,11 @@ def evaluating(parts: Parts, world: World, checkpoint: Reader) -> Iterator[Evalu
         with _recipes_fault():
             groups = parameter_groups(model, ())
         replica = _prepared(parts, world, model, SGD(groups, lr=0.0))
+        beside = place(parts.beside, parts.strategy, replica, world, begins=False)
         _start(parts, world, replica, started)
         restore_weights(replica, checkpoint)
-        restore_callbacks(parts.recipe, parts.callbacks, checkpoint, world)
-        yield _evaluator(parts, world, replica)
+        restore_callbacks(parts.recipe, {**beside, **parts.callbacks}, checkpoint, world)
+        yield _evaluator(parts, world, replica, beside)
         replica.close()
     except BaseException as error:
         _end(started, error)
@@ -128,6 +132,17 @@ def _prepared(parts: Parts, world: World, model: nn.Module, optimizer: Optimizer
     return replica
 
 
+def _initialise(replica: Replica, source: str, world: World, *, skip: Sequence[str]) -> None:
+    """Gives the model initial weights from elsewhere."""
+    state = replica.state()
+
+    def take(saved: Mapping[str, SavedTensor]) -> None:
+        replica.load_state(CanonicalState(saved, {}), partial=True)
+        replica.weights.changed()
+
+    load_initial(source, state.model, state.aliases, take, world.all, skip=skip)
+
+
 def _start(parts: Parts, world: World, replica: Replica, started: list[Callback]) -> None:
     for callback in parts.callbacks.values():
         callback.on_start(replica.bare, world, replica.weights)
@@ -148,13 +163,13 @@ def _end(started: Sequence[Callback], error: BaseException | None) -> None:
         log.warning("while the evaluation was ending: %s", one, exc_info=one)
 
 
-def _evaluator(parts: Parts, world: World, replica: Replica) -> Evaluator:
+def _evaluator(parts: Parts, world: World, replica: Replica, beside: Mapping[str, Callback]) -> Evaluator:
     return Evaluator(
         world=world,
         replica=replica,
         task=parts.task,
         sets=parts.evaluation,
-        callbacks=parts.callbacks,
+        callbacks={**beside, **parts.callbacks},
         seed=parts.recipe.train.seed,
     )
 
