@@ -153,8 +153,9 @@ class Attempt:
             checkpoints,
             self.tracker,
             folder=self.folder.path,
-            init_from=init_from,
             life=life,
+            init_from=init_from,
+            begins=checkpoint is None,
         )
         if checkpoint:
             trainer.restore(checkpoint)

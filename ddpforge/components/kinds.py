@@ -125,7 +125,9 @@ def _columns() -> Mapping[str, Any]:
 
     from pydantic import Field
 
-    return {"columns": Annotated[dict[str, Annotated[list[int | float | str], Field(min_length=1)]], Field(min_length=1)]}
+    return {
+        "columns": Annotated[dict[str, Annotated[list[int | float | str], Field(min_length=1)]], Field(min_length=1)]
+    }
 
 
 def _ranks() -> Mapping[str, Any]:
@@ -144,6 +146,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
             KindSpec(
                 name="model",
                 base="torch.nn:Module",
+                nested=True,
                 tables=(("model",),),
                 settings=lambda: {"unused": list[str], "meta": bool},
                 jobs={2: "train", 1: "train"},

@@ -5,6 +5,7 @@ step. Nothing in here imports torch when it runs.
 """
 
 from ddpforge.direction import lower_is_better
+from ddpforge.interfaces.beside import Beside
 from ddpforge.interfaces.callback import Callback, RunContext, StepInfo
 from ddpforge.interfaces.data import Data
 from ddpforge.interfaces.durations import Duration, Horizon
@@ -20,6 +21,7 @@ from ddpforge.interfaces.tracker import Tracker
 from ddpforge.interfaces.world import Ranks, World
 
 __all__ = [
+    "Beside",
     "Box",
     "Callback",
     "CanonicalState",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, 
 
 from ddpforge.interfaces.optimizer import Exploring
 from ddpforge.interfaces.regions import Part
-from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights
+from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights, WholeWeights
 from ddpforge.interfaces.world import World
 
 if TYPE_CHECKING:
@@ -108,6 +108,17 @@ class Strategy(ABC):
 
         `ddpforge eval` brings an SGD that never steps: it keeps nothing.
         """
+
+    def beside(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
+        """Places a module that is used beside the model, and never trained; returns its weights, which are frozen.
+
+        Called after `prepare`, for one such module after the other; `blocks` are the module's own. By default every
+        rank holds it whole, with rank 0's values.
+        """
+        module.to(self.world.device)
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.world.all.broadcast(tensor.data)
+        return WholeWeights(module, self.world.all)
 
 
 # ---------------------------------------------------------------------------------------------- what is trained

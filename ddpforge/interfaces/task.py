@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from ddpforge.interfaces.beside import Beside
+
 __all__ = ["Metric", "Task", "Total"]
 
 
@@ -44,6 +46,13 @@ class Task(ABC):
         Return a sum, not a mean: gradients are divided once, by the number of items in the whole global batch,
         so that accumulation, ranks and uneven ends all weigh every item the same.
         """
+
+    def beside(self, model: nn.Module) -> Mapping[str, Beside]:
+        """Declares, by name, the modules that `loss` uses beside the model: a teacher, a momentum encoder.
+
+        Called once, with the model as it was built. Strategies place them in place: `loss` calls the same modules.
+        """
+        return {}
 
     def count(self, batch: Any) -> Tensor | None:
         """Counts the items that the loss sums over, or adds their weights (0-d tensor on the batch's own device).

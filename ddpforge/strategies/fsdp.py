@@ -157,20 +157,37 @@ class FSDP(Strategy):
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Shards every block, then the rest of the model; parameters become DTensors, under the same names."""
+        if self.meta:
+            torch.set_rng_state(self._random)
+        return self._shard_all(model, blocks)
+
+    def beside(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
+        """Shards the module like the model, apart from it."""
+        # No backward pass comes to free what is left over of the blocks.
+        return _Shards(self._shard_all(module, blocks, reshard_after_forward=True))
+
+    def _shard_all(
+        self, model: nn.Module, blocks: Sequence[nn.Module], *, reshard_after_forward: bool | None = None
+    ) -> nn.Module:
         for name, parameter in model.named_parameters():
             _refuse_form(name, parameter)
             if not parameter.is_meta:  # what is sharded is flat: other layouts would be lost, and fully_shard refuses
                 parameter.data = parameter.data.contiguous()
         ties = _ties(model)
         if self.meta:
-            torch.set_rng_state(self._random)
             materialise(model, then={id(block): self._shard_block for block in blocks})
         else:
             for block in blocks:
                 self._shard_block(block)
         # What is left over (embeddings, the last norm) is gathered in fp32: autocast decides what it computes in.
         self._agree_on(model)
-        fully_shard(model, mesh=self.mesh, mp_policy=_policy(None, _reduced(model)), offload_policy=self._offload())
+        fully_shard(
+            model,
+            mesh=self.mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=_policy(None, _reduced(model)),
+            offload_policy=self._offload(),
+        )
 
         if broken := sorted(ties - _ties(model)):
             raise StrategyError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -15,9 +15,10 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.building import build
 from ddpforge.errors import ForgeError, UsageError
 from ddpforge.exchange.initial import load_initial
-from ddpforge.interfaces import Contract, Replica, RunContext, Tracker, World
+from ddpforge.interfaces import Callback, CanonicalState, Contract, Replica, RunContext, SavedTensor, Tracker, World
 from ddpforge.ranks.leaving import nobody_leaves
 from ddpforge.recipe.schema import TrainSection
+from ddpforge.training.beside import place
 from ddpforge.training.blocks import find_blocks, rework_blocks
 from ddpforge.training.contract import contract_of, prove
 from ddpforge.training.evaluation import Evaluator
@@ -43,11 +44,13 @@ def assemble(
     folder: Path,
     life: ExitStack,
     init_from: str | None = None,
+    begins: bool = True,
 ) -> Trainer:
     """A trainer out of `parts`, which are built, in `world`, which their strategy has set up; nothing is restored yet.
 
-    `folder` is the run's; `init_from` is where initial weights come from, see `exchange.initial`. Callbacks that have
-    started hear how it ended when `life` does, also when a later one fails.
+    `folder` is the run's; `init_from` is where initial weights come from, see `exchange.initial`. Where a run does not
+    begin, but goes on from a checkpoint, modules beside the model wait for that. Callbacks that have started hear how
+    it ended when `life` does, also when a later one fails.
 
     Raises UsageError for parts that do not fit together, PluginError for a broken one.
     """
@@ -62,8 +65,8 @@ def assemble(
     optimizer = build(parts.registry, "optimizer", recipe.optimizer, params=groups)
     replica = _prepared(parts, world, model, optimizer)
     if init_from:
-        load_initial(init_from, replica, world.all, skip=recipe.checkpoint.init_skip)
-        replica.weights.changed()
+        _initialise(replica, init_from, world, skip=recipe.checkpoint.init_skip)
+    beside = place(parts.beside, parts.strategy, replica, world, begins=begins)
     shows = Shows(tracker, is_main=world.is_main)
     _start(parts, world, replica, shows, folder, life)
 
@@ -77,8 +80,8 @@ def assemble(
         schedule=parts.schedule,
         plan=parts.plan,
         training=parts.training,
-        evaluator=_evaluator(parts, world, replica),
-        callbacks=parts.callbacks,
+        evaluator=_evaluator(parts, world, replica, beside),
+        callbacks={**beside, **parts.callbacks},
         checkpoints=checkpoints,
         tracker=tracker,
         shows=shows,
@@ -100,10 +103,11 @@ def evaluating(parts: Parts, world: World, checkpoint: Reader, folder: Path) -> 
         with _recipes_fault():
             groups = parameter_groups(model, ())
         replica = _prepared(parts, world, model, SGD(groups, lr=0.0))
+        beside = place(parts.beside, parts.strategy, replica, world, begins=False)
         _start(parts, world, replica, Shows(Tracker(), is_main=world.is_main), folder, life)
         restore_weights(replica, checkpoint)
-        restore_callbacks(parts.recipe, parts.callbacks, checkpoint, world)
-        yield _evaluator(parts, world, replica)
+        restore_callbacks(parts.recipe, {**beside, **parts.callbacks}, checkpoint, world)
+        yield _evaluator(parts, world, replica, beside)
         replica.close()
 
 
@@ -129,6 +133,17 @@ def _prepared(parts: Parts, world: World, model: nn.Module, optimizer: Optimizer
     replica = strategy.prepare(model, optimizer)
     prove(contract_of(strategy), type(strategy).__name__, world, replica.weights, parts.size)
     return replica
+
+
+def _initialise(replica: Replica, source: str, world: World, *, skip: Sequence[str]) -> None:
+    """Gives the model initial weights from elsewhere."""
+    state = replica.state()
+
+    def take(saved: Mapping[str, SavedTensor]) -> None:
+        replica.load_state(CanonicalState(saved, {}), partial=True)
+        replica.weights.changed()
+
+    load_initial(source, state.model, state.aliases, take, world.all, skip=skip)
 
 
 def _start(parts: Parts, world: World, replica: Replica, shows: Shows, folder: Path, life: ExitStack) -> None:
@@ -162,13 +177,13 @@ def ending(duty: Callable[[BaseException | None], None]) -> Callable[[object, Ba
     return end
 
 
-def _evaluator(parts: Parts, world: World, replica: Replica) -> Evaluator:
+def _evaluator(parts: Parts, world: World, replica: Replica, beside: Mapping[str, Callback]) -> Evaluator:
     return Evaluator(
         world=world,
         replica=replica,
         task=parts.task,
         sets=parts.evaluation,
-        callbacks=parts.callbacks,
+        callbacks={**beside, **parts.callbacks},
         seed=parts.recipe.train.seed,
     )
 

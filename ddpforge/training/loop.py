@@ -24,6 +24,7 @@ from ddpforge.ranks.signals import StopRequests
 from ddpforge.recipe.schema import Recipe
 from ddpforge.training.agreement import Agreement, Ballot
 from ddpforge.training.batchnorm import BatchNormAverager
+from ddpforge.training.beside import with_statistics
 from ddpforge.training.cadence import Alarm, Cadence, Stopwatch
 from ddpforge.training.callbacks import reads_gradients
 from ddpforge.training.evaluation import Evaluator
@@ -117,15 +118,17 @@ class Trainer:
         self._agreed = Agreement()
         self._agree_every = 1
 
+        stateful = with_statistics(replica.bare, callbacks.values())
         self._stepper = Stepper(
             world,
             replica,
             task,
             optimizer,
-            BatchNormAverager(replica.bare if recipe.train.elastic_shards else None),
+            BatchNormAverager(stateful if recipe.train.elastic_shards else None),
             seed=recipe.train.seed,
             skips=recipe.train.on_nonfinite == "skip" or recipe.train.precision == "fp16",
             compares=compares,
+            stateful=stateful,
         )
         # Read before any state is restored: the recipe, not a checkpoint, decides the learning rate.
         self._base_rates: list[float] = [group["lr"] for group in optimizer.param_groups]

@@ -30,7 +30,7 @@ from ddpforge.errors import (
     UsageError,
 )
 from ddpforge.exchange.initial import find_initial
-from ddpforge.interfaces import Callback, Order, Schedule, Strategy, Task, Tracker, World
+from ddpforge.interfaces import Beside, Callback, Order, Schedule, Strategy, Task, Tracker, World
 from ddpforge.plan import Plan
 from ddpforge.ranks.devices import device_type
 from ddpforge.recipe import LoadedRecipe, Recipe
@@ -41,6 +41,7 @@ from ddpforge.recipe.origins import KeyPath
 from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.schema import Component
 from ddpforge.runs.folder import RunFolder
+from ddpforge.training.beside import OWNER, declared
 from ddpforge.training.blocks import check_blocks, find_blocks
 from ddpforge.training.callbacks import check_callback, overriding
 from ddpforge.training.contract import Size, contract_of, count_parameters
@@ -61,6 +62,7 @@ _LOCAL = "ddpforge_local_"  # how the registry names modules that are files besi
 _OURS = "ddpforge.builtin.tasks."
 
 WEIGHTS = 0x1217  # keeps the random numbers of initial weights apart from all others
+_TEACHERS = 0x7EAC  # and those of models that a task holds
 
 
 class Parts:
@@ -81,6 +83,7 @@ class Parts:
     order: Order | None  # of the training data; None for a stream, which has its own
     model: nn.Module
     size: Size
+    beside: dict[str, Beside]  # what the task uses beside the model
     schedule: Schedule
 
     training: Batches
@@ -118,6 +121,7 @@ class Parts:
             self.strategy = build(self.registry, "strategy", recipe.strategy)
             contract_of(self.strategy)
         with self.noting("task"):
+            torch.manual_seed(mix(recipe.train.seed, _TEACHERS))  # it may hold models
             self.task = build(self.registry, "task", recipe.task)
         self.callbacks = self._named("callbacks", "callback", recipe.callbacks)
         self._check_callbacks()
@@ -193,6 +197,7 @@ class Parts:
             self.model = self._on_meta() if meta else self._model()
             check_model(self.model)
             self.size = count_parameters(self.model)
+            self._put_beside()
             self._fit()
 
     def _evaluations(self) -> dict[str, Component]:
@@ -207,6 +212,20 @@ class Parts:
         with self.strategy.building() if hasattr(self, "strategy") else nullcontext():
             model: nn.Module = build(self.registry, "model", self.recipe.model)
         return model
+
+    def _put_beside(self) -> None:
+        """Asks the task for the modules beside the model, and whether they will do."""
+        self.beside = {}
+        with self.noting("task"):
+            self.beside = declared(self.task, self.model) if hasattr(self, "task") else {}
+            for name, beside in self.beside.items():
+                check_model(beside.module)
+                if f"{OWNER}{name}" in self.recipe.callbacks:
+                    raise UsageError(
+                        f"callbacks.{OWNER}{name} has the name of a module of the task", hints=["rename it"]
+                    )
+                if beside.weights is not None and not beside.is_saved:
+                    find_initial(beside.weights, f"weights of {name}")
 
     def _on_meta(self) -> nn.Module:
         """The model on the meta device; a small one, and one whose constructor looks at values, with its weights."""
@@ -380,10 +399,14 @@ class Parts:
         return any(frame.f_code is forward for frame, _ in walk_tb(error.__traceback__))
 
     def _may_call_model(self) -> bool:
-        if not self._fits or self.size.all > SMALL:
+        models = [self.model, *self._modules_beside()]
+        if not self._fits or sum(count_parameters(model).all for model in models) > SMALL:
             return False
-        local = any(type(module).__module__.startswith(_LOCAL) for module in self.model.modules())
+        local = any(type(module).__module__.startswith(_LOCAL) for model in models for module in model.modules())
         return not local and not any(parameter.is_meta for parameter in self.model.parameters())
+
+    def _modules_beside(self) -> list[nn.Module]:
+        return [beside.module for beside in self.beside.values()]
 
     def _first(self) -> Any:
         if self.is_open:
@@ -401,7 +424,8 @@ class Parts:
 
     def _rehearse(self, key: str, batch: Any, device: str | None) -> Rehearsal:
         use = "training" if key == "train" else "evaluation"
-        return rehearse(self.model, self.task, batch, use=use, precision=self.recipe.train.precision, device=device)
+        beside, precision = self._modules_beside(), self.recipe.train.precision
+        return rehearse(self.model, self.task, batch, use=use, precision=precision, device=device, beside=beside)
 
     def _find_metrics(self, sets: Mapping[str, Mapping[str, float]]) -> None:
         """Asks whether the metrics by which the recipe decides are those of a set; `sets` has the metrics of each.

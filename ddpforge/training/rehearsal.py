@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,20 +58,29 @@ def try_before_model(task: Task, batch: Any) -> None:
 
 
 def rehearse(
-    model: nn.Module, task: Task, batch: Any, *, use: str, precision: str = "fp32", device: str | None = None
+    model: nn.Module,
+    task: Task,
+    batch: Any,
+    *,
+    use: str,
+    precision: str = "fp32",
+    device: str | None = None,
+    beside: Sequence[nn.Module] = (),
 ) -> Rehearsal:
     """One forward pass, in a copy of model and task; `use` is "training" or "evaluation".
 
-    It takes place on `device`, by default where the model is.
+    It takes place on `device`, by default where the model is; there the modules `beside` it, the task's, are moved too.
 
     Raises UsageError or PluginError where the task breaks its contract, and whatever model and task raise.
     """
-    model, task = copy.deepcopy((model, task))
+    model, task, beside = copy.deepcopy((model, task, list(beside)))
     model.train(use == "training")
     place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device is not None and place.type != "meta":
         place = torch.device(device)
         model.to(place)
+    for module in beside:
+        module.to(place)
     form, batch = described(batch), to_device(batch, place)
     try:
         with _autocast(precision, place.type), own_random_numbers():

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ddpforge.builtin.orders.permutation import permute
 from ddpforge.builtin.orders import plain
+from ddpforge.builtin.orders.permutation import permute
 from ddpforge.data import Batches, MicroBatch, RankShare, mix, open_data, seed_all, to_device
 from ddpforge.data.streams import is_stream, loader_in
 from ddpforge.errors import PluginError
