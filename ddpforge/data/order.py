@@ -137,10 +137,8 @@ class _Whole:
 
     def ids(self, steps: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
         """Takes the places out of the steps."""
-        asked, first = list(self._asked), int(steps[0])
-        offsets = np.cumsum([0, *(len(self._asked[step]) for step in asked)])
-        ids = np.concatenate([self._asked.pop(step) for step in asked])
-        return ids[offsets[steps.astype(np.int64) - first] + places.astype(np.int64)]
+        found: NDArray[Any] = self._asked.pop(int(steps[0]))[places]  # it is asked for one step at a time
+        return found
 
 
 def _form(ids: NDArray[Any]) -> str:
@@ -168,13 +166,18 @@ class Dealer:
 
     def requests(self, start: int, stop: int | None) -> Iterator[Request]:
         """From step `start` up to `stop`; for ever when it is None."""
-        placed: Placed = self.order if isinstance(self.order, EpochOrder) else _Whole(self.order)
-        block = max(1, _BLOCK * self.terms.share.ranks // self.terms.global_batch)
+        placed, block = self._placed()
         for first in count(start, block):
             end = first + block if stop is None else min(stop, first + block)
             yield from self._block(placed, range(first, end))
             if end == stop:
                 return
+
+    def _placed(self) -> tuple[Placed, int]:
+        """The order, to be asked for places; and for how many steps at once."""
+        if not isinstance(self.order, EpochOrder):
+            return _Whole(self.order), 1
+        return self.order, max(1, _BLOCK * self.terms.share.ranks // self.terms.global_batch)
 
     def _block(self, placed: Placed, steps: range) -> Iterator[Request]:
         """The requests of several steps, whose sample order is worked out in one go."""

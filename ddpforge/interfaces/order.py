@@ -27,7 +27,7 @@ class Order(ABC):
     """The length of an epoch; None where epochs have no length, so that the recipe must count in steps."""
 
     once: bool = False
-    """Whether no sample comes twice in an epoch. What is drawn for a sample (augmentation) depends on (seed, epoch,
+    """True if no sample comes twice in an epoch. What is drawn for a sample (augmentation) depends on (seed, epoch,
     sample) then, otherwise on (seed, step, sample)."""
 
     @abstractmethod
@@ -57,6 +57,7 @@ class EpochOrder(Order):
         """The samples at the given places of the given epochs: two arrays of one shape (uint64)."""
 
     def __call__(self, step: int) -> Sequence[int]:
+        """The samples at all places of a step."""
         import numpy as np
 
         size = self.size(step)

@@ -387,9 +387,9 @@ def test_the_first_micro_batch_is_that_of_training() -> None:
     from ddpforge.builtin.orders.plain import Shuffled
     from ddpforge.data import RankShare, open_data
 
-    fetching: dict[str, Any] = {"seed": 3, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False}
+    fetching = {"seed": 3, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False}
     order = Shuffled(torch.arange(10), 3, 4, False)
-    batches = open_data(torch.arange(10), order=order, global_batch=4, share=RankShare(0, 1, 4), **fetching)
+    batches = open_data(torch.arange(10), order=order, global_batch=4, share=RankShare(0, 1, 4), **fetching)  # type: ignore[arg-type]
     wanted = [next(batches.training(start)).data.tolist() for start in (0, 1)]
     assert batches.first().data.tolist() == wanted[0]
     source = batches.training(0)

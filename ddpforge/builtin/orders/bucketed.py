@@ -52,11 +52,13 @@ class Bucketed(EpochOrder):
 
     def at(self, epochs: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
         """Whole windows, of which those that were asked for last are kept."""
-        starts = np.where(places < self._full, places - places % self._each, self._full)
+        windows = np.uint64(-(-self._full // self._each) + 1)  # of an epoch; the last is its incomplete step
+        number = epochs * windows + np.where(places < self._full, places // self._each, windows - 1)
         ids = np.empty_like(places)
-        pairs, which = np.unique(np.stack([epochs, starts]), axis=1, return_inverse=True)
-        for number, (epoch, start) in enumerate(pairs.T.tolist()):
-            asked = np.flatnonzero(which.ravel() == number)
+        for one in np.unique(number).tolist():
+            epoch, window = divmod(one, int(windows))
+            start = min(window * self._each, self._full)
+            asked = np.flatnonzero(number == one)
             ids[asked] = self._window(epoch, start)[places[asked] - np.uint64(start)]
         return ids
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import count
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ __all__ = ["Curriculum", "Growing"]
 
 _EASY = 0xEA57  # keeps the random numbers of the curriculum apart from those of the epochs
 _LONGEST = 10**6  # steps
+_PART = 1 << 12  # samples whose order is computed in one go
 
 
 class Curriculum(EpochOrder):
@@ -93,6 +95,7 @@ class Growing(Order):
         if drop_last and len(data) < global_batch:
             raise UsageError(f"{type(data).__name__} holds {len(data)} samples, less than one global batch")
         self._samples, self._batch, self._seed, self._drops = len(data), global_batch, seed, drop_last
+        self._part = lru_cache(maxsize=2)(self._permuted)  # small steps share one
         self._grown = int(until.value)
         sizes = [start + (global_batch - start) * step // self._grown for step in range(self._grown)]
         self._table = self._positions([*sizes, global_batch])
@@ -100,9 +103,15 @@ class Growing(Order):
     def __call__(self, step: int) -> Sequence[int]:
         """A permutation for each epoch, cut into steps."""
         epoch, begin, size = self._position(step)
-        places = np.arange(begin, begin + size, dtype=np.uint64)
-        ids: list[int] = permute(places, np.full_like(places, epoch), self._samples, self._seed).tolist()
+        first, last = begin // _PART, (begin + size - 1) // _PART
+        parts = np.concatenate([self._part(epoch, number) for number in range(first, last + 1)])
+        ids: list[int] = parts[begin - first * _PART :][:size].tolist()
         return ids
+
+    def _permuted(self, epoch: int, number: int) -> NDArray[np.uint64]:
+        """A part of an epoch's permutation."""
+        places = np.arange(number * _PART, min(number * _PART + _PART, self._samples), dtype=np.uint64)
+        return permute(places, np.full_like(places, epoch), self._samples, self._seed)
 
     def epoch(self, step: int) -> int:
         """Epochs are as long as it takes to see every sample."""

@@ -15,13 +15,13 @@ from ddpforge.interfaces import EpochOrder, mix
 
 __all__ = ["Balanced", "Weighted"]
 
-_CLASSES, _MEMBERS, _OFFSET = 0xC1A5, 0x3E3B, 0x0FF5  # keep the random numbers of different uses apart
+_STEPS, _CLASSES, _MEMBERS, _OFFSET = 0x57E9, 0xC1A5, 0x3E3B, 0x0FF5  # keep the random numbers of different uses apart
 
 
 class Balanced(EpochOrder):
-    """All classes equally often: their numbers in a step differ by one at most.
+    """All classes equally often: their numbers in a step, and in an epoch, differ by one at most.
 
-    Any C consecutive places of an epoch, from a multiple of C on, hold each of the C classes once, in random order.
+    Classes take turns from step to step; within a step their order is random.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class Balanced(EpochOrder):
         epoch: Annotated[
             Literal["all", "smallest"],
             Field(
-                description='As many samples as the data has, or as many of each class as the smallest has: with "smallest"'
-                " and without replacement no sample comes twice in an epoch."
+                description="As many samples as the data has, or as many of each class as the smallest has; then,"
+                " without replacement, no sample comes twice in an epoch."
             ),
         ] = "all",
     ) -> None:
@@ -56,9 +56,12 @@ class Balanced(EpochOrder):
 
     def at(self, epochs: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
         """For each place the class, and the member of it."""
-        classes = len(self._counts)
-        turns, within = np.divmod(places, np.uint64(classes))
-        chosen = permute(within, key(epochs, turns), classes, mix(self._seed, _CLASSES))
+        steps, within = np.divmod(places, np.uint64(self.global_batch))
+        begins = steps * np.uint64(self.global_batch)
+        sizes = np.minimum(np.uint64(self.global_batch), np.uint64(self.places) - begins)
+        places = begins + permute(within, key(epochs, steps), sizes, mix(self._seed, _STEPS))
+        turns, within = np.divmod(places, np.uint64(len(self._counts)))
+        chosen = permute(within, epochs, len(self._counts), mix(self._seed, _CLASSES))
         counts, seed = self._counts[chosen], mix(self._seed, _MEMBERS)
         if self._replacement:
             member = draw(key(epochs, turns, chosen), counts, seed)
