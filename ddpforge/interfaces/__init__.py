@@ -12,7 +12,7 @@ from ddpforge.interfaces.optimizer import Exploring, Schedule
 from ddpforge.interfaces.regions import Box, Part, Pieces, Range, Region
 from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights, WholeWeights
 from ddpforge.interfaces.strategy import Compute, Contract, Explores, Pass, Refusal, Replica, Sharded, Strategy
-from ddpforge.interfaces.task import Metric, Task, Total
+from ddpforge.interfaces.task import Metric, Rows, Task, Total
 from ddpforge.interfaces.tracker import Tracker
 from ddpforge.interfaces.world import Ranks, World
 
@@ -36,6 +36,7 @@ __all__ = [
     "Refusal",
     "Region",
     "Replica",
+    "Rows",
     "SavedTensor",
     "Schedule",
     "Sharded",
