@@ -16,7 +16,7 @@ from ddpforge.interfaces.seeds import mix
 from ddpforge.interfaces.shown import Histogram, Show, ShownKind, Table
 from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights, WholeWeights
 from ddpforge.interfaces.strategy import Compute, Contract, Explores, Pass, Refusal, Replica, Sharded, Strategy
-from ddpforge.interfaces.task import Metric, Task, Total
+from ddpforge.interfaces.task import Metric, Rows, Task, Total
 from ddpforge.interfaces.tracker import Tracker
 from ddpforge.interfaces.world import Ranks, World
 
@@ -44,6 +44,7 @@ __all__ = [
     "Refusal",
     "Region",
     "Replica",
+    "Rows",
     "RunContext",
     "SavedTensor",
     "Schedule",

@@ -12,7 +12,7 @@ import torch
 
 from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import PluginError, UsageError
-from ddpforge.interfaces import Callback, Pass, Replica, Task, Total, World
+from ddpforge.interfaces import Callback, Pass, Replica, Rows, Task, Total, World
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.totals import Meter, add
 
@@ -79,14 +79,14 @@ class Evaluator:
     def _means(self, micro_batches: Iterable[MicroBatch], step: int) -> dict[str, float]:
         """Evaluates one set; returns its means over all ranks, finished by the task."""
         read = Fingerprint()
-        totals = self.totals(read.noted(micro_batches))
-        means = self._world.all.mean({**totals, **read.totals()})
+        quantities = self.quantities(read.noted(micro_batches))
+        means = self._world.all.mean({**quantities, **read.totals()}, self._task.reports)
         read.refuse_another(means, step=step)
         return self._task.finish(means)
 
-    def totals(self, micro_batches: Iterable[MicroBatch]) -> dict[str, Total]:
-        """This rank's sums and counts; stand-ins that fill up a last batch count nothing."""
-        found: dict[str, Total] = {}
+    def quantities(self, micro_batches: Iterable[MicroBatch]) -> dict[str, Total | Rows]:
+        """This rank's sums and counts, and rows; stand-ins that fill up a last batch count nothing."""
+        found: dict[str, Total | Rows] = {}
         running: deque[tuple[MicroBatch, Any]] = deque()
 
         def passes() -> Iterator[Pass]:
@@ -97,7 +97,7 @@ class Evaluator:
                 yield Pass(batch=batch, seed=partial(seed_all, seed, self._world.device))
 
         for result in self._replica.passes(passes(), self._meter.compute, trains=False):
-            add(found, self._meter.totals(*running.popleft(), result, metrics=True))
+            add(found, self._meter.quantities(*running.popleft(), result, metrics=True))
         return found
 
     @contextmanager

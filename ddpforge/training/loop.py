@@ -269,7 +269,7 @@ class Trainer:
         pace = self._stopwatch.seconds / self._stopwatch.steps
         ballot = self._ballot.totals(wanted, seconds=pace, saved=self.saving.ready)
 
-        means = self.world.all.mean({**totals, **ballot, **self._read.totals()})
+        means = self.world.all.mean({**totals, **ballot, **self._read.totals()}, self.task.reports)
         self._read.refuse_another(means, step=self.progress.step)
         self._agreed = self._ballot.count(means)
         if self._agreed.all_saved:
@@ -305,7 +305,7 @@ class Trainer:
 
     def _log_bad(self, step: int, totals: Mapping[str, Total]) -> None:
         """The log tells the truth about a bad step: its loss, where it is still at hand, and its norm."""
-        means = self.world.all.mean(totals) if step == self.progress.step else {}
+        means = self.world.all.mean(totals, self.task.reports) if step == self.progress.step else {}
         row = {f"train/{name}": value for name, value in means.items()}
         self._log(step, {"samples": self.progress.samples, **row, "train/grad_norm": self._norms.newest})
 

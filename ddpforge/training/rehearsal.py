@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -15,8 +16,9 @@ from ddpforge.builtin.tasks.forms import described
 from ddpforge.data import RankShare, open_data, to_device
 from ddpforge.data.nests import size
 from ddpforge.data.randomness import own_random_numbers
-from ddpforge.interfaces import Task
-from ddpforge.training.first_look import checked_loss, checked_totals, explain
+from ddpforge.interfaces import Task, Total
+from ddpforge.ranks.collectives import Alone
+from ddpforge.training.first_look import checked_loss, checked_metrics, explain
 from ddpforge.training.sums import refuse_mean
 
 __all__ = ["FEW", "Rehearsal", "first_batch", "rehearse", "try_before_model"]
@@ -86,7 +88,7 @@ def rehearse(
         with _autocast(precision, place.type), own_random_numbers():
             loss, outputs = checked_loss(task, task.loss(model, batch), gradients=use == "training")
             with torch.no_grad():
-                totals = checked_totals(task, task.metrics(outputs, batch))
+                found = checked_metrics(task, task.metrics(outputs, batch))
     except Exception as error:
         explain(error, task, form, use)
         raise
@@ -94,10 +96,12 @@ def rehearse(
         return Rehearsal(form)
     if use == "training":
         refuse_mean(model, task, batch)
-    means = {name: float(total.sum) / max(float(total.count), 1e-12) for name, total in totals.items()}
     counted = task.count(batch)
     items = size(batch) if counted is None else float(counted)
-    return Rehearsal(form, task.finish({"loss": float(loss.detach()) / max(items, 1e-12)} | means))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # so few samples may well lack a class
+        means = Alone(place).mean({"loss": Total(loss.detach(), max(items, 1e-12)), **found}, task.reports)
+    return Rehearsal(form, task.finish(means))
 
 
 def _autocast(precision: str, device: str) -> Any:
