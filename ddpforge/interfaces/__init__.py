@@ -11,7 +11,17 @@ from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.interfaces.optimizer import Exploring, Schedule
 from ddpforge.interfaces.regions import Box, Part, Pieces, Range, Region
 from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights, WholeWeights
-from ddpforge.interfaces.strategy import Compute, Contract, Explores, Pass, Refusal, Replica, Sharded, Strategy
+from ddpforge.interfaces.strategy import (
+    Compute,
+    Contract,
+    Explores,
+    Pass,
+    Refusal,
+    Replica,
+    Sharded,
+    Strategy,
+    TakesTurns,
+)
 from ddpforge.interfaces.task import Metric, Task, Total
 from ddpforge.interfaces.tracker import Tracker
 from ddpforge.interfaces.world import Ranks, World
@@ -41,6 +51,7 @@ __all__ = [
     "Sharded",
     "StepInfo",
     "Strategy",
+    "TakesTurns",
     "Task",
     "Total",
     "Tracker",

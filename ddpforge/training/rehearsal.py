@@ -17,6 +17,7 @@ from ddpforge.data.nests import size
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.interfaces import Task
 from ddpforge.training.first_look import checked_loss, checked_totals, explain
+from ddpforge.training.one_turn import of_turns, with_sum
 from ddpforge.training.sums import refuse_mean
 
 __all__ = ["FEW", "Rehearsal", "first_batch", "rehearse", "take_apart"]
@@ -53,19 +54,29 @@ class _NoModel(nn.Module):
 
 def take_apart(task: Task, batch: Any) -> None:
     """Lets a task take a batch apart, up to where it would call the model; raises what it raises before that."""
-    with suppress(_Reached):
-        task.loss(_NoModel(), batch)
+    for one in of_turns(task).values():
+        with suppress(_Reached):
+            one.loss(_NoModel(), batch)
 
 
 def rehearse(
     model: nn.Module, task: Task, batch: Any, *, use: str, precision: str = "fp32", device: str | None = None
 ) -> Rehearsal:
-    """One forward pass, in a copy of model and task; `use` is "training" or "evaluation".
+    """One forward pass, or one of each turn, in a copy of model and task; `use` is "training" or "evaluation".
 
     It takes place on `device`, by default where the model is.
 
     Raises UsageError or PluginError where the task breaks its contract, and whatever model and task raise.
     """
+    metrics: dict[str, float] = {}
+    for one in of_turns(task).values():
+        found = _rehearse(model, one, batch, use=use, precision=precision, device=device)
+        metrics |= found.metrics
+    metrics = with_sum(task, metrics)
+    return Rehearsal(found.batch, metrics)
+
+
+def _rehearse(model: nn.Module, task: Task, batch: Any, *, use: str, precision: str, device: str | None) -> Rehearsal:
     model, task = copy.deepcopy((model, task))
     model.train(use == "training")
     place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
