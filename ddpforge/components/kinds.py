@@ -185,7 +185,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 parameter="params",
                 given={"params": _parameters},
                 tables=(("optimizer",),),
-                framework_keys=("no_decay",),
+                framework_keys=("no_decay", "turns"),
                 settings=lambda: {"elementwise": bool},
             ),
             KindSpec(

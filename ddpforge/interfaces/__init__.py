@@ -15,7 +15,17 @@ from ddpforge.interfaces.regions import Box, Part, Pieces, Range, Region
 from ddpforge.interfaces.seeds import mix
 from ddpforge.interfaces.shown import Histogram, Show, ShownKind, Table
 from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights, WholeWeights
-from ddpforge.interfaces.strategy import Compute, Contract, Explores, Pass, Refusal, Replica, Sharded, Strategy
+from ddpforge.interfaces.strategy import (
+    Compute,
+    Contract,
+    Explores,
+    Pass,
+    Refusal,
+    Replica,
+    Sharded,
+    Strategy,
+    TakesTurns,
+)
 from ddpforge.interfaces.task import Metric, Rows, Task, Total
 from ddpforge.interfaces.tracker import Tracker
 from ddpforge.interfaces.world import Ranks, World
@@ -54,6 +64,7 @@ __all__ = [
     "StepInfo",
     "Strategy",
     "Table",
+    "TakesTurns",
     "Task",
     "Total",
     "Tracker",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -80,7 +80,14 @@ class Metric(ABC):
 
 
 class Task(ABC):
-    """Defines what is learnt: the loss of a batch, and what to report about it."""
+    """Defines what is learnt: the loss of a batch, and what to report about it.
+
+    A task with `turns` has several updates a step, one after the other, each of its own part of the parameters
+    (`[optimizer.turns.NAME]`), e.g. ("discriminator", "generator"). Its `loss` is told which: `loss(model, batch,
+    turn)`. What is reported of a turn has its name behind it, "loss/generator", and `loss` is then the sum of all.
+    """
+
+    turns: Sequence[str] = ()
 
     reports: Mapping[str, Metric] = MappingProxyType({})
     """The metrics among what `metrics` returns, by the names there. Set it in the constructor of a task that takes

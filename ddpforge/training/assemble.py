@@ -12,7 +12,6 @@ from torch.optim import SGD, Optimizer
 
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
-from ddpforge.components.building import build
 from ddpforge.errors import ForgeError, UsageError
 from ddpforge.exchange.initial import load_initial
 from ddpforge.interfaces import Callback, CanonicalState, Contract, Replica, RunContext, SavedTensor, Tracker, World
@@ -24,11 +23,13 @@ from ddpforge.training.contract import contract_of, prove
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fitness import watch_batchnorm
 from ddpforge.training.loop import Trainer
+from ddpforge.training.optimizers import build_optimizer
 from ddpforge.training.parameter_groups import parameter_groups
 from ddpforge.training.parts import Parts
 from ddpforge.training.restoring import restore_callbacks, restore_weights
 from ddpforge.training.shows import Shows
 from ddpforge.training.sums import SMALL
+from ddpforge.training.turns import draws_of
 
 __all__ = ["assemble", "ending", "evaluating"]
 
@@ -60,9 +61,8 @@ def assemble(
 
     model = _spread(parts)
     with _recipes_fault():
-        watch_batchnorm(model, *parts.training.fewest(parts.plan.horizon.total))
-        groups = parameter_groups(model, recipe.optimizer.no_decay)
-    optimizer = build(parts.registry, "optimizer", recipe.optimizer, params=groups)
+        watch_batchnorm(model, *parts.training.fewest(_batches(parts)))
+        optimizer = build_optimizer(parts.registry, recipe.optimizer, model, list(parts.turns))
     replica = _prepared(parts, world, model, optimizer)
     if init_from:
         _initialise(replica, init_from, world, skip=recipe.checkpoint.init_skip)
@@ -78,6 +78,7 @@ def assemble(
         optimizer=optimizer,
         compares=_may_compare(contract_of(parts.strategy), recipe.train, parts.size.all),
         schedule=parts.schedule,
+        schedules=parts.schedules,
         plan=parts.plan,
         training=parts.training,
         evaluator=_evaluator(parts, world, replica, beside),
@@ -125,6 +126,12 @@ def _spread(parts: Parts) -> nn.Module:
         if train.sync_batchnorm:
             bare = nn.SyncBatchNorm.convert_sync_batchnorm(bare)  # type: ignore[no-untyped-call]
         return parts.strategy.wrap(bare, blocks)
+
+
+def _batches(parts: Parts) -> int | None:
+    """How many global batches the run has; None where that is not known."""
+    total = parts.plan.horizon.total
+    return total and total * draws_of(parts.turns)
 
 
 def _prepared(parts: Parts, world: World, model: nn.Module, optimizer: Optimizer) -> Replica:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from traceback import walk_tb
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,7 +41,7 @@ from ddpforge.recipe.layers import kind_at
 from ddpforge.recipe.load import check_world
 from ddpforge.recipe.origins import KeyPath
 from ddpforge.recipe.report import did_you_mean
-from ddpforge.recipe.schema import Component
+from ddpforge.recipe.schema import Component, TurnComponent
 from ddpforge.runs.folder import RunFolder
 from ddpforge.training.beside import OWNER, declared
 from ddpforge.training.blocks import check_blocks, find_blocks
@@ -47,11 +49,14 @@ from ddpforge.training.callbacks import check_callback, overriding
 from ddpforge.training.contract import Size, contract_of, count_parameters
 from ddpforge.training.evaluation import prefix
 from ddpforge.training.fitness import check_model
+from ddpforge.training.one_turn import turns_of
 from ddpforge.training.optimizer_trial import check_optimizer
+from ddpforge.training.optimizers import check_parameters
 from ddpforge.training.parameter_groups import parameter_groups
-from ddpforge.training.refusals import general_refusals
+from ddpforge.training.refusals import general_refusals, refusals_of_turns
 from ddpforge.training.rehearsal import FEW, Rehearsal, first_batch, rehearse, try_before_model
 from ddpforge.training.sums import SMALL
+from ddpforge.training.turns import draws_of
 
 __all__ = ["WEIGHTS", "Parts", "key_of"]
 
@@ -85,6 +90,8 @@ class Parts:
     size: Size
     beside: dict[str, Beside]  # what the task uses beside the model
     schedule: Schedule
+    schedules: Mapping[str, Schedule]  # of turns that have one of their own
+    turns: Mapping[str, TurnComponent] = MappingProxyType({})  # in the order of the task
 
     training: Batches
     evaluation: dict[str, Batches]  # by the set's name
@@ -123,6 +130,7 @@ class Parts:
         with self.noting("task"):
             torch.manual_seed(mix(recipe.train.seed, _TEACHERS))  # it may hold models
             self.task = build(self.registry, "task", recipe.task)
+            self._check_turns()
         self.callbacks = self._named("callbacks", "callback", recipe.callbacks)
         self._check_callbacks()
         if self.trains:
@@ -135,6 +143,24 @@ class Parts:
         if self.trains and recipe.checkpoint.init_from and not (folder and any(folder.checkpoints.glob("step-*"))):
             with self.noting("checkpoint", "init_from"):
                 find_initial(recipe.checkpoint.init_from)
+
+    def _check_turns(self) -> None:
+        """The task's turns must be those of the recipe."""
+        turns, given = turns_of(self.task), self.recipe.optimizer.turns
+        there = [f"it has {', '.join(turns)}"] if turns else ["it makes one update a step: take [optimizer.turns] out"]
+        for name in given.keys() - set(turns):
+            error = UsageError(
+                f"the task `{self.recipe.task.use}` has no turn `{name}`", hints=[*did_you_mean(name, turns), *there]
+            )
+            self.note(("optimizer", "turns", name), error)
+        for name in [turn for turn in turns if turn not in given and self.trains]:
+            error = UsageError(
+                f"[optimizer.turns.{name}] is missing: the task makes an update of that name in every step",
+                hints=[f"add it; where it is empty, it is as [optimizer] and trains `{name}.*`"],
+            )
+            self.note(("optimizer",), error)
+
+        self.turns = {turn: given[turn] for turn in turns} if given.keys() == set(turns) else {}
 
     def _named(self, table: str, kind: str, components: Any) -> dict[str, Any]:
         found = {}
@@ -154,7 +180,8 @@ class Parts:
         with self.noting("strategy"):
             where = device or device_type(train)
             general = general_refusals(train, self.strategy.data_ranks(ranks), where)
-            for refusal in (*general, *self.strategy.refusals(train, ranks, where)):
+            turns = refusals_of_turns(self.recipe, contract_of(self.strategy), where) if self.trains else ()
+            for refusal in (*general, *turns, *self.strategy.refusals(train, ranks, where)):
                 self.note(tuple(refusal.key.split(".")), UsageError(refusal.message, hints=refusal.hints))
         if self.trains:
             with self.noting("train", "global_batch"):
@@ -246,7 +273,10 @@ class Parts:
         with self.noting("train", "blocks", faults=(ValueError,)):
             check_blocks(find_blocks(self.model, recipe.train.blocks), recipe.train)
         with self.noting("optimizer", faults=(ValueError,)):
-            parameter_groups(self.model, recipe.optimizer.no_decay if self.trains else ())
+            if self.trains:
+                check_parameters(recipe.optimizer, self.model, list(self.turns))
+            else:
+                parameter_groups(self.model, ())
 
     def _count_steps(self) -> None:
         """Plans the run in steps, with all that happens every so often; builds the schedule for that length."""
@@ -258,13 +288,21 @@ class Parts:
             if not hasattr(self, "order"):
                 return
             opened = self._opened(train.global_batch)
-            per_epoch = open_data(self.data["train"], order=self.order, **opened).steps_per_epoch
+            batches = open_data(self.data["train"], order=self.order, **opened).steps_per_epoch
+            # A step that draws several batches may go on into the next epoch: an epoch is what has all of its samples.
+            per_epoch = batches and math.ceil(batches / draws_of(self.turns))
             batch = getattr(self, "batch", None) or plan_batch(train, 1)
             if plan := Plan.of(recipe, batch, per_epoch, noting=self.noting):
                 self.plan = plan
         if hasattr(self, "plan"):
             with self.noting("schedule"):
                 self.schedule = build(self.registry, "schedule", recipe.schedule, horizon=self.plan.horizon)
+            self.schedules = {}
+            for name, turn in self.turns.items():
+                with self.noting("optimizer", "turns", name, "schedule"):
+                    if turn.schedule:
+                        own = build(self.registry, "schedule", turn.schedule, horizon=self.plan.horizon)
+                        self.schedules[name] = own
 
     def _order(self) -> Order | None:
         """The order of the training data: as the recipe says, or shuffled."""

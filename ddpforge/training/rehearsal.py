@@ -19,6 +19,7 @@ from ddpforge.data.randomness import own_random_numbers
 from ddpforge.interfaces import Task, Total
 from ddpforge.ranks.collectives import Alone
 from ddpforge.training.first_look import checked_loss, checked_metrics, explain
+from ddpforge.training.one_turn import of_turns, with_sum
 from ddpforge.training.sums import refuse_mean
 
 __all__ = ["FEW", "Rehearsal", "first_batch", "rehearse", "try_before_model"]
@@ -55,8 +56,9 @@ class _NoModel(nn.Module):
 
 def try_before_model(task: Task, batch: Any) -> None:
     """Lets a task take a batch apart, up to where it would call the model; raises what it raises before that."""
-    with suppress(_Reached):
-        task.loss(_NoModel(), batch)
+    for one in of_turns(task).values():
+        with suppress(_Reached):
+            one.loss(_NoModel(), batch)
 
 
 def rehearse(
@@ -69,12 +71,30 @@ def rehearse(
     device: str | None = None,
     beside: Sequence[nn.Module] = (),
 ) -> Rehearsal:
-    """One forward pass, in a copy of model and task; `use` is "training" or "evaluation".
+    """One forward pass, or one of each turn, in a copy of model and task; `use` is "training" or "evaluation".
 
     It takes place on `device`, by default where the model is; there the modules `beside` it, the task's, are moved too.
 
     Raises UsageError or PluginError where the task breaks its contract, and whatever model and task raise.
     """
+    metrics: dict[str, float] = {}
+    for one in of_turns(task).values():
+        found = _rehearse(model, one, batch, use=use, precision=precision, device=device, beside=beside)
+        metrics |= found.metrics
+    metrics = with_sum(task, metrics)
+    return Rehearsal(found.batch, metrics)
+
+
+def _rehearse(
+    model: nn.Module,
+    task: Task,
+    batch: Any,
+    *,
+    use: str,
+    precision: str,
+    device: str | None,
+    beside: Sequence[nn.Module],
+) -> Rehearsal:
     model, task, beside = copy.deepcopy((model, task, list(beside)))
     model.train(use == "training")
     place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
