@@ -146,6 +146,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
             KindSpec(
                 name="model",
                 base="torch.nn:Module",
+                nested=True,
                 tables=(("model",),),
                 settings=lambda: {"unused": list[str], "meta": bool},
                 jobs={2: "train", 1: "train"},
@@ -184,7 +185,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 parameter="params",
                 given={"params": _parameters},
                 tables=(("optimizer",),),
-                framework_keys=("no_decay",),
+                framework_keys=("no_decay", "turns"),
                 settings=lambda: {"elementwise": bool},
             ),
             KindSpec(
@@ -215,6 +216,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 name="callback",
                 base="ddpforge.interfaces:Callback",
                 nested=True,
+                api=2,
                 named_in="callbacks",
                 jobs={2: "callback"},
             ),
