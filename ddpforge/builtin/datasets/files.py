@@ -24,9 +24,7 @@ Window = Annotated[
 ]
 Lanes = Annotated[
     tuple[_Number, _Number],
-    Field(
-        description="The number of places read at once: in every step, and in turn. Decides which samples form a step."
-    ),
+    Field(description="Places read at once: in every step, and in turn. They decide which samples form a step."),
 ]
 
 

@@ -63,12 +63,6 @@ class Parquet(PartedData):
         """Lists as arrays."""
         return tuple(np.array(value) if isinstance(value, list) else value for value in sample)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_parquet": None}  # a module
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
     def _look(self, file: str) -> None:
         """Takes note of a file's row groups; reads its footer only."""
         try:

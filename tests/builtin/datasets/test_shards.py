@@ -120,10 +120,8 @@ def test_a_tar_stream_is_read_once_over_4_ranks_and_2_loader_processes(
 
 @pytest.mark.parametrize("start", [1, 6, 9])
 def test_a_resume_in_the_middle_reads_no_more_than_it_uses(shards: Path, start: int) -> None:
-    straight = [
-        numbers(micro) for micro in hand(Tar(path=str(shards), fields=["cls"]), rank=0, ranks=1, worker=0, workers=1)
-    ]
     data = Tar(path=str(shards), fields=["cls"])
+    straight = [numbers(micro) for micro in hand(data, rank=0, ranks=1, worker=0, workers=1)]
     bytes_read, original = [], data.open
 
     def noted(part: int, *, epoch: int, skip: int) -> Any:
