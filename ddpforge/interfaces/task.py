@@ -30,7 +30,7 @@ class Total:
 
 
 class Rows:
-    """What a metric must see of all samples together, as the area under a curve does: a row for each of them.
+    """A row for each sample, of a metric that must see all samples together, as the area under a curve does.
 
     Columns are tensors of equal length. They are gathered from all ranks when an evaluation ends; training rows,
     which are no time to gather, leave such a metric out.
@@ -69,7 +69,7 @@ class Metric(ABC):
         """
 
     def finish(self, sum: Tensor, count: Tensor) -> float | Mapping[str, float]:
-        """What all batches and ranks add up to, as the number reported as `name`, or several as `name/KEY`.
+        """Makes the number reported as `name`, or several as `name/KEY`, of what all batches and ranks add up to.
 
         Called on every rank with float64 tensors on the CPU, and not where nothing was counted: that is NaN. Of a
         metric of rows the arguments are its columns instead: real numbers in float64, whole ones in int64.

@@ -127,7 +127,7 @@ def _loss(case: Case, trial: Trial, batch: Any) -> tuple[Tensor, Any]:
 
 
 def _means(found: Mapping[str, Total | Rows], metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """What is reported of a batch; metrics must make numbers of what they have counted."""
+    """Finishes what was counted of a batch; metrics must make numbers of it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # so few samples may well lack a class
         try:
