@@ -16,6 +16,7 @@ from torch import nn
 
 from ddpforge.builtin.orders.plain import Shuffled
 from ddpforge.components.building import build
+from ddpforge.components.options import Nested
 from ddpforge.components.registry import NotImported, Registry, where_raised
 from ddpforge.data import Batches, RankShare, check_data, mix, open_data
 from ddpforge.data.nests import size, take
@@ -32,7 +33,11 @@ from ddpforge.errors import (
     UsageError,
 )
 from ddpforge.exchange.initial import find_initial
+<<<<<<< .merge_file_44XDLs
 from ddpforge.interfaces import Beside, Callback, Order, Schedule, Strategy, Task, Tracker, World
+=======
+from ddpforge.interfaces import Callback, Metric, Schedule, Strategy, Task, Tracker, World
+>>>>>>> .merge_file_pQfPFc
 from ddpforge.plan import Plan
 from ddpforge.ranks.devices import device_type
 from ddpforge.recipe import LoadedRecipe, Recipe
@@ -49,7 +54,11 @@ from ddpforge.training.callbacks import check_callback, overriding
 from ddpforge.training.contract import Size, contract_of, count_parameters
 from ddpforge.training.evaluation import prefix
 from ddpforge.training.fitness import check_model
+<<<<<<< .merge_file_44XDLs
 from ddpforge.training.one_turn import turns_of
+=======
+from ddpforge.training.judging import settled, unsettled
+>>>>>>> .merge_file_pQfPFc
 from ddpforge.training.optimizer_trial import check_optimizer
 from ddpforge.training.optimizers import check_parameters
 from ddpforge.training.parameter_groups import parameter_groups
@@ -130,7 +139,12 @@ class Parts:
         with self.noting("task"):
             torch.manual_seed(mix(recipe.train.seed, _TEACHERS))  # it may hold models
             self.task = build(self.registry, "task", recipe.task)
+<<<<<<< .merge_file_44XDLs
             self._check_turns()
+=======
+            self._ask_metrics()
+        recipe = self.recipe
+>>>>>>> .merge_file_pQfPFc
         self.callbacks = self._named("callbacks", "callback", recipe.callbacks)
         self._check_callbacks()
         if self.trains:
@@ -169,11 +183,31 @@ class Parts:
                 found[name] = build(self.registry, kind, component)
         return found
 
+<<<<<<< .merge_file_44XDLs
     def _check_callbacks(self) -> None:
         contract = getattr(getattr(self, "strategy", None), "contract", None)
         for name, callback in self.callbacks.items():
             with self.noting("callbacks", name):
                 check_callback(name, callback, contract if self.trains else None, ('"single"', '"ddp"', '"fsdp"'))
+=======
+    def _ask_metrics(self) -> None:
+        """Asks the task who finishes the metrics that the recipe names, and these which direction is better."""
+        for chosen in _metrics(self.recipe.task):
+            metric = build(self.registry, "metric", chosen)
+            if type(metric).finish is not Metric.finish and metric.name not in self.task.reports:
+                raise PluginError(
+                    f"task `{self.recipe.task.use}` does not say who finishes {metric.name}, which is no mean",
+                    hints=["in its constructor: self.reports = {metric.name: metric for metric in metrics}"],
+                )
+        self.loaded = settled(self.loaded, self.task.reports)
+        self.recipe = self.loaded.recipe
+        if self.trains and (metric := unsettled(self.loaded)):
+            error = UsageError(
+                f'cannot tell whether less or more of "{metric}" is better',
+                hints=['add mode = "min" or mode = "max" to `checkpoint.keep`'],
+            )
+            self.note(("checkpoint", "keep", "by"), error)
+>>>>>>> .merge_file_pQfPFc
 
     def _ask_strategy(self, ranks: int, device: str | None) -> None:
         train = self.recipe.train
@@ -547,6 +581,14 @@ class Parts:
 def key_of(name: str) -> str:
     """The recipe's key of an evaluation set, below `data`."""
     return f"eval.{name}" if name else "eval"
+
+
+def _metrics(task: Component) -> Iterator[Nested]:
+    """Yields the metrics that a recipe names for its task."""
+    for value in task.options.values():
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, Nested) and one.kind == "metric":
+                yield one
 
 
 def _is_ours(task: Task) -> bool:

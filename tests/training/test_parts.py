@@ -130,7 +130,7 @@ def test_parts_that_fit_are_built_and_tried(parts: Callable[..., Parts]) -> None
         (["task={use='./mine.py:Odd', how='detached'}"], "does not depend on any trainable parameter"),
         (["task={use='./mine.py:Odd', how='float'}"], "returns a float for the loss, not a tensor"),
         (["task={use='./mine.py:Odd', how='floats'}"], "metric `it` is a float, and must be a Total"),
-        (["task={use='./mine.py:Odd', how='wide'}"], "metric `it` is a Total with float32 [3] for its sum"),
+        (["task={use='./mine.py:Odd', how='wide'}"], "metric `it` is no single number: it is of shape [3], []"),
         (["task={use='./mine.py:Odd', how='list'}"], "metrics returns a list (a float), not a dict of totals"),
         (["task={use='./mine.py:Odd', how='mean'}"], "returns a mean over the batch"),
     ],

@@ -16,8 +16,8 @@ logger = logging.getLogger("ddpforge")
 class EarlyStopping(Callback):
     """Stops after `patience` evaluations in a row without a new best value of `metric`.
 
-    A value that is not finite is never a new best. Raises ValueError when `mode` is absent and the metric's
-    name does not tell whether less or more is better.
+    A value that is not finite is never a new best. Raises ValueError when `mode` is absent and neither the metric
+    nor its name tells whether less or more is better.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class EarlyStopping(Callback):
         ] = 0.0,
         mode: Annotated[
             Literal["min", "max"] | None,
-            Field(description="Whether less or more is better; absent: told from the metric's name, where it tells."),
+            Field(description="Whether less or more is better; absent: as the metric declares or its name tells."),
         ] = None,
     ) -> None:
         self.metric = metric
