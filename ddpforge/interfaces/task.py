@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from ddpforge.interfaces.beside import Beside
 
 __all__ = ["Metric", "Rows", "Task", "Total"]
 
@@ -78,7 +80,14 @@ class Metric(ABC):
 
 
 class Task(ABC):
-    """Defines what is learnt: the loss of a batch, and what to report about it."""
+    """Defines what is learnt: the loss of a batch, and what to report about it.
+
+    A task with `turns` has several updates a step, one after the other, each of its own part of the parameters
+    (`[optimizer.turns.NAME]`), e.g. ("discriminator", "generator"). Its `loss` is told which: `loss(model, batch,
+    turn)`. What is reported of a turn has its name behind it, "loss/generator", and `loss` is then the sum of all.
+    """
+
+    turns: Sequence[str] = ()
 
     reports: Mapping[str, Metric] = MappingProxyType({})
     """The metrics among what `metrics` returns, by the names there. Set it in the constructor of a task that takes
@@ -93,6 +102,13 @@ class Task(ABC):
         Return a sum, not a mean: gradients are divided once, by the number of items in the whole global batch,
         so that accumulation, ranks and uneven ends all weigh every item the same.
         """
+
+    def beside(self, model: nn.Module) -> Mapping[str, Beside]:
+        """Declares, by name, the modules that `loss` uses beside the model: a teacher, a momentum encoder.
+
+        Called once, with the model as it was built. Strategies place them in place: `loss` calls the same modules.
+        """
+        return {}
 
     def count(self, batch: Any) -> Tensor | None:
         """Counts the items that the loss sums over, or adds their weights (0-d tensor on the batch's own device).

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ddpforge.builtin.tasks.forms import described
 from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.interfaces import Rows, Task, Total
+from ddpforge.training.one_turn import OneTurn
 
 __all__ = ["FirstLook", "checked_loss", "checked_metrics", "checked_quantity", "explain", "name_of"]
 
@@ -122,7 +123,7 @@ _TOTAL = "return Total(values.sum(), len(values)): means are taken once, over al
 # ---------------------------------------------------------------------------------------------- in words
 def name_of(part: object) -> str:
     """A component as people know it: its class, and the file of code that is not installed."""
-    kind = type(part)
+    kind = type(part.task if isinstance(part, OneTurn) else part)
     if not kind.__module__.startswith("ddpforge_local_"):
         return kind.__qualname__
     return f"{os.path.basename(getsourcefile(kind) or '')}:{kind.__qualname__}"

@@ -169,6 +169,37 @@ def test_a_model_of_another_shape_is_left_to_the_run_but_not_by_check(parts: Cal
     assert re.search(r"a batch of \[data.train\] cannot be evaluated: RuntimeError: .*mat1 and mat2 shapes", message)
 
 
+@pytest.mark.parametrize(
+    ("sets", "key", "said"),
+    [
+        (
+            ["data.train.use=./mine.py:Stream", "data.order={use='sequential'}"],
+            "data.order",
+            "Stream is an iterable dataset, whose samples come in its own order",
+        ),
+        (["data.order={use='balanced', by='label'}"], "data.order.by", "by: Data has no `label`, by which to order"),
+        (["data.order={use='growing', start=1, until='4ep'}"], "data.order.until", "until: 4ep must be in steps"),
+        (
+            ["data.order={use='growing', start=1, until='4st'}", "train.length=2ep"],
+            "train.length",
+            "train.length: 2ep needs to know how long an epoch is, and this data has no epochs of one length",
+        ),
+        (["data.order={use='collections:Counter'}"], "data.order", "must be a ddpforge.interfaces.Order"),
+    ],
+)
+def test_an_order_that_cannot_be_is_told_before_training(
+    parts: Callable[..., Parts], sets: list[str], key: str, said: str
+) -> None:
+    problems = told(parts(*sets))
+    assert said in problems[key]
+    assert len(problems) == 1
+
+
+def test_an_order_decides_how_long_an_epoch_is(parts: Callable[..., Parts]) -> None:
+    assert parts("train.length=2ep").plan.horizon.total == 4
+    assert parts("train.length=2ep", "data.order={use='repeated', times=3}").plan.horizon.total == 12
+
+
 ALONE = World(all=Alone(), data=Alone(), device=torch.device("cpu"), local_rank=0)
 MLP = "model={use='mlp', inputs=%d, outputs=3, hidden=[4]}"
 LINEAR = "model={use='torch.nn:Linear', in_features=%d, out_features=3}"
@@ -384,10 +415,12 @@ def test_what_is_looked_at_before_training_is_fetched_once(ddpforge: Callable[..
 
 
 def test_the_first_micro_batch_is_that_of_training() -> None:
+    from ddpforge.builtin.orders.plain import Shuffled
     from ddpforge.data import RankShare, open_data
 
-    fetching = {"seed": 3, "shuffle": True, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False}
-    batches = open_data(torch.arange(10), global_batch=4, share=RankShare(0, 1, 4), **fetching)  # type: ignore[arg-type]
+    fetching = {"seed": 3, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False}
+    order = Shuffled(torch.arange(10), 3, 4, False)
+    batches = open_data(torch.arange(10), order=order, global_batch=4, share=RankShare(0, 1, 4), **fetching)  # type: ignore[arg-type]
     wanted = [next(batches.training(start)).data.tolist() for start in (0, 1)]
     assert batches.first().data.tolist() == wanted[0]
     source = batches.training(0)
