@@ -141,6 +141,10 @@ class Parts:
         for name, callback in self.callbacks.items():
             with self.noting("callbacks", name):
                 check_callback(name, callback, contract if self.trains else None, ('"single"', '"ddp"', '"fsdp"'))
+            metric = getattr(callback, "metric", "")
+            if self.trains and not self.recipe.data.evaluations and str(metric).startswith("eval/"):
+                error = UsageError(f"nothing is evaluated, so nothing reports {metric}", hints=["add a [data.eval]"])
+                self.note(("callbacks", name, "metric"), error)
 
     def _ask_strategy(self, ranks: int, device: str | None) -> None:
         train = self.recipe.train
