@@ -69,19 +69,21 @@ class MLflowTracker(Tracker):
             self.rewind(resumed_at)
 
     def _open(self, name: str, file: Path, config: Mapping[str, Any]) -> str:
+        """The id of the run: the environment's, the stored one, or that of a new one; it is stored before use."""
         stored: str | None = json.loads(file.read_text())["run_id"] if file.exists() else None
-        if run := os.environ.get("MLFLOW_RUN_ID") or stored:
-            self._client.update_run(run, status="RUNNING")
-            return run
-        client = self._client
-        found = client.get_experiment_by_name(self._experiment)
-        experiment = found.experiment_id if found else client.create_experiment(self._experiment)
-        run = str(client.create_run(experiment, tags=self._tags, run_name=name).info.run_id)
-        new = file.with_suffix(".tmp")
-        new.write_text(json.dumps({"run_id": run}) + "\n")
-        os.replace(new, file)
-        _log_params(client, run, config)
+        run = os.environ.get("MLFLOW_RUN_ID") or stored or self._create(name)
+        self._client.update_run(run, status="RUNNING")
+        if run != stored:
+            new = file.with_suffix(".tmp")
+            new.write_text(json.dumps({"run_id": run}) + "\n")
+            os.replace(new, file)
+            _log_params(self._client, run, config)
         return run
+
+    def _create(self, name: str) -> str:
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
+        return str(self._client.create_run(experiment, tags=self._tags, run_name=name).info.run_id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queues the row."""

@@ -39,13 +39,13 @@ class TensorBoardTracker(Tracker):
         """Opens an event file."""
         self._folder, self._step = folder / "tensorboard", resumed_at or 0
         self._writer = self._open(-1 if resumed_at is None else resumed_at)
-        self._writer.add_text("config", _code(json.dumps(config, indent=2, default=str)), self._step)  # type: ignore[no-untyped-call]
+        self._writer.add_text("config", _code(json.dumps(config, indent=2, default=str)), self._step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One scalar for each metric."""
         self._step = step
         for metric, value in metrics.items():
-            self._writer.add_scalar(metric, value, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(metric, value, step)
 
     def show(self, step: int, name: str, value: Any, kind: ShownKind) -> None:
         """In the tab that TensorBoard has for the kind; a table is text in Markdown."""
@@ -59,19 +59,19 @@ class TensorBoardTracker(Tracker):
 
     def rewind(self, step: int) -> None:
         """Opens another event file, with which later steps of the earlier ones do not count."""
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
         self._writer = self._open(step)
 
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
         """Writes what is left."""
         end = json.dumps({"state": state, **summary}, indent=2)
-        self._writer.add_text("end", _code(end), self._step)  # type: ignore[no-untyped-call]
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.add_text("end", _code(end), self._step)
+        self._writer.close()
 
     def _open(self, after: int) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(str(self._folder), purge_step=after + 1, flush_secs=self._flush_seconds)  # type: ignore[no-untyped-call]
+        return SummaryWriter(str(self._folder), purge_step=after + 1, flush_secs=self._flush_seconds)
 
 
 def _add_histogram(writer: Any, name: str, value: Histogram, step: int) -> None:
