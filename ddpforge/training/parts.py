@@ -33,11 +33,7 @@ from ddpforge.errors import (
     UsageError,
 )
 from ddpforge.exchange.initial import find_initial
-<<<<<<< .merge_file_44XDLs
-from ddpforge.interfaces import Beside, Callback, Order, Schedule, Strategy, Task, Tracker, World
-=======
-from ddpforge.interfaces import Callback, Metric, Schedule, Strategy, Task, Tracker, World
->>>>>>> .merge_file_pQfPFc
+from ddpforge.interfaces import Beside, Callback, Metric, Order, Schedule, Strategy, Task, Tracker, World
 from ddpforge.plan import Plan
 from ddpforge.ranks.devices import device_type
 from ddpforge.recipe import LoadedRecipe, Recipe
@@ -54,11 +50,8 @@ from ddpforge.training.callbacks import check_callback, overriding
 from ddpforge.training.contract import Size, contract_of, count_parameters
 from ddpforge.training.evaluation import prefix
 from ddpforge.training.fitness import check_model
-<<<<<<< .merge_file_44XDLs
-from ddpforge.training.one_turn import turns_of
-=======
 from ddpforge.training.judging import settled, unsettled
->>>>>>> .merge_file_pQfPFc
+from ddpforge.training.one_turn import turns_of
 from ddpforge.training.optimizer_trial import check_optimizer
 from ddpforge.training.optimizers import check_parameters
 from ddpforge.training.parameter_groups import parameter_groups
@@ -139,12 +132,9 @@ class Parts:
         with self.noting("task"):
             torch.manual_seed(mix(recipe.train.seed, _TEACHERS))  # it may hold models
             self.task = build(self.registry, "task", recipe.task)
-<<<<<<< .merge_file_44XDLs
             self._check_turns()
-=======
             self._ask_metrics()
         recipe = self.recipe
->>>>>>> .merge_file_pQfPFc
         self.callbacks = self._named("callbacks", "callback", recipe.callbacks)
         self._check_callbacks()
         if self.trains:
@@ -183,13 +173,16 @@ class Parts:
                 found[name] = build(self.registry, kind, component)
         return found
 
-<<<<<<< .merge_file_44XDLs
     def _check_callbacks(self) -> None:
         contract = getattr(getattr(self, "strategy", None), "contract", None)
         for name, callback in self.callbacks.items():
             with self.noting("callbacks", name):
                 check_callback(name, callback, contract if self.trains else None, ('"single"', '"ddp"', '"fsdp"'))
-=======
+            metric = getattr(callback, "metric", "")
+            if self.trains and not self.recipe.data.evaluations and str(metric).startswith("eval/"):
+                error = UsageError(f"nothing is evaluated, so nothing reports {metric}", hints=["add a [data.eval]"])
+                self.note(("callbacks", name, "metric"), error)
+
     def _ask_metrics(self) -> None:
         """Asks the task who finishes the metrics that the recipe names, and these which direction is better."""
         for chosen in _metrics(self.recipe.task):
@@ -207,7 +200,6 @@ class Parts:
                 hints=['add mode = "min" or mode = "max" to `checkpoint.keep`'],
             )
             self.note(("checkpoint", "keep", "by"), error)
->>>>>>> .merge_file_pQfPFc
 
     def _ask_strategy(self, ranks: int, device: str | None) -> None:
         train = self.recipe.train
