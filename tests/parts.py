@@ -384,7 +384,7 @@ class Net(nn.Sequential):
 
 
 class Accompanied(Task):
-    """Learns from the data, a frozen `teacher`, a copy of the model that follows it, and one that rewards its outputs."""
+    """Learns from the data, a frozen `teacher`, a copy of the model that follows it, and one that rewards outputs."""
 
     def __init__(
         self,

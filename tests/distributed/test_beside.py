@@ -27,7 +27,7 @@ teacher = {{ use = "./parts.py:Net" }}
 """
 OPTIONS = {"parts": ACCOMPANIED, "length": "8st", "train": 'eval_every = "3st"'}
 HOST = f'{ZERO[3]}\noffload_optimizer = "cpu"\noffload_parameters = "cpu"'
-OTHERS = {"hybrid": HSDP, "zero1": ZERO[1], "zero2": ZERO[2], "host": HOST}
+OTHERS = {"hybrid": HSDP, "zero1": ZERO[1], "zero2": ZERO[2], "host": HOST, "meta": f"{FSDP}\nmeta = true"}
 
 
 @pytest.fixture
@@ -79,7 +79,8 @@ def test_modules_beside_the_model_are_the_same_under_other_strategies(bench: Ben
 def test_statistics_of_a_module_in_training_mode_are_those_of_all_ranks(bench: Bench, strategy: str) -> None:
     """With `elastic_shards` they do not depend on the number of ranks, nor on samples that only fill up a batch."""
     parts = ACCOMPANIED + "training = true\n"
-    options = OPTIONS | {"parts": parts, "model": "normed = true", "train": 'eval_every = "3st"\nelastic_shards = 4'}
+    train = 'eval_every = "3st"\nelastic_shards = 4\nlast_batch = "drop"'
+    options = OPTIONS | {"parts": parts, "model": "normed = true", "train": train}
     bench("one", SINGLE, nproc=1, **options)
     bench("two", strategy, **options)
     alike(bench, "two")

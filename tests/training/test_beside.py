@@ -80,7 +80,11 @@ def test_a_module_is_frozen_and_in_evaluation_mode_unless_it_is_to_train() -> No
         (lambda model: {"it": Beside(module=net(), momentum=0.9)}, PluginError, "a momentum, and follows nothing"),
         (lambda model: {"it": Beside(module=net(), weights="x", follows="")}, PluginError, "weights of its own"),
         (lambda model: {"it": Beside(module=net(), follows="trunk")}, UsageError, "follows `trunk`, which the model"),
-        (lambda model: {"it": Beside(module=nn.Linear(2, 1), follows="0")}, UsageError, r"`weight` is torch.float32 \("),
+        (
+            lambda model: {"it": Beside(module=nn.Linear(2, 1), follows="0")},
+            UsageError,
+            r"`weight` is torch.float32 \(",
+        ),
         (lambda model: {"it": Beside(module=nn.Linear(1, 1), follows="")}, UsageError, "is not there"),
         (lambda model: {"it": Beside(module=net().double(), follows="")}, UsageError, "is torch.float64"),
     ],
@@ -152,7 +156,7 @@ def test_a_strategy_that_lays_them_out_differently_cannot_let_it_follow() -> Non
     strategy = Apart()
     strategy.setup(train(), replica.world)
     found = declared(Declares(lambda model: {"other": Beside(module=copy.deepcopy(model), follows="")}), model)
-    with pytest.raises(StrategyError, match="`other` cannot follow the model under this strategy.*only a half"):
+    with pytest.raises(StrategyError, match=r"`other` cannot follow the model under this strategy.*only a half"):
         place(found, strategy, replica, replica.world, begins=True)
 
 
@@ -199,7 +203,7 @@ def test_weights_of_a_file_that_are_saved_are_read_once(weights: Callable[..., s
 
 def test_a_teacher_lacks_nothing(weights: Callable[..., str]) -> None:
     file = weights(3.0)
-    with pytest.raises(UsageError, match="weights of other = .*: it lacks 2.bias, 2.weight"):
+    with pytest.raises(UsageError, match=r"weights of other = .*: it lacks 2.bias, 2.weight"):
         placed(net(), Beside(module=nn.Sequential(*net(), nn.Linear(1, 1)), weights=file))
     with pytest.raises(CheckpointError, match=r"`0.weight` is \[1, 2\] in the model and \[1, 1\] in weights of other"):
         placed(net(), Beside(module=nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1)), weights=file))

@@ -30,7 +30,7 @@ class Distillation(Classification):
             Field(description="The teacher's: a run, a checkpoint, a safetensors file; absent: as it is built."),
         ] = None,
         temperature: Annotated[float, Field(gt=0, le=1000, description="By which logits are divided.")] = 4.0,
-        alpha: Annotated[float, Field(ge=0, le=1, description="Weight of the teacher; the classes have the rest.")] = 0.9,
+        alpha: Annotated[float, Field(ge=0, le=1, description="Weight of the teacher; classes have the rest.")] = 0.9,
         metrics: Annotated[Sequence[Metric], Field(description="What to report beside the loss.")] = (),
     ) -> None:
         super().__init__(metrics=metrics)
@@ -48,6 +48,6 @@ class Distillation(Classification):
             wanted = one_tensor(self.teacher(batch[0]), "distillation")
         if wanted.shape != logits.shape:
             raise ValueError(f"the teacher gives {list(wanted.shape)} for a batch, and the model {list(logits.shape)}")
-        both = [F.log_softmax(each.float() / self.temperature, dim=-1) for each in (logits, wanted)]
-        divergence = F.kl_div(*both, reduction="sum", log_target=True)
+        mine, theirs = (F.log_softmax(each.float() / self.temperature, dim=-1) for each in (logits, wanted))
+        divergence = F.kl_div(mine, theirs, reduction="sum", log_target=True)
         return (1 - self.alpha) * true + self.alpha * self.temperature**2 * divergence, logits
