@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 
-from ddpforge.interfaces import Beside, Callback, Replica, StepInfo, Task, Total
+from ddpforge.interfaces import Beside, Callback, Replica, RunContext, StepInfo, Task, Total
 from ddpforge.strategies.ddp import DDP
 
 
@@ -62,9 +62,9 @@ class Points:
 class Recorder(Callback):
     """Writes, per rank, one line per step: the step and a checksum of the weights after it."""
 
-    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.model, self.rank = model, world.all.rank
-        self.file = open(f"weights-{world.all.rank}.txt", "a")  # noqa: SIM115
+    def on_start(self, run: RunContext) -> None:
+        self.model, self.rank = run.model, run.world.all.rank
+        self.file = open(f"weights-{run.world.all.rank}.txt", "a")  # noqa: SIM115
 
     def on_step(self, info: StepInfo) -> None:
         total = sum(float(p.detach().double().sum()) for p in self.model.parameters())
@@ -88,8 +88,8 @@ class StopAt(Callback):
     def __init__(self, step: int, rank: int, signal: str = "SIGTERM") -> None:
         self.step, self.rank, self.signal = step, rank, signal
 
-    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.here = world.all.rank == self.rank
+    def on_start(self, run: RunContext) -> None:
+        self.here = run.world.all.rank == self.rank
 
     def on_step(self, info: StepInfo) -> None:
         if self.here and info.step == self.step:
@@ -99,9 +99,9 @@ class StopAt(Callback):
 class Killed(Callback):
     """Is killed (-9) if it is rank KILL_RANK, by another process, KILL_AFTER seconds after it was set up."""
 
-    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
+    def on_start(self, run: RunContext) -> None:
         victim = os.getpid()
-        if str(world.all.rank) == os.environ.get("KILL_RANK") and os.fork() == 0:
+        if str(run.world.all.rank) == os.environ.get("KILL_RANK") and os.fork() == 0:
             time.sleep(float(os.environ["KILL_AFTER"]))
             if os.getppid() == victim:
                 os.kill(victim, signal.SIGKILL)
@@ -115,8 +115,8 @@ class NoDisk(Callback):
         self.begin, self.end = begin, end
         self.folder = Path("runs/run/checkpoints")
 
-    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.is_main = world.is_main
+    def on_start(self, run: RunContext) -> None:
+        self.is_main = run.world.is_main
 
     def on_step(self, info: StepInfo) -> None:
         aside = self.folder.with_name("aside")
@@ -191,8 +191,8 @@ class Values:
 class Thaw(Callback):
     """Unfreezes `b` after the first step."""
 
-    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.model = model
+    def on_start(self, run: RunContext) -> None:
+        self.model = run.model
 
     def on_step(self, info: StepInfo) -> None:
         self.model.b.requires_grad_(True)  # type: ignore[union-attr]
@@ -213,8 +213,8 @@ class Statistics(nn.Module):
 class ShowBuffers(Callback):
     """Writes each rank's running mean when an evaluation begins."""
 
-    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.model, self.rank = model, world.all.rank
+    def on_start(self, run: RunContext) -> None:
+        self.model, self.rank = run.model, run.world.all.rank
 
     def evaluating(self) -> nullcontext[None]:
         mean = next(buffer for name, buffer in self.model.named_buffers() if "mean" in name)
@@ -239,8 +239,8 @@ class FailAt(Callback):
     def __init__(self, step: int, rank: int) -> None:
         self.step, self.rank = step, rank
 
-    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.here = world.all.rank == self.rank
+    def on_start(self, run: RunContext) -> None:
+        self.here = run.world.all.rank == self.rank
 
     def on_step(self, info: StepInfo) -> None:
         if self.here and info.step == self.step:
@@ -354,8 +354,8 @@ class Momentum(Callback):
     def __init__(self, straight: bool = False) -> None:
         self.straight = straight
 
-    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.model, self.weights = model, weights
+    def on_start(self, run: RunContext) -> None:
+        self.model, self.weights = run.model, run.weights
 
     @torch.no_grad()
     def on_step(self, info: StepInfo) -> None:
@@ -384,7 +384,7 @@ class Net(nn.Sequential):
 
 
 class Accompanied(Task):
-    """Learns from the data, a frozen `teacher`, a copy of the model that follows it, and one that rewards outputs."""
+    """Learns from the data, a frozen `teacher`, a copy of the model that follows it, and a model of rewards."""
 
     def __init__(
         self,
@@ -454,8 +454,8 @@ def training_schedule(horizon: Any) -> Any:
 class Hears(Callback):
     """Writes down what it hears, and how many groups of ranks there are; fails an evaluation where FAIL is set."""
 
-    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.file = f"heard-{world.all.rank}.txt"
+    def on_start(self, run: RunContext) -> None:
+        self.file = f"heard-{run.world.all.rank}.txt"
         self.note(f"start in {len(dist.distributed_c10d._world.pg_map)} groups")
 
     def evaluating(self) -> nullcontext[None]:

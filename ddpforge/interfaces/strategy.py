@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ddpforge.recipe.schema import TrainSection
 
-__all__ = ["Compute", "Contract", "Explores", "Pass", "Refusal", "Replica", "Sharded", "Strategy"]
+__all__ = ["Compute", "Contract", "Explores", "Pass", "Refusal", "Replica", "Sharded", "Strategy", "TakesTurns"]
 
 Sharded = Literal["weights", "gradients", "optimizer state"]
 
@@ -31,7 +31,8 @@ class Contract:
     `shards` lists what is split over ranks, `replicas` is how many groups of ranks each hold all of that; where the
     optimizer's state is split, the weights that the optimizer updates are split like it. Where ranks average weights
     now and then, and not gradients at every step, each clips its own gradient, and the norm that `Replica.step` returns
-    has no counterpart under other strategies.
+    has no counterpart under other strategies. `reads_gradients` says that callbacks may read the reduced gradient: then
+    `Replica.step` calls `on_gradient`. One that takes several `optimizers` has replicas that are `TakesTurns`.
     """
 
     shards: tuple[Sharded, ...] = ()
@@ -41,6 +42,8 @@ class Contract:
     reduce_dtype: str = "float32"  # in which gradients are summed over ranks
     clips: str  # who clips the gradient norm, and when
     accumulates: str  # who adds up micro-batches, and where
+    reads_gradients: bool = False
+    optimizers: Literal["one", "several"] = "one"  # for how many parts of the parameters, each with one of its own
 
 
 class Refusal(NamedTuple):
@@ -139,6 +142,10 @@ Compute = Callable[["nn.Module", Pass], "tuple[Tensor, Any]"]
 """Seeds random numbers and calls a task: the summed loss of a pass and its outputs, from what a model makes of it."""
 
 
+def _nobody_reads(norm: Tensor) -> None:
+    """Stands where no callback reads gradients."""
+
+
 class Replica(ABC):
     """The model that one rank trains, spread over ranks as the strategy does it, with its optimizer.
 
@@ -178,6 +185,13 @@ class Replica(ABC):
         When the norm is not finite the update must not happen, on any rank; whether it is finite must be the same on
         all ranks, which decide by it without talking. No host-device synchronisation.
         """
+
+    on_gradient: Callable[[Tensor], None] = staticmethod(_nobody_reads)
+    """Set by the trainer where a callback reads gradients: `step` calls it with the norm, before clipping."""
+
+    def gradients_by_name(self) -> Mapping[str, Part]:
+        """This rank's parts of the reduced gradient, laid out as `weights.parts()`; within `on_gradient` only."""
+        raise NotImplementedError(f"{type(self).__name__} does not show its gradients")
 
     def overflowed(self) -> bool:
         """True when the last non-finite norm only means that fp16's loss scale was too high and has been lowered."""
@@ -219,3 +233,11 @@ class Explores(Protocol):
 
         Afterwards forward passes use the moved weights.
         """
+
+
+@runtime_checkable
+class TakesTurns(Protocol):
+    """A replica for tasks with several updates a step; a strategy that makes them says so in its contract."""
+
+    def turn(self, name: str) -> AbstractContextManager[Any]:
+        """Wraps an update of the turn: within, others' parameters get no gradients, and `step` updates the turn's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -35,6 +35,7 @@ from ddpforge.ranks.join import limit_waiting
 from ddpforge.strategies import named_state
 from ddpforge.strategies.meta import materialise
 from ddpforge.strategies.precision import precision_for
+from ddpforge.strategies.several import members
 from ddpforge.strategies.torch_replica import TorchReplica
 from ddpforge.strategies.trial import tried
 
@@ -56,6 +57,8 @@ class FSDP(Strategy):
         shards=("weights", "gradients", "optimizer state"),
         clips="every rank alike, after the reduce-scatter, by the norm over all shards",
         accumulates="the shards' .grad; one reduce-scatter per micro-batch",
+        reads_gradients=True,
+        optimizers="several",
     )
     joins_alone = True
 
@@ -198,7 +201,8 @@ class FSDP(Strategy):
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Tries the optimizer out on a sharded weight before it gets those of the model, which are proven to be."""
-        self._try(optimizer)
+        for _, member in members(optimizer):
+            self._try(member)
         self._check(model)
         return _FSDPReplica(self, model, optimizer)
 
@@ -282,6 +286,7 @@ class _FSDPReplica(TorchReplica):
     def _watch_gradients(self, model: nn.Module) -> None:
         """Notes which parameters get a gradient in a backward pass, before gradients are reduced over ranks."""
         self._used: set[str] = set()
+        self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # not in torch 2.11
             # Ranks that used different parameters then come to the end of backward, where that is reported.
             self._model.set_reduce_scatter_unused_params(True)
@@ -292,14 +297,24 @@ class _FSDPReplica(TorchReplica):
     def _watch_unit(self, prefix: str, unit: nn.Module) -> None:
         """Called while the unit's parameters are gathered: what backward gives gradients to are these, not shards."""
         for name, parameter in unit.named_parameters(prefix):
-            if parameter.requires_grad and not isinstance(parameter, DTensor):
+            if name in self._trained and not isinstance(parameter, DTensor):
 
                 def note(_: Tensor, name: str = name) -> None:
                     self._used.add(name)
 
-                parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+                trains = parameter.requires_grad  # not in a turn of others, and there are no hooks without
+                parameter.requires_grad_(True).register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+                parameter.requires_grad_(trains)
 
     # -- one step
+    @contextmanager
+    def turn(self, name: str) -> Iterator[None]:
+        """Gathers weights anew, which is when they learn what is frozen."""
+        _reshard(self.bare)
+        with super().turn(name):
+            yield
+            _reshard(self.bare)
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Autocast that keeps no copies of gathered weights."""
         return self.precision.sharded_forward(compiled=self.train.compile != "off")
@@ -329,6 +344,10 @@ class _FSDPReplica(TorchReplica):
         dist.all_reduce(square, group=self._strategy.mesh.get_group(-1))
         # Where the optimizer updates on the host, it must not look at a number that is still on its way there.
         return square.sqrt().cpu() if self._strategy.cpu_offload else square.sqrt()
+
+    def held(self, gradients: Iterable[Tensor]) -> list[Tensor]:
+        """The shards."""
+        return _local(gradients)
 
     def clip(self, largest: float, norm: Tensor) -> None:
         """torch's own formula, on the shards."""

@@ -46,7 +46,6 @@ def first_batch(data: Any, samples: int = SAMPLES) -> MicroBatch:
         global_batch=samples,
         share=RankShare(0, 1, samples),
         seed=0,
-        shuffle=False,
         drop_last=False,
         workers=0,
         prefetch=2,
