@@ -94,8 +94,10 @@ class Trainer:
         self.tracker = tracker
         self.saving = Saving(checkpoints, recipe.checkpoint, replica, lambda: self.callbacks, tracker)
         self._shows = shows or Shows(tracker, is_main=world.is_main)
-        if reads_gradients(callbacks):
-            replica.on_gradient = self._tell_gradient
+        self._shown_gradient: int | None = None  # the step whose gradient callbacks were shown last
+        self._reads_gradients = reads_gradients(callbacks)
+        if self._reads_gradients:
+            replica.on_gradient = self._show_gradient
         self._recipe = recipe
 
         # how often what happens
@@ -251,6 +253,11 @@ class Trainer:
         else:
             totals, norm = self._turns.train(step, draws, measure=measure)
             self._norms.add(step, norm)
+            if self._reads_gradients and self._shown_gradient is None:
+                kind = type(self.replica).__name__
+                raise PluginError(
+                    f"{kind} promises that callbacks can read gradients, and its step called none of them"
+                )
         self.progress.step = step
         for first in drawn:
             self._read.note(first)
@@ -271,7 +278,8 @@ class Trainer:
             factor *= asked
         return factor
 
-    def _tell_gradient(self, norm: Tensor) -> None:
+    def _show_gradient(self, norm: Tensor) -> None:
+        self._shown_gradient = self.progress.step + 1
         for callback in self.callbacks.values():
             callback.on_gradient(self.progress.step + 1, norm)
 

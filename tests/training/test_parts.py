@@ -333,6 +333,50 @@ def test_a_metric_that_recipes_decide_by_is_one_of_a_set(parts: Callable[..., Pa
         assert found == {"callbacks.early_stopping.metric": f"no evaluation reports {metric}"}
 
 
+CALLBACKS = """
+from ddpforge.interfaces import Callback
+
+class Old(Callback):
+    def on_start(self, model, world, weights): ...
+
+class Reads(Callback):
+    def on_gradient(self, step, norm): ...
+
+class Measures(Callback):
+    def while_evaluating(self, step):
+        return {"fid": 1.0}
+"""
+
+
+def test_a_callback_of_an_older_contract_is_told_what_to_change(parts: Callable[..., Parts]) -> None:
+    Path("calls.py").write_text(CALLBACKS)
+    found = told(parts("callbacks.old.use=./calls.py:Old"))
+    assert found == {"callbacks.old": "callback `old`: Old.on_start takes other arguments than the run"}
+
+
+def test_a_callback_that_reads_gradients_is_refused_where_the_strategy_cannot_show_them(
+    parts: Callable[..., Parts],
+) -> None:
+    Path("calls.py").write_text(CALLBACKS)
+    reads = "callbacks.reads.use=./calls.py:Reads"
+    assert told(parts(reads)) == {}
+    found = told(parts(reads, "strategy={use='deepspeed'}"))
+    said = "callback `reads` (Reads) reads gradients in `on_gradient`, and this strategy cannot show them"
+    assert found["callbacks.reads"] == said
+
+
+def test_what_a_callback_measures_may_be_what_a_recipe_decides_by(parts: Callable[..., Parts]) -> None:
+    Path("calls.py").write_text(CALLBACKS)
+    measures = "callbacks.fid.use=./calls.py:Measures"
+    stop = "callbacks.early_stopping={metric='eval/fid', patience=1, mode='min'}"
+    net = "model={use='mlp', inputs=4, outputs=3, hidden=[2]}"
+    evaluates = "data.eval.use=./mine.py:Data"
+    assert told(parts(net, evaluates, stop), strict=True) == {
+        "callbacks.early_stopping.metric": "no evaluation reports eval/fid"
+    }
+    assert told(parts(net, evaluates, measures, stop), strict=True) == {}
+
+
 def evaluated(*only: str, sets: Sequence[str] = SETS) -> Parts:
     """The parts of an evaluation: nothing else can be built, for their constructors raise."""
     Path("gone.py").write_text(
