@@ -50,6 +50,7 @@ class _Size(click.ParamType[int]):
     metavar="GLOB",
     help='Only the tensors with such names, e.g. "*lora_*"; may be given several times.',
 )
+@click.option("--merge", is_flag=True, help="Fold the adapters of the model `lora` into the weights that they adapt.")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Convert the weights; default: as they are.")
 @click.option(
     "--max-shard-size",
@@ -66,6 +67,7 @@ def export(
     best: bool,
     weights: str,
     only: tuple[str, ...],
+    merge: bool,
     dtype: "Precision | None",
     max_shard_size: int | None,
     force: bool,
@@ -96,13 +98,14 @@ def export(
             Path(out or default),
             weights=weights,
             only=only,
+            merge=merge,
             dtype=dtype,
             force=force,
             most=max_shard_size,
         )
     else:
         file = Path(out or f"{default}.safetensors")
-        done = write(checkpoint, file, weights=weights, only=only, dtype=dtype, force=force)
+        done = write(checkpoint, file, weights=weights, only=only, merge=merge, dtype=dtype, force=force)
 
     if as_json:
         click.echo(json.dumps(asdict(done), default=str))
