@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["parameter_groups", "parameters_of_turns"]
+__all__ = ["covered", "parameter_groups", "parameters_of_turns"]
 
 _Test = Callable[[str, nn.Module, nn.Parameter], bool]
 
@@ -36,7 +36,7 @@ def parameter_groups(
     if among is not None:
         trainable = {name: parameter for name, parameter in trainable.items() if name in among}
 
-    exempt = {id(parameter) for pattern in no_decay for parameter in _covered(model, pattern)}
+    exempt = {id(parameter) for pattern in no_decay for parameter in covered(model, pattern)}
     decayed = {name: parameter for name, parameter in trainable.items() if id(parameter) not in exempt}
     others = {name: parameter for name, parameter in trainable.items() if id(parameter) in exempt}
 
@@ -53,7 +53,7 @@ def parameters_of_turns(model: nn.Module, turns: Mapping[str, Sequence[str]]) ->
     owners: dict[str, list[str]] = {name: [] for name in trainable.values()}
     for turn, globs in turns.items():
         key = f"turns.{turn}.parameters"
-        mine = {id(parameter) for glob in globs for parameter in _covered(model, glob, key, {})}
+        mine = {id(parameter) for glob in globs for parameter in covered(model, glob, key, {})}
         for name in (name for one, name in trainable.items() if one in mine):
             owners[name].append(turn)
         if not mine & trainable.keys():
@@ -77,7 +77,7 @@ def _group(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
     return {"params": list(parameters.values()), "names": list(parameters)}
 
 
-def _covered(
+def covered(
     model: nn.Module, pattern: str, key: str = "no_decay", words: Mapping[str, _Test] | None = None
 ) -> list[nn.Parameter]:
     """The parameters that one entry of a key means: a glob, or one of `words`, by default those of `no_decay`."""

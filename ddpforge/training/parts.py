@@ -50,6 +50,7 @@ from ddpforge.training.callbacks import check_callback, overriding
 from ddpforge.training.contract import Size, contract_of, count_parameters
 from ddpforge.training.evaluation import prefix
 from ddpforge.training.fitness import check_model
+from ddpforge.training.freezing import freeze
 from ddpforge.training.judging import settled, unsettled
 from ddpforge.training.one_turn import turns_of
 from ddpforge.training.optimizer_trial import check_optimizer
@@ -249,6 +250,8 @@ class Parts:
         with self.noting("model"):
             self.model = self._on_meta() if meta else self._model()
             check_model(self.model)
+            with self.noting("train", "freeze", faults=(ValueError,)):
+                freeze(self.model, recipe.train.freeze)
             self.size = count_parameters(self.model)
             self._put_beside()
             self._fit()
