@@ -30,12 +30,9 @@ def run(ddpforge: Callable[..., Ranks], tmp_path: Path) -> Run:
     def train(example: str, ranks: int, steps: int, *sets: str, out: str) -> list[dict[str, Any]]:
         if not (tmp_path / example).exists():
             shutil.copytree(ROOT / example, tmp_path / example)
-        every = (
-            f"train.length={steps}st",
-            "track.every=1st",
-            f"checkpoint.every={HALF}st",
-            f"train.eval_every={HALF}st",
-        )
+        every = [f"train.length={steps}st", "track.every=1st", f"checkpoint.every={HALF}st"]
+        if "[data.eval]" in (tmp_path / example / "recipe.toml").read_text():
+            every.append(f"train.eval_every={HALF}st")
         options = [f"--set={one}" for one in (*every, *sets)]
         ddpforge("run", f"{example}/recipe.toml", "--out", out, *options, nproc=ranks)
         (file,) = (tmp_path / out).glob("*/metrics.jsonl")
