@@ -64,7 +64,7 @@ def run(
         )
         if opened.result:
             return Outcome(folder.path, opened.result, world.is_main)
-        return Attempt(folder, opened, parts, taken, world, peers, is_built=is_new).run()
+        return Attempt(folder, opened, parts, taken, world, peers, claims=claims, is_built=is_new).run()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpforge.builtin.orders.plain import Shuffled
 from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.data import RankShare, open_data
 from ddpforge.errors import CheckpointError
@@ -320,7 +321,7 @@ def _open(data: Any, batch: int, *, shuffle: bool) -> Any:
         global_batch=batch,
         share=RankShare(0, 1, batch),
         seed=0,
-        shuffle=shuffle,
+        order=Shuffled(data, 0, batch, False) if shuffle else None,
         drop_last=False,
         workers=0,
         prefetch=2,

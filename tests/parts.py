@@ -3,6 +3,7 @@
 Recipes in tests name them as `./parts.py:Name`; the fixture `write_recipe` puts this file beside the recipe.
 """
 
+import copy
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 
-from ddpforge.interfaces import Callback, Replica, RunContext, StepInfo, Task, Total
+from ddpforge.interfaces import Beside, Callback, Replica, RunContext, StepInfo, Task, Total
 from ddpforge.strategies.ddp import DDP
 
 
@@ -367,6 +368,54 @@ class Momentum(Callback):
             student = self.weights.elements(name.replace("teacher", "student"), part.region)
             part.tensor.view(-1).lerp_(student, 0.5)
         self.weights.changed()
+
+
+class Net(nn.Sequential):
+    """Two blocks and what follows them; `normed` by the statistics of a batch."""
+
+    def __init__(self, normed: bool = False, inputs: int = 4) -> None:
+        norms = [nn.BatchNorm1d(9)] if normed else []
+        super().__init__(
+            nn.Sequential(nn.Linear(inputs, 9), nn.Tanh()),
+            nn.Sequential(nn.Linear(9, 9), nn.Tanh()),
+            *norms,
+            nn.Linear(9, 1),
+        )
+
+
+class Accompanied(Task):
+    """Learns from the data, a frozen `teacher`, a copy of the model that follows it, and a model of rewards."""
+
+    def __init__(
+        self,
+        teacher: nn.Module,
+        weights: str | None = None,
+        saved: bool | None = None,
+        follows: str | None = "",
+        training: bool = False,
+    ) -> None:
+        self.teacher, self.rewarding = teacher, Net(inputs=1)
+        self.weights, self.saved, self.follows, self.training = weights, saved, follows, training
+
+    def beside(self, model: nn.Module) -> Mapping[str, Beside]:
+        self.target = copy.deepcopy(model)
+        return {
+            "teacher": Beside(module=self.teacher, weights=self.weights, saved=self.saved),
+            "target": Beside(module=self.target, follows=self.follows, momentum=_rising, training=self.training),
+            "rewarding": Beside(module=self.rewarding),
+        }
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        inputs, targets = batch
+        outputs = model(inputs)
+        with torch.no_grad():
+            followed = self.target(inputs)
+        errors = sum((outputs - wanted).square() for wanted in (targets, followed, self.teacher(inputs)))
+        return (errors - self.rewarding(outputs)).sum(), outputs
+
+
+def _rising(step: int) -> float:
+    return 1.0 - 0.5 / (1 + step)
 
 
 class SpoiltPoints(Points):

@@ -21,7 +21,7 @@ from ddpforge.cli import main
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, RecipeError
 from ddpforge.recipe import load_recipe, render
-from ddpforge.recipe.layers import FRAMEWORK_KEYS, kind_at, used_name
+from ddpforge.recipe.layers import framework_keys, kind_at, used_name
 from ddpforge.recipe.vocabulary import Vocabulary
 
 ROOT = Path(__file__).parent.parent
@@ -137,7 +137,7 @@ def is_key(path: tuple[str, ...], table: dict[str, Any], folder: Path) -> bool:
                 slot = slot.get(part, {})
             use = used_name(path[:end], slot)
             options = (registry.options_model(kind, name, folder) for name in ([use] if use else registry.names(kind)))
-            mine = ("use", *FRAMEWORK_KEYS.get(path[:end], ()))
+            mine = ("use", *framework_keys(path[:end]))
             return path[end] in mine or any(path[end] in model.model_fields for model in options)
     return False
 

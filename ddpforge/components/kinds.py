@@ -102,6 +102,34 @@ def _horizon(settings: Mapping[str, Any]) -> Any:
     return Horizon(**({"total": 100, "steps_per_epoch": 10} | settings.get("horizon", {})))
 
 
+class _Samples:
+    """A dataset of numbers, with what orders may ask it for: columns that its author names, or some usual ones."""
+
+    random = False
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        usual = {"labels": [n % 7 % 3 for n in range(100)], "lengths": [n * 37 % 101 for n in range(100)]}
+        columns = settings.get("columns") or usual | {"weights": usual["lengths"], "difficulty": usual["lengths"]}
+        self.__dict__.update(columns)
+        self._length = len(next(iter(columns.values())))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _columns() -> Mapping[str, Any]:
+    from typing import Annotated
+
+    from pydantic import Field
+
+    return {
+        "columns": Annotated[dict[str, Annotated[list[int | float | str], Field(min_length=1)]], Field(min_length=1)]
+    }
+
+
 def _ranks() -> Mapping[str, Any]:
     from typing import Annotated
 
@@ -118,6 +146,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
             KindSpec(
                 name="model",
                 base="torch.nn:Module",
+                nested=True,
                 tables=(("model",),),
                 settings=lambda: {"unused": list[str], "meta": bool},
                 jobs={2: "train", 1: "train"},
@@ -135,6 +164,19 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 settings=lambda: {"duplicates": bool},
                 jobs={2: "data"},
             ),
+            KindSpec(
+                name="order",
+                base="ddpforge.interfaces:Order",
+                given={
+                    "data": _Samples,
+                    "seed": lambda _: 0,
+                    "global_batch": lambda _: 8,
+                    "drop_last": lambda _: False,
+                },
+                nested=True,
+                tables=(("data", "order"),),
+                settings=_columns,
+            ),
             KindSpec(name="task", base="ddpforge.interfaces:Task", nested=True, tables=(("task",),)),
             KindSpec(name="metric", base="ddpforge.interfaces:Metric", nested=True, listed_in=("task", "metrics")),
             KindSpec(
@@ -143,7 +185,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 parameter="params",
                 given={"params": _parameters},
                 tables=(("optimizer",),),
-                framework_keys=("no_decay",),
+                framework_keys=("no_decay", "turns"),
                 settings=lambda: {"elementwise": bool},
             ),
             KindSpec(

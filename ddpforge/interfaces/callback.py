@@ -105,7 +105,7 @@ class Callback:
         """After a checkpoint was committed."""
 
     def on_end(self, error: BaseException | None) -> None:
-        """After the last step, or after `ddpforge eval`; also when that failed."""
+        """After the last step, or after `ddpforge eval`; also when that failed; the last to start is told first."""
 
     def state(self) -> Mapping[str, Tensor | Part | int | float | str | bool | None]:
         """Returns what a checkpoint must hold so that a resumed run goes on as if nothing had happened.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, 
 
 from ddpforge.interfaces.optimizer import Exploring
 from ddpforge.interfaces.regions import Part
-from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights
+from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights, WholeWeights
 from ddpforge.interfaces.world import World
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ddpforge.recipe.schema import TrainSection
 
-__all__ = ["Compute", "Contract", "Explores", "Pass", "Refusal", "Replica", "Sharded", "Strategy"]
+__all__ = ["Compute", "Contract", "Explores", "Pass", "Refusal", "Replica", "Sharded", "Strategy", "TakesTurns"]
 
 Sharded = Literal["weights", "gradients", "optimizer state"]
 
@@ -32,7 +32,7 @@ class Contract:
     optimizer's state is split, the weights that the optimizer updates are split like it. Where ranks average weights
     now and then, and not gradients at every step, each clips its own gradient, and the norm that `Replica.step` returns
     has no counterpart under other strategies. `reads_gradients` says that callbacks may read the reduced gradient: then
-    `Replica.step` calls `on_gradient`.
+    `Replica.step` calls `on_gradient`. One that takes several `optimizers` has replicas that are `TakesTurns`.
     """
 
     shards: tuple[Sharded, ...] = ()
@@ -43,6 +43,7 @@ class Contract:
     clips: str  # who clips the gradient norm, and when
     accumulates: str  # who adds up micro-batches, and where
     reads_gradients: bool = False
+    optimizers: Literal["one", "several"] = "one"  # for how many parts of the parameters, each with one of its own
 
 
 class Refusal(NamedTuple):
@@ -108,6 +109,17 @@ class Strategy(ABC):
 
         `ddpforge eval` brings an SGD that never steps: it keeps nothing.
         """
+
+    def beside(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
+        """Places a module that is used beside the model, and never trained; returns its weights, which are frozen.
+
+        Called after `prepare`, for one such module after the other; `blocks` are the module's own. By default every
+        rank holds it whole, with rank 0's values.
+        """
+        module.to(self.world.device)
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.world.all.broadcast(tensor.data)
+        return WholeWeights(module, self.world.all)
 
 
 # ---------------------------------------------------------------------------------------------- what is trained
@@ -221,3 +233,11 @@ class Explores(Protocol):
 
         Afterwards forward passes use the moved weights.
         """
+
+
+@runtime_checkable
+class TakesTurns(Protocol):
+    """A replica for tasks with several updates a step; a strategy that makes them says so in its contract."""
+
+    def turn(self, name: str) -> AbstractContextManager[Any]:
+        """Wraps an update of the turn: within, others' parameters get no gradients, and `step` updates the turn's."""

@@ -7,7 +7,7 @@ import re
 
 from ddpforge.confidential import SECRET
 from ddpforge.errors import Problem
-from ddpforge.recipe.layers import FRAMEWORK_KEYS, Layers, Table, Value, kind_at, map_strings, strings
+from ddpforge.recipe.layers import Layers, Table, Value, framework_keys, kind_at, map_strings, strings
 from ddpforge.recipe.origins import KeyPath, Origin
 from ddpforge.recipe.report import did_you_mean, dotted, kind_of, nearest
 
@@ -127,7 +127,7 @@ class _Filling:
         for path, text in strings(self.layers.tables):
             owner = next((path[:end] for end in (1, 2, 3) if kind_at(path[:end], self.layers.tables)), None)
             key = path[len(owner)] if owner and len(path) > len(owner) else "use"
-            is_option = key != "use" and key not in FRAMEWORK_KEYS.get(owner or (), ()) and path[-1] != "use"
+            is_option = key != "use" and key not in framework_keys(owner or ()) and path[-1] != "use"
             if SECRET.search(text) and not is_option:
                 hint = "use ${env:NAME} for what may be written down"
                 self.report(path, f"`{dotted(path)}` cannot be a secret: only options of components can", hint)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ddpforge.components.kinds import KINDS
 from ddpforge.recipe.origins import KeyPath, Origin, Source
+from ddpforge.recipe.schema import Component, TurnComponent
 
 Value = Any  # whatever TOML can hold
 Table = dict[str, Value]
@@ -21,8 +22,10 @@ NAMED_SLOTS = {spec.named_in: kind for kind, spec in KINDS.items() if spec.named
 SETS = ("data", "eval")
 """The table that names a component or, where it has no `use`, may hold several tables that do, each with a name."""
 
-FRAMEWORK_KEYS: dict[KeyPath, tuple[str, ...]] = {path: KINDS[kind].framework_keys for path, kind in SLOTS.items()}
-"""Keys of a component's table that ddpforge itself reads; all others but `use` are the component's."""
+TURNS = ("optimizer", "turns")
+"""The table whose inner tables are variations on the one around it: what they do not say is as it says."""
+
+_TURN_KEYS = tuple(TurnComponent.model_fields.keys() - Component.model_fields.keys())
 
 _VARIABLE = re.compile(r"\$\{vars\.([^{}]*)\}")
 
@@ -33,7 +36,17 @@ def kind_at(path: KeyPath, tables: Table) -> str | None:
         return NAMED_SLOTS[str(path[0])]
     if path[: len(SETS)] == SETS and holds_sets(tables):
         return SLOTS[SETS] if len(path) == len(SETS) + 1 else None
+    if path[: len(TURNS)] == TURNS and len(path) > len(TURNS):
+        inner = path[len(TURNS) + 1 :]
+        return "schedule" if inner == ("schedule",) else None if inner else "optimizer"
     return SLOTS.get(path)
+
+
+def framework_keys(path: KeyPath) -> tuple[str, ...]:
+    """Keys of the component's table at `path` that ddpforge itself reads; all others but `use` are the component's."""
+    if path in SLOTS:
+        return KINDS[SLOTS[path]].framework_keys
+    return _TURN_KEYS if path[:-1] == TURNS else ()
 
 
 def holds_sets(tables: Table) -> bool:
@@ -101,7 +114,7 @@ class Layers:
             if isinstance(value, dict) and isinstance(old, dict):
                 if change_use and _names_another(path, old, value, self.tables):
                     uses = used_name(path, old)
-                    for option in old.keys() - FRAMEWORK_KEYS.get(path, ()):
+                    for option in old.keys() - framework_keys(path):
                         self.dropped[(*path, option)] = old[option], uses
                         self._forget(old, option, (*path, option))
                 self._merge(old, value, path, origins, change_use)

@@ -7,7 +7,7 @@ import re
 from enum import Enum
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -111,13 +111,40 @@ class Component(BaseModel):
     base: Annotated[Path, Field(exclude=True)] = Path()
 
 
-class OptimizerComponent(Component):
-    """The optimizer, and which parameters it must not decay."""
+_Globs = tuple[Annotated[str, Field(min_length=1)], ...]
+_ClipNorm = Annotated[float | None, Field(ge=1e-9, le=1e6)]
+
+
+class TurnComponent(Component):
+    """The update of one part of the parameters; whatever of `use` and options it does not say is as in [optimizer]."""
 
     use: Annotated[str, Resume.FIXED]
-    no_decay: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.TUNABLE] = Field(
+    parameters: Annotated[_Globs, Resume.FIXED] = Field(
+        default=(), description='What it trains, as globs over full names; absent: "NAME.*", after the turn.'
+    )
+    repeats: Annotated[Count, Resume.FIXED] = Field(default=1, description="Updates in every step, one after another.")
+    fresh: Annotated[bool, Resume.FIXED] = Field(
+        default=False,
+        description="Draw a global batch for each of these updates; else they use that of the update before them.",
+    )
+    clip_norm: Annotated[_ClipNorm, Resume.TUNABLE] = Field(
+        default=None, description="Largest norm of these parameters' gradient; absent: train.clip_norm."
+    )
+    schedule: Annotated[Component | None, Resume.TUNABLE] = Field(
+        default=None, description="A schedule for this turn alone, as a table; absent: [schedule]."
+    )
+
+
+class OptimizerComponent(Component):
+    """The optimizer, which parameters it must not decay, and the turns of a task that has several updates a step."""
+
+    use: Annotated[str, Resume.FIXED]
+    no_decay: Annotated[_Globs, Resume.TUNABLE] = Field(
         default=(),
         description='Parameters without weight decay: "bias", "norm", "embedding", "1d", or a glob over full names.',
+    )
+    turns: Annotated[dict[str, TurnComponent], Resume.TUNABLE] = Field(
+        default={}, description="A table for each turn of the task, see below."
     )
 
 
@@ -128,6 +155,7 @@ class DataSection(Section):
     eval: Annotated[Component | dict[str, Component] | None, Resume.FIXED] = (
         None  # with `use` it is one set, else several
     )
+    order: Annotated[Component | None, Resume.FIXED] = None  # of training data; absent: shuffled
     workers: Annotated[int, Resume.OUTSIDE] = Field(
         default=0, ge=0, le=1024, description="Loader processes per rank; 0 fetches in the training process."
     )
@@ -327,6 +355,8 @@ class Recipe(Section):
                 found |= {(spec.named_in, key): component for key, component in named.items()}
         evaluations = self.data.evaluations
         found |= {("data", "eval", *filter(None, [name])): component for name, component in evaluations.items()}
+        for name, turn in self.optimizer.turns.items():
+            found |= {("optimizer", "turns", name): turn, ("optimizer", "turns", name, "schedule"): turn.schedule}
         return {path: component for path, component in found.items() if component}
 
 
@@ -343,6 +373,9 @@ def resume_policy(path: str) -> Resume:
     section: object = Recipe
     found = Resume.TUNABLE
     for key in path.split("."):
+        if get_origin(section) is dict:
+            section = get_args(section)[1]  # the key is a name
+            continue
         if not (isinstance(section, type) and issubclass(section, BaseModel)):
             break  # a component among others: what holds for all of them
         fields = section.model_fields

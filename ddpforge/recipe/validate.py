@@ -16,13 +16,14 @@ from ddpforge.errors import PluginError, Problem
 from ddpforge.recipe.checks import cross_check
 from ddpforge.recipe.explain import Explainer
 from ddpforge.recipe.layers import (
-    FRAMEWORK_KEYS,
     NAMED_SLOTS,
     SETS,
     SLOTS,
+    TURNS,
     Layers,
     Table,
     Value,
+    framework_keys,
     holds_sets,
     inside,
     kind_at,
@@ -55,11 +56,13 @@ class _Validation:
         self.explainer = Explainer(layers, file, registry)
         self.options: dict[KeyPath, Table] = {}
         self.plain: dict[KeyPath, Table] = {}
+        self.said: dict[KeyPath, set[str]] = {}  # keys that a variation on another table says itself
 
     def run(self) -> tuple[Recipe | None, Table, list[Problem]]:
         for key in _DEFAULTS:
             self.layers.tables.setdefault(key, {"use": Recipe.model_fields[key].default.use})
 
+        self._inherit()
         components = {path: self._component(path, table) for path, table in self._slots()}
         for path in components:
             self._check_options(path)
@@ -70,6 +73,21 @@ class _Validation:
                 component.options.update(self.options.get(path, ()))  # before anyone else sees them
             cross_check(recipe, self.explainer)
         return recipe, tables, self.explainer.problems()
+
+    def _inherit(self) -> None:
+        """Gives each turn what it does not say: the optimizer's `use` and, where it has the same, options."""
+        for path, table in self._turns():
+            base = self.layers.tables[TURNS[0]]
+            if table.get("use", base.get("use")) == base.get("use"):
+                self.said[path] = set(table)
+                table |= {key: base[key] for key in base.keys() - framework_keys(TURNS[:1]) - table.keys()}
+
+    def _turns(self) -> Iterator[tuple[KeyPath, Table]]:
+        tables = self.layers.tables.get(TURNS[0])
+        turns = tables.get(TURNS[1]) if isinstance(tables, dict) else None
+        for name, table in turns.items() if isinstance(turns, dict) else ():
+            if isinstance(table, dict):
+                yield (*TURNS, name), table
 
     def _slots(self) -> Iterator[tuple[KeyPath, Value]]:
         """Yields the paths at which a component's table belongs, with the values there."""
@@ -82,6 +100,10 @@ class _Validation:
             outer = inside(tables, path[:-1]) if path[0] in tables else None
             if isinstance(outer, dict) and path[-1] in outer:
                 yield path, outer[path[-1]]
+        for path, table in self._turns():
+            yield path, table
+            if "schedule" in table:
+                yield (*path, "schedule"), table["schedule"]
         for section in NAMED_SLOTS:
             inner = tables.get(section)
             for key, value in inner.items() if isinstance(inner, dict) else ():
@@ -176,11 +198,15 @@ class _Validation:
             component = inside(tables, path)
             del component["options"]
             component |= self.plain.get(path, {})
+            for key in {"use", *self.plain.get(path, ())} - self.said.get(path, component.keys()):
+                del component[key]
+        if not recipe.optimizer.turns:
+            del tables["optimizer"]["turns"]
         return {key: value for key, value in tables.items() if value != {}}
 
 
 def _framework_keys(path: KeyPath, table: Table) -> Table:
-    return {key: table[key] for key in FRAMEWORK_KEYS.get(path, ()) if key in table}
+    return {key: copy.deepcopy(table[key]) for key in framework_keys(path) if key in table}
 
 
 def _complete(model: type[BaseModel], options: Table) -> tuple[Table, Table]:

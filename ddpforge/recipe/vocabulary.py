@@ -8,7 +8,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from ddpforge.interfaces.durations import Duration
-from ddpforge.recipe.layers import FRAMEWORK_KEYS
+from ddpforge.recipe.layers import framework_keys
 from ddpforge.recipe.origins import KeyPath
 from ddpforge.recipe.other_tools import FOREIGN_KEYS, FOREIGN_SECTIONS
 from ddpforge.recipe.report import dotted, nearest
@@ -45,7 +45,7 @@ class Vocabulary:
             return []
         names = [name for name in self.models[table].model_fields if (*table, name) != ("track", "trackers")]
         if table not in _SECTIONS:
-            return ["use", *FRAMEWORK_KEYS.get(table, ()), *names]
+            return ["use", *framework_keys(table), *names]
         return names if table else [*names, *_READ_EARLIER]
 
     def field(self, path: KeyPath) -> FieldInfo | None:
@@ -62,7 +62,7 @@ class Vocabulary:
         """The units that `number`, the duration at `path`, may have, and what they mean."""
         field = self.field(path)
         adapter = TypeAdapter[object](field.rebuild_annotation() if field else Duration)
-        known = {u: text for u, text in _UNITS.items() if path[:-1] != ("schedule",) or u in ("ep", "st")}
+        known = {u: text for u, text in _UNITS.items() if path[-2:-1] != ("schedule",) or u in ("ep", "st")}
         return {unit: meaning for unit, meaning in known.items() if _accepts(adapter, f"{number}{unit}")}
 
     def suggest(self, path: KeyPath, value: object = None, *, section: bool) -> tuple[list[str], set[KeyPath]]:

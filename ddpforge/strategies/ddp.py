@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 from torch import nn
@@ -18,6 +18,7 @@ from ddpforge.errors import StrategyError
 from ddpforge.interfaces import CanonicalState, Contract, Replica, SavedTensor, Strategy
 from ddpforge.strategies.hold_back import HoldBack
 from ddpforge.strategies.powersgd import PowerSGD
+from ddpforge.strategies.several import InTurns
 from ddpforge.strategies.torch_replica import WholeReplica
 
 __all__ = ["DDP"]
@@ -44,6 +45,7 @@ class DDP(Strategy):
         clips="every rank alike, after the all-reduce, by the norm of all gradients",
         accumulates="autograd, in the parameters' .grad; one all-reduce per step, in the last micro-batch",
         reads_gradients=True,
+        optimizers="several",
     )
 
     def __init__(
@@ -77,6 +79,8 @@ class DDP(Strategy):
         self._hook, reduce_dtype = _HOOKS[compression]
         self.contract = replace(self.contract, reduce_dtype=reduce_dtype)
         self._powersgd = (powersgd_rank, powersgd_start) if compression == "powersgd" else None
+        if self._powersgd:
+            self.contract = replace(self.contract, optimizers="one")  # its memory is that of one reducer
         self._options: dict[str, Any] = {
             # Buffers are made equal when somebody reads them (evaluation, checkpoints), not at every forward pass.
             "broadcast_buffers": False,
@@ -96,10 +100,39 @@ class DDP(Strategy):
                 hints=["a model without trainable parameters has nothing to synchronise"],
             )
         self._share_constants(model)
+        if isinstance(optimizer, InTurns):
+            wrapped = {name: self._wrapped(model, part.param_groups) for name, part in optimizer.parts.items()}
+        else:
+            wrapped = {"": self._wrapped(model, [{"params": list(model.parameters())}])}
+        return _DDPReplica(
+            self,
+            model,
+            optimizer,
+            wrapped=wrapped,
+            may_be_unused=self._may_be_unused,
+            unused_hints=_UNUSED,
+        )
+
+    def _share_constants(self, model: nn.Module) -> None:
+        """Makes buffers and frozen parameters equal; DDP would do it, but for some dtypes it cannot."""
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        for tensor in (*frozen, *model.buffers()):
+            self.world.all.broadcast(tensor)
+
+    def _wrapped(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> _Wrapped:
+        """The model in a DistributedDataParallel for the parameters in `groups`.
+
+        One for each turn has its own buckets: what the others train is neither waited for nor sent.
+        """
+        mine = {id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad}
+        named = model.named_parameters(remove_duplicate=False)
+        others = [name for name, parameter in named if id(parameter) not in mine]
+        ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        ignore(model, [*others, *(name for name, _ in model.named_buffers(remove_duplicate=False))])
         with warnings.catch_warnings():
             # torch 2.15 renamed the option by which DDP leaves buffers alone; older ones know only this name.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
-            wrapped = DistributedDataParallel(model, **self._options)
+            module = DistributedDataParallel(model, **self._options)
         hook, powersgd = self._hook, None
         if self._powersgd:
             powersgd = PowerSGD(*self._powersgd, self.world.all)
@@ -109,42 +142,45 @@ class DDP(Strategy):
         if holds_back:
             hook = holds_back.reduce
         if hook is not None:
-            wrapped.register_comm_hook(None, hook)
-        return _DDPReplica(
-            self,
-            model,
-            optimizer,
-            module=wrapped,
-            may_be_unused=self._may_be_unused,
-            unused_hints=_UNUSED,
-            holds_back=holds_back,
-            powersgd=powersgd,
-        )
+            module.register_comm_hook(None, hook)
+        return _Wrapped(module, holds_back, powersgd)
 
-    def _share_constants(self, model: nn.Module) -> None:
-        """Makes buffers and frozen parameters equal; DDP would do it, but for some dtypes it cannot."""
-        frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-        constants = frozen | dict(model.named_buffers())
-        for tensor in constants.values():
-            self.world.all.broadcast(tensor)
-        ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-        ignore(model, list(constants))
+
+class _Wrapped(NamedTuple):
+    """A DistributedDataParallel, and what its hook is made of."""
+
+    module: DistributedDataParallel
+    holds_back: HoldBack | None
+    powersgd: PowerSGD | None
 
 
 class _DDPReplica(WholeReplica):
-    """A model in a DistributedDataParallel, which averages gradients while backward runs."""
+    """A model in a DistributedDataParallel, or one for each turn, which averages gradients while backward runs."""
 
-    def __init__(self, *parts: Any, holds_back: HoldBack | None, powersgd: PowerSGD | None, **options: Any) -> None:
-        super().__init__(*parts, **options)
-        self._holds_back, self._powersgd = holds_back, powersgd
+    def __init__(self, *parts: Any, wrapped: Mapping[str, _Wrapped], **options: Any) -> None:
+        self._wrapped, self._now = wrapped, next(iter(wrapped.values()))
+        super().__init__(*parts, module=self._now.module, **options)
+        for other in list(wrapped.values())[1:]:
+            self.compile(other.module)
+        self._powersgd = self._now.powersgd
+
+    @contextmanager
+    def turn(self, name: str) -> Iterator[None]:
+        """Also sends what it passes through the DistributedDataParallel of the turn."""
+        before = self._now
+        self._now = self._wrapped[name]
+        self.module = self._now.module
+        with super().turn(name):
+            yield
+        self._now, self.module = before, before.module
 
     @contextmanager
     def forward(self, *, last: bool = True) -> Iterator[None]:
         """Also holds the all-reduce back until the step's last micro-batch."""
-        wrapped = cast(DistributedDataParallel, self.module)
-        if self._holds_back is not None:
-            self._holds_back.held = not last
-        held = nullcontext() if last or self._holds_back is not None else wrapped.no_sync()
+        wrapped, holds_back, _ = self._now
+        if holds_back is not None:
+            holds_back.held = not last
+        held = nullcontext() if last or holds_back is not None else wrapped.no_sync()
         with held, super().forward(last=last):
             yield
 

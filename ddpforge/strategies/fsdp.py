@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -35,6 +35,7 @@ from ddpforge.ranks.join import limit_waiting
 from ddpforge.strategies import named_state
 from ddpforge.strategies.meta import materialise
 from ddpforge.strategies.precision import precision_for
+from ddpforge.strategies.several import members
 from ddpforge.strategies.torch_replica import TorchReplica
 from ddpforge.strategies.trial import tried
 
@@ -57,6 +58,7 @@ class FSDP(Strategy):
         clips="every rank alike, after the reduce-scatter, by the norm over all shards",
         accumulates="the shards' .grad; one reduce-scatter per micro-batch",
         reads_gradients=True,
+        optimizers="several",
     )
     joins_alone = True
 
@@ -157,20 +159,37 @@ class FSDP(Strategy):
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Shards every block, then the rest of the model; parameters become DTensors, under the same names."""
+        if self.meta:
+            torch.set_rng_state(self._random)
+        return self._shard_all(model, blocks)
+
+    def beside(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
+        """Shards the module like the model, apart from it."""
+        # No backward pass comes to free what is left over of the blocks.
+        return _Shards(self._shard_all(module, blocks, reshard_after_forward=True))
+
+    def _shard_all(
+        self, model: nn.Module, blocks: Sequence[nn.Module], *, reshard_after_forward: bool | None = None
+    ) -> nn.Module:
         for name, parameter in model.named_parameters():
             _refuse_form(name, parameter)
             if not parameter.is_meta:  # what is sharded is flat: other layouts would be lost, and fully_shard refuses
                 parameter.data = parameter.data.contiguous()
         ties = _ties(model)
         if self.meta:
-            torch.set_rng_state(self._random)
             materialise(model, then={id(block): self._shard_block for block in blocks})
         else:
             for block in blocks:
                 self._shard_block(block)
         # What is left over (embeddings, the last norm) is gathered in fp32: autocast decides what it computes in.
         self._agree_on(model)
-        fully_shard(model, mesh=self.mesh, mp_policy=_policy(None, _reduced(model)), offload_policy=self._offload())
+        fully_shard(
+            model,
+            mesh=self.mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=_policy(None, _reduced(model)),
+            offload_policy=self._offload(),
+        )
 
         if broken := sorted(ties - _ties(model)):
             raise StrategyError(
@@ -182,7 +201,8 @@ class FSDP(Strategy):
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Tries the optimizer out on a sharded weight before it gets those of the model, which are proven to be."""
-        self._try(optimizer)
+        for _, member in members(optimizer):
+            self._try(member)
         self._check(model)
         return _FSDPReplica(self, model, optimizer)
 
@@ -266,6 +286,7 @@ class _FSDPReplica(TorchReplica):
     def _watch_gradients(self, model: nn.Module) -> None:
         """Notes which parameters get a gradient in a backward pass, before gradients are reduced over ranks."""
         self._used: set[str] = set()
+        self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # not in torch 2.11
             # Ranks that used different parameters then come to the end of backward, where that is reported.
             self._model.set_reduce_scatter_unused_params(True)
@@ -276,14 +297,24 @@ class _FSDPReplica(TorchReplica):
     def _watch_unit(self, prefix: str, unit: nn.Module) -> None:
         """Called while the unit's parameters are gathered: what backward gives gradients to are these, not shards."""
         for name, parameter in unit.named_parameters(prefix):
-            if parameter.requires_grad and not isinstance(parameter, DTensor):
+            if name in self._trained and not isinstance(parameter, DTensor):
 
                 def note(_: Tensor, name: str = name) -> None:
                     self._used.add(name)
 
-                parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+                trains = parameter.requires_grad  # not in a turn of others, and there are no hooks without
+                parameter.requires_grad_(True).register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+                parameter.requires_grad_(trains)
 
     # -- one step
+    @contextmanager
+    def turn(self, name: str) -> Iterator[None]:
+        """Gathers weights anew, which is when they learn what is frozen."""
+        _reshard(self.bare)
+        with super().turn(name):
+            yield
+            _reshard(self.bare)
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Autocast that keeps no copies of gathered weights."""
         return self.precision.sharded_forward(compiled=self.train.compile != "off")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from torch import Tensor, nn
@@ -17,16 +17,23 @@ class Gradients:
     """The gradients of a bare `model`, one of `ranks`' own.
 
     A trained parameter that forward did not use has none; that is an error unless `may_be_unused`, with `hints` for
-    what else to do about it.
+    what else to do about it. Where only `some` parameters are trained, all others count as frozen.
     """
 
     def __init__(
-        self, model: nn.Module, ranks: Ranks, *, may_be_unused: bool = False, hints: Sequence[str] = ()
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        *,
+        may_be_unused: bool = False,
+        hints: Sequence[str] = (),
+        some: Collection[Tensor] | None = None,
     ) -> None:
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.parameters = list(model.parameters())
-        self.trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-        self.frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
+        trained = {id(p) for p in (self.parameters if some is None else some) if p.requires_grad}
+        self.trained = [parameter for parameter in self.parameters if id(parameter) in trained]
+        self.frozen = [parameter for parameter in self.parameters if id(parameter) not in trained]
         self._ranks, self._may_be_unused, self._hints = ranks, may_be_unused, hints
 
     def collect(self) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState, Part, SavedTensor
+from ddpforge.strategies.several import members
 
 __all__ = ["capture", "match", "match_form", "restore", "tensors"]
 
@@ -67,8 +68,8 @@ def restore(
             part = part_of(tensor.detach())
             saved.read_into(part.region, part.tensor)
 
-    indices = dict(_indices(optimizer, _names(model)))
-    if unknown := sorted(set(state.optimizer) - set(indices)):
+    trained = {name for _, member in members(optimizer) for name, _ in _indices(member, _names(model))}
+    if unknown := sorted(set(state.optimizer) - trained):
         raise CheckpointError(f"the checkpoint holds optimizer state of `{unknown[0]}`, which is not trained here")
     if partial and not state.optimizer:
         return
@@ -83,13 +84,15 @@ def restore(
         value.read_into(part.region, mine)
         return like(mine, parameter)
 
-    # torch's own loader moves each tensor to its parameter's device and gives `step` the form the optimizer wants.
-    packed = optimizer.state_dict()
-    packed["state"] = {
-        indices[name]: {key: read(value, held[name]) for key, value in entry.items()}
-        for name, entry in state.optimizer.items()
-    }
-    optimizer.load_state_dict(packed)
+    for _, member in members(optimizer):
+        # torch's own loader moves each tensor to its parameter's device and gives `step` the form the optimizer wants.
+        packed = member.state_dict()
+        packed["state"] = {
+            index: {key: read(value, held[name]) for key, value in state.optimizer[name].items()}
+            for name, index in _indices(member, _names(model))
+            if name in state.optimizer
+        }
+        member.load_state_dict(packed)
 
 
 def _names(model: nn.Module) -> dict[int, str]:

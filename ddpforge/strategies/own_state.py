@@ -38,11 +38,12 @@ class OwnState:
     """The state of `optimizer` that belongs to no parameter: what has changed since this was made.
 
     Attributes, entries of its groups, and entries of `optimizer.state` that are not a parameter's count. Numbers,
-    truth values and 0-d tensors can be saved; everything else that changes is refused.
+    truth values and 0-d tensors can be saved; everything else that changes is refused. Where there are several
+    optimizers, the `name` of each begins the names of its values.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, name: str = "") -> None:
+        self._optimizer, self._prefix = optimizer, f"{_PREFIX}{name}:" if name else _PREFIX
         self._built = dict(_leaves(optimizer))
 
     def capture(self) -> dict[str, Plain]:
@@ -56,11 +57,13 @@ class OwnState:
                 "parameter's state: a checkpoint cannot hold it, and a resumed run would go on without",
                 hints=["keep it as tensors in `optimizer.state[parameter]`, or as numbers"],
             )
-        return {_PREFIX + _spelled(path): leaf.value for path, leaf in changed.items()}
+        return {self._prefix + _spelled(path): leaf.value for path, leaf in changed.items()}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Takes back what `capture` gave; what is not in there becomes what it was when this was made."""
-        found = {name.removeprefix(_PREFIX): value for name, value in saved.items() if name.startswith(_PREFIX)}
+        found = {
+            name.removeprefix(self._prefix): value for name, value in saved.items() if name.startswith(self._prefix)
+        }
         for path, leaf in dict(_leaves(self._optimizer)).items():
             before = self._built.get(path)
             if _spelled(path) in found or not leaf.plain or _same(before, leaf):

@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from ddpforge.errors import StrategyError
 from ddpforge.strategies.casts import remade
+from ddpforge.strategies.several import members
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -60,6 +61,10 @@ class Precision:
         Fused optimizers on CUDA decide on the device. Others need the answer on the host: free on a CPU, one
         synchronisation per step on a GPU. So does a fused SGD when momentum begins.
         """
+        for _, member in members(optimizer):
+            self._update(member, norm)
+
+    def _update(self, optimizer: Optimizer, norm: Tensor) -> None:
         beginning = self._momenta.beginning(optimizer)
         fused: Any = optimizer
         if self.device.type != "cpu" and not beginning and getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -150,16 +155,18 @@ class _Momenta:
     """
 
     def __init__(self) -> None:
-        self._complete: int | None = None  # how many weights have momentum, once all have: no need to look again
+        # By optimizer, how many weights have momentum, once all have: no need to look again.
+        self._complete: dict[int, int] = {}
 
     def beginning(self, optimizer: Optimizer) -> Sequence[dict[str, Any]]:
         """The groups in which a weight is about to get its first momentum."""
-        if not isinstance(optimizer, SGD) or len(optimizer.state) == self._complete:
+        if not isinstance(optimizer, SGD) or len(optimizer.state) == self._complete.get(id(optimizer)):
             return ()
         state = optimizer.state
         groups = [group for group in optimizer.param_groups if group["fused"] and group["momentum"]]
         bare = [[p for p in group["params"] if state.get(p, {}).get("momentum_buffer") is None] for group in groups]
-        self._complete = None if any(bare) else len(state)
+        if not any(bare):
+            self._complete[id(optimizer)] = len(state)
         return [group for group, weights in zip(groups, bare, strict=True) if any(p.grad is not None for p in weights)]
 
 

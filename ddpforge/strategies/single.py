@@ -24,6 +24,7 @@ class Single(Strategy):
         clips="before the update, by the norm of all gradients",
         accumulates="autograd, in the parameters' .grad",
         reads_gradients=True,
+        optimizers="several",
     )
 
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:

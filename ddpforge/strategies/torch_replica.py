@@ -27,6 +27,7 @@ from ddpforge.strategies.buffers import equalise_buffers
 from ddpforge.strategies.gradients import Gradients
 from ddpforge.strategies.own_state import OwnState
 from ddpforge.strategies.precision import precision_for, refuse_float64
+from ddpforge.strategies.several import InTurns, members
 from ddpforge.strategies.trial import refuse_sparse
 from ddpforge.strategies.watch import refuse_loss, watched
 
@@ -56,17 +57,49 @@ class TorchReplica(Replica):
         self.weights = weights
         self.world, self.train = strategy.world, strategy.train
         self.precision = precision_for(self.train.precision, self.world.device)
+        self.clip_norm = self.train.clip_norm
         self.gradients = Gradients(bare, self.world.all, may_be_unused=may_be_unused, hints=unused_hints)
+        self._turns = {
+            name: Gradients(
+                bare,
+                self.world.all,
+                may_be_unused=may_be_unused,
+                hints=[f"or give it to another turn: optimizer.turns.{name}.parameters", *unused_hints],
+                some=[parameter for group in part.param_groups for parameter in group["params"]],
+            )
+            for name, part in (optimizer.parts.items() if isinstance(optimizer, InTurns) else ())
+        }
         self._shards = strategy.contract.shards
-        self._own = OwnState(optimizer)
+        self._own = [OwnState(member, name) for name, member in members(optimizer)]
         self.updated = False  # whether the weights have been, since this process began
         refuse_sparse(optimizer, bare, sharded=bool(self._shards))
         refuse_float64(bare, self.train)
+        self.compile(self.module)
+
+    def compile(self, module: nn.Module) -> None:
+        """Compiles `module` as the recipe asks for it."""
         if self.train.compile != "off" and not self.train.compile_blocks:
             # In place, and on the wrapper: state keeps its names, and DDP's buckets still overlap with backward.
-            self.module.compile(mode=self.train.compile)
+            module.compile(mode=self.train.compile)
 
     # -- one step
+    @contextmanager
+    def turn(self, name: str) -> Iterator[None]:
+        """Freezes what the turn does not train; its own are the optimizer, the gradients and their clipping."""
+        whole, everything = cast(InTurns, self.optimizer), self.gradients
+        own = self._turns[name]
+        others = [parameter for parameter in own.frozen if parameter.requires_grad]
+        self.optimizer, self.gradients = whole.parts[name], own
+        self.clip_norm = whole.clip_norms[name] or self.train.clip_norm
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)
+            self.optimizer, self.gradients, self.clip_norm = whole, everything, self.train.clip_norm
+
     def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
         """Autocast for bf16 and fp16; nothing for fp32. Until the first update, training passes are watched."""
         if self.updated or not self.bare.training:
@@ -101,8 +134,8 @@ class TorchReplica(Replica):
         self.precision.unscale(self.optimizer)
         norm = self.norm(self.gradients.collect())
         self.on_gradient(norm)
-        if self.train.clip_norm is not None:
-            self.clip(self.train.clip_norm, norm)
+        if self.clip_norm is not None:
+            self.clip(self.clip_norm, norm)
 
         self.precision.update(self.optimizer, norm)
         self.gradients.clear()
@@ -148,11 +181,12 @@ class TorchReplica(Replica):
     # -- to disk and back
     def remembered(self) -> Mapping[str, Any]:
         """The state that belongs to no one parameter."""
-        return self._own.capture()
+        return {name: value for own in self._own for name, value in own.capture().items()}
 
     def remember(self, state: CanonicalState[SavedTensor]) -> None:
         """Takes back what `remembered` gave, and fp16's loss scale."""
-        self._own.restore(state.shared)
+        for own in self._own:
+            own.restore(state.shared)
         self.precision.load_state(state.numbers)
 
 

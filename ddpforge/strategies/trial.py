@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
 from ddpforge.strategies.own_state import OwnState
+from ddpforge.strategies.several import members
 
 __all__ = ["refuse_sparse", "tried"]
 
@@ -54,35 +55,43 @@ def refuse_sparse(optimizer: Optimizer, model: nn.Module, *, sharded: bool) -> N
                 hints=["leave out `sparse = True` of the embedding", 'or set strategy.use = "ddp"'],
             )
         assert isinstance(module.weight, nn.Parameter)
-        group = next(g for g in optimizer.param_groups if any(p is module.weight for p in g["params"]))
+        owner, group = _owner(optimizer, module.weight)
         gradient = torch.sparse_coo_tensor(
             torch.tensor([[0, 2]]), torch.ones(2, 3), (4, 3), device=module.weight.device, check_invariants=True
         )
         try:
-            _, state = tried(optimizer, group, [torch.zeros(4, 3, device=gradient.device), gradient, gradient])
+            _, state = tried(owner, group, [torch.zeros(4, 3, device=gradient.device), gradient, gradient])
             kept = [key for key, value in state.items() if isinstance(value, Tensor) and value.is_sparse]
             reason = f"keeps its `{kept[0]}` sparse, which no checkpoint can hold" if kept else None
         except RuntimeError as error:
             reason = f"does not take them: {error}"
         if reason:
             raise StrategyError(
-                f"`{name}` ({type(module).__name__}) gives sparse gradients, and {type(optimizer).__name__} {reason}",
+                f"`{name}` ({type(module).__name__}) gives sparse gradients, and {type(owner).__name__} {reason}",
                 hints=[
                     "leave out `sparse = True` of the embedding",
                     'or set optimizer.use = "sgd" with fused = false and without momentum',
                 ],
             )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        _refuse_dense(model, {id(module.weight) for module in embeddings.values()})
+    for _, member in members(optimizer):
+        if isinstance(member, torch.optim.SparseAdam):
+            _refuse_dense(member, model, {id(module.weight) for module in embeddings.values()})
+
+
+def _owner(optimizer: Optimizer, weight: Tensor) -> tuple[Optimizer, dict[str, Any]]:
+    """The optimizer that updates a weight, and the group in it."""
+    groups = ((member, group) for _, member in members(optimizer) for group in member.param_groups)
+    return next((member, group) for member, group in groups if any(p is weight for p in group["params"]))
 
 
 def _is_sparse(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
 
 
-def _refuse_dense(model: nn.Module, sparse: set[int]) -> None:
+def _refuse_dense(optimizer: Optimizer, model: nn.Module, sparse: set[int]) -> None:
+    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in sparse:
+        if id(parameter) in mine - sparse:
             raise StrategyError(
                 f"SparseAdam takes sparse gradients only, and that of `{name}` is dense",
                 hints=['set optimizer.use = "adamw"'],

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -69,7 +69,7 @@ class Site:
         parts.report()
         checkpoints = Checkpoints(self.folder / folder, recipe.checkpoint, peers=self.peers, ranks=self.world.all)
         (self.folder / folder).mkdir(exist_ok=True)
-        trainer = assemble(parts, self.world, checkpoints, tracker, folder=self.folder, started=[])
+        trainer = assemble(parts, self.world, checkpoints, tracker, folder=self.folder, life=ExitStack())
         trainer.saving.origin = {"strategy": recipe.strategy.use, "world_size": self.world.all.size}
         return trainer
 

@@ -12,8 +12,9 @@ import torch
 
 from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import PluginError, UsageError
-from ddpforge.interfaces import Callback, Pass, Replica, Task, Total, World
+from ddpforge.interfaces import Callback, Pass, Replica, Rows, Task, Total, World
 from ddpforge.training.fingerprint import Fingerprint
+from ddpforge.training.one_turn import finished, of_turn, of_turns, reports_of
 from ddpforge.training.totals import Meter, add
 
 __all__ = ["Evaluator", "prefix"]
@@ -47,7 +48,7 @@ class Evaluator:
         self.sets, self.callbacks = sets, callbacks
         self._world, self._replica, self._task = world, replica, task
         self._seed = seed
-        self._meter = Meter(task, "evaluation")
+        self._meters = {turn: Meter(one, "evaluation") for turn, one in of_turns(task).items()}
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Means over each set, as of the weights after `step`; called on every rank. `prefix` begins their names."""
@@ -79,14 +80,18 @@ class Evaluator:
     def _means(self, micro_batches: Iterable[MicroBatch], step: int) -> dict[str, float]:
         """Evaluates one set; returns its means over all ranks, finished by the task."""
         read = Fingerprint()
-        totals = self.totals(read.noted(micro_batches))
-        means = self._world.all.mean({**totals, **read.totals()})
+        quantities: dict[str, Total | Rows] = {}
+        for turn in self._meters:
+            found = self.quantities(read.noted(micro_batches), turn)
+            quantities |= {of_turn(name, turn): quantity for name, quantity in found.items()}
+        means = self._world.all.mean({**quantities, **read.totals()}, reports_of(self._task))
         read.refuse_another(means, step=step)
-        return self._task.finish(means)
+        return finished(self._task, means)
 
-    def totals(self, micro_batches: Iterable[MicroBatch]) -> dict[str, Total]:
-        """This rank's sums and counts; stand-ins that fill up a last batch count nothing."""
-        found: dict[str, Total] = {}
+    def quantities(self, micro_batches: Iterable[MicroBatch], turn: str = "") -> dict[str, Total | Rows]:
+        """This rank's sums and counts, and rows, with the losses of a turn; stand-ins at the end count nothing."""
+        meter = self._meters[turn]
+        found: dict[str, Total | Rows] = {}
         running: deque[tuple[MicroBatch, Any]] = deque()
 
         def passes() -> Iterator[Pass]:
@@ -96,8 +101,8 @@ class Evaluator:
                 seed = mix(self._seed, _EVALUATION, number, self._world.data.rank)
                 yield Pass(batch=batch, seed=partial(seed_all, seed, self._world.device))
 
-        for result in self._replica.passes(passes(), self._meter.compute, trains=False):
-            add(found, self._meter.totals(*running.popleft(), result, metrics=True))
+        for result in self._replica.passes(passes(), meter.compute, trains=False):
+            add(found, meter.quantities(*running.popleft(), result, metrics=True))
         return found
 
     @contextmanager

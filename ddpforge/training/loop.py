@@ -22,18 +22,23 @@ from ddpforge.interfaces import Callback, Replica, Schedule, StepInfo, Task, Tot
 from ddpforge.plan import Plan
 from ddpforge.ranks.signals import StopRequests
 from ddpforge.recipe.schema import Recipe
+from ddpforge.strategies.several import InTurns
 from ddpforge.training.agreement import Agreement, Ballot
 from ddpforge.training.batchnorm import BatchNormAverager
+from ddpforge.training.beside import with_statistics
 from ddpforge.training.cadence import Alarm, Cadence, Stopwatch
 from ddpforge.training.callbacks import reads_gradients
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.norms import GradientNorms
+from ddpforge.training.one_turn import finished, of_turn, of_turns, reports_of
 from ddpforge.training.progress import Progress
+from ddpforge.training.rates import Rates
 from ddpforge.training.restoring import is_another, restore_callbacks
 from ddpforge.training.saving import Saving
 from ddpforge.training.shows import Shows
 from ddpforge.training.step import Stepper
+from ddpforge.training.turns import Turns
 
 __all__ = ["Trainer"]
 
@@ -54,7 +59,8 @@ class _GoBack(Exception):
 class Trainer:
     """Trains one model on one rank, in step with the other ranks.
 
-    A step is one optimizer step; micro-batches are its inner loop. Every public method is collective.
+    A step is one optimizer step, or the turns of the task; micro-batches are its inner loop. `schedules` are those of
+    turns that have one of their own. Every public method is collective.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class Trainer:
         optimizer: Optimizer,
         compares: bool = False,
         schedule: Schedule,
+        schedules: Mapping[str, Schedule] | None = None,
         plan: Plan,
         training: Batches,
         evaluator: Evaluator,
@@ -80,7 +87,6 @@ class Trainer:
         self.replica = replica
         self.task = task
         self.optimizer = optimizer
-        self.schedule = schedule
         self.plan = plan
         self.training = training
         self.evaluator = evaluator
@@ -119,25 +125,35 @@ class Trainer:
         self._agreed = Agreement()
         self._agree_every = 1
 
-        self._stepper = Stepper(
-            world,
-            replica,
-            task,
-            optimizer,
-            BatchNormAverager(replica.bare if recipe.train.elastic_shards else None),
-            seed=recipe.train.seed,
-            skips=recipe.train.on_nonfinite == "skip" or recipe.train.precision == "fp16",
-            compares=compares,
-        )
+        stateful = with_statistics(replica.bare, callbacks.values())
+        statistics = BatchNormAverager(stateful if recipe.train.elastic_shards else None)
+        parts = optimizer.parts if isinstance(optimizer, InTurns) else {"": optimizer}
+        steppers = {
+            turn: Stepper(
+                world,
+                replica,
+                one,
+                parts[turn],
+                statistics,
+                seed=recipe.train.seed,
+                skips=recipe.train.on_nonfinite == "skip" or recipe.train.precision == "fp16",
+                compares=compares,
+                stateful=stateful,
+            )
+            for turn, one in of_turns(task).items()
+        }
+        self._turns = Turns(replica, steppers, {turn: recipe.optimizer.turns[turn] for turn in task.turns})
         # Read before any state is restored: the recipe, not a checkpoint, decides the learning rate.
-        self._base_rates: list[float] = [group["lr"] for group in optimizer.param_groups]
+        self._rates = Rates(optimizer, schedule, schedules or {})
 
     # ------------------------------------------------------------------------------------------ the run
     def restore(self, checkpoint: Reader) -> None:
         """Goes on from `checkpoint`, whatever strategy and number of ranks wrote it."""
         facts = checkpoint.facts
         state = checkpoint.state()
-        if is_another(facts, self._recipe.optimizer.use, "optimizer", world=self.world):
+        components = self._recipe.components().items()
+        optimizers = [(path, one.use) for path, one in components if path[0] == "optimizer" and len(path) != 4]
+        if any(is_another(facts, use, *path, world=self.world) for path, use in optimizers):
             state = replace(state, optimizer={}, shared={})
         self.replica.load_state(state)
         restore_callbacks(self._recipe, self.callbacks, checkpoint, self.world)
@@ -180,7 +196,7 @@ class Trainer:
             self.saving.settle(last=True)
 
     def _train(self) -> Iterator[StepInfo]:
-        source = self.training.training(self.progress.step)
+        source = self.training.training(self.progress.step * self._turns.draws)
         alarms = self._alarms()
         self.replica.module.train()
         self._stopwatch.restart()
@@ -224,29 +240,29 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------ one step
     def _step(self, step: int, source: Iterator[MicroBatch], *, measure: bool) -> dict[str, Total]:
-        """One optimizer step. Returns this rank's totals: the loss and, when `measure`, the task's metrics."""
+        """One step. Returns this rank's totals: the losses and, when `measure`, the task's metrics."""
         self._shows.step = step
-        factor = self.schedule(step - 1) * self._wanted_factor()
-        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = rate * factor
+        self._rates.set(step - 1, self._wanted_factor())
 
-        first = next(source)
-        micro_batches = _until_last(first, source)
+        drawn: list[MicroBatch] = []
+        draws = self._draws(source, drawn)
         totals: dict[str, Total] = {}
         if step in self.progress.left_out:
-            deque(micro_batches, maxlen=0)
+            for _, micro_batches in draws:
+                deque(micro_batches, maxlen=0)
         else:
-            totals, norm = self._stepper.train(step, first, micro_batches, measure=measure)
+            totals, norm = self._turns.train(step, draws, measure=measure)
             self._norms.add(step, norm)
             if self._reads_gradients and self._shown_gradient is None:
                 kind = type(self.replica).__name__
                 raise PluginError(
                     f"{kind} promises that callbacks can read gradients, and its step called none of them"
                 )
-        self._read.note(first)
         self.progress.step = step
-        self.progress.samples += first.step_samples
-        self._stopwatch.add(first.step_samples)
+        for first in drawn:
+            self._read.note(first)
+            self.progress.samples += first.step_samples
+        self._stopwatch.add(sum(first.step_samples for first in drawn))
         return totals
 
     def _wanted_factor(self) -> float:
@@ -267,6 +283,14 @@ class Trainer:
         for callback in self.callbacks.values():
             callback.on_gradient(self.progress.step + 1, norm)
 
+    def _draws(
+        self, source: Iterator[MicroBatch], drawn: list[MicroBatch]
+    ) -> Iterator[tuple[MicroBatch, Iterator[MicroBatch]]]:
+        """The global batches of a step, each to be used up before the next; the first of each goes into `drawn`."""
+        for _ in range(self._turns.draws):
+            drawn.append(next(source))
+            yield drawn[-1], _until_last(drawn[-1], source)
+
     # ------------------------------------------------------------------------------------------ agreement
     def _agree(self, totals: Mapping[str, Total], alarms: Iterable[Alarm]) -> dict[str, float]:
         """One reduction over ranks: the means of `totals`, and whether anybody wants to stop or an alarm rang."""
@@ -274,7 +298,7 @@ class Trainer:
         pace = self._stopwatch.seconds / self._stopwatch.steps
         ballot = self._ballot.totals(wanted, seconds=pace, saved=self.saving.ready)
 
-        means = self.world.all.mean({**totals, **ballot, **self._read.totals()})
+        means = self.world.all.mean({**totals, **ballot, **self._read.totals()}, reports_of(self.task))
         self._read.refuse_another(means, step=self.progress.step)
         self._agreed = self._ballot.count(means)
         if self._agreed.all_saved:
@@ -310,7 +334,7 @@ class Trainer:
 
     def _log_bad(self, step: int, totals: Mapping[str, Total]) -> None:
         """The log tells the truth about a bad step: its loss, where it is still at hand, and its norm."""
-        means = self.world.all.mean(totals) if step == self.progress.step else {}
+        means = self.world.all.mean(totals, reports_of(self.task)) if step == self.progress.step else {}
         row = {f"train/{name}": value for name, value in means.items()}
         self._log(step, {"samples": self.progress.samples, **row, "train/grad_norm": self._norms.newest})
 
@@ -351,8 +375,9 @@ class Trainer:
         return any(wishes)
 
     def _row(self, means: dict[str, float], lr: float) -> dict[str, float]:
-        row = {f"train/{name}": value for name, value in self.task.finish(means).items()}
+        row = {f"train/{name}": value for name, value in finished(self.task, means).items()}
         row |= {"train/grad_norm": self._norms.newest, "lr": lr, "samples": self.progress.samples}
+        row |= {of_turn("lr", name): rate for name, rate in self._rates.by_turn().items()}
         row["train/samples_per_second"] = self._stopwatch.samples / self._stopwatch.seconds
         if per_epoch := self.plan.horizon.steps_per_epoch:
             row["epoch"] = self.progress.step / per_epoch

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from traceback import walk_tb
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from ddpforge.builtin.orders.plain import Shuffled
 from ddpforge.components.building import build
 from ddpforge.components.registry import NotImported, Registry, where_raised
-from ddpforge.data import Batches, RankShare, mix, open_data
+from ddpforge.data import Batches, RankShare, check_data, mix, open_data
 from ddpforge.data.nests import size, take
 from ddpforge.data.randomness import own_random_numbers
+from ddpforge.data.streams import is_stream
 from ddpforge.errors import (
     EnvironmentProblem,
     ExitCode,
@@ -28,7 +32,7 @@ from ddpforge.errors import (
     UsageError,
 )
 from ddpforge.exchange.initial import find_initial
-from ddpforge.interfaces import Callback, Schedule, Strategy, Task, Tracker, World
+from ddpforge.interfaces import Beside, Callback, Order, Schedule, Strategy, Task, Tracker, World
 from ddpforge.plan import Plan
 from ddpforge.ranks.devices import device_type
 from ddpforge.recipe import LoadedRecipe, Recipe
@@ -37,18 +41,22 @@ from ddpforge.recipe.layers import kind_at
 from ddpforge.recipe.load import check_world
 from ddpforge.recipe.origins import KeyPath
 from ddpforge.recipe.report import did_you_mean
-from ddpforge.recipe.schema import Component
+from ddpforge.recipe.schema import Component, TurnComponent
 from ddpforge.runs.folder import RunFolder
+from ddpforge.training.beside import OWNER, declared
 from ddpforge.training.blocks import check_blocks, find_blocks
 from ddpforge.training.callbacks import check_callback, overriding
 from ddpforge.training.contract import Size, contract_of, count_parameters
 from ddpforge.training.evaluation import prefix
 from ddpforge.training.fitness import check_model
+from ddpforge.training.one_turn import turns_of
 from ddpforge.training.optimizer_trial import check_optimizer
+from ddpforge.training.optimizers import check_parameters
 from ddpforge.training.parameter_groups import parameter_groups
-from ddpforge.training.refusals import general_refusals
-from ddpforge.training.rehearsal import FEW, Rehearsal, first_batch, rehearse, take_apart
+from ddpforge.training.refusals import general_refusals, refusals_of_turns
+from ddpforge.training.rehearsal import FEW, Rehearsal, first_batch, rehearse, try_before_model
 from ddpforge.training.sums import SMALL
+from ddpforge.training.turns import draws_of
 
 __all__ = ["WEIGHTS", "Parts", "key_of"]
 
@@ -59,6 +67,7 @@ _LOCAL = "ddpforge_local_"  # how the registry names modules that are files besi
 _OURS = "ddpforge.builtin.tasks."
 
 WEIGHTS = 0x1217  # keeps the random numbers of initial weights apart from all others
+_TEACHERS = 0x7EAC  # and those of models that a task holds
 
 
 class Parts:
@@ -76,9 +85,13 @@ class Parts:
     batch: BatchPlan
     plan: Plan
     data: dict[str, Any]  # by the recipe's key below `data`: "train", "eval", "eval.NAME"
+    order: Order | None  # of the training data; None for a stream, which has its own
     model: nn.Module
     size: Size
+    beside: dict[str, Beside]  # what the task uses beside the model
     schedule: Schedule
+    schedules: Mapping[str, Schedule]  # of turns that have one of their own
+    turns: Mapping[str, TurnComponent] = MappingProxyType({})  # in the order of the task
 
     training: Batches
     evaluation: dict[str, Batches]  # by the set's name
@@ -115,7 +128,9 @@ class Parts:
             self.strategy = build(self.registry, "strategy", recipe.strategy)
             contract_of(self.strategy)
         with self.noting("task"):
+            torch.manual_seed(mix(recipe.train.seed, _TEACHERS))  # it may hold models
             self.task = build(self.registry, "task", recipe.task)
+            self._check_turns()
         self.callbacks = self._named("callbacks", "callback", recipe.callbacks)
         self._check_callbacks()
         if self.trains:
@@ -128,6 +143,24 @@ class Parts:
         if self.trains and recipe.checkpoint.init_from and not (folder and any(folder.checkpoints.glob("step-*"))):
             with self.noting("checkpoint", "init_from"):
                 find_initial(recipe.checkpoint.init_from)
+
+    def _check_turns(self) -> None:
+        """The task's turns must be those of the recipe."""
+        turns, given = turns_of(self.task), self.recipe.optimizer.turns
+        there = [f"it has {', '.join(turns)}"] if turns else ["it makes one update a step: take [optimizer.turns] out"]
+        for name in given.keys() - set(turns):
+            error = UsageError(
+                f"the task `{self.recipe.task.use}` has no turn `{name}`", hints=[*did_you_mean(name, turns), *there]
+            )
+            self.note(("optimizer", "turns", name), error)
+        for name in [turn for turn in turns if turn not in given and self.trains]:
+            error = UsageError(
+                f"[optimizer.turns.{name}] is missing: the task makes an update of that name in every step",
+                hints=[f"add it; where it is empty, it is as [optimizer] and trains `{name}.*`"],
+            )
+            self.note(("optimizer",), error)
+
+        self.turns = {turn: given[turn] for turn in turns} if given.keys() == set(turns) else {}
 
     def _named(self, table: str, kind: str, components: Any) -> dict[str, Any]:
         found = {}
@@ -151,7 +184,8 @@ class Parts:
         with self.noting("strategy"):
             where = device or device_type(train)
             general = general_refusals(train, self.strategy.data_ranks(ranks), where)
-            for refusal in (*general, *self.strategy.refusals(train, ranks, where)):
+            turns = refusals_of_turns(self.recipe, contract_of(self.strategy), where) if self.trains else ()
+            for refusal in (*general, *turns, *self.strategy.refusals(train, ranks, where)):
                 self.note(tuple(refusal.key.split(".")), UsageError(refusal.message, hints=refusal.hints))
         if self.trains:
             with self.noting("train", "global_batch"):
@@ -194,6 +228,7 @@ class Parts:
             self.model = self._on_meta() if meta else self._model()
             check_model(self.model)
             self.size = count_parameters(self.model)
+            self._put_beside()
             self._fit()
 
     def _evaluations(self) -> dict[str, Component]:
@@ -208,6 +243,20 @@ class Parts:
         with self.strategy.building() if hasattr(self, "strategy") else nullcontext():
             model: nn.Module = build(self.registry, "model", self.recipe.model)
         return model
+
+    def _put_beside(self) -> None:
+        """Asks the task for the modules beside the model, and whether they will do."""
+        self.beside = {}
+        with self.noting("task"):
+            self.beside = declared(self.task, self.model) if hasattr(self, "task") else {}
+            for name, beside in self.beside.items():
+                check_model(beside.module)
+                if f"{OWNER}{name}" in self.recipe.callbacks:
+                    raise UsageError(
+                        f"callbacks.{OWNER}{name} has the name of a module of the task", hints=["rename it"]
+                    )
+                if beside.weights is not None and not beside.is_saved:
+                    find_initial(beside.weights, f"weights of {name}")
 
     def _on_meta(self) -> nn.Module:
         """The model on the meta device; a small one, and one whose constructor looks at values, with its weights."""
@@ -228,22 +277,58 @@ class Parts:
         with self.noting("train", "blocks", faults=(ValueError,)):
             check_blocks(find_blocks(self.model, recipe.train.blocks), recipe.train)
         with self.noting("optimizer", faults=(ValueError,)):
-            parameter_groups(self.model, recipe.optimizer.no_decay if self.trains else ())
+            if self.trains:
+                check_parameters(recipe.optimizer, self.model, list(self.turns))
+            else:
+                parameter_groups(self.model, ())
 
     def _count_steps(self) -> None:
         """Plans the run in steps, with all that happens every so often; builds the schedule for that length."""
         recipe, train = self.recipe, self.recipe.train
         with self.noting("data", "train"):
-            per_epoch = open_data(self.data["train"], **self._opened(train.global_batch)).steps_per_epoch
+            check_data(self.data["train"])
+            with self.noting("data", "order"):
+                self.order = self._order()
+            if not hasattr(self, "order"):
+                return
+            opened = self._opened(train.global_batch)
+            batches = open_data(self.data["train"], order=self.order, **opened).steps_per_epoch
+            # A step that draws several batches may go on into the next epoch: an epoch is what has all of its samples.
+            per_epoch = batches and math.ceil(batches / draws_of(self.turns))
             batch = getattr(self, "batch", None) or plan_batch(train, 1)
             if plan := Plan.of(recipe, batch, per_epoch, noting=self.noting):
                 self.plan = plan
         if hasattr(self, "plan"):
             with self.noting("schedule"):
                 self.schedule = build(self.registry, "schedule", recipe.schedule, horizon=self.plan.horizon)
+            self.schedules = {}
+            for name, turn in self.turns.items():
+                with self.noting("optimizer", "turns", name, "schedule"):
+                    if turn.schedule:
+                        own = build(self.registry, "schedule", turn.schedule, horizon=self.plan.horizon)
+                        self.schedules[name] = own
+
+    def _order(self) -> Order | None:
+        """The order of the training data: as the recipe says, or shuffled."""
+        data, train, chosen = self.data["train"], self.recipe.train, self.recipe.data.order
+        if is_stream(data):
+            if chosen:
+                raise UsageError(
+                    f"{type(data).__name__} is an iterable dataset, whose samples come in its own order",
+                    hints=["leave [data.order] out, or give a dataset with __len__ and __getitem__"],
+                )
+            return None
+        given = {
+            "data": data,
+            "seed": train.seed,
+            "global_batch": train.global_batch,
+            "drop_last": train.last_batch == "drop",
+        }
+        order: Order = build(self.registry, "order", chosen, **given) if chosen else Shuffled(**given)
+        return order
 
     def _opened(self, batch: int) -> dict[str, Any]:
-        fetching = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False, "shuffle": False}
+        fetching = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False}
         drop_last = self.recipe.train.last_batch == "drop"
         return fetching | {"global_batch": batch, "share": RankShare(0, 1, batch), "drop_last": drop_last}
 
@@ -262,9 +347,9 @@ class Parts:
         if self.trains:
             self.training = open_data(
                 self.data["train"],
+                order=self.order,
                 global_batch=self.plan.batch.global_batch,
                 share=RankShare(world.data.rank, ranks, self.plan.batch.micro_batch, train.elastic_shards),
-                shuffle=True,
                 drop_last=train.last_batch == "drop",
                 **fetching,
             )
@@ -274,7 +359,6 @@ class Parts:
                 self.data[key_of(name)],
                 global_batch=batch * ranks,
                 share=RankShare(world.data.rank, ranks, batch),
-                shuffle=False,
                 drop_last=False,
                 **fetching,
             )
@@ -322,7 +406,7 @@ class Parts:
                     if ours:
                         self._find_metrics(dict.fromkeys(self._evaluations(), metrics))
                 else:
-                    take_apart(self.task, batch)
+                    try_before_model(self.task, batch)
             except ForgeError:
                 raise
             except Exception as error:
@@ -357,10 +441,14 @@ class Parts:
         return any(frame.f_code is forward for frame, _ in walk_tb(error.__traceback__))
 
     def _may_call_model(self) -> bool:
-        if not self._fits or self.size.all > SMALL:
+        models = [self.model, *self._modules_beside()]
+        if not self._fits or sum(count_parameters(model).all for model in models) > SMALL:
             return False
-        local = any(type(module).__module__.startswith(_LOCAL) for module in self.model.modules())
+        local = any(type(module).__module__.startswith(_LOCAL) for model in models for module in model.modules())
         return not local and not any(parameter.is_meta for parameter in self.model.parameters())
+
+    def _modules_beside(self) -> list[nn.Module]:
+        return [beside.module for beside in self.beside.values()]
 
     def _first(self) -> Any:
         if self.is_open:
@@ -378,7 +466,8 @@ class Parts:
 
     def _rehearse(self, key: str, batch: Any, device: str | None) -> Rehearsal:
         use = "training" if key == "train" else "evaluation"
-        return rehearse(self.model, self.task, batch, use=use, precision=self.recipe.train.precision, device=device)
+        beside, precision = self._modules_beside(), self.recipe.train.precision
+        return rehearse(self.model, self.task, batch, use=use, precision=precision, device=device, beside=beside)
 
     def _find_metrics(self, sets: Mapping[str, Mapping[str, float]]) -> None:
         """Asks whether the metrics by which the recipe decides are those of a set; `sets` has the metrics of each.

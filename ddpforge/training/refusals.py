@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpforge.interfaces import Refusal
-from ddpforge.recipe.schema import TrainSection
+from ddpforge.interfaces import Contract, Refusal
+from ddpforge.recipe.schema import Recipe, TrainSection
 
-__all__ = ["general_refusals"]
+__all__ = ["general_refusals", "refusals_of_turns"]
 
 
 def general_refusals(train: TrainSection, data_ranks: int, device: str) -> Iterator[Refusal]:
@@ -22,6 +22,24 @@ def general_refusals(train: TrainSection, data_ranks: int, device: str) -> Itera
             f'train.compile = "{train.compile}" replays CUDA graphs, whose memory is used again in every forward '
             f"pass, and gradients of {train.global_batch // together} passes are to add up there",
             ('set train.compile = "default"', f"or let each rank make one pass per step, with {_one_pass(train)}"),
+        )
+
+
+def refusals_of_turns(recipe: Recipe, contract: Contract, device: str) -> Iterator[Refusal]:
+    """Turns under a strategy that makes one update a step, and with CUDA graphs, whose memory is used again."""
+    if not recipe.optimizer.turns:
+        return
+    if contract.optimizers == "one":
+        yield Refusal(
+            "optimizer.turns",
+            f'strategy.use = "{recipe.strategy.use}" makes one update a step, and [optimizer.turns] asks for several',
+            ('set strategy.use = "ddp" (without compression = "powersgd"), "fsdp" or "single"',),
+        )
+    if device == "cuda" and recipe.train.uses_cuda_graphs:
+        yield Refusal(
+            "train.compile",
+            f'train.compile = "{recipe.train.compile}" replays CUDA graphs, and each turn trains other parameters',
+            ('set train.compile = "default"',),
         )
 
 

@@ -1,4 +1,4 @@
-"""Computes a step: forward and backward of its micro-batches, and the update."""
+"""Computes a step, or one of its turns: forward and backward of its micro-batches, and the update."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.data import MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import PluginError, StrategyError
 from ddpforge.interfaces import Explores, Exploring, Pass, Replica, Task, Total, World
 from ddpforge.training.batchnorm import BatchNormAverager, Buffers, unchanged
+from ddpforge.training.first_look import name_of
 from ddpforge.training.sums import refuse_mean
 from ddpforge.training.totals import Meter, add
 
@@ -28,7 +29,8 @@ _FORWARD = 0xF03A  # keeps the random numbers of forward passes apart from those
 class Stepper:
     """Runs one rank's optimizer steps; returns this rank's sums and counts, which the trainer reduces over ranks.
 
-    Totals are the loss and, where they are measured, the task's metrics. `skips` says that training goes on after a
+    Totals are the loss and, where they are measured, the task's metrics. `stateful` has the buffers that forward passes
+    change, by default the model. `skips` says that training goes on after a
     step whose gradient is not finite: such a step leaves buffers as they were, too. `compares` has the first loss of
     all compared with those of its halves: a mean for a sum is refused.
     """
@@ -44,10 +46,12 @@ class Stepper:
         seed: int,
         skips: bool,
         compares: bool = False,
+        stateful: nn.Module | None = None,
     ) -> None:
         self._world, self._replica, self._task = world, replica, task
         self._optimizer, self._statistics = optimizer, statistics
-        self._seed, self._skips, self._compares = seed, skips, compares
+        self._stateful = replica.bare if stateful is None else stateful
+        self._seed, self._skips, self._compares, self._update = seed, skips, compares, 0
         self._meter = Meter(task, "training")
         self._passes: int = getattr(optimizer, "passes", 1)
         if self._passes > 1 and not isinstance(replica, Explores):
@@ -58,10 +62,14 @@ class Stepper:
             )
 
     def train(
-        self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool
+        self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool, update: int = 0
     ) -> tuple[dict[str, Total], Tensor]:
-        """One optimizer step on `micro_batches`, of which `first` is one; also returns the gradient's norm (0-d)."""
-        before = Buffers(self._replica.bare) if self._skips else None
+        """One optimizer step on `micro_batches`, of which `first` is one; also returns the gradient's norm (0-d).
+
+        Where a step has several updates, `update` counts them: each draws random numbers of its own.
+        """
+        self._update = update
+        before = Buffers(self._stateful) if self._skips else None
         totals, norm = self._train(step, first, micro_batches, measure=measure)
         if before:
             before.restore_unless(torch.isfinite(norm))
@@ -94,7 +102,7 @@ class Stepper:
         mine = torch.stack([torch.as_tensor(self._meter.items(micro), dtype=torch.float64) for micro in batches]).sum()
         if mine.device.type == "cpu" and not 0 <= mine < math.inf:
             raise PluginError(
-                f"{type(self._task).__name__}.count gave {mine.item():g} for a step",
+                f"{name_of(self._task)}.count gave {mine.item():g} for a step",
                 hints=["count how many items the loss sums over, or add up their weights: 0 or more"],
             )
         return batches, self._world.data.sum(mine)
@@ -120,16 +128,21 @@ class Stepper:
         self._statistics.enter(micro.shard)
         if self._compares and step == 1:
             self._compares = False
-            with self._replica.forward(), unchanged(self._replica.bare):  # a copy's forward may be bound to the model
+            with self._replica.forward(), unchanged(self._stateful):  # a copy's forward may be bound to the model
                 refuse_mean(self._replica.bare, self._task, batch)
         return Pass(
             batch=batch,
-            seed=partial(seed_all, mix(self._seed, _FORWARD, step, micro.number, micro.shard), self._world.device),
+            seed=partial(seed_all, mix(self._seed, _FORWARD, *self._numbers(step, micro)), self._world.device),
             scale=self._scale(items) if micro.samples else 0.0,
             last=micro.last,
             # A stand-in is no data: statistics must not count it.
-            around=nullcontext() if micro.samples else unchanged(self._replica.bare),
+            around=nullcontext() if micro.samples else unchanged(self._stateful),
         )
+
+    def _numbers(self, step: int, micro: MicroBatch) -> tuple[int, ...]:
+        """What random numbers of a pass depend on."""
+        place = (step, micro.number, micro.shard)
+        return (*place, self._update) if self._update else place
 
     def _scale(self, items: Tensor | int) -> Tensor | float:
         """The factor that turns a strategy's mean of gradients over data ranks into the mean over the step's items."""
@@ -146,7 +159,7 @@ class Stepper:
             if not math.isfinite(norm.item()):
                 exploring.restore()
                 break
-            with unchanged(self._replica.bare):
+            with unchanged(self._stateful):
                 self._forward_backward(step, micro_batches, items, measure=False)
         else:
             exploring.restore()

@@ -428,10 +428,12 @@ def test_what_is_looked_at_before_training_is_fetched_once(ddpforge: Callable[..
 
 
 def test_the_first_micro_batch_is_that_of_training() -> None:
+    from ddpforge.builtin.orders.plain import Shuffled
     from ddpforge.data import RankShare, open_data
 
-    fetching = {"seed": 3, "shuffle": True, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False}
-    batches = open_data(torch.arange(10), global_batch=4, share=RankShare(0, 1, 4), **fetching)  # type: ignore[arg-type]
+    fetching = {"seed": 3, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False}
+    order = Shuffled(torch.arange(10), 3, 4, False)
+    batches = open_data(torch.arange(10), order=order, global_batch=4, share=RankShare(0, 1, 4), **fetching)  # type: ignore[arg-type]
     wanted = [next(batches.training(start)).data.tolist() for start in (0, 1)]
     assert batches.first().data.tolist() == wanted[0]
     source = batches.training(0)

@@ -194,9 +194,10 @@ def _image(value: Any) -> Any:
 
 
 def _histogram(value: Histogram) -> Any:
+    import numpy as np
     import wandb
 
-    return wandb.Histogram(np_histogram=(list(value.counts), list(value.edges)))
+    return wandb.Histogram(np_histogram=(np.asarray(value.counts), np.asarray(value.edges)))
 
 
 def _text(value: str) -> Any:

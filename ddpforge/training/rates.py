@@ -1,0 +1,35 @@
+"""Learning rates: those of the recipe, times their schedules' factors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch.optim import Optimizer
+
+from ddpforge.interfaces import Schedule
+from ddpforge.strategies.several import InTurns
+
+__all__ = ["Rates"]
+
+
+class Rates:
+    """The learning rates of an optimizer's groups at each step; a turn in `schedules` has a schedule of its own."""
+
+    def __init__(self, optimizer: Optimizer, schedule: Schedule, schedules: Mapping[str, Schedule]) -> None:
+        self._parts: Mapping[str, Optimizer] = optimizer.parts if isinstance(optimizer, InTurns) else {"": optimizer}
+        self._base = {
+            name: (schedules.get(name, schedule), [group["lr"] for group in part.param_groups])
+            for name, part in self._parts.items()
+        }
+
+    def set(self, step: int, wanted: float = 1.0) -> None:
+        """Gives every group its rate of `step`, 0 for the first, times the factor that callbacks `wanted`."""
+        for name, (schedule, rates) in self._base.items():
+            factor = schedule(step) * wanted
+            # Looked up anew: torch replaces the groups of an optimizer whose state it loads.
+            for group, rate in zip(self._parts[name].param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+
+    def by_turn(self) -> Mapping[str, float]:
+        """The rate of each turn as it is now; nothing where there are no turns."""
+        return {name: part.param_groups[0]["lr"] for name, part in self._parts.items() if name}
