@@ -127,7 +127,7 @@ def _finished(name: str, parts: Sequence[Tensor], metric: Metric | None, *, coun
     """The numbers that a metric makes of sum and count, or of columns, by the names they are reported under."""
     if metric is None or _divides(metric):
         raise PluginError(
-            f"`{name}` is no single number: it is of shape {', '.join(str(list(x.shape)) for x in parts)}",
+            f"metric `{name}` is no single number: it is of shape {', '.join(str(list(x.shape)) for x in parts)}",
             hints=[
                 "let a Metric with a `finish` compute it, and the task say so: self.reports = {metric.name: metric}"
             ],

@@ -274,7 +274,7 @@ class KeepSection(Section):
     )
     mode: Annotated[Literal["min", "max"] | None, Resume.OUTSIDE] = Field(
         default=None,
-        description="Whether less or more is better; absent: told from the metric's name, otherwise required.",
+        description="Whether less or more is better; absent: as the metric declares or its name tells, else required.",
     )
 
 

@@ -129,7 +129,7 @@ def _spread(parts: Parts) -> nn.Module:
 
 
 def _batches(parts: Parts) -> int | None:
-    """How many global batches the run has; None where that is not known."""
+    """Counts the global batches of the run; None where that is not known."""
     total = parts.plan.horizon.total
     return total and total * draws_of(parts.turns)
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from ddpforge.builtin.orders.plain import Shuffled
 from ddpforge.components.building import build
+from ddpforge.components.options import Nested
 from ddpforge.components.registry import NotImported, Registry, where_raised
 from ddpforge.data import Batches, RankShare, check_data, mix, open_data
 from ddpforge.data.nests import size, take
@@ -32,7 +33,7 @@ from ddpforge.errors import (
     UsageError,
 )
 from ddpforge.exchange.initial import find_initial
-from ddpforge.interfaces import Beside, Callback, Order, Schedule, Strategy, Task, Tracker, World
+from ddpforge.interfaces import Beside, Callback, Metric, Order, Schedule, Strategy, Task, Tracker, World
 from ddpforge.plan import Plan
 from ddpforge.ranks.devices import device_type
 from ddpforge.recipe import LoadedRecipe, Recipe
@@ -49,6 +50,7 @@ from ddpforge.training.callbacks import check_callback, overriding
 from ddpforge.training.contract import Size, contract_of, count_parameters
 from ddpforge.training.evaluation import prefix
 from ddpforge.training.fitness import check_model
+from ddpforge.training.judging import settled, unsettled
 from ddpforge.training.one_turn import turns_of
 from ddpforge.training.optimizer_trial import check_optimizer
 from ddpforge.training.optimizers import check_parameters
@@ -131,6 +133,8 @@ class Parts:
             torch.manual_seed(mix(recipe.train.seed, _TEACHERS))  # it may hold models
             self.task = build(self.registry, "task", recipe.task)
             self._check_turns()
+            self._ask_metrics()
+        recipe = self.recipe
         self.callbacks = self._named("callbacks", "callback", recipe.callbacks)
         self._check_callbacks()
         if self.trains:
@@ -178,6 +182,24 @@ class Parts:
             if self.trains and not self.recipe.data.evaluations and str(metric).startswith("eval/"):
                 error = UsageError(f"nothing is evaluated, so nothing reports {metric}", hints=["add a [data.eval]"])
                 self.note(("callbacks", name, "metric"), error)
+
+    def _ask_metrics(self) -> None:
+        """Asks the task who finishes the metrics that the recipe names, and these which direction is better."""
+        for chosen in _metrics(self.recipe.task):
+            metric = build(self.registry, "metric", chosen)
+            if type(metric).finish is not Metric.finish and metric.name not in self.task.reports:
+                raise PluginError(
+                    f"task `{self.recipe.task.use}` does not say who finishes {metric.name}, which is no mean",
+                    hints=["in its constructor: self.reports = {metric.name: metric for metric in metrics}"],
+                )
+        self.loaded = settled(self.loaded, self.task.reports)
+        self.recipe = self.loaded.recipe
+        if self.trains and (metric := unsettled(self.loaded)):
+            error = UsageError(
+                f'cannot tell whether less or more of "{metric}" is better',
+                hints=['add mode = "min" or mode = "max" to `checkpoint.keep`'],
+            )
+            self.note(("checkpoint", "keep", "by"), error)
 
     def _ask_strategy(self, ranks: int, device: str | None) -> None:
         train = self.recipe.train
@@ -551,6 +573,14 @@ class Parts:
 def key_of(name: str) -> str:
     """The recipe's key of an evaluation set, below `data`."""
     return f"eval.{name}" if name else "eval"
+
+
+def _metrics(task: Component) -> Iterator[Nested]:
+    """Yields the metrics that a recipe names for its task."""
+    for value in task.options.values():
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, Nested) and one.kind == "metric":
+                yield one
 
 
 def _is_ours(task: Task) -> bool:

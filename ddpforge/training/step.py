@@ -140,7 +140,7 @@ class Stepper:
         )
 
     def _numbers(self, step: int, micro: MicroBatch) -> tuple[int, ...]:
-        """What random numbers of a pass depend on."""
+        """The numbers that those drawn in a pass depend on."""
         place = (step, micro.number, micro.shard)
         return (*place, self._update) if self._update else place
 

@@ -130,7 +130,7 @@ def test_parts_that_fit_are_built_and_tried(parts: Callable[..., Parts]) -> None
         (["task={use='./mine.py:Odd', how='detached'}"], "does not depend on any trainable parameter"),
         (["task={use='./mine.py:Odd', how='float'}"], "returns a float for the loss, not a tensor"),
         (["task={use='./mine.py:Odd', how='floats'}"], "metric `it` is a float, and must be a Total"),
-        (["task={use='./mine.py:Odd', how='wide'}"], "metric `it` is a Total with float32 [3] for its sum"),
+        (["task={use='./mine.py:Odd', how='wide'}"], "metric `it` is no single number: it is of shape [3], []"),
         (["task={use='./mine.py:Odd', how='list'}"], "metrics returns a list (a float), not a dict of totals"),
         (["task={use='./mine.py:Odd', how='mean'}"], "returns a mean over the batch"),
     ],
@@ -167,6 +167,37 @@ def test_a_model_of_another_shape_is_left_to_the_run_but_not_by_check(parts: Cal
     assert told(parts("model.inputs=5")) == {}
     (message,) = told(parts("model.inputs=5"), strict=True).values()
     assert re.search(r"a batch of \[data.train\] cannot be evaluated: RuntimeError: .*mat1 and mat2 shapes", message)
+
+
+@pytest.mark.parametrize(
+    ("sets", "key", "said"),
+    [
+        (
+            ["data.train.use=./mine.py:Stream", "data.order={use='sequential'}"],
+            "data.order",
+            "Stream is an iterable dataset, whose samples come in its own order",
+        ),
+        (["data.order={use='balanced', by='label'}"], "data.order.by", "by: Data has no `label`, by which to order"),
+        (["data.order={use='growing', start=1, until='4ep'}"], "data.order.until", "until: 4ep must be in steps"),
+        (
+            ["data.order={use='growing', start=1, until='4st'}", "train.length=2ep"],
+            "train.length",
+            "train.length: 2ep needs to know how long an epoch is, and this data has no epochs of one length",
+        ),
+        (["data.order={use='collections:Counter'}"], "data.order", "must be a ddpforge.interfaces.Order"),
+    ],
+)
+def test_an_order_that_cannot_be_is_told_before_training(
+    parts: Callable[..., Parts], sets: list[str], key: str, said: str
+) -> None:
+    problems = told(parts(*sets))
+    assert said in problems[key]
+    assert len(problems) == 1
+
+
+def test_an_order_decides_how_long_an_epoch_is(parts: Callable[..., Parts]) -> None:
+    assert parts("train.length=2ep").plan.horizon.total == 4
+    assert parts("train.length=2ep", "data.order={use='repeated', times=3}").plan.horizon.total == 12
 
 
 ALONE = World(all=Alone(), data=Alone(), device=torch.device("cpu"), local_rank=0)

@@ -19,7 +19,7 @@ MinDelta = Annotated[
 ]
 Mode = Annotated[
     Literal["min", "max"] | None,
-    Field(description="Whether less or more is better; absent: told from the metric's name, where it tells."),
+    Field(description="Whether less or more is better; absent: as the metric declares or its name tells."),
 ]
 
 

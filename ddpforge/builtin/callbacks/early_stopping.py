@@ -15,8 +15,8 @@ logger = logging.getLogger("ddpforge")
 class EarlyStopping(Callback):
     """Stops after `patience` evaluations in a row without a new best value of `metric`.
 
-    A value that is not finite is never a new best. Raises ValueError when `mode` is absent and the metric's
-    name does not tell whether less or more is better.
+    A value that is not finite is never a new best. Raises ValueError when `mode` is absent and neither the metric
+    nor its name tells whether less or more is better.
     """
 
     def __init__(
