@@ -29,7 +29,7 @@ class Nets(nn.Module):
 
 
 class Hinge(Task):
-    """The critic's scores of images are to be above 1, and of what is generated below -1; the generator's are to rise."""
+    """The critic is to score images above 1, and what is generated below -1; the generator is to raise its scores."""
 
     turns = ("critic", "generator")
 
