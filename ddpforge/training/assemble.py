@@ -70,6 +70,7 @@ def assemble(
         _initialise(replica, init_from, world, skip=recipe.checkpoint.init_skip)
     beside = place(parts.beside, parts.strategy, replica, world, begins=begins)
     shows = Shows(tracker, is_main=world.is_main)
+    parts.task.show = shows  # type: ignore[method-assign]
     _start(parts, world, replica, shows, folder, life)
 
     return Trainer(
