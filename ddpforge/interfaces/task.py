@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from ddpforge.interfaces.beside import Beside
     from ddpforge.interfaces.shown import ShownKind
+    from ddpforge.interfaces.world import World
 
 __all__ = ["Metric", "Rows", "Task", "Total"]
 
@@ -95,6 +96,18 @@ class Task(ABC):
     metrics. It tells which `finish` makes numbers of a total and which direction is better. Both are asked of the task
     and not of a total: the direction before there is any, and `finish` also on a rank that had no sample.
     """
+
+    whole_batch: bool = False
+    """True of a loss that compares the samples of a step with each other, as InfoNCE does. Each rank then has some of
+    them, in one forward pass; what would break a step up further is refused before training. `world.data.gather` of the
+    world that `start` is told has what the other ranks computed.
+    """
+
+    def start(self, model: nn.Module, world: World) -> None:
+        """Called on every rank before the first step or evaluation, with the bare model: keep what `loss` needs.
+
+        A task that is only tried, before ranks join, is told a world of one rank.
+        """
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:

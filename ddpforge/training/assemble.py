@@ -79,7 +79,7 @@ def assemble(
         replica=replica,
         task=parts.task,
         optimizer=optimizer,
-        compares=_may_compare(contract_of(parts.strategy), recipe.train, parts.size.all),
+        compares=not parts.task.whole_batch and _may_compare(contract_of(parts.strategy), recipe.train, parts.size.all),
         schedule=parts.schedule,
         schedules=parts.schedules,
         plan=parts.plan,
@@ -169,6 +169,7 @@ def _start(parts: Parts, world: World, replica: Replica, shows: Shows, folder: P
         show=shows,
         gradients=replica.gradients_by_name,
     )
+    parts.task.start(replica.bare, world)
     for callback in parts.callbacks.values():
         callback.on_start(run)
         life.push(ending(callback.on_end))

@@ -33,7 +33,7 @@ from ddpforge.errors import (
     UsageError,
 )
 from ddpforge.exchange.initial import find_initial
-from ddpforge.interfaces import Beside, Callback, Metric, Order, Schedule, Strategy, Task, Tracker, World
+from ddpforge.interfaces import Beside, Callback, EpochOrder, Metric, Order, Schedule, Strategy, Task, Tracker, World
 from ddpforge.plan import Plan
 from ddpforge.ranks.devices import device_type
 from ddpforge.recipe import LoadedRecipe, Recipe
@@ -60,6 +60,7 @@ from ddpforge.training.refusals import general_refusals, refusals_of_turns
 from ddpforge.training.rehearsal import FEW, Rehearsal, first_batch, rehearse, try_before_model
 from ddpforge.training.sums import SMALL
 from ddpforge.training.turns import draws_of
+from ddpforge.training.whole_batch import Even, refusal_of_end, refusals_of_parts
 
 __all__ = ["WEIGHTS", "Parts", "key_of"]
 
@@ -203,12 +204,13 @@ class Parts:
             self.note(("checkpoint", "keep", "by"), error)
 
     def _ask_strategy(self, ranks: int, device: str | None) -> None:
-        train = self.recipe.train
+        train, self._data_ranks = self.recipe.train, self.strategy.data_ranks(ranks)
         with self.noting("strategy"):
             where = device or device_type(train)
             general = general_refusals(train, self.strategy.data_ranks(ranks), where)
             turns = refusals_of_turns(self.recipe, contract_of(self.strategy), where) if self.trains else ()
-            for refusal in (*general, *turns, *self.strategy.refusals(train, ranks, where)):
+            cut = refusals_of_parts(self.task, train, self._data_ranks) if hasattr(self, "task") else ()
+            for refusal in (*general, *turns, *cut, *self.strategy.refusals(train, ranks, where)):
                 self.note(tuple(refusal.key.split(".")), UsageError(refusal.message, hints=refusal.hints))
         if self.trains:
             with self.noting("train", "global_batch"):
@@ -244,6 +246,8 @@ class Parts:
         for key in self.data.keys() - {"train"}:
             with self.noting("data", *key.split(".")):
                 open_data(self.data[key], **self._opened(1))
+        if hasattr(self, "task") and self.task.whole_batch and hasattr(self, "strategy"):
+            self._check_ends()
 
         # The same initial weights on every rank.
         torch.manual_seed(mix(recipe.train.seed, WEIGHTS))
@@ -352,6 +356,21 @@ class Parts:
         order: Order = build(self.registry, "order", chosen, **given) if chosen else Shuffled(**given)
         return order
 
+    def _check_ends(self) -> None:
+        """Asks whether the smallest batch of every dataset leaves a sample for every rank."""
+        smallest = {
+            f"data.{key}": Even(data, self.recipe.train.global_batch).smallest
+            for key, data in self.data.items()
+            if key != "train" and hasattr(data, "__len__")
+        }
+        if hasattr(self, "plan") and isinstance(self.order, EpochOrder):
+            total, last = self.plan.horizon.total, self.order.steps_per_epoch - 1
+            if total is None or total * draws_of(self.turns) > last:
+                smallest["data.train"] = self.order.size(last)
+        for key, samples in smallest.items():
+            if refusal := refusal_of_end(self.task, key, samples, self._data_ranks):
+                self.note(tuple(key.split(".")), UsageError(refusal.message, hints=refusal.hints))
+
     def _opened(self, batch: int) -> dict[str, Any]:
         fetching = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False}
         drop_last = self.recipe.train.last_batch == "drop"
@@ -379,9 +398,12 @@ class Parts:
                 **fetching,
             )
         batch = train.eval_batch or max(1, train.per_pass(ranks))
+        if self.task.whole_batch:
+            batch = math.ceil(train.global_batch / ranks)
         self.evaluation = {
             name: open_data(
                 self.data[key_of(name)],
+                order=self._order_of_evaluation(self.data[key_of(name)]),
                 global_batch=batch * ranks,
                 share=RankShare(world.data.rank, ranks, batch),
                 drop_last=False,
@@ -390,6 +412,10 @@ class Parts:
             for name in self._evaluations()
         }
         self.is_open = True
+
+    def _order_of_evaluation(self, data: Any) -> Order | None:
+        whole = self.task.whole_batch and not is_stream(data)
+        return Even(data, self.recipe.train.global_batch) if whole else None
 
     # ---------------------------------------------------------------------------------------- a few samples
     def try_out(self) -> dict[str, Rehearsal]:
