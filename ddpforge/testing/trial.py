@@ -13,6 +13,7 @@ from ddpforge.interfaces import Task
 from ddpforge.testing import companions
 from ddpforge.testing.cases import Case
 from ddpforge.testing.report import Breach, blame, source_of
+from ddpforge.training.one_turn import of_turns
 
 __all__ = ["SAMPLES", "Trial", "first_batch", "fresh", "settle", "trial_of"]
 
@@ -100,10 +101,12 @@ def _try(case: Case) -> Trial:
     task = case.build() if case.kind == "task" else case.companion("task")
     batch = first_batch(data).data
     task.check(model, data)
-    _, outputs = _pair(task, task.loss(model, batch))
+    turns = list(of_turns(task).values())
+    for one in turns:
+        _, outputs = _pair(task, one.loss(model, batch))
     if case.kind == "metric":
         case.build()(outputs.detach(), batch[1])
-    return Trial(model, data, task, batch)
+    return Trial(model, data, turns[0], batch)
 
 
 class _WrongLoss(Breach):
