@@ -17,7 +17,7 @@ from typing import Any
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.confidential import redacted
 from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed, UsageError
-from ddpforge.interfaces import Callback, Tracker, World
+from ddpforge.interfaces import Tracker, World
 from ddpforge.launch import record_verdict
 from ddpforge.ranks import leaving
 from ddpforge.ranks.failures import Failures, Peer, Report, phrase
@@ -35,7 +35,8 @@ from ddpforge.runs.folder import (
     refuse_finished,
 )
 from ddpforge.runs.opening import Opened, mention_what_is_lost
-from ddpforge.training.assemble import assemble
+from ddpforge.runs.shown import ShownFiles
+from ddpforge.training.assemble import assemble, ending
 from ddpforge.training.loop import Trainer
 from ddpforge.training.memory import explained
 from ddpforge.training.parts import Parts
@@ -68,8 +69,22 @@ class Outcome:
         return f"{self.folder}: {self.status['state']} at step {self.status['step']}{numbers}"
 
 
+@dataclass(frozen=True)
+class _Failed:
+    """The end of an attempt that failed on this rank."""
+
+    error: BaseException
+    report: Report  # of what caused it
+    speaks: bool  # whether this rank wrote it down
+    by_another: bool
+
+
 class Attempt:
-    """One attempt at a run on one rank: everything is started once, and ended once, however it ends."""
+    """One attempt at a run on one rank: everything is started once, and ended once, however it ends.
+
+    Whatever was started is ended by one stack, in the opposite order: callbacks, trackers, replica and ranks, the
+    verdict, the claim on the folder.
+    """
 
     def __init__(
         self,
@@ -80,17 +95,20 @@ class Attempt:
         world: World,
         peers: Peers,
         *,
+        claims: ExitStack,
         is_built: bool,
     ) -> None:
+        """`claims` holds the folder; the attempt takes it over when it runs."""
         self.folder, self.opened = folder, opened
         self.parts, self.loaded, self.recipe, self.snapshot = parts, parts.loaded, parts.recipe, snapshot
-        self.world, self._peers, self._is_built = world, peers, is_built
+        self.world, self._peers, self._claims, self._is_built = world, peers, claims, is_built
         self.tracker = trackers_of(parts) if world.is_main else Tracker()
         self.trainer: Trainer | None = None
-        self._started: list[Callback] = []  # those that have not heard how it ended
+        self._state: State = "failed"
         self._begun = False  # whether the run's folder knows of this attempt
         self._failures = Failures(folder.logs, opened.token, Peer.me(world.all.rank))
         self._watch: Watch | None = None
+        self._failed: _Failed | None = None
 
     def run(self) -> Outcome:
         """Trains; whatever goes wrong is written down, told to who must know, and raised."""
@@ -99,22 +117,25 @@ class Attempt:
             "rank %d of %d on %s, device %s, pid %d",
             *(self.world.all.rank, self.world.all.size, gethostname(), self.world.device, getpid()),
         )
-        with ExitStack() as stack:
-            stack.callback(lambda: self._failures.local.close())
+        with self._claims.pop_all() as life:
+            life.callback(lambda: self._failures.local.close())
+            signals = life.enter_context(ExitStack())
+            life.push(self._raise_cause)
+            life.push(self._part)
+            life.push(ending(self._finish_trackers))
             try:
                 with leaving.nobody_leaves():
-                    trainer = self._prepare()
-                    stack.enter_context(trainer.stop)  # a launcher ends the others of a rank that failed: not mid-word
-                    status = self._end(trainer, trainer.fit())
+                    trainer = self._prepare(life)
+                    # A launcher ends the others of a rank that failed: not mid-word.
+                    signals.enter_context(trainer.stop)
+                    self._state = trainer.fit()
             except BaseException as error:
-                told = self._fail(explained(error, self.recipe, self.world.data.size))
-                if told is error:
-                    raise
-                raise told from error
-        return Outcome(self.folder.path, status, self.world.is_main)
+                self._tell(error)  # before anything else is ended: other ranks wait for a word
+                raise
+        return Outcome(self.folder.path, self._status(self._state), self.world.is_main)
 
     # -- up to the first step
-    def _prepare(self) -> Trainer:
+    def _prepare(self, life: ExitStack) -> Trainer:
         """A trainer that stands where the run has come to, when everybody is told that training begins."""
         everyone = self._peers.ranks.everyone(self._failures.me)
         self._failures = Failures(self.folder.logs, self.opened.token, self._failures.me, everyone)
@@ -127,7 +148,14 @@ class Attempt:
             mention_what_is_lost(self.folder)
         init_from = None if checkpoint else self.recipe.checkpoint.init_from
         trainer = self.trainer = assemble(
-            self.parts, self.world, checkpoints, self.tracker, init_from=init_from, started=self._started
+            self.parts,
+            self.world,
+            checkpoints,
+            self.tracker,
+            folder=self.folder.path,
+            life=life,
+            init_from=init_from,
+            begins=checkpoint is None,
         )
         if checkpoint:
             trainer.restore(checkpoint)
@@ -179,57 +207,66 @@ class Attempt:
         }
 
     # -- after the last one
-    def _end(self, trainer: Trainer, state: State) -> Status:
-        """Tells callbacks and trackers; when all ranks have come so far, writes the verdict."""
-        self._tell_callbacks(None)
-        self._finish_trackers(state)
-        trainer.replica.close()
+    def _finish_trackers(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._tell(error)
+        tracker, self.tracker = self.tracker, Tracker()
+        tracker.finish(state=self._state, summary=self.trainer.metrics if self.trainer else {})
+
+    def _part(self, _: object, error: BaseException | None, __: object) -> None:
+        """Parts from the other ranks, when all have come so far, and writes the verdict."""
+        if error is not None or self.trainer is None:
+            return
+        self.trainer.replica.close()
         leave(self.world)
         if self._watch:
             self._watch.stop()
-        status = self._status(state)
         if self.world.is_main:
-            self.folder.write_status(status)
-        return status
+            self.folder.write_status(self._status(self._state))
 
-    def _fail(self, error: BaseException) -> BaseException:
-        """Writes down the failure, on the rank that met the first one; returns what this rank is to raise.
+    def _raise_cause(self, _: object, error: BaseException | None, __: object) -> None:
+        """Raises what this rank is to say in place of `error`: the cause, with how the run stands."""
+        if error is None:
+            return
+        failed = self._tell(error)
+        raised = failed.error
+        if failed.by_another:
+            self._failures.end_frozen()
+            raised = self._told(failed)
+        self._attach(raised, self._status(self._state, failed.report), written_here=failed.speaks)
+        if raised is not error:
+            raise raised from error
+
+    # -- when something failed
+    def _tell(self, error: BaseException) -> _Failed:
+        """Writes down the first failure, on the rank that met it before all others.
 
         What goes wrong here goes to the log: people must hear of `error`, or of the failure of another rank that
         `error` is no more than a symptom of.
         """
+        if self._failed:
+            return self._failed
         if self._watch:
             self._watch.stop()
+        error = explained(error, self.recipe, self.world.data.size)
         # For the file alone: the command line shows it, or what caused it.
         log.error("training failed: %s", phrase(error), exc_info=error, extra={"in_file_only": True})
-        code = exit_code_of(error)
-        report = self._failures.tell(error, code)
-        cause = self._failures.explain() if report.symptom and not isinstance(error, PeerFailed) else None
-        state: State = "diverged" if isinstance(error, Diverged) else "failed"
-        speaks = not isinstance(error, PeerFailed) and self._write_failure(state, cause or report)
-
-        while self._started:
-            self._try(partial(self._tell_callbacks, error))
-        self._try(partial(self._finish_trackers, state))
-        if cause is None:
-            self._attach(error, self._status(state, report), written_here=speaks)
-            return error
-        self._failures.end_frozen()
-        told = self._told(cause, speaks=speaks)
-        self._attach(told, self._status("failed", cause), written_here=speaks)
-        return told
+        report, is_peers = self._failures.tell(error, exit_code_of(error)), isinstance(error, PeerFailed)
+        cause = self._failures.explain() if report.symptom and not is_peers else None
+        self._state = "diverged" if isinstance(error, Diverged) else "failed"
+        speaks = not is_peers and self._write_failure(self._state, cause or report)
+        self._failed = _Failed(error, cause or report, speaks=speaks, by_another=cause is not None)
+        return self._failed
 
     def _write_failure(self, state: State, report: Report) -> bool:
         """True on the one rank that is the first to know."""
         first = False
-
-        def write() -> None:
-            nonlocal first
+        try:
             first = self._failures.is_first(report)
             if first and not self._leaves_result(report):
                 self.folder.write_status(self._status(state, report))
-
-        self._try(write)
+        except (ForgeError, OSError) as another:
+            log.warning("while the run was ending: %s", another)
         return first
 
     def _leaves_result(self, report: Report) -> bool:
@@ -238,10 +275,11 @@ class Attempt:
         refused = report.exit_code == ExitCode.USAGE and not self._begun
         return refused and earlier is not None and earlier["state"] in ("done", "stopped")
 
-    def _told(self, cause: Report, *, speaks: bool) -> ForgeError:
+    def _told(self, failed: _Failed) -> ForgeError:
         """The error for a rank that failed because another did; one rank shows it."""
+        cause = failed.report
         file = self.folder.logs / f"rank-{cause.rank}.log"
-        shown = self.world.is_main or (speaks and cause.rank == 0)
+        shown = self.world.is_main or (failed.speaks and cause.rank == 0)
         told = ForgeError if shown else partial(PeerFailed, ExitCode(cause.exit_code))
         error = told(f"rank {cause.rank} failed first: {cause.error}", hints=[f"see {file}"])
         error.exit_code = ExitCode(cause.exit_code)
@@ -256,23 +294,6 @@ class Attempt:
         record_verdict(cause.exit_code, spoke=False)
         logging.shutdown()
         _exit(cause.exit_code)
-
-    # -- whoever is to know
-    def _tell_callbacks(self, error: BaseException | None) -> None:
-        while self._started:
-            self._started.pop(0).on_end(error)
-
-    def _finish_trackers(self, state: State) -> None:
-        tracker, self.tracker = self.tracker, Tracker()
-        tracker.finish(state=state, summary=self.trainer.metrics if self.trainer else {})
-
-    @staticmethod
-    def _try(duty: Callable[[], None]) -> None:
-        try:
-            duty()
-        except Exception as another:
-            expected = isinstance(another, ForgeError | OSError)
-            log.warning("while the run was ending: %s", another, exc_info=None if expected else another)
 
     def _attach(self, error: BaseException, status: Status, *, written_here: bool) -> None:
         """Lets the command line show how the run stands: as the first rank that failed writes it down."""
@@ -353,5 +374,6 @@ def checkpoints_of(folder: RunFolder, recipe: Recipe, world: World, peers: Peers
 
 def trackers_of(parts: Parts) -> Tracker:
     """The run's own record, the console, and what the recipe asks for."""
-    ours = {name: parts.registry.load("tracker", name)() for name in ("jsonl", "console")}
+    ours: dict[str, Tracker] = {name: parts.registry.load("tracker", name)() for name in ("jsonl", "console")}
+    ours["shown"] = ShownFiles()
     return TrackerGroup(ours | parts.trackers)

@@ -15,7 +15,7 @@ from ddpforge.attempt import Attempt, Outcome, build_parts, on_every_rank
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.registry import Registry
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Callback, World
+from ddpforge.interfaces import World
 from ddpforge.ranks import leaving
 from ddpforge.ranks.join import join, leave
 from ddpforge.ranks.logs import setup_logging
@@ -26,6 +26,7 @@ from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.opening import open_folder
 from ddpforge.training.assemble import evaluating
+from ddpforge.training.callbacks import overriding
 from ddpforge.training.parts import Parts, key_of
 
 __all__ = ["Evaluation", "Outcome", "evaluate", "run"]
@@ -63,7 +64,7 @@ def run(
         )
         if opened.result:
             return Outcome(folder.path, opened.result, world.is_main)
-        return Attempt(folder, opened, parts, taken, world, peers, is_built=is_new).run()
+        return Attempt(folder, opened, parts, taken, world, peers, claims=claims, is_built=is_new).run()
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def evaluate(folder: RunFolder, checkpoint: Path, *, sets: Sequence[str] = (), o
     parts.report()
     reader = Reader(checkpoint)
     step = reader.facts.step
-    with evaluating(parts, world, reader) as evaluator:
+    with evaluating(parts, world, reader, folder.path) as evaluator:
         if world.is_main:
             log.info("%s", _what_is_evaluated(checkpoint, parts))
         metrics = evaluator.evaluate(step)
@@ -103,7 +104,7 @@ def evaluate(folder: RunFolder, checkpoint: Path, *, sets: Sequence[str] = (), o
 
 def _what_is_evaluated(checkpoint: Path, parts: Parts) -> str:
     """Names the checkpoint, the callbacks whose weights are used, and the samples of each set."""
-    averaging = [name for name, one in parts.callbacks.items() if type(one).evaluating is not Callback.evaluating]
+    averaging = overriding(parts.callbacks, "evaluating")
     weights = f", with the weights of {', '.join(averaging)}" if averaging else ""
     found = {name: parts.data[key_of(name)] for name in parts.evaluation}
     counted = [

@@ -62,7 +62,7 @@ def _slots() -> str:
         name: "required" if field.is_required() else f'`use = "{field.default.use}"`'
         for name, field in Recipe.model_fields.items()
         if (name,) in SLOTS
-    } | {"data.train": "required", "data.eval": "no evaluation"}
+    } | {"data.train": "required", "data.eval": "no evaluation", "data.order": '`use = "shuffled"`'}
     rows = [(f"`[{dotted(path)}]`", _link(kind), absent[dotted(path)]) for path, kind in SLOTS.items()]
     several = rows.index(next(row for row in rows if row[0] == f"`[{dotted(SETS)}]`")) + 1
     rows.insert(several, (f"`[{dotted(SETS)}.NAME]`", _link(SLOTS[SETS]), f"`[{dotted(SETS)}]` is one set"))

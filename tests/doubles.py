@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ddpforge.builtin.orders.plain import Shuffled
 from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.data import RankShare, open_data
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, CanonicalState, Contract, Replica, Task, Total, Tracker, WholeWeights, World
+from ddpforge.interfaces import (
+    Callback,
+    CanonicalState,
+    Contract,
+    Part,
+    Replica,
+    RunContext,
+    Task,
+    Total,
+    Tracker,
+    WholeWeights,
+    World,
+)
 from ddpforge.plan import Plan
 from ddpforge.ranks.collectives import Alone
 from ddpforge.recipe.batch import plan_batch
@@ -21,6 +34,7 @@ from ddpforge.recipe.schema import CheckpointSection, Component, DataSection, Op
 from ddpforge.recipe.schema import TrainSection as Train
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.loop import Trainer
+from ddpforge.training.shows import Shows
 
 
 class Clock:
@@ -46,6 +60,20 @@ class Elsewhere(Alone):
         return values + self.counts
 
 
+def run_of(model: nn.Module, world: World, **given: Any) -> RunContext:
+    """The run of a model that each rank holds whole; what is shown is what `given` does with it."""
+    context = {
+        "model": model,
+        "world": world,
+        "weights": WholeWeights(model, world.all),
+        "folder": Path("runs/run"),
+        "forward": nullcontext,
+        "show": Shows(Tracker(), is_main=world.is_main),
+        "gradients": dict,
+    }
+    return RunContext(**context | given)  # type: ignore[arg-type]
+
+
 class Plain(Replica):
     """A model on one rank of `ranks`, with an optimizer. Notes what it is asked for in `events`."""
 
@@ -66,10 +94,14 @@ class Plain(Replica):
     def step(self) -> Tensor:
         self.events.append("step")
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+        self.on_gradient(norm)
         if norm.isfinite():
             self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
+
+    def gradients_by_name(self) -> Mapping[str, Part]:
+        return {name: Part.whole(p.grad) for name, p in self.module.named_parameters() if p.grad is not None}
 
     def sync_buffers(self) -> None:
         self.synced += 1
@@ -289,7 +321,7 @@ def _open(data: Any, batch: int, *, shuffle: bool) -> Any:
         global_batch=batch,
         share=RankShare(0, 1, batch),
         seed=0,
-        shuffle=shuffle,
+        order=Shuffled(data, 0, batch, False) if shuffle else None,
         drop_last=False,
         workers=0,
         prefetch=2,

@@ -3,6 +3,7 @@
 Recipes in tests name them as `./parts.py:Name`; the fixture `write_recipe` puts this file beside the recipe.
 """
 
+import copy
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 
-from ddpforge.interfaces import Callback, Replica, StepInfo, Task, Total
+from ddpforge.interfaces import Beside, Callback, Replica, RunContext, StepInfo, Task, Total
 from ddpforge.strategies.ddp import DDP
 
 
@@ -61,9 +62,9 @@ class Points:
 class Recorder(Callback):
     """Writes, per rank, one line per step: the step and a checksum of the weights after it."""
 
-    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.model, self.rank = model, world.all.rank
-        self.file = open(f"weights-{world.all.rank}.txt", "a")  # noqa: SIM115
+    def on_start(self, run: RunContext) -> None:
+        self.model, self.rank = run.model, run.world.all.rank
+        self.file = open(f"weights-{run.world.all.rank}.txt", "a")  # noqa: SIM115
 
     def on_step(self, info: StepInfo) -> None:
         total = sum(float(p.detach().double().sum()) for p in self.model.parameters())
@@ -87,8 +88,8 @@ class StopAt(Callback):
     def __init__(self, step: int, rank: int, signal: str = "SIGTERM") -> None:
         self.step, self.rank, self.signal = step, rank, signal
 
-    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.here = world.all.rank == self.rank
+    def on_start(self, run: RunContext) -> None:
+        self.here = run.world.all.rank == self.rank
 
     def on_step(self, info: StepInfo) -> None:
         if self.here and info.step == self.step:
@@ -98,9 +99,9 @@ class StopAt(Callback):
 class Killed(Callback):
     """Is killed (-9) if it is rank KILL_RANK, by another process, KILL_AFTER seconds after it was set up."""
 
-    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
+    def on_start(self, run: RunContext) -> None:
         victim = os.getpid()
-        if str(world.all.rank) == os.environ.get("KILL_RANK") and os.fork() == 0:
+        if str(run.world.all.rank) == os.environ.get("KILL_RANK") and os.fork() == 0:
             time.sleep(float(os.environ["KILL_AFTER"]))
             if os.getppid() == victim:
                 os.kill(victim, signal.SIGKILL)
@@ -114,8 +115,8 @@ class NoDisk(Callback):
         self.begin, self.end = begin, end
         self.folder = Path("runs/run/checkpoints")
 
-    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.is_main = world.is_main
+    def on_start(self, run: RunContext) -> None:
+        self.is_main = run.world.is_main
 
     def on_step(self, info: StepInfo) -> None:
         aside = self.folder.with_name("aside")
@@ -190,8 +191,8 @@ class Values:
 class Thaw(Callback):
     """Unfreezes `b` after the first step."""
 
-    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.model = model
+    def on_start(self, run: RunContext) -> None:
+        self.model = run.model
 
     def on_step(self, info: StepInfo) -> None:
         self.model.b.requires_grad_(True)  # type: ignore[union-attr]
@@ -212,8 +213,8 @@ class Statistics(nn.Module):
 class ShowBuffers(Callback):
     """Writes each rank's running mean when an evaluation begins."""
 
-    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.model, self.rank = model, world.all.rank
+    def on_start(self, run: RunContext) -> None:
+        self.model, self.rank = run.model, run.world.all.rank
 
     def evaluating(self) -> nullcontext[None]:
         mean = next(buffer for name, buffer in self.model.named_buffers() if "mean" in name)
@@ -238,8 +239,8 @@ class FailAt(Callback):
     def __init__(self, step: int, rank: int) -> None:
         self.step, self.rank = step, rank
 
-    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.here = world.all.rank == self.rank
+    def on_start(self, run: RunContext) -> None:
+        self.here = run.world.all.rank == self.rank
 
     def on_step(self, info: StepInfo) -> None:
         if self.here and info.step == self.step:
@@ -353,8 +354,8 @@ class Momentum(Callback):
     def __init__(self, straight: bool = False) -> None:
         self.straight = straight
 
-    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.model, self.weights = model, weights
+    def on_start(self, run: RunContext) -> None:
+        self.model, self.weights = run.model, run.weights
 
     @torch.no_grad()
     def on_step(self, info: StepInfo) -> None:
@@ -367,6 +368,54 @@ class Momentum(Callback):
             student = self.weights.elements(name.replace("teacher", "student"), part.region)
             part.tensor.view(-1).lerp_(student, 0.5)
         self.weights.changed()
+
+
+class Net(nn.Sequential):
+    """Two blocks and what follows them; `normed` by the statistics of a batch."""
+
+    def __init__(self, normed: bool = False, inputs: int = 4) -> None:
+        norms = [nn.BatchNorm1d(9)] if normed else []
+        super().__init__(
+            nn.Sequential(nn.Linear(inputs, 9), nn.Tanh()),
+            nn.Sequential(nn.Linear(9, 9), nn.Tanh()),
+            *norms,
+            nn.Linear(9, 1),
+        )
+
+
+class Accompanied(Task):
+    """Learns from the data, a frozen `teacher`, a copy of the model that follows it, and a model of rewards."""
+
+    def __init__(
+        self,
+        teacher: nn.Module,
+        weights: str | None = None,
+        saved: bool | None = None,
+        follows: str | None = "",
+        training: bool = False,
+    ) -> None:
+        self.teacher, self.rewarding = teacher, Net(inputs=1)
+        self.weights, self.saved, self.follows, self.training = weights, saved, follows, training
+
+    def beside(self, model: nn.Module) -> Mapping[str, Beside]:
+        self.target = copy.deepcopy(model)
+        return {
+            "teacher": Beside(module=self.teacher, weights=self.weights, saved=self.saved),
+            "target": Beside(module=self.target, follows=self.follows, momentum=_rising, training=self.training),
+            "rewarding": Beside(module=self.rewarding),
+        }
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        inputs, targets = batch
+        outputs = model(inputs)
+        with torch.no_grad():
+            followed = self.target(inputs)
+        errors = sum((outputs - wanted).square() for wanted in (targets, followed, self.teacher(inputs)))
+        return (errors - self.rewarding(outputs)).sum(), outputs
+
+
+def _rising(step: int) -> float:
+    return 1.0 - 0.5 / (1 + step)
 
 
 class SpoiltPoints(Points):
@@ -405,8 +454,8 @@ def training_schedule(horizon: Any) -> Any:
 class Hears(Callback):
     """Writes down what it hears, and how many groups of ranks there are; fails an evaluation where FAIL is set."""
 
-    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.file = f"heard-{world.all.rank}.txt"
+    def on_start(self, run: RunContext) -> None:
+        self.file = f"heard-{run.world.all.rank}.txt"
         self.note(f"start in {len(dist.distributed_c10d._world.pg_map)} groups")
 
     def evaluating(self) -> nullcontext[None]:

@@ -55,7 +55,7 @@ class Told(Tracker):
         (folder / "told.json").write_text(json.dumps(config))
 class Says(Callback):
     def __init__(self, fails: bool = False) -> None: self.fails = fails
-    def on_start(self, model, world, weights): logging.getLogger("ddpforge").warning("token %s", TOKEN)
+    def on_start(self, run): logging.getLogger("ddpforge").warning("token %s", TOKEN)
     def on_step(self, info):
         if self.fails: raise RuntimeError("401 for " + TOKEN)
 """

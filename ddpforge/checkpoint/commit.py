@@ -15,14 +15,14 @@ import torch
 
 from ddpforge import __version__, disk
 from ddpforge.checkpoint import safetensors_writer
-from ddpforge.checkpoint.contents import Apart, Facts, RankState
+from ddpforge.checkpoint.contents import Facts, Flat, RankState
 from ddpforge.checkpoint.schema import COMMIT, LATEST, MANIFEST, MOST_TEXT, Commit, Manifest
 from ddpforge.errors import CheckpointError
 
 log = logging.getLogger("ddpforge")
 
 
-def describe(facts: Facts, state: RankState, apart: Apart) -> Manifest:
+def describe(facts: Facts, state: RankState, flat: Flat) -> Manifest:
     """A manifest that lacks only files and tensors; raises CheckpointError for what JSON cannot hold."""
     versions = {"ddpforge": __version__, "torch": torch.__version__, "python": platform.python_version()}
     metrics = {
@@ -42,8 +42,8 @@ def describe(facts: Facts, state: RankState, apart: Apart) -> Manifest:
             lineage=facts.lineage,
             recipe=facts.recipe,
             aliases=dict(state.aliases),
-            optimizer=apart.optimizer,
-            callbacks=apart.callbacks,
+            optimizer=flat.optimizer,
+            callbacks=flat.callbacks,
             files={},
             tensors={},
         )

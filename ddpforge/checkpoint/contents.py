@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, taken apart into tensors and JSON, and put together again."""
+"""The contents of a checkpoint, flattened into tensors and JSON, and unflattened again."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -71,8 +71,8 @@ class RankState:
         return cls(model=state.model, optimizer=optimizer, callbacks=callbacks, aliases=state.aliases)
 
 
-class Apart(NamedTuple):
-    """A rank's state, taken apart: what it holds of tensors by section and "<owner>/<key>", and what else is there."""
+class Flat(NamedTuple):
+    """A rank's state, flattened: what it holds of tensors by section and "<owner>/<key>", and what else is there."""
 
     held: Held
     optimizer: OptimizerScalars
@@ -85,7 +85,7 @@ class Kind(NamedTuple):
     what: str  # names a value in an error
     numbers: bool  # 0-d tensors are kept as numbers in the manifest
     plain: tuple[type, ...]  # types that may stand beside tensors
-    cut: Callable[[str, str], tuple[str, str, str]]  # takes a tensor's name apart
+    cut: Callable[[str, str], tuple[str, str, str]]  # a tensor's name into owner, slash and key
 
 
 # A parameter's name may hold slashes, the keys of its state do not; for callbacks it is the other way round.
@@ -93,9 +93,9 @@ OPTIMIZER = Kind("{1} in the optimizer state of {0}", True, (bool, int, float, N
 CALLBACKS = Kind("{1} in the state of callback {0}", False, (bool, int, float, str, NoneType), str.partition)
 
 
-# ---------------------------------------------------------------------------------------------- apart
-def take_apart(state: RankState, *, rank: int, ranks: int) -> Apart:
-    """Finds all that can be wrong with a rank's state; raises CheckpointError naming it."""
+# ---------------------------------------------------------------------------------------------- flat
+def flatten(state: RankState, *, rank: int, ranks: int) -> Flat:
+    """Flattens a rank's state; raises CheckpointError naming whatever cannot be saved."""
     mine = partial(_held, rank=rank, ranks=ranks)
     model: dict[str, list[Part]] = {}
     for name, value in state.model.items():
@@ -104,7 +104,7 @@ def take_apart(state: RankState, *, rank: int, ranks: int) -> Apart:
         model[name] = held
     optimizer, optimizer_scalars = _split(state.optimizer, OPTIMIZER, mine)
     callbacks, callback_scalars = _split(state.callbacks, CALLBACKS, mine)
-    return Apart(
+    return Flat(
         {"model": model, "optimizer": optimizer, "callbacks": callbacks},
         cast(OptimizerScalars, optimizer_scalars),
         callback_scalars,
@@ -147,7 +147,7 @@ def _split(
     return found, rest
 
 
-def divided(held: Held) -> Held:
+def own_part(held: Held) -> Held:
     """This rank's part of the writing: its own parts, and its share of those that several ranks hold alike."""
     alike: dict[tuple[int, int], dict[tuple[Section, str, int], Part]] = defaultdict(dict)
     for section, found in held.items():
@@ -169,11 +169,11 @@ def divided(held: Held) -> Held:
     }
 
 
-# ---------------------------------------------------------------------------------------------- together
-def put_together(
+# ---------------------------------------------------------------------------------------------- and back
+def unflatten(
     rest: Mapping[str, Mapping[str, Scalar]], found: Mapping[str, X], kind: Kind
 ) -> dict[str, dict[str, X | safetensors_writer.Value]]:
-    """The inverse of taking apart; raises ValueError or KeyError where nothing could have been taken apart so."""
+    """The inverse of `flatten`; raises ValueError or KeyError for what `flatten` cannot have made."""
     owners: dict[str, dict[str, X | safetensors_writer.Value]] = {
         owner: {key: safetensors_writer.from_scalar(x) for key, x in values.items()} for owner, values in rest.items()
     }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddpforge.checkpoint import untrusted
-from ddpforge.checkpoint.contents import CALLBACKS, OPTIMIZER, SHARED, Facts, Plain, facts_of, put_together
+from ddpforge.checkpoint.contents import CALLBACKS, OPTIMIZER, SHARED, Facts, Plain, facts_of, unflatten
 from ddpforge.checkpoint.manifest import check_block, check_sha256, claims_of, layout_of, read_manifest
 from ddpforge.checkpoint.safetensors_writer import dtype_name, line
 from ddpforge.checkpoint.schema import MANIFEST, Chunk, Manifest, OtherFile, Section, TensorEntry, TensorFile
@@ -64,7 +64,7 @@ class Reader:
 
     def state(self) -> CanonicalState[SavedTensor]:
         """The model and its optimizer; tensors are unread."""
-        optimizer = self._guarded(lambda: put_together(self.manifest.optimizer, self._saved("optimizer"), OPTIMIZER))
+        optimizer = self._guarded(lambda: unflatten(self.manifest.optimizer, self._saved("optimizer"), OPTIMIZER))
         # No number of an optimizer is a string: the manifest was read strictly.
         numbers = cast(Mapping[str, Mapping[str, SavedTensor | Tensor | int | float | bool | None]], optimizer)
         shared = numbers.get(SHARED, {})
@@ -79,7 +79,7 @@ class Reader:
 
     def callbacks(self) -> dict[str, dict[str, SavedTensor | Plain]]:
         """The state of callbacks by name and key; tensors are unread."""
-        kept = self._guarded(lambda: put_together(self.manifest.callbacks, self._saved("callbacks"), CALLBACKS))
+        kept = self._guarded(lambda: unflatten(self.manifest.callbacks, self._saved("callbacks"), CALLBACKS))
         return cast(dict[str, dict[str, SavedTensor | Plain]], kept)
 
     def _saved(self, section: Section) -> dict[str, SavedTensor]:

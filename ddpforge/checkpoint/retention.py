@@ -16,7 +16,7 @@ from ddpforge.errors import CheckpointError
 from ddpforge.recipe.schema import KeepSection
 
 
-class Found(NamedTuple):
+class Committed(NamedTuple):
     """A committed checkpoint."""
 
     path: Path
@@ -50,7 +50,7 @@ class Known:
         self._manifests.pop(path.name, None)
 
 
-def committed(folder: Path, known: Known | None = None) -> tuple[list[Found], list[tuple[Path, str]]]:
+def committed(folder: Path, known: Known | None = None) -> tuple[list[Committed], list[tuple[Path, str]]]:
     """The complete checkpoints in `folder`, newest first, and the others with what is wrong with each.
 
     Newer means: of a later step; of the same step, written later. Files' times play no part, since copying a
@@ -60,7 +60,7 @@ def committed(folder: Path, known: Known | None = None) -> tuple[list[Found], li
     found, broken = [], []
     for path in folder.glob("step-*"):
         try:
-            found.append(Found(path, _open(path, read)))
+            found.append(Committed(path, _open(path, read)))
         except CheckpointError as error:
             broken.append((path, error.message))
     found.sort(key=lambda each: (each.manifest.step, each.manifest.created), reverse=True)
@@ -108,7 +108,7 @@ def newest(folder: Path, verify: Callable[[Path], None] = verify) -> tuple[Path 
     return chosen, sorted(skipped, key=lambda each: _step(each[0]), reverse=True)
 
 
-def is_best(metrics: Mapping[str, float], keep: KeepSection, found: list[Found]) -> bool:
+def is_best(metrics: Mapping[str, float], keep: KeepSection, found: list[Committed]) -> bool:
     """True when `metrics` beat those of all in `found`; a metric that is missing or not finite never does."""
     if (
         not keep.best
@@ -120,7 +120,7 @@ def is_best(metrics: Mapping[str, float], keep: KeepSection, found: list[Found])
     return all(_badness(value, keep) < _badness(each.manifest.metric(keep.by), keep) for each in best(found, keep))
 
 
-def best(found: list[Found], keep: KeepSection) -> list[Found]:
+def best(found: list[Committed], keep: KeepSection) -> list[Committed]:
     """Those of `found` (newest first) whose metric is finite, best first; of equals the newer first.
 
     There are none where neither `keep.mode` nor the metric's name tells what is better.

@@ -44,7 +44,7 @@ def check(tensor: Tensor, what: str) -> None:
     )
 
 
-class Source(NamedTuple):
+class LazyTensor(NamedTuple):
     """A tensor that is fetched when its turn to be written has come."""
 
     dtype: str
@@ -57,17 +57,17 @@ class Source(NamedTuple):
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Source":
+    def of(cls, tensor: Tensor) -> "LazyTensor":
         """A tensor that is there already."""
         return cls(dtype_name(tensor.dtype), tuple(tensor.shape), lambda: tensor)
 
     @classmethod
-    def of_part(cls, part: Part) -> "Source":
+    def of_part(cls, part: Part) -> "LazyTensor":
         """A part, in the shape that it is stored in."""
         return cls(dtype_name(part.tensor.dtype), held_shape(part.shape, part.simple_region), lambda: part.tensor)
 
 
-def write_file(path: Path, sources: Mapping[str, Source]) -> tuple[TensorFile, dict[str, tuple[str, ...]]]:
+def write_file(path: Path, sources: Mapping[str, LazyTensor]) -> tuple[TensorFile, dict[str, tuple[str, ...]]]:
     """Writes a safetensors file; returns what the manifest says of it, and the hashes of each entry's blocks."""
     size, hashes = disk.write_new(path, stream(sources, {"format": "pt"}))
     header, *blocks = hashes
@@ -80,10 +80,10 @@ def write_file(path: Path, sources: Mapping[str, Source]) -> tuple[TensorFile, d
 
 def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file with these tensors."""
-    return stream({name: Source.of(tensor) for name, tensor in tensors.items()}, metadata)
+    return stream({name: LazyTensor.of(tensor) for name, tensor in tensors.items()}, metadata)
 
 
-def stream(sources: Mapping[str, Source], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+def stream(sources: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file: the header, then tensor by tensor, each in blocks of `BLOCK` bytes.
 
     Fetches one block at a time from a GPU, and makes one tensor at a time contiguous.
@@ -102,12 +102,12 @@ def line(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _order(sources: Mapping[str, Source]) -> list[str]:
+def _order(sources: Mapping[str, LazyTensor]) -> list[str]:
     """Wide types first, so that all are aligned."""
     return sorted(sources, key=lambda name: (-DTYPES[sources[name].dtype].itemsize, name))
 
 
-def _header(sources: Mapping[str, Source], metadata: Mapping[str, str]) -> bytes:
+def _header(sources: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> bytes:
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for name, source in sources.items():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ddpforge.checkpoint import safetensors_writer
 from ddpforge.checkpoint.contents import Held
-from ddpforge.checkpoint.safetensors_writer import Source, dtype_name
+from ddpforge.checkpoint.safetensors_writer import LazyTensor, dtype_name
 from ddpforge.checkpoint.schema import Chunk, TensorEntry, TensorFile, Tensors
 from ddpforge.interfaces.regions import Box, Part, whole
 
@@ -25,7 +25,7 @@ def write_shard(path: Path, held: Held) -> tuple[TensorFile, Tensors]:
         for section, named in held.items()
         for name, parts in named.items()
     }
-    sources = {entry: Source.of_part(part) for stored in entries.values() for entry, part in stored}
+    sources = {entry: LazyTensor.of_part(part) for stored in entries.values() for entry, part in stored}
     file, hashes = safetensors_writer.write_file(path, sources)
 
     found: Tensors = {section: {} for section in held}

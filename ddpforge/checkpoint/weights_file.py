@@ -7,13 +7,13 @@ from pathlib import Path
 
 from ddpforge import disk
 from ddpforge.checkpoint.reader import Reader
-from ddpforge.checkpoint.safetensors_writer import Source, dtype_name, stream
+from ddpforge.checkpoint.safetensors_writer import LazyTensor, dtype_name, stream
 from ddpforge.checkpoint.schema import Section
 
 __all__ = ["sources", "write_weights"]
 
 
-def write_weights(path: Path, chosen: Mapping[str, Source], aliases: Mapping[str, str]) -> tuple[int, str]:
+def write_weights(path: Path, chosen: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> tuple[int, str]:
     """Writes a new safetensors file, one tensor at a time; returns its size and sha256.
 
     The further names of tied tensors become metadata, as by safetensors' own `save_model`.
@@ -29,11 +29,11 @@ def write_weights(path: Path, chosen: Mapping[str, Source], aliases: Mapping[str
     return size, digest.hexdigest()
 
 
-def sources(reader: Reader, section: Section, owner: str = "") -> dict[str, Source]:
+def sources(reader: Reader, section: Section, owner: str = "") -> dict[str, LazyTensor]:
     """A section's tensors, unread; with an owner, that owner's only, without its name."""
     prefix = owner and f"{owner}/"
     return {
-        name.removeprefix(prefix): Source(
+        name.removeprefix(prefix): LazyTensor(
             dtype_name(reader.dtype(section, name)), reader.shape(section, name), partial(reader.read, section, name)
         )
         for name in reader.names(section)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ddpforge import disk
 from ddpforge.checkpoint.commit import Draft, describe, unwritten
-from ddpforge.checkpoint.contents import Facts, Held, RankState, divided, take_apart
+from ddpforge.checkpoint.contents import Facts, Held, RankState, flatten, own_part
 from ddpforge.checkpoint.manifest import check_files, layout, parse, read_text
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.schema import (
@@ -71,11 +71,11 @@ class Writer:
         self._manifest: Manifest | None = None
         self._problem: Exception | None = None
         try:
-            apart = take_apart(state, rank=peers.rank, ranks=peers.size)
-            self._optimizer, self._callbacks = apart.optimizer, apart.callbacks
+            flat = flatten(state, rank=peers.rank, ranks=peers.size)
+            self._optimizer, self._callbacks = flat.optimizer, flat.callbacks
             if peers.rank == 0:
-                self._manifest = describe(facts, state, apart)
-            held = divided(apart.held)
+                self._manifest = describe(facts, state, flat)
+            held = own_part(flat.held)
             self._held = held if copy is None else copy(held)
         except Exception as error:
             self._problem = error

@@ -14,7 +14,7 @@ from ddpforge.cli.options import json_option, recipe_argument, sets_option
 
 if TYPE_CHECKING:
     from ddpforge.parity.compare import Point, Quantity
-    from ddpforge.parity.runs import Report, Verdict
+    from ddpforge.parity.runs import ParityReport, Verdict
 
 _COLUMNS = {"train/loss": "loss", "train/grad_norm": "gradient norm", "weights": "weights"}
 
@@ -98,7 +98,7 @@ def _processes() -> int:
 
 
 # ---------------------------------------------------------------------------------------------- for people
-def _text(report: "Report") -> str:
+def _text(report: "ParityReport") -> str:
     reference, *others = report.verdicts
     header = ["strategy", "ranks", *_COLUMNS.values()]
     rows = [[verdict.spec.text, str(verdict.spec.ranks), *_cells(verdict)] for verdict in report.verdicts]

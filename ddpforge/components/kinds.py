@@ -6,6 +6,7 @@ that a recipe names in a table of its own also needs that table in `recipe.schem
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -38,6 +39,8 @@ class KindSpec:
     """The parameters that ddpforge itself hands over, which a recipe may not set; each with a function that makes a
     value to try a component with, out of its author's settings."""
     nested: bool = False  # an option annotated with `base` takes a component
+    adopted: Mapping[str, str] = field(default_factory=dict)
+    """Classes of other libraries, "module:Class", each with the function that makes its subclasses components."""
     api: int = 1  # the version of the plugin API since which the kind has its present contract
 
     # -- where it stands in a recipe
@@ -62,8 +65,7 @@ class KindSpec:
 
     def base_class(self) -> type | None:
         """The class that `base` names, imported; None where there is none."""
-        module, _, name = self.base.partition(":")
-        found: type | None = getattr(import_module(module), name) if self.base else None
+        found: type | None = _located(self.base) if self.base else None
         return found
 
     def mismatch(self, built: Any) -> str | None:
@@ -74,9 +76,22 @@ class KindSpec:
         assert base is not None, f"nothing tells a {self.name}"
         return None if isinstance(built, base) else f"a {self.base.replace(':', '.')}"
 
+    def adopt(self, component: Any) -> Any:
+        """What a recipe locates, as a component of this kind if it is another library's; imports no library for it."""
+        for base, function in self.adopted.items():
+            module, _, name = base.partition(":")
+            if isinstance(component, type) and issubclass(component, getattr(sys.modules.get(module), name, ())):
+                return _located(function)(component)
+        return component
+
     def derives(self, component: type) -> bool:
         """True if a class says itself that it is of this kind, by what it derives from."""
         return not self.fits and issubclass(component, self.base_class() or ())
+
+
+def _located(where: str) -> Any:
+    module, _, name = where.partition(":")
+    return getattr(import_module(module), name)
 
 
 # ---------------------------------------------------------------------------------------------- recognising
@@ -102,6 +117,34 @@ def _horizon(settings: Mapping[str, Any]) -> Any:
     return Horizon(**({"total": 100, "steps_per_epoch": 10} | settings.get("horizon", {})))
 
 
+class _Samples:
+    """A dataset of numbers, with what orders may ask it for: columns that its author names, or some usual ones."""
+
+    random = False
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        usual = {"labels": [n % 7 % 3 for n in range(100)], "lengths": [n * 37 % 101 for n in range(100)]}
+        columns = settings.get("columns") or usual | {"weights": usual["lengths"], "difficulty": usual["lengths"]}
+        self.__dict__.update(columns)
+        self._length = len(next(iter(columns.values())))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _columns() -> Mapping[str, Any]:
+    from typing import Annotated
+
+    from pydantic import Field
+
+    return {
+        "columns": Annotated[dict[str, Annotated[list[int | float | str], Field(min_length=1)]], Field(min_length=1)]
+    }
+
+
 def _ranks() -> Mapping[str, Any]:
     from typing import Annotated
 
@@ -118,6 +161,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
             KindSpec(
                 name="model",
                 base="torch.nn:Module",
+                nested=True,
                 tables=(("model",),),
                 settings=lambda: {"unused": list[str], "meta": bool},
                 jobs={2: "train", 1: "train"},
@@ -135,8 +179,27 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 settings=lambda: {"duplicates": bool},
                 jobs={2: "data"},
             ),
+            KindSpec(
+                name="order",
+                base="ddpforge.interfaces:Order",
+                given={
+                    "data": _Samples,
+                    "seed": lambda _: 0,
+                    "global_batch": lambda _: 8,
+                    "drop_last": lambda _: False,
+                },
+                nested=True,
+                tables=(("data", "order"),),
+                settings=_columns,
+            ),
             KindSpec(name="task", base="ddpforge.interfaces:Task", nested=True, tables=(("task",),)),
-            KindSpec(name="metric", base="ddpforge.interfaces:Metric", nested=True, listed_in=("task", "metrics")),
+            KindSpec(
+                name="metric",
+                base="ddpforge.interfaces:Metric",
+                nested=True,
+                adopted={"torchmetrics.metric:Metric": "ddpforge.builtin.metrics.torchmetrics:adopted"},
+                listed_in=("task", "metrics"),
+            ),
             KindSpec(
                 name="optimizer",
                 base="torch.optim:Optimizer",
@@ -174,6 +237,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 name="callback",
                 base="ddpforge.interfaces:Callback",
                 nested=True,
+                api=2,
                 named_in="callbacks",
                 jobs={2: "callback"},
             ),

@@ -6,13 +6,14 @@ import collections.abc as abc
 import inspect
 import json
 import re
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache, partial
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import (
@@ -60,10 +61,13 @@ class Components(Protocol):
         """The schema of a component's options."""
 
 
-@cache
-def _nestable() -> Mapping[Any, str]:
-    """The classes with which a parameter is annotated that takes a component, each with its kind."""
-    return {spec.base_class(): kind for kind, spec in KINDS.items() if spec.nested}
+def _nestable(annotation: Any) -> str | None:
+    """The kind of the component that a parameter with this annotation takes; None if it takes none."""
+    for kind, spec in KINDS.items():
+        # Nobody names a class of a module that is not imported, and importing torch takes seconds.
+        if spec.nested and spec.base.partition(":")[0] in sys.modules and annotation is spec.base_class():
+            return kind
+    return None
 
 
 class Nested(BaseModel):
@@ -217,7 +221,7 @@ def _writable(annotation: Any, nested: Callable[[str], Any]) -> Any:
     if origin in _CONTAINERS:
         items = tuple(item if item is ... else _writable(item, nested) for item in arguments)
         return _CONTAINERS[origin][items] if items else _CONTAINERS[origin]
-    if kind := _nestable().get(origin):
+    if kind := _nestable(origin):
         return nested(kind)
     if origin is int:
         return _Integer

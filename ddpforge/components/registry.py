@@ -16,7 +16,7 @@ from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ddpforge.components.kinds import KINDS
 from ddpforge.confidential import SECRET, redact, reveal
@@ -288,7 +288,7 @@ class Registry:
             )
         if not callable(component):
             raise broken(f"is a value of type `{type(component).__name__}`, which cannot be called")
-        return component
+        return cast(Callable[..., Any], KINDS[kind].adopt(component))
 
     def options_model(self, kind: str, use: str, base: Path = Path()) -> type[BaseModel]:
         """The schema of a component's options, made from its signature; raises what `load` raises.
@@ -491,9 +491,14 @@ def _innermost(cause: BaseException, package: str) -> str | None:
     return lines[-1] if lines else None
 
 
+_EXTRAS = {"torchmetrics": "metrics"}  # modules that recipes locate, and the extra that brings each
+
+
 def _ways_to_provide(missing: str, file: Path | None) -> list[str]:
     if file and (file.parent / f"{missing}.py").exists():
         return ["a local file cannot import its neighbours: put the folder on PYTHONPATH, or make a package"]
+    if extra := _EXTRAS.get(missing):
+        return [f"pip install 'ddpforge[{extra}]'"]
     return [f"install what provides the module `{missing}`"]
 
 

@@ -1,8 +1,9 @@
 """From a dataset to the micro-batches of one rank: their order, how they are fetched and moved to the device."""
 
-from ddpforge.data.fetching import Batches, open_data
+from ddpforge.data.fetching import Batches, check_data, open_data
 from ddpforge.data.nests import to_device
-from ddpforge.data.order import MicroBatch, RankShare, permute
-from ddpforge.data.randomness import mix, seed_all
+from ddpforge.data.order import MicroBatch, RankShare
+from ddpforge.data.randomness import seed_all
+from ddpforge.interfaces import mix
 
-__all__ = ["Batches", "MicroBatch", "RankShare", "mix", "open_data", "permute", "seed_all", "to_device"]
+__all__ = ["Batches", "MicroBatch", "RankShare", "check_data", "mix", "open_data", "seed_all", "to_device"]

@@ -9,55 +9,67 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ddpforge.data.order import MicroBatch, Order, RankShare, Request
-from ddpforge.data.randomness import mix, seed_all
+from ddpforge.builtin.orders.plain import Sequential
+from ddpforge.data.order import Dealer, MicroBatch, RankShare, Request, Terms
+from ddpforge.data.randomness import seed_all
 from ddpforge.data.streams import Stream, is_stream, loader_in
 from ddpforge.errors import PluginError
+from ddpforge.interfaces import Order, mix
 from ddpforge.ranks.signals import leave_stopping_to_the_rank
 
-__all__ = ["Batches", "open_data"]
+__all__ = ["Batches", "check_data", "open_data"]
 
 
 class _Fetcher(Dataset[MicroBatch]):
-    """A dataset whose items are whole micro-batches; runs in the training process or in a loader's."""
+    """A dataset whose items are whole micro-batches; runs in the training process or in a loader's.
 
-    def __init__(self, data: Any, seed: int) -> None:
+    The dataset is told epochs, and steps where it `tells_steps`: before the first sample of each.
+    """
+
+    def __init__(self, data: Any, seed: int, *, once: bool, tells_steps: bool) -> None:
         self.data = data
         self.seed = seed
         self.random: bool = getattr(data, "random", True)
+        self.once = once
         self.batched = hasattr(data, "__getitems__")
         self.collate = getattr(data, "collate", default_collate)
         self._set_epoch = getattr(data, "set_epoch", None)
+        self._set_step = getattr(data, "set_step", None) if tells_steps else None
         self._epoch: int | None = None
+        self._step: int | None = None
 
     def __getitem__(self, request: Request) -> MicroBatch:
         if self._set_epoch and request.epoch != self._epoch:
             self._set_epoch(request.epoch)
             self._epoch = request.epoch
-        fetched = self._batch(request) if self.batched else [self._sample(request.epoch, i) for i in request.ids]
-        _, _, samples, step_samples, last, shard, number = request
+        if self._set_step and request.step != self._step:
+            self._set_step(request.step)
+            self._step = request.step
+        turn = request.epoch if self.once else request.step
+        fetched = self._batch(turn, request.ids) if self.batched else [self._sample(turn, i) for i in request.ids]
+        _, _, _, samples, step_samples, last, shard, number = request
         return MicroBatch(self.collate(fetched), samples, step_samples, last, shard, number)
 
-    def _batch(self, request: Request) -> Any:
+    def _batch(self, turn: int, ids: list[int]) -> Any:
         if self.random:
-            seed_all(mix(self.seed, request.epoch, request.ids[0]))
-        return self.data.__getitems__(request.ids)
+            seed_all(mix(self.seed, turn, ids[0]))
+        return self.data.__getitems__(ids)
 
-    def _sample(self, epoch: int, index: int) -> Any:
+    def _sample(self, turn: int, index: int) -> Any:
         if self.random:
-            seed_all(mix(self.seed, epoch, index))
+            seed_all(mix(self.seed, turn, index))
         return self.data[index]
 
 
 class _Requests(Iterable[Request]):
     """A DataLoader's sampler must be an object that can be iterated again, for every evaluation."""
 
-    def __init__(self, order: Order, start: int, stop: int | None) -> None:
+    def __init__(self, dealer: Dealer, start: int, stop: int | None) -> None:
         self.bounds = (start, stop)
-        self.order = order
+        self.dealer = dealer
 
     def __iter__(self) -> Iterator[Request]:
-        return self.order.requests(*self.bounds)
+        return self.dealer.requests(*self.bounds)
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,8 @@ class Batches:
 
     steps_per_epoch: int | None
     _data: Any
-    _order: Order
+    _terms: Terms
+    _order: Order | None  # None for a stream that does not know its length
     _workers: int
     _prefetch: int
     _pin: bool
@@ -77,11 +90,9 @@ class Batches:
 
         Both are the same in a run of `steps` that does not come to the end of an epoch, or where that is not known.
         """
-        order, full = self._order, self._order.share.fewest(self._order.global_batch)
-        rest = order.samples % order.global_batch
-        if not rest or order.drop_last or (steps is not None and steps < order.steps_per_epoch):
-            return full, full
-        return full, order.share.fewest(rest)
+        sizes = self._dealer().sizes(steps) if self._order else (self._terms.global_batch,) * 2
+        full, last = map(self._terms.share.fewest, sizes)
+        return full, last
 
     def training(self, start: int) -> Iterator[MicroBatch]:
         """From step `start` on, without end, epoch after epoch."""
@@ -108,13 +119,18 @@ class Batches:
             options["worker_init_fn"] = leave_stopping_to_the_rank()
 
         if is_stream(self._data):
-            return DataLoader(Stream(self._data, self._order, start, one_epoch), **options)
+            return DataLoader(Stream(self._data, self._terms, start, one_epoch), **options)
 
-        requests = _Requests(self._order, start, self._order.steps_per_epoch if one_epoch else None)
-        fetcher = _Fetcher(self._data, self._order.seed)
+        dealer = self._dealer()
+        requests = _Requests(dealer, start, self.steps_per_epoch if one_epoch else None)
+        fetcher = _Fetcher(self._data, self._terms.seed, once=dealer.order.once, tells_steps=not one_epoch)
         if not self._workers and not self._pin:
             return _Mapped(fetcher, requests)
         return DataLoader(fetcher, sampler=requests, **options)
+
+    def _dealer(self) -> Dealer:
+        assert self._order is not None
+        return Dealer(order=self._order, samples=len(self._data), terms=self._terms)
 
 
 class _Mapped(Iterable[MicroBatch]):
@@ -130,16 +146,33 @@ class _Mapped(Iterable[MicroBatch]):
 def open_data(
     data: Any,
     *,
+    order: Order | None = None,
     global_batch: int,
     share: RankShare,
     seed: int,
-    shuffle: bool,
     drop_last: bool,
     workers: int,
     prefetch: int,
     pin: bool,
 ) -> Batches:
-    """Deals `data` (see `interfaces.Data`) out to this rank; raises PluginError for what is not a dataset."""
+    """Deals `data` (see `interfaces.Data`) out to this rank, by default in its own order; raises as `check_data`."""
+    check_data(data)
+    if order is None and hasattr(data, "__len__"):
+        order = Sequential(data, global_batch, drop_last)
+    steps = order.steps_per_epoch if order else None
+    if steps == 0:
+        samples = len(data)
+        raise PluginError(
+            f"{type(data).__name__} holds {samples} sample{'s' * (samples != 1)}, less than one global batch of "
+            f"{global_batch}",
+            hints=['lower train.global_batch, or set train.last_batch = "keep"'],
+        )
+    terms = Terms(global_batch=global_batch, share=share, seed=seed, drop_last=drop_last)
+    return Batches(steps, data, terms, order, workers, prefetch, pin)
+
+
+def check_data(data: Any) -> None:
+    """Raises PluginError for what is not a dataset, or has no samples."""
     if is_stream(data) and (loader := loader_in(data)) is not None:
         inside = "" if loader is data else f", which {type(data).__name__} reads,"
         raise PluginError(
@@ -152,23 +185,5 @@ def open_data(
             f"{type(data).__name__} is not a dataset: it has neither __len__ and __getitem__ nor __iter__",
             hints=["see `ddpforge.interfaces.Data` for what a dataset offers"],
         )
-
-    samples = len(data) if hasattr(data, "__len__") else None
-    order = Order(
-        samples=samples or 0,
-        global_batch=global_batch,
-        share=share,
-        seed=seed,
-        shuffle=shuffle,
-        drop_last=drop_last,
-    )
-    steps = None if samples is None else order.steps_per_epoch
-    if samples == 0:
+    if hasattr(data, "__len__") and len(data) == 0:
         raise PluginError(f"{type(data).__name__} is empty: it has no samples")
-    if steps == 0:
-        raise PluginError(
-            f"{type(data).__name__} holds {samples} sample{'s' * (samples != 1)}, less than one global batch of "
-            f"{global_batch}",
-            hints=['lower train.global_batch, or set train.last_batch = "keep"'],
-        )
-    return Batches(steps, data, order, workers, prefetch, pin)

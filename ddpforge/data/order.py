@@ -1,8 +1,7 @@
 """The samples that a rank sees, as arithmetic on the step.
 
-Step `s` of an epoch trains on places `[s·G, (s+1)·G)` of that epoch's order, G being the global batch. The order is
-one permutation per epoch, a pure function of (seed, epoch); the number of ranks decides who computes a sample, never
-which samples form a step. Nothing is stored for a resume, and nothing is padded, repeated or lost at uneven ends.
+An order (see `interfaces.Order`) says which samples form a step; the number of ranks decides who computes a sample,
+never that. Nothing is stored for a resume, and nothing is padded, repeated or lost at uneven ends.
 """
 
 from __future__ import annotations
@@ -11,49 +10,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpforge.data.randomness import mix
+from ddpforge.errors import PluginError
+from ddpforge.interfaces import EpochOrder, Order
 
-__all__ = ["MicroBatch", "Order", "RankShare", "Request", "permute"]
+__all__ = ["Dealer", "MicroBatch", "RankShare", "Request", "Terms"]
 
 _BLOCK = 1 << 12  # samples whose order is computed in one vectorised go
-_ROUNDS = 6
-
-
-def permute(places: NDArray[np.uint64], epochs: NDArray[np.uint64], samples: int, seed: int) -> NDArray[np.uint64]:
-    """The samples at the given places of the given epochs' orders (two arrays of one shape), in O(1) memory.
-
-    For each epoch this is a permutation of `range(samples)`: an alternating Feistel network over the next power of
-    two, walked until it lands inside the range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
-    Place 10⁹ costs what place 0 costs.
-    """
-    bits = max(2, (samples - 1).bit_length())
-    low = np.uint64(bits // 2)
-    low_mask, high_mask = (np.uint64((1 << n) - 1) for n in (bits // 2, bits - bits // 2))
-    keys = [_scramble(epochs + np.uint64(mix(seed, turn))) for turn in range(_ROUNDS)]
-
-    def encrypt(block: NDArray[np.uint64], keys: list[NDArray[np.uint64]]) -> NDArray[np.uint64]:
-        left, right = block >> low, block & low_mask
-        for key_left, key_right in zip(keys[::2], keys[1::2], strict=True):
-            left = left ^ (_scramble(right ^ key_left) & high_mask)
-            right = right ^ (_scramble(left ^ key_right) & low_mask)
-        return (left << low) | right
-
-    ids = encrypt(places, keys)
-    while (outside := np.flatnonzero(ids >= samples)).size:
-        ids[outside] = encrypt(ids[outside], [key[outside] for key in keys])
-    return ids
-
-
-def _scramble(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of 64-bit words whose every output bit depends on every input bit (splitmix64, shortened)."""
-    value = (value + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
-    return value >> np.uint64(32)
+_FEW = 100  # steps of an order whose sizes only it knows
 
 
 class RankShare(NamedTuple):
@@ -103,6 +71,7 @@ class Request(NamedTuple):
     """The samples of one micro-batch, before they are fetched."""
 
     ids: list[int]
+    step: int
     epoch: int
     samples: int
     step_samples: int
@@ -128,55 +97,114 @@ class MicroBatch(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
-    """The micro-batches of one rank in the order of training (or, without shuffling, of evaluation)."""
+class Terms:
+    """The terms on which samples are dealt to one rank, whatever the data."""
 
-    samples: int
     global_batch: int
     share: RankShare
     seed: int
-    shuffle: bool
     drop_last: bool
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps of one epoch, the incomplete last one included unless it is dropped."""
-        full, rest = divmod(self.samples, self.global_batch)
-        return full + (rest > 0 and not self.drop_last)
+
+class Placed(Protocol):
+    """An order that can be asked for any places of any steps, as `interfaces.EpochOrder`."""
+
+    def size(self, step: int) -> int:
+        """The number of samples in a step."""
+
+    def ids(self, steps: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
+        """The samples at the given places within the given steps."""
+
+
+class _Whole:
+    """An order that says whole steps only; each is asked for once, and held to be one."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._asked: dict[int, NDArray[Any]] = {}
+
+    def size(self, step: int) -> int:
+        """The number of samples in a step, which is kept until its places are asked for."""
+        ids = np.asarray(self._order(step))
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
+            raise PluginError(
+                f"the order {type(self._order).__name__} gave {'nothing' if not ids.size else _form(ids)} for step "
+                f"{step} (0 is the first)",
+                hints=["an order returns the indices of a step's samples: a row of whole numbers, at least one"],
+            )
+        self._asked[step] = ids
+        return len(ids)
+
+    def ids(self, steps: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
+        """Takes the places out of the steps."""
+        found: NDArray[Any] = self._asked.pop(int(steps[0]))[places]  # it is asked for one step at a time
+        return found
+
+
+def _form(ids: NDArray[Any]) -> str:
+    return f"an array of shape {list(ids.shape)} of {ids.dtype}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dealer:
+    """Deals the steps of an order to one rank: its micro-batches, in the order of training or of evaluation."""
+
+    order: Order
+    samples: int  # of the dataset
+    terms: Terms
+
+    def sizes(self, steps: int | None) -> tuple[int, int]:
+        """The smallest number of samples in a full step, and in an epoch's last, of a run of `steps`."""
+        if not isinstance(self.order, EpochOrder):
+            whole = _Whole(self.order)
+            smallest = min(whole.size(step) for step in range(min(_FEW, steps or _FEW)))
+            return smallest, smallest
+        last = self.order.steps_per_epoch - 1
+        if steps is not None and steps <= last:
+            return self.terms.global_batch, self.terms.global_batch
+        return self.terms.global_batch, self.order.size(last)
 
     def requests(self, start: int, stop: int | None) -> Iterator[Request]:
         """From step `start` up to `stop`; for ever when it is None."""
-        block = max(1, _BLOCK * self.share.ranks // self.global_batch)
+        placed, block = self._placed()
         for first in count(start, block):
             end = first + block if stop is None else min(stop, first + block)
-            yield from self._block(range(first, end))
+            yield from self._block(placed, range(first, end))
             if end == stop:
                 return
 
-    def _block(self, steps: range) -> Iterator[Request]:
+    def _placed(self) -> tuple[Placed, int]:
+        """The order, to be asked for places; and for how many steps at once."""
+        if not isinstance(self.order, EpochOrder):
+            return _Whole(self.order), 1
+        return self.order, max(1, _BLOCK * self.terms.share.ranks // self.terms.global_batch)
+
+    def _block(self, placed: Placed, steps: range) -> Iterator[Request]:
         """The requests of several steps, whose sample order is worked out in one go."""
-        plan: list[tuple[range, tuple[int, int, int, bool, int, int]]] = []  # places, and the rest of a request
+        plan: list[tuple[range, tuple[int, int, int, int, bool, int, int]]] = []  # places, and the rest of a request
+        share = self.terms.share
         for step in steps:
-            epoch, turn = divmod(step, self.steps_per_epoch)
-            begin = turn * self.global_batch
-            size = min(self.global_batch, self.samples - begin)
-            micro = self.share.deal(size)
+            epoch, size = self.order.epoch(step), placed.size(step)
+            micro = share.deal(size)
             for number, part in enumerate(micro):
                 places = part or range(1)  # a stand-in: the first sample of the step
-                shifted = range(begin + places.start, begin + places.stop)
-                whose = self.share.whose(number, len(micro))
-                plan.append((shifted, (epoch, len(part), size, number + 1 == len(micro), *whose)))
+                whose = share.whose(number, len(micro))
+                plan.append((places, (step, epoch, len(part), size, number + 1 == len(micro), *whose)))
 
-        ids = self._ids([places for places, _ in plan], [rest[0] for _, rest in plan])
+        ids = self._ids(placed, [places for places, _ in plan], [rest[0] for _, rest in plan])
         cursor = 0
         for places, rest in plan:
             yield Request(ids[cursor : cursor + len(places)], *rest)
             cursor += len(places)
 
-    def _ids(self, places: list[range], epochs: list[int]) -> list[int]:
+    def _ids(self, placed: Placed, places: list[range], steps: list[int]) -> list[int]:
         flat = np.concatenate([np.arange(part.start, part.stop, dtype=np.uint64) for part in places])
-        if self.shuffle:
-            sizes = [len(part) for part in places]
-            flat = permute(flat, np.repeat(np.array(epochs, dtype=np.uint64), sizes), self.samples, self.seed)
-        ids: list[int] = flat.tolist()
+        found = placed.ids(np.repeat(np.array(steps, dtype=np.uint64), [len(part) for part in places]), flat)
+        if (outside := np.flatnonzero((found < 0) | (found >= self.samples))).size:
+            raise PluginError(
+                f"the order {type(self.order).__name__} asks for sample {found[outside[0]]} by step {steps[-1]}, and "
+                f"the data has {self.samples}",
+                hints=["an order returns indices of samples: 0 up to, not including, the length of the data"],
+            )
+        ids: list[int] = found.tolist()
         return ids

@@ -1,4 +1,4 @@
-"""Seeds made of what a run knows, and the generators that they are given to."""
+"""The generators of random numbers that seeds are given to."""
 
 from __future__ import annotations
 
@@ -10,20 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["RandomState", "mix", "own_random_numbers", "seed_all"]
-
-_MASK = (1 << 64) - 1
-
-
-def mix(*parts: int) -> int:
-    """One well-spread 63-bit seed out of several integers (the finaliser of splitmix64, Steele et al. 2014)."""
-    state = 0
-    for part in parts:
-        state = (state ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
-        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
-        state ^= state >> 31
-    return state >> 1
+__all__ = ["RandomState", "own_random_numbers", "seed_all"]
 
 
 def seed_all(seed: int, device: torch.device | None = None) -> None:

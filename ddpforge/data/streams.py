@@ -10,9 +10,10 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from torch.utils.data._utils import worker as loader_process
 
 from ddpforge.data.nests import digest
-from ddpforge.data.order import MicroBatch, Order
-from ddpforge.data.randomness import RandomState, mix, seed_all
+from ddpforge.data.order import MicroBatch, Terms
+from ddpforge.data.randomness import RandomState, seed_all
 from ddpforge.errors import PluginError
+from ddpforge.interfaces import mix
 
 __all__ = ["Stream", "is_stream", "loader_in"]
 
@@ -48,8 +49,8 @@ class Stream(IterableDataset[MicroBatch]):
     ranks by `MicroBatch.read`, which is made of the first sample of every step.
     """
 
-    def __init__(self, data: Any, order: Order, start: int, stop_after_epoch: bool) -> None:
-        self.data, self.order = data, order
+    def __init__(self, data: Any, terms: Terms, start: int, stop_after_epoch: bool) -> None:
+        self.data, self.terms = data, terms
         self.start, self.stop_after_epoch = start, stop_after_epoch
         self.collate = getattr(data, "collate", default_collate)
 
@@ -63,21 +64,21 @@ class Stream(IterableDataset[MicroBatch]):
         read = 0
         for step, samples in enumerate(islice(self._steps(), self.start, None), self.start):
             read = int(digest([read, samples[0]])[:5], 16) or 1  # 20 bits: see `Fingerprint` for why so few
-            micro = self.order.share.deal(len(samples))
+            micro = self.terms.share.deal(len(samples))
             for number, part in enumerate(micro):
                 if next(turn) % workers == mine:
-                    seed_all(mix(self.order.seed, step, part.start))
+                    seed_all(mix(self.terms.seed, step, part.start))
                     kept = [samples[place] for place in part] or [samples[0]]
-                    whose = self.order.share.whose(number, len(micro))
+                    whose = self.terms.share.whose(number, len(micro))
                     last = number + 1 == len(micro)
                     yield MicroBatch(self.collate(kept), len(part), len(samples), last, *whose, read)
 
     def _steps(self) -> Iterator[Sequence[Any]]:
         """The samples of every step, over all ranks."""
         for epoch in count():
-            stream, empty = _Pass(self.data, epoch, mix(self.order.seed, _PASS, epoch)), True
-            while samples := stream.read(self.order.global_batch):
-                if len(samples) < self.order.global_batch and self.order.drop_last:
+            stream, empty = _Pass(self.data, epoch, mix(self.terms.seed, _PASS, epoch)), True
+            while samples := stream.read(self.terms.global_batch):
+                if len(samples) < self.terms.global_batch and self.terms.drop_last:
                     break
                 empty = False
                 yield samples

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ddpforge import disk
 from ddpforge.checkpoint.reader import Reader
-from ddpforge.checkpoint.safetensors_writer import Source, dtype_name
+from ddpforge.checkpoint.safetensors_writer import LazyTensor, dtype_name
 from ddpforge.checkpoint.schema import MODEL
 from ddpforge.checkpoint.weights_file import sources, write_weights
 from ddpforge.errors import CheckpointError, UsageError
@@ -115,7 +115,7 @@ def export_folder(
     )
 
 
-def _chosen(reader: Reader, weights: str, dtype: Precision | None) -> dict[str, Source]:
+def _chosen(reader: Reader, weights: str, dtype: Precision | None) -> dict[str, LazyTensor]:
     """The weights to be written, in the order of the model."""
     chosen = sources(reader, "model")
     if weights != "model":
@@ -125,7 +125,7 @@ def _chosen(reader: Reader, weights: str, dtype: Precision | None) -> dict[str, 
     return chosen
 
 
-def _shards(chosen: Mapping[str, Source], most: int | None) -> dict[str, list[str]]:
+def _shards(chosen: Mapping[str, LazyTensor], most: int | None) -> dict[str, list[str]]:
     """Assigns tensors to files: as many as there is room for, then the next file."""
     shards: list[list[str]] = [[]]
     room = most
@@ -141,7 +141,7 @@ def _shards(chosen: Mapping[str, Source], most: int | None) -> dict[str, list[st
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
 
 
-def _index(chosen: Mapping[str, Source], shards: Mapping[str, Sequence[str]]) -> bytes:
+def _index(chosen: Mapping[str, LazyTensor], shards: Mapping[str, Sequence[str]]) -> bytes:
     """The index of tensors by file, as transformers writes it."""
     total = sum(source.nbytes for source in chosen.values())
     places = {name: file for file, names in shards.items() for name in names}
@@ -173,7 +173,7 @@ def _staging(out: Path, replaced: Sequence[Path]) -> Iterator[Path]:
         disk.remove(stage)
 
 
-def _kept_by(callback: str, reader: Reader, model: Mapping[str, Source]) -> dict[str, Source]:
+def _kept_by(callback: str, reader: Reader, model: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The callback's tensors, provided that they are weights of this model."""
     mine = sources(reader, "callbacks", callback)
     if not mine or any(name not in model or model[name].shape != kept.shape for name, kept in mine.items()):
@@ -185,7 +185,7 @@ def _kept_by(callback: str, reader: Reader, model: Mapping[str, Source]) -> dict
     return mine
 
 
-def _converted(name: str, source: Source, dtype: torch.dtype) -> Source:
+def _converted(name: str, source: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     def fetch() -> Tensor:
         tensor = source.fetch()
         converted = tensor.to(dtype)
@@ -194,10 +194,10 @@ def _converted(name: str, source: Source, dtype: torch.dtype) -> Source:
         return converted
 
     floating = getattr(torch, source.dtype).is_floating_point
-    return Source(dtype_name(dtype), source.shape, fetch) if floating else source
+    return LazyTensor(dtype_name(dtype), source.shape, fetch) if floating else source
 
 
-def _write(out: Path, chosen: Mapping[str, Source], aliases: Mapping[str, str]) -> tuple[int, str]:
+def _write(out: Path, chosen: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> tuple[int, str]:
     """`write_weights`, all or nothing."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:

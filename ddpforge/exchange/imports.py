@@ -15,7 +15,7 @@ from ddpforge.checkpoint.retention import committed
 from ddpforge.checkpoint.untrusted import DTYPES
 from ddpforge.errors import UsageError
 from ddpforge.exchange.foreign import dcp, plain, zero
-from ddpforge.exchange.foreign.found import Found, Held, refused
+from ddpforge.exchange.foreign.foreign_state import ForeignState, Held, refused
 from ddpforge.interfaces.regions import flaw
 from ddpforge.ranks.writers import Peers
 from ddpforge.runs.checkpoints import is_checkpoint
@@ -102,7 +102,7 @@ def _made(folder: Path) -> Path:
 
 
 # ---------------------------------------------------------------------------------------------- reading
-def _read(source: Path, *, trust: bool) -> Found:
+def _read(source: Path, *, trust: bool) -> ForeignState:
     """Reads the source, of whatever kind it is."""
     if source.is_file():
         return plain.read_file(source, trust=trust)
@@ -124,7 +124,7 @@ def _read(source: Path, *, trust: bool) -> Found:
     )
 
 
-def _check(found: Found, source: Path) -> None:
+def _check(found: ForeignState, source: Path) -> None:
     """Raises UsageError for tensors that a checkpoint cannot hold."""
     if not found.model:
         raise refused(source, "there is not one tensor in it")
@@ -144,7 +144,7 @@ def _check(found: Found, source: Path) -> None:
         raise refused(source, "a tensor in it has no name")
 
 
-def _each(found: Found) -> list[tuple[str, Held]]:
+def _each(found: ForeignState) -> list[tuple[str, Held]]:
     state = [(f"{key} of {name}", x) for name, values in found.optimizer.items() for key, x in values.items()]
     return [*found.model.items(), *((name, x) for name, x in state if isinstance(x, Tensor | list))]
 
@@ -162,7 +162,7 @@ def _rule(text: str) -> tuple[re.Pattern[str], str]:
     return compiled, replacement
 
 
-def _renamed(found: Found, rules: Sequence[tuple[re.Pattern[str], str]], source: Path) -> Found:
+def _renamed(found: ForeignState, rules: Sequence[tuple[re.Pattern[str], str]], source: Path) -> ForeignState:
     if not rules:
         return found
 
@@ -175,7 +175,7 @@ def _renamed(found: Found, rules: Sequence[tuple[re.Pattern[str], str]], source:
         return name
 
     model = _merged(found.model, new, source, found.left_out)
-    return Found(
+    return ForeignState(
         kind=found.kind,
         model=model,
         optimizer=_unique(found.optimizer, new, source),
@@ -231,7 +231,7 @@ def _unique(values: Mapping[str, X], new: Any, source: Path) -> dict[str, X]:
 
 
 # ---------------------------------------------------------------------------------------------- the report
-def _report(found: Found, facts: Facts, path: Path, run: RunFolder | None) -> Imported:
+def _report(found: ForeignState, facts: Facts, path: Path, run: RunFolder | None) -> Imported:
     dtypes: dict[str, int] = {}
     for held in found.model.values():
         kind = str(_first(held).dtype).removeprefix("torch.")

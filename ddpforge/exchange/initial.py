@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -18,7 +18,7 @@ from torch import Tensor
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.schema import MANIFEST
 from ddpforge.errors import CheckpointError, UsageError
-from ddpforge.interfaces import CanonicalState, Part, Ranks, Region, Replica, SavedTensor
+from ddpforge.interfaces import Part, Ranks, Region, SavedTensor
 from ddpforge.interfaces.regions import Range, copy, pieces
 from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.runs.checkpoints import choose
@@ -30,23 +30,35 @@ log = logging.getLogger("ddpforge")
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"  # as transformers names them
 _SHOWN = 8  # names in a list
+_KEY = "checkpoint.init_from"
 
 
-def load_initial(source: str, replica: Replica, ranks: Ranks, *, skip: Sequence[str] = ()) -> None:
-    """Gives the model the weights of `source`; every rank reads what it holds. Called on every rank.
+def load_initial(
+    source: str,
+    held: Mapping[str, Tensor | Part],
+    aliases: Mapping[str, str],
+    take: Callable[[Mapping[str, SavedTensor]], None],
+    ranks: Ranks,
+    *,
+    key: str = _KEY,
+    skip: Sequence[str] = (),
+    whole: bool = False,
+) -> None:
+    """Has `take` read the tensors of `source` that a module has; `held` is what this rank holds of it, by name.
 
-    `source` is a run (its folder or its name in runs/: the newest checkpoint), a checkpoint, a safetensors file, or a
-    folder in which transformers saved a model. Tensors that it lacks, and those that a glob in `skip` names, keep their
-    values; what is missing and what is left over goes to the log. Floating-point tensors may have another dtype.
+    Called on every rank: each reads what it holds. `aliases` are further names of tied tensors, and `key` is where the
+    recipe says `source`: a run (its folder or its name in runs/: the newest checkpoint), a checkpoint, a safetensors
+    file, or a folder in which transformers saved a model. Tensors that it lacks, and those that a glob in `skip` names,
+    keep their values; what is missing (an error where it must be `whole`) and what is left over goes to the log.
+    Floating-point tensors may have another dtype.
 
     Raises UsageError when there is nothing like that, not one name fits, or a glob matches nothing; CheckpointError
     when a shape differs.
     """
-    path = on_rank_zero(ranks, lambda: find_initial(source))
+    path = on_rank_zero(ranks, lambda: find_initial(source, key))
     found = _open(path)
-    state = replica.state()
-    wanted = {name: (tuple(held.shape), _dtype(held)) for name, held in state.model.items()}
-    for alias, name in state.aliases.items():
+    wanted = {name: (tuple(mine.shape), _dtype(mine)) for name, mine in held.items()}
+    for alias, name in aliases.items():
         if alias in found:
             found.setdefault(name, found[alias])
 
@@ -59,25 +71,26 @@ def load_initial(source: str, replica: Replica, ranks: Ranks, *, skip: Sequence[
     skipped = [name for name in wanted if any(fnmatchcase(name, glob) for glob in skip)]
     taken = {name: found[name] for name in wanted if name in found and name not in skipped}
     missing = [name for name in wanted if name not in found and name not in skipped]
-    unexpected = [name for name in found if name not in wanted and name not in state.aliases]
+    unexpected = [name for name in found if name not in wanted and name not in aliases]
     if skipped and not missing and not taken:
         raise UsageError("checkpoint.init_skip leaves nothing to take from checkpoint.init_from")
-    if not taken:
+    if not taken or (whole and missing):
         raise UsageError(
-            f"checkpoint.init_from = {json.dumps(source)}: none of its tensors has a name that the model knows",
+            f"{key} = {json.dumps(source)}: "
+            + (f"it lacks {_listed(missing)}" if taken else "none of its tensors has a name that the model knows"),
             hints=[f"it has {_listed(found)}", f"the model has {_listed(wanted)}"],
         )
-    fitting = {name: _fitting(name, saved, *wanted[name]) for name, saved in taken.items()}
-    replica.load_state(CanonicalState(fitting, {}), partial=True)
+    take({name: _fitting(name, saved, *wanted[name], key) for name, saved in taken.items()})
     if ranks.is_main:
-        _report(path, len(taken), {"not in it": missing, "not in the model": unexpected, "left alone": skipped})
+        _report(path, key, len(taken), {"not in it": missing, "not in the model": unexpected, "left alone": skipped})
 
 
-def _report(path: Path, taken: int, rest: Mapping[str, Sequence[str]]) -> None:
-    log.info("initial weights: %d tensors from %s", taken, path)
+def _report(path: Path, key: str, taken: int, rest: Mapping[str, Sequence[str]]) -> None:
+    title = "initial weights" if key == _KEY else key
+    log.info("%s: %d tensors from %s", title, taken, path)
     for what, names in rest.items():
         if names:
-            log.warning("initial weights: %d tensors %s: %s", len(names), what, _listed(names))
+            log.warning("%s: %d tensors %s: %s", title, len(names), what, _listed(names))
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -91,7 +104,7 @@ def _dtype(held: Tensor | Part) -> torch.dtype:
 
 
 # ---------------------------------------------------------------------------------------------- where weights are
-def find_initial(source: str) -> Path:
+def find_initial(source: str, key: str = _KEY) -> Path:
     """The file, folder or checkpoint that `source` means; raises UsageError when there is nothing like that."""
     path = Path(source).expanduser()
     if path.is_file() or any((path / name).is_file() for name in (MANIFEST, _INDEX, _SINGLE)):
@@ -99,7 +112,7 @@ def find_initial(source: str) -> Path:
     try:
         return choose(RunFolder.find(source))
     except UsageError as error:
-        raise UsageError(f"checkpoint.init_from = {json.dumps(source)}: {error.message}", hints=error.hints) from error
+        raise UsageError(f"{key} = {json.dumps(source)}: {error.message}", hints=error.hints) from error
 
 
 def _open(path: Path) -> dict[str, SavedTensor]:
@@ -151,17 +164,17 @@ class _InFile:
             copy(self.shape, Range(0, whole.numel()), whole.reshape(-1), simple, held)
 
 
-def _fitting(name: str, saved: SavedTensor, shape: tuple[int, ...], dtype: torch.dtype) -> SavedTensor:
+def _fitting(name: str, saved: SavedTensor, shape: tuple[int, ...], dtype: torch.dtype, key: str) -> SavedTensor:
     if tuple(saved.shape) != shape:
         raise CheckpointError(
-            f"`{name}` is {list(shape)} in the model and {list(saved.shape)} in checkpoint.init_from",
-            hints=[f'begin with the model\'s own: checkpoint.init_skip = ["{name}"]'],
+            f"`{name}` is {list(shape)} in the model and {list(saved.shape)} in {key}",
+            hints=[f'begin with the model\'s own: checkpoint.init_skip = ["{name}"]'] if key == _KEY else [],
         )
     if saved.dtype == dtype:
         return saved
     if not (saved.dtype.is_floating_point and dtype.is_floating_point):
         kinds = [str(kind).removeprefix("torch.") for kind in (dtype, saved.dtype)]
-        raise CheckpointError(f"`{name}` is {kinds[0]} in the model and {kinds[1]} in checkpoint.init_from")
+        raise CheckpointError(f"`{name}` is {kinds[0]} in the model and {kinds[1]} in {key}")
     return _Converted(saved, dtype)
 
 

@@ -5,11 +5,15 @@ step. Nothing in here imports torch when it runs.
 """
 
 from ddpforge.direction import lower_is_better
-from ddpforge.interfaces.callback import Callback, StepInfo
+from ddpforge.interfaces.beside import Beside
+from ddpforge.interfaces.callback import Callback, RunContext, StepInfo
 from ddpforge.interfaces.data import Data
 from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.interfaces.optimizer import Exploring, Schedule
+from ddpforge.interfaces.order import EpochOrder, Order
 from ddpforge.interfaces.regions import Box, Part, Pieces, Range, Region
+from ddpforge.interfaces.seeds import mix
+from ddpforge.interfaces.shown import Histogram, Show, ShownKind, Table
 from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights, WholeWeights
 from ddpforge.interfaces.strategy import (
     Compute,
@@ -22,11 +26,12 @@ from ddpforge.interfaces.strategy import (
     Strategy,
     TakesTurns,
 )
-from ddpforge.interfaces.task import Metric, Task, Total
+from ddpforge.interfaces.task import Metric, Rows, Task, Total
 from ddpforge.interfaces.tracker import Tracker
 from ddpforge.interfaces.world import Ranks, World
 
 __all__ = [
+    "Beside",
     "Box",
     "Callback",
     "CanonicalState",
@@ -34,10 +39,13 @@ __all__ = [
     "Contract",
     "Data",
     "Duration",
+    "EpochOrder",
     "Explores",
     "Exploring",
+    "Histogram",
     "Horizon",
     "Metric",
+    "Order",
     "Part",
     "Pass",
     "Pieces",
@@ -46,11 +54,16 @@ __all__ = [
     "Refusal",
     "Region",
     "Replica",
+    "Rows",
+    "RunContext",
     "SavedTensor",
     "Schedule",
     "Sharded",
+    "Show",
+    "ShownKind",
     "StepInfo",
     "Strategy",
+    "Table",
     "TakesTurns",
     "Task",
     "Total",
@@ -59,4 +72,5 @@ __all__ = [
     "WholeWeights",
     "World",
     "lower_is_better",
+    "mix",
 ]

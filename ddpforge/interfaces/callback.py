@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpforge.interfaces.regions import Part
+from ddpforge.interfaces.shown import Show
 from ddpforge.interfaces.state import Weights
 from ddpforge.interfaces.world import World
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["Callback", "StepInfo"]
+__all__ = ["Callback", "RunContext", "StepInfo"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,25 @@ class StepInfo:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """The run that a callback watches.
+
+    `model` is the bare model. Where a strategy shards, its parameters are not whole: use `weights` to read or write
+    them, frozen ones too; writing into the model's own is refused where it would be lost.
+    """
+
+    model: nn.Module
+    world: World
+    weights: Weights
+    folder: Path  # of the run
+    forward: Callable[[], AbstractContextManager[Any]]  # wraps a forward pass: autocast, as in training
+    show: Show  # does nothing under `ddpforge eval`, which writes nothing
+    gradients: Callable[[], Mapping[str, Part]]
+    """This rank's parts of the gradient by parameter name, live, laid out as those of `weights`: the mean over the
+    whole step, reduced over ranks, before clipping. Only within `on_gradient`; a parameter without one is absent."""
+
+
 class Callback:
     """Something that watches the run; every method does nothing by default.
 
@@ -41,11 +61,18 @@ class Callback:
     the same everywhere; returning True from `on_step` or `on_eval` ends training after this step.
     """
 
-    def on_start(self, model: nn.Module, world: World, weights: Weights) -> None:
-        """Before the first step and before a checkpoint is restored.
+    def on_start(self, run: RunContext) -> None:
+        """Before the first step and before a checkpoint is restored."""
 
-        `model` is the bare model. Where a strategy shards, its parameters are not whole: use `weights` to read or
-        write them, frozen ones too; writing into the model's own is refused where it would be lost.
+    def lr_factor(self) -> float:
+        """Asked before every step: multiplies its learning rate. The same on every rank, and saved by `state`."""
+        return 1.0
+
+    def on_gradient(self, step: int, norm: Tensor) -> None:
+        """Within a step, when the gradient is reduced and not yet clipped: `run.gradients()` has it.
+
+        `norm` (0-d, on the device) is that of the whole gradient; where it is not finite, no update follows. Reading
+        numbers waits for the device. A strategy that cannot show its gradient refuses a callback that has this method.
         """
 
     def on_step(self, info: StepInfo) -> bool | None:
@@ -62,11 +89,23 @@ class Callback:
         """Wraps every evaluation, e.g. to swap in averaged weights; must restore them even when it raises."""
         return nullcontext()
 
+    def while_evaluating(self, step: int) -> Mapping[str, float]:
+        """After the evaluation sets, within `evaluating` of all callbacks: further metrics, "x" becoming "eval/x".
+
+        The model is in evaluation mode, without gradients, and has the weights that are evaluated. Random numbers are
+        seeded, alike at every evaluation and differently on ranks that see different data. Called on every rank, and
+        must return the same on each: `run.world.all.mean` makes one number of many.
+        """
+        return {}
+
+    def on_rollback(self, step: int) -> None:
+        """After training went back to `step`, because a gradient was not finite; `load_state` came before."""
+
     def on_checkpoint(self, step: int, folder: Path) -> None:
         """After a checkpoint was committed."""
 
     def on_end(self, error: BaseException | None) -> None:
-        """After the last step, or after `ddpforge eval`; also when that failed."""
+        """After the last step, or after `ddpforge eval`; also when that failed; the last to start is told first."""
 
     def state(self) -> Mapping[str, Tensor | Part | int | float | str | bool | None]:
         """Returns what a checkpoint must hold so that a resumed run goes on as if nothing had happened.

@@ -17,8 +17,12 @@ class Data(Protocol):
     - `collate(samples)` makes a batch out of what was fetched; return it unchanged when it already is one;
     - `random = False` says that fetching draws no random numbers, which saves seeding per sample. Otherwise
       python's, numpy's and torch's generators are seeded from (recipe seed, epoch, sample) before each sample, or
-      from (recipe seed, epoch, first sample) before each `__getitems__`;
-    - `set_epoch(epoch: int)` is called before the first sample of each epoch is fetched.
+      from (recipe seed, epoch, first sample) before each `__getitems__`; where a sample may come more than once in an
+      epoch (see `Order.once`) the step takes the epoch's place;
+    - `set_epoch(epoch: int)` is called before the first sample of each epoch is fetched, and in training
+      `set_step(step: int)` before the first of each step (0 for the first of the run), in loader processes too;
+    - what an order of training data asks for by name, such as `labels` or `lengths`: an attribute, or a method, that is
+      an array with one value per sample.
 
     An iterable dataset is a `torch.utils.data.IterableDataset`, or has `__iter__` and no `__getitem__`. It must yield
     the same samples in the same order on every rank and in every worker; ddpforge deals them out so that each is used

@@ -82,6 +82,8 @@ class Horizon:
         if duration.is_time:
             raise ValueError(f"{duration} is a wall time; expected epochs or steps")
         if self.steps_per_epoch is None:
-            raise ValueError(f"{duration} needs to know how long an epoch is, and this data has no length; use steps")
+            raise ValueError(
+                f"{duration} needs to know how long an epoch is, and this data has no epochs of one length; use steps"
+            )
         steps = math.ceil(round(duration.value * self.steps_per_epoch, 9))  # 1.1 × 10 is a little more than 11
         return max(1, steps) if duration.value else 0

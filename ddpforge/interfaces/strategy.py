@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, 
 
 from ddpforge.interfaces.optimizer import Exploring
 from ddpforge.interfaces.regions import Part
-from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights
+from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights, WholeWeights
 from ddpforge.interfaces.world import World
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ class Contract:
     `shards` lists what is split over ranks, `replicas` is how many groups of ranks each hold all of that; where the
     optimizer's state is split, the weights that the optimizer updates are split like it. Where ranks average weights
     now and then, and not gradients at every step, each clips its own gradient, and the norm that `Replica.step` returns
-    has no counterpart under other strategies. One that takes several `optimizers` has replicas that are `TakesTurns`.
+    has no counterpart under other strategies. `reads_gradients` says that callbacks may read the reduced gradient: then
+    `Replica.step` calls `on_gradient`. One that takes several `optimizers` has replicas that are `TakesTurns`.
     """
 
     shards: tuple[Sharded, ...] = ()
@@ -41,6 +42,7 @@ class Contract:
     reduce_dtype: str = "float32"  # in which gradients are summed over ranks
     clips: str  # who clips the gradient norm, and when
     accumulates: str  # who adds up micro-batches, and where
+    reads_gradients: bool = False
     optimizers: Literal["one", "several"] = "one"  # for how many parts of the parameters, each with one of its own
 
 
@@ -108,6 +110,17 @@ class Strategy(ABC):
         `ddpforge eval` brings an SGD that never steps: it keeps nothing.
         """
 
+    def beside(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
+        """Places a module that is used beside the model, and never trained; returns its weights, which are frozen.
+
+        Called after `prepare`, for one such module after the other; `blocks` are the module's own. By default every
+        rank holds it whole, with rank 0's values.
+        """
+        module.to(self.world.device)
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.world.all.broadcast(tensor.data)
+        return WholeWeights(module, self.world.all)
+
 
 # ---------------------------------------------------------------------------------------------- what is trained
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +140,10 @@ class Pass:
 
 Compute = Callable[["nn.Module", Pass], "tuple[Tensor, Any]"]
 """Seeds random numbers and calls a task: the summed loss of a pass and its outputs, from what a model makes of it."""
+
+
+def _nobody_reads(norm: Tensor) -> None:
+    """Stands where no callback reads gradients."""
 
 
 class Replica(ABC):
@@ -168,6 +185,13 @@ class Replica(ABC):
         When the norm is not finite the update must not happen, on any rank; whether it is finite must be the same on
         all ranks, which decide by it without talking. No host-device synchronisation.
         """
+
+    on_gradient: Callable[[Tensor], None] = staticmethod(_nobody_reads)
+    """Set by the trainer where a callback reads gradients: `step` calls it with the norm, before clipping."""
+
+    def gradients_by_name(self) -> Mapping[str, Part]:
+        """This rank's parts of the reduced gradient, laid out as `weights.parts()`; within `on_gradient` only."""
+        raise NotImplementedError(f"{type(self).__name__} does not show its gradients")
 
     def overflowed(self) -> bool:
         """True when the last non-finite norm only means that fp16's loss scale was too high and has been lowered."""

@@ -1,37 +1,82 @@
-"""Tasks, which define what is learnt, the metrics they report, and the totals both are made of."""
+"""Tasks, which define what is learnt, the metrics they report, and the totals and rows both are made of."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["Metric", "Task", "Total"]
+    from ddpforge.interfaces.beside import Beside
+
+__all__ = ["Metric", "Rows", "Task", "Total"]
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
     """A quantity on its way to a mean: add up `sum` and `count` over batches and ranks, divide once at the end.
 
-    Both are added up in float64, whatever their dtype. Ranks may name different quantities.
+    Both are added up in float64, whatever their dtype. Ranks may name different quantities. `sum` may have any shape,
+    the same on every rank, if a metric's `finish` makes numbers of it; `count` is one number, or has that shape.
     """
 
     sum: Tensor
-    count: Tensor | int
+    count: Tensor | float
+
+    def __add__(self, other: Total) -> Total:
+        return Total(self.sum + other.sum, self.count + other.count)
+
+
+class Rows:
+    """What a metric must see of all samples together, as the area under a curve does: a row for each of them.
+
+    Columns are tensors of equal length. They are gathered from all ranks when an evaluation ends; training rows,
+    which are no time to gather, leave such a metric out.
+    """
+
+    def __init__(self, *columns: Tensor) -> None:
+        self._batches = [columns]
+
+    def __add__(self, other: Rows) -> Rows:
+        both = Rows()
+        both._batches = [*self._batches, *other._batches]
+        return both
+
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """Each column, over all batches that were added."""
+        import torch
+
+        return tuple(torch.cat(parts) for parts in zip(*self._batches, strict=True))
 
 
 class Metric(ABC):
-    """A quantity worth averaging over samples, computed from a task's outputs."""
+    """A quantity computed from a task's outputs over samples: a mean, or what `finish` makes of a total or of rows.
+
+    `lower_is_better` says what is best for checkpoints and callbacks that watch the metric; None: its name tells.
+    """
 
     name: str
+    lower_is_better: bool | None = None
 
     @abstractmethod
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
-        """The sum over the batch and how many items it covers; no gradients, no waiting for the device."""
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Total | Rows:
+        """The sum over the batch and how many items it covers, or its rows; no gradients, no waiting for the device.
+
+        It is never called for a batch that only fills up.
+        """
+
+    def finish(self, sum: Tensor, count: Tensor) -> float | Mapping[str, float]:
+        """What all batches and ranks add up to, as the number reported as `name`, or several as `name/KEY`.
+
+        Called on every rank with float64 tensors on the CPU, and not where nothing was counted: that is NaN. Of a
+        metric of rows the arguments are its columns instead: real numbers in float64, whole ones in int64.
+        """
+        return float(sum / count)
 
 
 class Task(ABC):
@@ -44,6 +89,12 @@ class Task(ABC):
 
     turns: Sequence[str] = ()
 
+    reports: Mapping[str, Metric] = MappingProxyType({})
+    """The metrics among what `metrics` returns, by the names there. Set it in the constructor of a task that takes
+    metrics. It tells which `finish` makes numbers of a total and which direction is better. Both are asked of the task
+    and not of a total: the direction before there is any, and `finish` also on a rank that had no sample.
+    """
+
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """The loss *summed* over the batch's items (0-d, with gradients), and the outputs that `metrics` reads.
@@ -51,6 +102,13 @@ class Task(ABC):
         Return a sum, not a mean: gradients are divided once, by the number of items in the whole global batch,
         so that accumulation, ranks and uneven ends all weigh every item the same.
         """
+
+    def beside(self, model: nn.Module) -> Mapping[str, Beside]:
+        """Declares, by name, the modules that `loss` uses beside the model: a teacher, a momentum encoder.
+
+        Called once, with the model as it was built. Strategies place them in place: `loss` calls the same modules.
+        """
+        return {}
 
     def count(self, batch: Any) -> Tensor | None:
         """Counts the items that the loss sums over, or adds their weights (0-d tensor on the batch's own device).
@@ -60,12 +118,15 @@ class Task(ABC):
         """
         return None
 
-    def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total]:
-        """Further quantities of a batch, computed at evaluation and at the steps that log; never for training."""
+    def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total | Rows]:
+        """Further quantities of a batch, computed at evaluation and at the steps that log; never for training.
+
+        It is never called for a batch that only fills up.
+        """
         return {}
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Turns averaged metrics into what is reported, e.g. adds a perplexity; keys have no `train/` prefix yet."""
+        """Turns finished metrics into what is reported, e.g. adds a perplexity; keys have no `train/` prefix yet."""
         return metrics
 
     def check(self, model: nn.Module, data: Any) -> None:

@@ -1,10 +1,12 @@
-"""Trackers, to which metrics are sent."""
+"""Trackers, to which metrics are sent, and whatever else is shown."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from ddpforge.interfaces.shown import ShownKind
 
 __all__ = ["Tracker"]
 
@@ -21,8 +23,20 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row: metrics of `step`, with their `train/` and `eval/` prefixes."""
 
+    def show(self, step: int, name: str, value: Any, kind: ShownKind) -> None:
+        """Displays what a callback or a task shows at `step`; who cannot display a kind ignores it.
+
+        An image is a numpy array, uint8 [height, width, 3]; a histogram a `Histogram`; text a string; a table a list of
+        rows, see `Table`. What is shown again under a name at one step replaces the former.
+        """
+
+    def checkpoint(self, step: int, folder: Path) -> None:
+        """A checkpoint was committed in `folder`; retention may remove it later."""
+
     def rewind(self, step: int) -> None:
-        """Training went back to `step`: rows after it are superseded and will be logged again."""
+        """Training went back to `step`: rows after it are superseded and will be logged again, and so is what was
+        shown.
+        """
 
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
         """Called once at the end; `state` is that of `status.json` (done, failed, stopped, diverged)."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ddpforge.interfaces.task import Total
+    from ddpforge.interfaces.task import Metric, Rows, Total
 
 __all__ = ["Ranks", "World"]
 
@@ -41,10 +42,14 @@ class Ranks(ABC):
         """
 
     @abstractmethod
-    def mean(self, totals: Mapping[str, Total]) -> dict[str, float]:
+    def mean(
+        self, totals: Mapping[str, Total | Rows], metrics: Mapping[str, Metric] = MappingProxyType({})
+    ) -> dict[str, float]:
         """Divides sums by counts, both over all ranks and in float64; NaN where nothing was counted.
 
-        Ranks may name different totals, or the same ones in another order. One all-reduce; waits for the device.
+        Where `metrics`, the same on every rank, has the name, that metric finishes it. Ranks may name different
+        totals, or the same ones in another order. One all-reduce, and for each column of rows a gathering; waits for
+        the device.
         """
 
     @abstractmethod

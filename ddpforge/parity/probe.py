@@ -1,14 +1,11 @@
 """The callback that `ddpforge parity` adds to its runs: it ends them, and keeps the weights they would begin with."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from ddpforge.interfaces import Callback, Part, StepInfo, Weights, World
-
-if TYPE_CHECKING:
-    from torch import nn
+from ddpforge.interfaces import Callback, Part, RunContext, StepInfo
 
 __all__ = ["Probe"]
 
@@ -24,9 +21,9 @@ class Probe(Callback):
     ) -> None:
         self.steps, self.inherit = steps, inherit
 
-    def on_start(self, model: "nn.Module", world: World, weights: Weights) -> None:
+    def on_start(self, run: RunContext) -> None:
         """Called before a checkpoint is restored: these weights are the strategy's own."""
-        self.initial = {name: part.of(part.tensor.clone()) for name, part in weights.parts().items()}
+        self.initial = {name: part.of(part.tensor.clone()) for name, part in run.weights.parts().items()}
 
     def on_step(self, info: StepInfo) -> bool:
         """The end is not moved with `train.length`, because schedules depend on that."""

@@ -24,7 +24,7 @@ from ddpforge.runs.metrics import read_metrics
 from ddpforge.training.contract import contract_of
 from ddpforge.training.optimizer_trial import check_optimizer
 
-__all__ = ["Report", "RunFailed", "Verdict", "parity"]
+__all__ = ["ParityReport", "RunFailed", "Verdict", "parity"]
 
 _PROBE = "ddpforge_parity"  # the name of the callback
 _LINES = 40  # of what a failed run said
@@ -84,7 +84,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Report:
+class ParityReport:
     """The result of a comparison; the first verdict is that of the reference."""
 
     recipe: str
@@ -119,7 +119,7 @@ def parity(
     sets: Sequence[str] = (),
     tolerance: float | None = None,
     say: Callable[[str], None] = lambda _: None,
-) -> Report:
+) -> ParityReport:
     """Trains `recipe` under each of `strategies`, all from the initial state of the first; compares each with that.
 
     What a strategy can be is told in `specs`; `ranks` is for those that do not say. The runs' folders are made in
@@ -143,10 +143,10 @@ def parity(
         verdicts.append(
             Verdict(run.spec, run.name, record.steps, compare(record, reference, tolerances), record.averages)
         )
-    return Report(recipe, precision, tolerances, verdicts)
+    return ParityReport(recipe, precision, tolerances, verdicts)
 
 
-def _variables(runs: Sequence[_Run], say: Callable[[str], None]) -> Mapping[str, str]:
+def _variables(runs: Sequence[_ComparedRun], say: Callable[[str], None]) -> Mapping[str, str]:
     """The variables that have all runs compute on the CPU, if there are too few GPUs for one of them."""
     from torch.cuda import device_count
 
@@ -177,7 +177,7 @@ def _finite(value: float | None) -> float | None:
 
 # ---------------------------------------------------------------------------------------------- the runs
 @dataclass(frozen=True)
-class _Run:
+class _ComparedRun:
     """One run of the comparison: what `ddpforge launch RECIPE --set …` would train."""
 
     spec: Spec
@@ -228,12 +228,12 @@ class _Run:
 
 def _plan(
     recipe: str, strategies: Sequence[str], *, ranks: int, steps: int, out: Path, sets: Sequence[str]
-) -> list[_Run]:
+) -> list[_ComparedRun]:
     """The runs, checked as far as that goes without starting them."""
     if len(strategies) < 2:
         raise UsageError("there is nothing to compare with", hints=["name several strategies: --strategies ddp,fsdp"])
     registry = Registry.installed()
-    runs: list[_Run] = []
+    runs: list[_ComparedRun] = []
     problems: dict[Problem, None] = {}  # one with the recipe itself comes up under every strategy
     for number, text in enumerate(strategies, start=1):
         label = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip(".-")
@@ -246,7 +246,7 @@ def _plan(
         except RecipeError as error:
             problems |= dict.fromkeys(error.problems)
         else:
-            runs.append(_Run(spec, recipe, overrides, loaded, out, averages))
+            runs.append(_ComparedRun(spec, recipe, overrides, loaded, out, averages))
     if problems:
         raise RecipeError(list(problems))
     return runs

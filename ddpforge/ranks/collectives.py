@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from ddpforge.interfaces import Ranks, Total
+from ddpforge.interfaces import Metric, Ranks, Rows, Total
 from ddpforge.ranks.means import Means
 
 __all__ = ["Alone", "Connected", "Group"]
@@ -31,9 +32,11 @@ class Connected(Ranks):
         self.rank, self.size, self.device = rank, size, device
         self._means = Means(self)
 
-    def mean(self, totals: Mapping[str, Total]) -> dict[str, float]:
-        """In one all-reduce, but for names that ranks have not heard of yet."""
-        return self._means(totals)
+    def mean(
+        self, totals: Mapping[str, Total | Rows], metrics: Mapping[str, Metric] = MappingProxyType({})
+    ) -> dict[str, float]:
+        """In one all-reduce, but for names that ranks have not heard of yet, and rows."""
+        return self._means(totals, metrics)
 
     def gather(self, rows: Tensor) -> tuple[Tensor, int]:
         """Sizes first, as objects; then the rows, in one sum in which every rank fills in its own."""

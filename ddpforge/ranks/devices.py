@@ -18,7 +18,7 @@ from ddpforge.errors import StrategyError
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
 
-__all__ = ["Agreement", "choose_device", "device_type"]
+__all__ = ["DeviceCheck", "choose_device", "device_type"]
 
 _HIDDEN = ("", "-1", "NoDevFiles")  # what CUDA_VISIBLE_DEVICES says where GPUs are hidden on purpose
 _ON_CPU = 'to train on the CPU, set train.device = "cpu"'
@@ -80,7 +80,7 @@ def _why_not() -> str:
     return "it says nothing"
 
 
-class Agreement:
+class DeviceCheck:
     """Compares the devices of all ranks before they form a group, which devices that differ could not form.
 
     Keeps the store that they do it through, for the group will use it too.

@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs, patch_envi
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Ranks, Strategy, World
 from ddpforge.ranks.collectives import Alone, Group
-from ddpforge.ranks.devices import Agreement, choose_device, device_type, told_cpu
+from ddpforge.ranks.devices import DeviceCheck, choose_device, device_type, told_cpu
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -60,7 +60,7 @@ def join(train: TrainSection, strategy: Strategy) -> World:
     device = choose_device(device_type(train), asked=train.device != "auto" or told_cpu())
     on_cpu = device.type == "cpu"
     timeout = timedelta(seconds=train.timeout.seconds)
-    agreement = Agreement(device, timeout)
+    agreement = DeviceCheck(device, timeout)
     handlers = [InitProcessGroupKwargs(timeout=timeout, **_backend(device))]
     with patch_environment(ACCELERATE_USE_DEEPSPEED="false", ACCELERATE_USE_FSDP="false"):
         # Accelerate forms the world and nothing more; what shards the model is handed its own options.

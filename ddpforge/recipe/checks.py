@@ -90,9 +90,6 @@ def _check_best(recipe: Recipe, explainer: Explainer) -> None:
         message = f'`checkpoint.keep.by` is "{keep.by}", and the evaluation sets have names: it must name one'
         hint = f"one of: {', '.join(f'eval/{name}/{last}' for name in recipe.data.evaluations)}"
         explainer.add((*at, "by"), message, hint)
-    elif keep.mode is None and lower_is_better(metric) is None:
-        message = f'cannot tell whether less or more of "{keep.by}" is better'
-        explainer.add((*at, "by"), message, 'add mode = "min" or mode = "max" to `checkpoint.keep`')
 
 
 def _is_of_a_set(metric: str, recipe: Recipe) -> bool:

@@ -47,8 +47,9 @@ def recipe_schema(registry: Registry) -> Schema:
     from its `use` by a chain of `if` and `then`: editors then mark the wrong option, and not the whole table.
     """
     slot = {path: {"$ref": f"#/$defs/{kind}"} for path, kind in SLOTS.items()}
+    data = {str(path[1]): slot.pop(path) for path in SLOTS if path[0] == SETS[0]}
     sections = {
-        "data": _table(DataSection, train=slot.pop(("data", "train")), eval=_sets(slot.pop(SETS))),
+        "data": _table(DataSection, **data | {SETS[1]: _sets(data[SETS[1]])}),
         "train": _table(TrainSection),
         "checkpoint": _table(CheckpointSection, keep=_table(KeepSection)),
         "track": _named_slots("tracker", registry, _table(TrackSection)),

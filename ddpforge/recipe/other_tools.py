@@ -108,9 +108,9 @@ _SENTENCES = {
     "resume resume_from resume_from_checkpoint ckpt_path load_from": (
         "the same command resumes a run by itself; to begin with other weights, set `init_from` in [checkpoint]"
     ),
-    "shuffle drop_last pin_memory persistent_workers": (
-        "training data is always shuffled, memory pinned on GPUs, loader processes kept; `last_batch` in [train] drops"
-        " the last batch"
+    "shuffle sampler drop_last pin_memory persistent_workers": (
+        "training data is shuffled unless [data.order] says otherwise, memory pinned on GPUs, loader processes kept;"
+        " `last_batch` in [train] drops the last batch"
     ),
 }
 _PRECISIONS = {"16": "fp16", "16-mixed": "fp16", "float16": "fp16", "half": "fp16", "fp16": "fp16"}

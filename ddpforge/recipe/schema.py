@@ -155,6 +155,7 @@ class DataSection(Section):
     eval: Annotated[Component | dict[str, Component] | None, Resume.FIXED] = (
         None  # with `use` it is one set, else several
     )
+    order: Annotated[Component | None, Resume.FIXED] = None  # of training data; absent: shuffled
     workers: Annotated[int, Resume.OUTSIDE] = Field(
         default=0, ge=0, le=1024, description="Loader processes per rank; 0 fetches in the training process."
     )
@@ -273,7 +274,7 @@ class KeepSection(Section):
     )
     mode: Annotated[Literal["min", "max"] | None, Resume.OUTSIDE] = Field(
         default=None,
-        description="Whether less or more is better; absent: told from the metric's name, otherwise required.",
+        description="Whether less or more is better; absent: as the metric declares or its name tells, else required.",
     )
 
 

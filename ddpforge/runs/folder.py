@@ -82,7 +82,7 @@ class Lineage(TypedDict):
     recipe: str
 
 
-class _Run(TypedDict):
+class _RunFacts(TypedDict):
     """The contents of `run.json`."""
 
     id: str
@@ -177,7 +177,7 @@ class RunFolder:
                 disk.make_folder(draft.path)
                 disk.make_folder(draft.checkpoints)
                 draft._write_recipe(text, resolved, local_files)
-                run = _Run(id=secrets.token_hex(4), created=datetime.now(UTC).isoformat(), attempts=0, lineage=[])
+                run = _RunFacts(id=secrets.token_hex(4), created=datetime.now(UTC).isoformat(), attempts=0, lineage=[])
                 draft._write_json("run.json", run)
             claims.enter_context(draft.claim())  # before anybody can see it; the lock is renamed along
             mine = self._take(draft)
@@ -334,8 +334,8 @@ class RunFolder:
             os.fsync(file.fileno())
             disk.sync_folder(self.path)
 
-    def _run(self) -> _Run:
-        return cast(_Run, _read(self.path / "run.json", json.loads, _Run.__annotations__))
+    def _run(self) -> _RunFacts:
+        return cast(_RunFacts, _read(self.path / "run.json", json.loads, _RunFacts.__annotations__))
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         disk.replace(self.path / name, _json(value))

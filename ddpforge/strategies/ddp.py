@@ -44,6 +44,7 @@ class DDP(Strategy):
     contract = Contract(
         clips="every rank alike, after the all-reduce, by the norm of all gradients",
         accumulates="autograd, in the parameters' .grad; one all-reduce per step, in the last micro-batch",
+        reads_gradients=True,
         optimizers="several",
     )
 

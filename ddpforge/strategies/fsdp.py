@@ -57,6 +57,7 @@ class FSDP(Strategy):
         shards=("weights", "gradients", "optimizer state"),
         clips="every rank alike, after the reduce-scatter, by the norm over all shards",
         accumulates="the shards' .grad; one reduce-scatter per micro-batch",
+        reads_gradients=True,
         optimizers="several",
     )
     joins_alone = True
@@ -158,20 +159,37 @@ class FSDP(Strategy):
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Shards every block, then the rest of the model; parameters become DTensors, under the same names."""
+        if self.meta:
+            torch.set_rng_state(self._random)
+        return self._shard_all(model, blocks)
+
+    def beside(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
+        """Shards the module like the model, apart from it."""
+        # No backward pass comes to free what is left over of the blocks.
+        return _Shards(self._shard_all(module, blocks, reshard_after_forward=True))
+
+    def _shard_all(
+        self, model: nn.Module, blocks: Sequence[nn.Module], *, reshard_after_forward: bool | None = None
+    ) -> nn.Module:
         for name, parameter in model.named_parameters():
             _refuse_form(name, parameter)
             if not parameter.is_meta:  # what is sharded is flat: other layouts would be lost, and fully_shard refuses
                 parameter.data = parameter.data.contiguous()
         ties = _ties(model)
         if self.meta:
-            torch.set_rng_state(self._random)
             materialise(model, then={id(block): self._shard_block for block in blocks})
         else:
             for block in blocks:
                 self._shard_block(block)
         # What is left over (embeddings, the last norm) is gathered in fp32: autocast decides what it computes in.
         self._agree_on(model)
-        fully_shard(model, mesh=self.mesh, mp_policy=_policy(None, _reduced(model)), offload_policy=self._offload())
+        fully_shard(
+            model,
+            mesh=self.mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=_policy(None, _reduced(model)),
+            offload_policy=self._offload(),
+        )
 
         if broken := sorted(ties - _ties(model)):
             raise StrategyError(
@@ -326,6 +344,10 @@ class _FSDPReplica(TorchReplica):
         dist.all_reduce(square, group=self._strategy.mesh.get_group(-1))
         # Where the optimizer updates on the host, it must not look at a number that is still on its way there.
         return square.sqrt().cpu() if self._strategy.cpu_offload else square.sqrt()
+
+    def held(self, gradients: Iterable[Tensor]) -> list[Tensor]:
+        """The shards."""
+        return _local(gradients)
 
     def clip(self, largest: float, norm: Tensor) -> None:
         """torch's own formula, on the shards."""

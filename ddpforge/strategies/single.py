@@ -23,6 +23,7 @@ class Single(Strategy):
     contract = Contract(
         clips="before the update, by the norm of all gradients",
         accumulates="autograd, in the parameters' .grad",
+        reads_gradients=True,
         optimizers="several",
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -133,6 +133,7 @@ class TorchReplica(Replica):
         self.updated = True
         self.precision.unscale(self.optimizer)
         norm = self.norm(self.gradients.collect())
+        self.on_gradient(norm)
         if self.clip_norm is not None:
             self.clip(self.clip_norm, norm)
 
@@ -158,6 +159,16 @@ class TorchReplica(Replica):
     def clip(self, largest: float, norm: Tensor) -> None:
         """Scales the gradients, whose norm is `norm`, down to the `largest` norm."""
         torch.nn.utils.clip_grads_with_norm_(self.gradients.trained, largest, norm)
+
+    def gradients_by_name(self) -> Mapping[str, Part]:
+        """Those in `.grad`; a subclass that shards says in `held` what of each this rank has."""
+        names, parts = self.gradients.names, self.weights.parts()
+        found = {names[id(p)]: p.grad for p in self.gradients.trained if p.grad is not None}
+        return dict(zip(found, map(Part.of, (parts[name] for name in found), self.held(found.values())), strict=True))
+
+    def held(self, gradients: Iterable[Tensor]) -> list[Tensor]:
+        """This rank's elements of gradients, live."""
+        return [gradient.detach() for gradient in gradients]
 
     def overflowed(self) -> bool:
         """True when a non-finite norm only lowered fp16's loss scale."""

@@ -155,7 +155,10 @@ class Case:
             sections[outer] = {**sections[outer], key: [component]}
         else:
             sections[self.kind] = component
-        tables |= sections | {"data": {"train": sections["data"], "eval": sections["data"]}}
+        data = {"train": sections["data"], "eval": sections["data"]}
+        if "order" in sections:
+            data["order"] = sections.pop("order")
+        tables |= sections | {"data": data}
         tables["train"] = {"global_batch": 8, "length": "6st", "timeout": "60s"} | dict(sections.get("train", {}))
         for section, values in changes.items():
             tables[section] = {**tables.get(section, {}), **values}

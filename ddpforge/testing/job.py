@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.manager import Checkpoints
@@ -28,7 +28,7 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.registry import Registry
 from ddpforge.data.nests import close, digest, size, take
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, Part, StepInfo, Strategy, Tracker, Weights, World
+from ddpforge.interfaces import Callback, Part, RunContext, StepInfo, Strategy, Tracker, Weights, World
 from ddpforge.launch import record_verdict
 from ddpforge.ranks.failures import is_symptom
 from ddpforge.ranks.join import join, leave
@@ -69,7 +69,7 @@ class Site:
         parts.report()
         checkpoints = Checkpoints(self.folder / folder, recipe.checkpoint, peers=self.peers, ranks=self.world.all)
         (self.folder / folder).mkdir(exist_ok=True)
-        trainer = assemble(parts, self.world, checkpoints, tracker, started=[])
+        trainer = assemble(parts, self.world, checkpoints, tracker, folder=self.folder, life=ExitStack())
         trainer.saving.origin = {"strategy": recipe.strategy.use, "world_size": self.world.all.size}
         return trainer
 
@@ -182,8 +182,14 @@ class _Agreeing(Callback):
             raise failure
         return answer
 
-    def on_start(self, model: nn.Module, world: World, weights: Weights) -> None:
+    def on_start(self, run: RunContext) -> None:
         raise AssertionError("assemble has called the callback's own")
+
+    def lr_factor(self) -> float:
+        return float(self._ask("lr_factor", self.inner.lr_factor, float))
+
+    def on_gradient(self, step: int, norm: Tensor) -> None:
+        self.inner.on_gradient(step, norm)
 
     def on_step(self, info: StepInfo) -> bool | None:
         return bool(self._ask(f"on_step at step {info.step}", lambda: self.inner.on_step(info), bool))
@@ -202,6 +208,12 @@ class _Agreeing(Callback):
             yield
         if [digest(part.tensor) for part in self.weights.parts().values()] != before:
             raise AssertionError("`evaluating` left other weights behind than it found")
+
+    def while_evaluating(self, step: int) -> Mapping[str, float]:
+        return dict(self._ask(f"while_evaluating at step {step}", lambda: self.inner.while_evaluating(step), dict))
+
+    def on_rollback(self, step: int) -> None:
+        self.inner.on_rollback(step)
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
         self.inner.on_checkpoint(step, folder)

@@ -13,6 +13,7 @@ from ddpforge.interfaces import Task
 from ddpforge.testing import companions
 from ddpforge.testing.cases import Case
 from ddpforge.testing.report import Breach, blame, source_of
+from ddpforge.training.beside import declared
 from ddpforge.training.one_turn import of_turns
 
 __all__ = ["SAMPLES", "Trial", "first_batch", "fresh", "settle", "trial_of"]
@@ -46,7 +47,6 @@ def first_batch(data: Any, samples: int = SAMPLES) -> MicroBatch:
         global_batch=samples,
         share=RankShare(0, 1, samples),
         seed=0,
-        shuffle=False,
         drop_last=False,
         workers=0,
         prefetch=2,
@@ -100,6 +100,7 @@ def _try(case: Case) -> Trial:
     data = case.companion("data", seed=0)
     task = case.build() if case.kind == "task" else case.companion("task")
     batch = first_batch(data).data
+    declared(task, model)
     task.check(model, data)
     turns = list(of_turns(task).values())
     for one in turns:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from torch import nn
 from torch.optim import SGD, Optimizer
 
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
-from ddpforge.errors import UsageError
+from ddpforge.errors import ForgeError, UsageError
 from ddpforge.exchange.initial import load_initial
-from ddpforge.interfaces import Callback, Contract, Replica, Tracker, World
+from ddpforge.interfaces import Callback, CanonicalState, Contract, Replica, RunContext, SavedTensor, Tracker, World
+from ddpforge.ranks.leaving import nobody_leaves
 from ddpforge.recipe.schema import TrainSection
+from ddpforge.training.beside import place
 from ddpforge.training.blocks import find_blocks, rework_blocks
 from ddpforge.training.contract import contract_of, prove
 from ddpforge.training.evaluation import Evaluator
@@ -24,10 +27,11 @@ from ddpforge.training.optimizers import build_optimizer
 from ddpforge.training.parameter_groups import parameter_groups
 from ddpforge.training.parts import Parts
 from ddpforge.training.restoring import restore_callbacks, restore_weights
+from ddpforge.training.shows import Shows
 from ddpforge.training.sums import SMALL
 from ddpforge.training.turns import draws_of
 
-__all__ = ["assemble", "evaluating"]
+__all__ = ["assemble", "ending", "evaluating"]
 
 log = logging.getLogger("ddpforge")
 
@@ -38,13 +42,16 @@ def assemble(
     checkpoints: Checkpoints,
     tracker: Tracker,
     *,
-    started: list[Callback],
+    folder: Path,
+    life: ExitStack,
     init_from: str | None = None,
+    begins: bool = True,
 ) -> Trainer:
     """A trainer out of `parts`, which are built, in `world`, which their strategy has set up; nothing is restored yet.
 
-    `init_from` is where initial weights come from, see `exchange.initial`. Callbacks that have started are added to
-    `started`, also when a later one fails: they are to hear how it ended.
+    `folder` is the run's; `init_from` is where initial weights come from, see `exchange.initial`. Where a run does not
+    begin, but goes on from a checkpoint, modules beside the model wait for that. Callbacks that have started hear how
+    it ended when `life` does, also when a later one fails.
 
     Raises UsageError for parts that do not fit together, PluginError for a broken one.
     """
@@ -58,9 +65,10 @@ def assemble(
         optimizer = build_optimizer(parts.registry, recipe.optimizer, model, list(parts.turns))
     replica = _prepared(parts, world, model, optimizer)
     if init_from:
-        load_initial(init_from, replica, world.all, skip=recipe.checkpoint.init_skip)
-        replica.weights.changed()
-    _start(parts, world, replica, started)
+        _initialise(replica, init_from, world, skip=recipe.checkpoint.init_skip)
+    beside = place(parts.beside, parts.strategy, replica, world, begins=begins)
+    shows = Shows(tracker, is_main=world.is_main)
+    _start(parts, world, replica, shows, folder, life)
 
     return Trainer(
         recipe=recipe,
@@ -73,36 +81,35 @@ def assemble(
         schedules=parts.schedules,
         plan=parts.plan,
         training=parts.training,
-        evaluator=_evaluator(parts, world, replica),
-        callbacks=parts.callbacks,
+        evaluator=_evaluator(parts, world, replica, beside),
+        callbacks={**beside, **parts.callbacks},
         checkpoints=checkpoints,
         tracker=tracker,
+        shows=shows,
     )
 
 
 @contextmanager
-def evaluating(parts: Parts, world: World, checkpoint: Reader) -> Iterator[Evaluator]:
+def evaluating(parts: Parts, world: World, checkpoint: Reader, folder: Path) -> Iterator[Evaluator]:
     """An evaluator out of `parts`, which are built, with the weights of `checkpoint` and its callbacks' state.
+
+    `folder` is the run's; what callbacks show is not kept.
 
     A strategy prepares a model together with an optimizer: it gets SGD, which keeps nothing. Callbacks that have
     started hear how it ended. Raises what `assemble` raises, and CheckpointError where the checkpoint does not fit.
     """
     parts.open(world)
-    started: list[Callback] = []
-    try:
+    with ExitStack() as life:
         model = _spread(parts)
         with _recipes_fault():
             groups = parameter_groups(model, ())
         replica = _prepared(parts, world, model, SGD(groups, lr=0.0))
-        _start(parts, world, replica, started)
+        beside = place(parts.beside, parts.strategy, replica, world, begins=False)
+        _start(parts, world, replica, Shows(Tracker(), is_main=world.is_main), folder, life)
         restore_weights(replica, checkpoint)
-        restore_callbacks(parts.recipe, parts.callbacks, checkpoint, world)
-        yield _evaluator(parts, world, replica)
+        restore_callbacks(parts.recipe, {**beside, **parts.callbacks}, checkpoint, world)
+        yield _evaluator(parts, world, replica, beside)
         replica.close()
-    except BaseException as error:
-        _end(started, error)
-        raise
-    _end(started, None)
 
 
 # ---------------------------------------------------------------------------------------------- what both are made of
@@ -135,33 +142,55 @@ def _prepared(parts: Parts, world: World, model: nn.Module, optimizer: Optimizer
     return replica
 
 
-def _start(parts: Parts, world: World, replica: Replica, started: list[Callback]) -> None:
+def _initialise(replica: Replica, source: str, world: World, *, skip: Sequence[str]) -> None:
+    """Gives the model initial weights from elsewhere."""
+    state = replica.state()
+
+    def take(saved: Mapping[str, SavedTensor]) -> None:
+        replica.load_state(CanonicalState(saved, {}), partial=True)
+        replica.weights.changed()
+
+    load_initial(source, state.model, state.aliases, take, world.all, skip=skip)
+
+
+def _start(parts: Parts, world: World, replica: Replica, shows: Shows, folder: Path, life: ExitStack) -> None:
+    run = RunContext(
+        model=replica.bare,
+        world=world,
+        weights=replica.weights,
+        folder=folder,
+        forward=replica.forward,
+        show=shows,
+        gradients=replica.gradients_by_name,
+    )
     for callback in parts.callbacks.values():
-        callback.on_start(replica.bare, world, replica.weights)
-        started.append(callback)
+        callback.on_start(run)
+        life.push(ending(callback.on_end))
 
 
-def _end(started: Sequence[Callback], error: BaseException | None) -> None:
-    """Tells all of them, whatever one of them raises; a failure that came before is the one to hear of."""
-    failures: list[Exception] = []
-    for callback in started:
+def ending(duty: Callable[[BaseException | None], None]) -> Callable[[object, BaseException | None, object], None]:
+    """A duty for an ExitStack, which is told what failed; where something has, its own failure goes to the log."""
+
+    def end(_: object, error: BaseException | None, __: object) -> None:
         try:
-            callback.on_end(error)
+            with nobody_leaves():
+                duty(error)
         except Exception as failure:
-            failures.append(failure)
-    if error is None and failures:
-        raise failures[0]
-    for one in failures:
-        log.warning("while the evaluation was ending: %s", one, exc_info=one)
+            if error is None:
+                raise
+            expected = isinstance(failure, ForgeError | OSError)
+            log.warning("while the run was ending: %s", failure, exc_info=None if expected else failure)
+
+    return end
 
 
-def _evaluator(parts: Parts, world: World, replica: Replica) -> Evaluator:
+def _evaluator(parts: Parts, world: World, replica: Replica, beside: Mapping[str, Callback]) -> Evaluator:
     return Evaluator(
         world=world,
         replica=replica,
         task=parts.task,
         sets=parts.evaluation,
-        callbacks=parts.callbacks,
+        callbacks={**beside, **parts.callbacks},
         seed=parts.recipe.train.seed,
     )
 

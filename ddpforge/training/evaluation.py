@@ -11,15 +11,16 @@ from typing import Any
 import torch
 
 from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
-from ddpforge.errors import UsageError
-from ddpforge.interfaces import Callback, Pass, Replica, Task, Total, World
+from ddpforge.errors import PluginError, UsageError
+from ddpforge.interfaces import Callback, Pass, Replica, Rows, Task, Total, World
 from ddpforge.training.fingerprint import Fingerprint
-from ddpforge.training.one_turn import finished, of_turn, of_turns
+from ddpforge.training.one_turn import finished, of_turn, of_turns, reports_of
 from ddpforge.training.totals import Meter, add
 
 __all__ = ["Evaluator", "prefix"]
 
 _EVALUATION = 0xE7A1  # keeps the random numbers of evaluation apart from all others
+_CALLBACKS = -1  # stands where a batch has its number
 
 
 def prefix(name: str) -> str:
@@ -60,24 +61,37 @@ class Evaluator:
             for name, batches in self.sets.items():
                 means = self._means(batches.evaluation(), step)
                 found |= {f"{prefix(name)}{metric}": value for metric, value in means.items()}
+            for name, callback in self.callbacks.items():
+                self._ask(name, callback, step, found)
         self._replica.module.train()
         return found
+
+    def _ask(self, name: str, callback: Callback, step: int, found: dict[str, float]) -> None:
+        """Adds to `found` what a callback measures of the weights that are evaluated."""
+        seed_all(mix(self._seed, _EVALUATION, _CALLBACKS, self._world.data.rank), self._world.device)
+        for metric, value in callback.while_evaluating(step).items():
+            if (key := f"eval/{metric}") in found:
+                raise PluginError(
+                    f"callback `{name}` reports {key}, which the evaluation reports already",
+                    hints=["return it from `while_evaluating` under another name"],
+                )
+            found[key] = float(value)
 
     def _means(self, micro_batches: Iterable[MicroBatch], step: int) -> dict[str, float]:
         """Evaluates one set; returns its means over all ranks, finished by the task."""
         read = Fingerprint()
-        totals: dict[str, Total] = {}
+        quantities: dict[str, Total | Rows] = {}
         for turn in self._meters:
-            found = self.totals(read.noted(micro_batches), turn)
-            totals |= {of_turn(name, turn): total for name, total in found.items()}
-        means = self._world.all.mean({**totals, **read.totals()})
+            found = self.quantities(read.noted(micro_batches), turn)
+            quantities |= {of_turn(name, turn): quantity for name, quantity in found.items()}
+        means = self._world.all.mean({**quantities, **read.totals()}, reports_of(self._task))
         read.refuse_another(means, step=step)
         return finished(self._task, means)
 
-    def totals(self, micro_batches: Iterable[MicroBatch], turn: str = "") -> dict[str, Total]:
-        """This rank's sums and counts, with the losses of a turn; stand-ins that fill up a last batch count nothing."""
+    def quantities(self, micro_batches: Iterable[MicroBatch], turn: str = "") -> dict[str, Total | Rows]:
+        """This rank's sums and counts, and rows, with the losses of a turn; stand-ins at the end count nothing."""
         meter = self._meters[turn]
-        found: dict[str, Total] = {}
+        found: dict[str, Total | Rows] = {}
         running: deque[tuple[MicroBatch, Any]] = deque()
 
         def passes() -> Iterator[Pass]:
@@ -88,7 +102,7 @@ class Evaluator:
                 yield Pass(batch=batch, seed=partial(seed_all, seed, self._world.device))
 
         for result in self._replica.passes(passes(), meter.compute, trains=False):
-            add(found, meter.totals(*running.popleft(), result, metrics=True))
+            add(found, meter.quantities(*running.popleft(), result, metrics=True))
         return found
 
     @contextmanager

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.forms import described
 from ddpforge.errors import ForgeError, PluginError, UsageError
-from ddpforge.interfaces import Task, Total
+from ddpforge.interfaces import Rows, Task, Total
 from ddpforge.training.one_turn import OneTurn
 
-__all__ = ["FirstLook", "checked_loss", "checked_total", "checked_totals", "explain", "name_of"]
+__all__ = ["FirstLook", "checked_loss", "checked_metrics", "checked_quantity", "explain", "name_of"]
 
 
 class FirstLook:
@@ -40,13 +40,13 @@ class FirstLook:
         self._seen.add(("loss", use))
         return checked_loss(self._task, returned, gradients=use == "training")
 
-    def metrics(self, outputs: Any, batch: Any, use: str) -> Mapping[str, Total]:
+    def metrics(self, outputs: Any, batch: Any, use: str) -> Mapping[str, Total | Rows]:
         """Calls the task's `metrics`, and checks what it returns."""
-        totals = self._task.metrics(outputs, batch)
+        found = self._task.metrics(outputs, batch)
         if ("metrics", use) not in self._seen:
             self._seen.add(("metrics", use))
-            checked_totals(self._task, totals)
-        return totals
+            checked_metrics(self._task, found)
+        return found
 
 
 def explain(error: Exception, task: Task, batch: str, use: str) -> None:
@@ -79,32 +79,45 @@ def checked_loss(task: Task, returned: Any, *, gradients: bool = True) -> tuple[
     return loss, outputs
 
 
-def checked_totals(task: Task, totals: Any) -> Mapping[str, Total]:
-    """Returns a task's metrics as they are; raises PluginError unless they are totals by name."""
-    if not isinstance(totals, Mapping):
-        raise PluginError(f"{name_of(task)}.metrics returns {described(totals)}, not a dict of totals by name")
-    for name, total in totals.items():
-        checked_total(name, total)
-    return totals
+def checked_metrics(task: Task, metrics: Any) -> Mapping[str, Total | Rows]:
+    """Returns a task's metrics as they are; raises PluginError unless they are totals or rows by name."""
+    if not isinstance(metrics, Mapping):
+        raise PluginError(f"{name_of(task)}.metrics returns {described(metrics)}, not a dict of totals by name")
+    for name, quantity in metrics.items():
+        checked_quantity(name, quantity)
+    return metrics
 
 
-def checked_total(name: object, total: object) -> None:
-    """Raises PluginError unless a metric is a total of 0-d tensors, or of such a tensor and a number."""
-    what = type(total).__name__
-    if isinstance(total, Total):
-        parts = (("sum", total.sum, Tensor), ("count", total.count, Tensor | int | float))
-        wrong = [
-            f"Total with {described(value)} for its {part}"
-            for part, value, wanted in parts
-            if not isinstance(value, wanted) or (isinstance(value, Tensor) and value.ndim)
-        ]
-        if not wrong:
-            return
-        what = wrong[0]
-    raise PluginError(
-        f"metric `{name}` is a {what}, and must be a Total of a tensor and a count",
-        hints=["return Total(values.sum(), len(values)): means are taken once, over all batches and ranks"],
-    )
+def checked_quantity(name: object, quantity: object) -> None:
+    """Raises PluginError unless a metric is a total of a tensor and a count that go together, or rows."""
+    if isinstance(quantity, Total):
+        if wrong := _wrong(quantity.sum, quantity.count):
+            raise PluginError(f"metric `{name}` is a Total with {wrong}", hints=[_TOTAL])
+    elif not isinstance(quantity, Rows):
+        raise PluginError(
+            f"metric `{name}` is a {type(quantity).__name__}, and must be a Total of a tensor and a count, or Rows",
+            hints=[_TOTAL],
+        )
+    elif len({len(x) for x in quantity.columns}) != 1:
+        lengths = ", ".join(str(len(x)) for x in quantity.columns) or "none"
+        raise PluginError(
+            f"metric `{name}` has Rows whose columns differ in length: {lengths}",
+            hints=["return a row for each sample: Rows(scores, targets)"],
+        )
+
+
+def _wrong(sum: Any, count: Any) -> str | None:
+    """Describes what is wrong with the parts of a total."""
+    if not isinstance(sum, Tensor):
+        return f"{described(sum)} for its sum"
+    if not isinstance(count, Tensor | int | float):
+        return f"{described(count)} for its count"
+    if isinstance(count, Tensor) and count.shape not in ((), sum.shape):
+        return f"{described(count)} for its count, and {described(sum)} for its sum"
+    return None
+
+
+_TOTAL = "return Total(values.sum(), len(values)): means are taken once, over all batches and ranks"
 
 
 # ---------------------------------------------------------------------------------------------- in words

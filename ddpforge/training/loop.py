@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.data import Batches, MicroBatch
-from ddpforge.errors import Diverged
+from ddpforge.errors import Diverged, PluginError
 from ddpforge.interfaces import Callback, Replica, Schedule, StepInfo, Task, Total, Tracker, World
 from ddpforge.plan import Plan
 from ddpforge.ranks.signals import StopRequests
@@ -24,15 +25,18 @@ from ddpforge.recipe.schema import Recipe
 from ddpforge.strategies.several import InTurns
 from ddpforge.training.agreement import Agreement, Ballot
 from ddpforge.training.batchnorm import BatchNormAverager
+from ddpforge.training.beside import with_statistics
 from ddpforge.training.cadence import Alarm, Cadence, Stopwatch
+from ddpforge.training.callbacks import reads_gradients
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.norms import GradientNorms
-from ddpforge.training.one_turn import finished, of_turn, of_turns
+from ddpforge.training.one_turn import finished, of_turn, of_turns, reports_of
 from ddpforge.training.progress import Progress
 from ddpforge.training.rates import Rates
 from ddpforge.training.restoring import is_another, restore_callbacks
 from ddpforge.training.saving import Saving
+from ddpforge.training.shows import Shows
 from ddpforge.training.step import Stepper
 from ddpforge.training.turns import Turns
 
@@ -76,6 +80,7 @@ class Trainer:
         callbacks: Mapping[str, Callback],
         checkpoints: Checkpoints,
         tracker: Tracker,
+        shows: Shows | None = None,
     ) -> None:
         # what the run is made of
         self.world = world
@@ -87,7 +92,12 @@ class Trainer:
         self.evaluator = evaluator
         self.callbacks = callbacks
         self.tracker = tracker
-        self.saving = Saving(checkpoints, recipe.checkpoint, replica, lambda: self.callbacks)
+        self.saving = Saving(checkpoints, recipe.checkpoint, replica, lambda: self.callbacks, tracker)
+        self._shows = shows or Shows(tracker, is_main=world.is_main)
+        self._shown_gradient: int | None = None  # the step whose gradient callbacks were shown last
+        self._reads_gradients = reads_gradients(callbacks)
+        if self._reads_gradients:
+            replica.on_gradient = self._show_gradient
         self._recipe = recipe
 
         # how often what happens
@@ -115,7 +125,8 @@ class Trainer:
         self._agreed = Agreement()
         self._agree_every = 1
 
-        statistics = BatchNormAverager(replica.bare if recipe.train.elastic_shards else None)
+        stateful = with_statistics(replica.bare, callbacks.values())
+        statistics = BatchNormAverager(stateful if recipe.train.elastic_shards else None)
         parts = optimizer.parts if isinstance(optimizer, InTurns) else {"": optimizer}
         steppers = {
             turn: Stepper(
@@ -127,6 +138,7 @@ class Trainer:
                 seed=recipe.train.seed,
                 skips=recipe.train.on_nonfinite == "skip" or recipe.train.precision == "fp16",
                 compares=compares,
+                stateful=stateful,
             )
             for turn, one in of_turns(task).items()
         }
@@ -147,6 +159,7 @@ class Trainer:
         restore_callbacks(self._recipe, self.callbacks, checkpoint, self.world)
         checkpoint.finish()
         self.progress = Progress.of(facts)
+        self._shows.step = facts.step
         self.metrics = dict(facts.metrics)
         self.saving.step = facts.step
         # Who stops a run does not wait for an evaluation that is due: the next attempt makes up for it.
@@ -228,7 +241,8 @@ class Trainer:
     # ------------------------------------------------------------------------------------------ one step
     def _step(self, step: int, source: Iterator[MicroBatch], *, measure: bool) -> dict[str, Total]:
         """One step. Returns this rank's totals: the losses and, when `measure`, the task's metrics."""
-        self._rates.set(step - 1)
+        self._shows.step = step
+        self._rates.set(step - 1, self._wanted_factor())
 
         drawn: list[MicroBatch] = []
         draws = self._draws(source, drawn)
@@ -239,12 +253,35 @@ class Trainer:
         else:
             totals, norm = self._turns.train(step, draws, measure=measure)
             self._norms.add(step, norm)
+            if self._reads_gradients and self._shown_gradient is None:
+                kind = type(self.replica).__name__
+                raise PluginError(
+                    f"{kind} promises that callbacks can read gradients, and its step called none of them"
+                )
         self.progress.step = step
         for first in drawn:
             self._read.note(first)
             self.progress.samples += first.step_samples
         self._stopwatch.add(sum(first.step_samples for first in drawn))
         return totals
+
+    def _wanted_factor(self) -> float:
+        """Multiplies the factors of all callbacks; raises PluginError for one that is no factor."""
+        factor = 1.0
+        for name, callback in self.callbacks.items():
+            asked = callback.lr_factor()
+            if not 0 <= asked < math.inf:
+                raise PluginError(
+                    f"callback `{name}` multiplies the learning rate of step {self.progress.step + 1} with {asked!r}",
+                    hints=["return a finite number of 0 or more from `lr_factor`"],
+                )
+            factor *= asked
+        return factor
+
+    def _show_gradient(self, norm: Tensor) -> None:
+        self._shown_gradient = self.progress.step + 1
+        for callback in self.callbacks.values():
+            callback.on_gradient(self.progress.step + 1, norm)
 
     def _draws(
         self, source: Iterator[MicroBatch], drawn: list[MicroBatch]
@@ -261,7 +298,7 @@ class Trainer:
         pace = self._stopwatch.seconds / self._stopwatch.steps
         ballot = self._ballot.totals(wanted, seconds=pace, saved=self.saving.ready)
 
-        means = self.world.all.mean({**totals, **ballot, **self._read.totals()})
+        means = self.world.all.mean({**totals, **ballot, **self._read.totals()}, reports_of(self.task))
         self._read.refuse_another(means, step=self.progress.step)
         self._agreed = self._ballot.count(means)
         if self._agreed.all_saved:
@@ -297,7 +334,7 @@ class Trainer:
 
     def _log_bad(self, step: int, totals: Mapping[str, Total]) -> None:
         """The log tells the truth about a bad step: its loss, where it is still at hand, and its norm."""
-        means = self.world.all.mean(totals) if step == self.progress.step else {}
+        means = self.world.all.mean(totals, reports_of(self.task)) if step == self.progress.step else {}
         row = {f"train/{name}": value for name, value in means.items()}
         self._log(step, {"samples": self.progress.samples, **row, "train/grad_norm": self._norms.newest})
 
@@ -311,6 +348,8 @@ class Trainer:
         self.restore(checkpoint)
         self.progress.left_out, self.progress.skipped = left_out, skipped
         self.tracker.rewind(self.progress.step)
+        for callback in self.callbacks.values():
+            callback.on_rollback(self.progress.step)
         log.warning("step %d: the gradient is not finite; back to step %d", bad[0], self.progress.step)
 
     # ------------------------------------------------------------------------------------------ between steps

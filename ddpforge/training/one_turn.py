@@ -9,9 +9,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import Task
+from ddpforge.interfaces import Metric, Task
 
-__all__ = ["OneTurn", "finished", "of_turn", "of_turns", "turns_of", "with_sum"]
+__all__ = ["OneTurn", "finished", "of_turn", "of_turns", "reports_of", "turns_of", "with_sum"]
 
 
 def turns_of(task: Task) -> tuple[str, ...]:
@@ -50,6 +50,12 @@ class OneTurn:
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
         """Returns what the task makes of the turn's metrics, which have its name behind them."""
         return self.task.finish({of_turn(name, self.turn): value for name, value in metrics.items()})
+
+
+def reports_of(task: Task) -> Mapping[str, Metric]:
+    """A task's metrics by the names of what all of its turns report."""
+    turns = turns_of(task)
+    return {of_turn(name, turn): metric for turn in turns for name, metric in task.reports.items()} or task.reports
 
 
 def finished(task: Task, means: Mapping[str, float]) -> dict[str, float]:

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpforge.builtin.orders.plain import Shuffled
 from ddpforge.components.building import build
+from ddpforge.components.options import Nested
 from ddpforge.components.registry import NotImported, Registry, where_raised
-from ddpforge.data import Batches, RankShare, mix, open_data
+from ddpforge.data import Batches, RankShare, check_data, mix, open_data
 from ddpforge.data.nests import size, take
 from ddpforge.data.randomness import own_random_numbers
+from ddpforge.data.streams import is_stream
 from ddpforge.errors import (
     EnvironmentProblem,
     ExitCode,
@@ -30,7 +33,7 @@ from ddpforge.errors import (
     UsageError,
 )
 from ddpforge.exchange.initial import find_initial
-from ddpforge.interfaces import Callback, Schedule, Strategy, Task, Tracker, World
+from ddpforge.interfaces import Beside, Callback, Metric, Order, Schedule, Strategy, Task, Tracker, World
 from ddpforge.plan import Plan
 from ddpforge.ranks.devices import device_type
 from ddpforge.recipe import LoadedRecipe, Recipe
@@ -41,16 +44,19 @@ from ddpforge.recipe.origins import KeyPath
 from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.schema import Component, TurnComponent
 from ddpforge.runs.folder import RunFolder
+from ddpforge.training.beside import OWNER, declared
 from ddpforge.training.blocks import check_blocks, find_blocks
+from ddpforge.training.callbacks import check_callback, overriding
 from ddpforge.training.contract import Size, contract_of, count_parameters
 from ddpforge.training.evaluation import prefix
 from ddpforge.training.fitness import check_model
+from ddpforge.training.judging import settled, unsettled
 from ddpforge.training.one_turn import turns_of
 from ddpforge.training.optimizer_trial import check_optimizer
 from ddpforge.training.optimizers import check_parameters
 from ddpforge.training.parameter_groups import parameter_groups
 from ddpforge.training.refusals import general_refusals, refusals_of_turns
-from ddpforge.training.rehearsal import FEW, Rehearsal, first_batch, rehearse, take_apart
+from ddpforge.training.rehearsal import FEW, Rehearsal, first_batch, rehearse, try_before_model
 from ddpforge.training.sums import SMALL
 from ddpforge.training.turns import draws_of
 
@@ -63,6 +69,7 @@ _LOCAL = "ddpforge_local_"  # how the registry names modules that are files besi
 _OURS = "ddpforge.builtin.tasks."
 
 WEIGHTS = 0x1217  # keeps the random numbers of initial weights apart from all others
+_TEACHERS = 0x7EAC  # and those of models that a task holds
 
 
 class Parts:
@@ -80,8 +87,10 @@ class Parts:
     batch: BatchPlan
     plan: Plan
     data: dict[str, Any]  # by the recipe's key below `data`: "train", "eval", "eval.NAME"
+    order: Order | None  # of the training data; None for a stream, which has its own
     model: nn.Module
     size: Size
+    beside: dict[str, Beside]  # what the task uses beside the model
     schedule: Schedule
     schedules: Mapping[str, Schedule]  # of turns that have one of their own
     turns: Mapping[str, TurnComponent] = MappingProxyType({})  # in the order of the task
@@ -121,9 +130,13 @@ class Parts:
             self.strategy = build(self.registry, "strategy", recipe.strategy)
             contract_of(self.strategy)
         with self.noting("task"):
+            torch.manual_seed(mix(recipe.train.seed, _TEACHERS))  # it may hold models
             self.task = build(self.registry, "task", recipe.task)
             self._check_turns()
+            self._ask_metrics()
+        recipe = self.recipe
         self.callbacks = self._named("callbacks", "callback", recipe.callbacks)
+        self._check_callbacks()
         if self.trains:
             self.trackers = self._named("track", "tracker", recipe.track.trackers)
         if hasattr(self, "strategy"):
@@ -159,6 +172,34 @@ class Parts:
             with self.noting(table, name):
                 found[name] = build(self.registry, kind, component)
         return found
+
+    def _check_callbacks(self) -> None:
+        contract = getattr(getattr(self, "strategy", None), "contract", None)
+        for name, callback in self.callbacks.items():
+            with self.noting("callbacks", name):
+                check_callback(name, callback, contract if self.trains else None, ('"single"', '"ddp"', '"fsdp"'))
+            metric = getattr(callback, "metric", "")
+            if self.trains and not self.recipe.data.evaluations and str(metric).startswith("eval/"):
+                error = UsageError(f"nothing is evaluated, so nothing reports {metric}", hints=["add a [data.eval]"])
+                self.note(("callbacks", name, "metric"), error)
+
+    def _ask_metrics(self) -> None:
+        """Asks the task who finishes the metrics that the recipe names, and these which direction is better."""
+        for chosen in _metrics(self.recipe.task):
+            metric = build(self.registry, "metric", chosen)
+            if type(metric).finish is not Metric.finish and metric.name not in self.task.reports:
+                raise PluginError(
+                    f"task `{self.recipe.task.use}` does not say who finishes {metric.name}, which is no mean",
+                    hints=["in its constructor: self.reports = {metric.name: metric for metric in metrics}"],
+                )
+        self.loaded = settled(self.loaded, self.task.reports)
+        self.recipe = self.loaded.recipe
+        if self.trains and (metric := unsettled(self.loaded)):
+            error = UsageError(
+                f'cannot tell whether less or more of "{metric}" is better',
+                hints=['add mode = "min" or mode = "max" to `checkpoint.keep`'],
+            )
+            self.note(("checkpoint", "keep", "by"), error)
 
     def _ask_strategy(self, ranks: int, device: str | None) -> None:
         train = self.recipe.train
@@ -209,6 +250,7 @@ class Parts:
             self.model = self._on_meta() if meta else self._model()
             check_model(self.model)
             self.size = count_parameters(self.model)
+            self._put_beside()
             self._fit()
 
     def _evaluations(self) -> dict[str, Component]:
@@ -223,6 +265,20 @@ class Parts:
         with self.strategy.building() if hasattr(self, "strategy") else nullcontext():
             model: nn.Module = build(self.registry, "model", self.recipe.model)
         return model
+
+    def _put_beside(self) -> None:
+        """Asks the task for the modules beside the model, and whether they will do."""
+        self.beside = {}
+        with self.noting("task"):
+            self.beside = declared(self.task, self.model) if hasattr(self, "task") else {}
+            for name, beside in self.beside.items():
+                check_model(beside.module)
+                if f"{OWNER}{name}" in self.recipe.callbacks:
+                    raise UsageError(
+                        f"callbacks.{OWNER}{name} has the name of a module of the task", hints=["rename it"]
+                    )
+                if beside.weights is not None and not beside.is_saved:
+                    find_initial(beside.weights, f"weights of {name}")
 
     def _on_meta(self) -> nn.Module:
         """The model on the meta device; a small one, and one whose constructor looks at values, with its weights."""
@@ -252,7 +308,13 @@ class Parts:
         """Plans the run in steps, with all that happens every so often; builds the schedule for that length."""
         recipe, train = self.recipe, self.recipe.train
         with self.noting("data", "train"):
-            batches = open_data(self.data["train"], **self._opened(train.global_batch)).steps_per_epoch
+            check_data(self.data["train"])
+            with self.noting("data", "order"):
+                self.order = self._order()
+            if not hasattr(self, "order"):
+                return
+            opened = self._opened(train.global_batch)
+            batches = open_data(self.data["train"], order=self.order, **opened).steps_per_epoch
             # A step that draws several batches may go on into the next epoch: an epoch is what has all of its samples.
             per_epoch = batches and math.ceil(batches / draws_of(self.turns))
             batch = getattr(self, "batch", None) or plan_batch(train, 1)
@@ -268,8 +330,27 @@ class Parts:
                         own = build(self.registry, "schedule", turn.schedule, horizon=self.plan.horizon)
                         self.schedules[name] = own
 
+    def _order(self) -> Order | None:
+        """The order of the training data: as the recipe says, or shuffled."""
+        data, train, chosen = self.data["train"], self.recipe.train, self.recipe.data.order
+        if is_stream(data):
+            if chosen:
+                raise UsageError(
+                    f"{type(data).__name__} is an iterable dataset, whose samples come in its own order",
+                    hints=["leave [data.order] out, or give a dataset with __len__ and __getitem__"],
+                )
+            return None
+        given = {
+            "data": data,
+            "seed": train.seed,
+            "global_batch": train.global_batch,
+            "drop_last": train.last_batch == "drop",
+        }
+        order: Order = build(self.registry, "order", chosen, **given) if chosen else Shuffled(**given)
+        return order
+
     def _opened(self, batch: int) -> dict[str, Any]:
-        fetching = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False, "shuffle": False}
+        fetching = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False}
         drop_last = self.recipe.train.last_batch == "drop"
         return fetching | {"global_batch": batch, "share": RankShare(0, 1, batch), "drop_last": drop_last}
 
@@ -288,9 +369,9 @@ class Parts:
         if self.trains:
             self.training = open_data(
                 self.data["train"],
+                order=self.order,
                 global_batch=self.plan.batch.global_batch,
                 share=RankShare(world.data.rank, ranks, self.plan.batch.micro_batch, train.elastic_shards),
-                shuffle=True,
                 drop_last=train.last_batch == "drop",
                 **fetching,
             )
@@ -300,7 +381,6 @@ class Parts:
                 self.data[key_of(name)],
                 global_batch=batch * ranks,
                 share=RankShare(world.data.rank, ranks, batch),
-                shuffle=False,
                 drop_last=False,
                 **fetching,
             )
@@ -348,7 +428,7 @@ class Parts:
                     if ours:
                         self._find_metrics(dict.fromkeys(self._evaluations(), metrics))
                 else:
-                    take_apart(self.task, batch)
+                    try_before_model(self.task, batch)
             except ForgeError:
                 raise
             except Exception as error:
@@ -383,10 +463,14 @@ class Parts:
         return any(frame.f_code is forward for frame, _ in walk_tb(error.__traceback__))
 
     def _may_call_model(self) -> bool:
-        if not self._fits or self.size.all > SMALL:
+        models = [self.model, *self._modules_beside()]
+        if not self._fits or sum(count_parameters(model).all for model in models) > SMALL:
             return False
-        local = any(type(module).__module__.startswith(_LOCAL) for module in self.model.modules())
+        local = any(type(module).__module__.startswith(_LOCAL) for model in models for module in model.modules())
         return not local and not any(parameter.is_meta for parameter in self.model.parameters())
+
+    def _modules_beside(self) -> list[nn.Module]:
+        return [beside.module for beside in self.beside.values()]
 
     def _first(self) -> Any:
         if self.is_open:
@@ -404,13 +488,16 @@ class Parts:
 
     def _rehearse(self, key: str, batch: Any, device: str | None) -> Rehearsal:
         use = "training" if key == "train" else "evaluation"
-        return rehearse(self.model, self.task, batch, use=use, precision=self.recipe.train.precision, device=device)
+        beside, precision = self._modules_beside(), self.recipe.train.precision
+        return rehearse(self.model, self.task, batch, use=use, precision=precision, device=device, beside=beside)
 
     def _find_metrics(self, sets: Mapping[str, Mapping[str, float]]) -> None:
         """Asks whether the metrics by which the recipe decides are those of a set; `sets` has the metrics of each.
 
         Tasks that are not ours name some only now and then.
         """
+        if overriding(self.callbacks, "while_evaluating"):
+            return  # what they report is known when they do
         known = {f"{prefix(name)}{metric}" for name, metrics in sets.items() for metric in metrics}
         wanted: list[tuple[KeyPath, object]] = [
             (("callbacks", name, "metric"), getattr(callback, "metric", ""))
@@ -486,6 +573,14 @@ class Parts:
 def key_of(name: str) -> str:
     """The recipe's key of an evaluation set, below `data`."""
     return f"eval.{name}" if name else "eval"
+
+
+def _metrics(task: Component) -> Iterator[Nested]:
+    """Yields the metrics that a recipe names for its task."""
+    for value in task.options.values():
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, Nested) and one.kind == "metric":
+                yield one
 
 
 def _is_ours(task: Task) -> bool:

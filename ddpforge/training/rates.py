@@ -22,10 +22,10 @@ class Rates:
             for name, part in self._parts.items()
         }
 
-    def set(self, step: int) -> None:
-        """Gives every group its rate of `step`, 0 for the first."""
+    def set(self, step: int, wanted: float = 1.0) -> None:
+        """Gives every group its rate of `step`, 0 for the first, times the factor that callbacks `wanted`."""
         for name, (schedule, rates) in self._base.items():
-            factor = schedule(step)
+            factor = schedule(step) * wanted
             # Looked up anew: torch replaces the groups of an optimizer whose state it loads.
             for group, rate in zip(self._parts[name].param_groups, rates, strict=True):
                 group["lr"] = rate * factor

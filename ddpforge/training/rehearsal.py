@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +16,13 @@ from ddpforge.builtin.tasks.forms import described
 from ddpforge.data import RankShare, open_data, to_device
 from ddpforge.data.nests import size
 from ddpforge.data.randomness import own_random_numbers
-from ddpforge.interfaces import Task
-from ddpforge.training.first_look import checked_loss, checked_totals, explain
+from ddpforge.interfaces import Task, Total
+from ddpforge.ranks.collectives import Alone
+from ddpforge.training.first_look import checked_loss, checked_metrics, explain
 from ddpforge.training.one_turn import of_turns, with_sum
 from ddpforge.training.sums import refuse_mean
 
-__all__ = ["FEW", "Rehearsal", "first_batch", "rehearse", "take_apart"]
+__all__ = ["FEW", "Rehearsal", "first_batch", "rehearse", "try_before_model"]
 
 FEW = 8  # samples
 _DTYPES = {"bf16": torch.bfloat16}  # CPUs have few kernels for fp16
@@ -39,7 +41,7 @@ def first_batch(data: Any, *, most: int, seed: int) -> Any:
     samples = min(FEW, most)
     share = RankShare(0, 1, samples)
     fetching: dict[str, Any] = {"seed": seed, "workers": 0, "prefetch": 2, "pin": False}
-    batches = open_data(data, global_batch=samples, share=share, shuffle=False, drop_last=False, **fetching)
+    batches = open_data(data, global_batch=samples, share=share, drop_last=False, **fetching)
     return next(iter(batches.evaluation())).data
 
 
@@ -52,7 +54,7 @@ class _NoModel(nn.Module):
         raise _Reached
 
 
-def take_apart(task: Task, batch: Any) -> None:
+def try_before_model(task: Task, batch: Any) -> None:
     """Lets a task take a batch apart, up to where it would call the model; raises what it raises before that."""
     for one in of_turns(task).values():
         with suppress(_Reached):
@@ -60,35 +62,53 @@ def take_apart(task: Task, batch: Any) -> None:
 
 
 def rehearse(
-    model: nn.Module, task: Task, batch: Any, *, use: str, precision: str = "fp32", device: str | None = None
+    model: nn.Module,
+    task: Task,
+    batch: Any,
+    *,
+    use: str,
+    precision: str = "fp32",
+    device: str | None = None,
+    beside: Sequence[nn.Module] = (),
 ) -> Rehearsal:
     """One forward pass, or one of each turn, in a copy of model and task; `use` is "training" or "evaluation".
 
-    It takes place on `device`, by default where the model is.
+    It takes place on `device`, by default where the model is; there the modules `beside` it, the task's, are moved too.
 
     Raises UsageError or PluginError where the task breaks its contract, and whatever model and task raise.
     """
     metrics: dict[str, float] = {}
     for one in of_turns(task).values():
-        found = _rehearse(model, one, batch, use=use, precision=precision, device=device)
+        found = _rehearse(model, one, batch, use=use, precision=precision, device=device, beside=beside)
         metrics |= found.metrics
     metrics = with_sum(task, metrics)
     return Rehearsal(found.batch, metrics)
 
 
-def _rehearse(model: nn.Module, task: Task, batch: Any, *, use: str, precision: str, device: str | None) -> Rehearsal:
-    model, task = copy.deepcopy((model, task))
+def _rehearse(
+    model: nn.Module,
+    task: Task,
+    batch: Any,
+    *,
+    use: str,
+    precision: str,
+    device: str | None,
+    beside: Sequence[nn.Module],
+) -> Rehearsal:
+    model, task, beside = copy.deepcopy((model, task, list(beside)))
     model.train(use == "training")
     place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device is not None and place.type != "meta":
         place = torch.device(device)
         model.to(place)
+    for module in beside:
+        module.to(place)
     form, batch = described(batch), to_device(batch, place)
     try:
         with _autocast(precision, place.type), own_random_numbers():
             loss, outputs = checked_loss(task, task.loss(model, batch), gradients=use == "training")
             with torch.no_grad():
-                totals = checked_totals(task, task.metrics(outputs, batch))
+                found = checked_metrics(task, task.metrics(outputs, batch))
     except Exception as error:
         explain(error, task, form, use)
         raise
@@ -96,10 +116,12 @@ def _rehearse(model: nn.Module, task: Task, batch: Any, *, use: str, precision: 
         return Rehearsal(form)
     if use == "training":
         refuse_mean(model, task, batch)
-    means = {name: float(total.sum) / max(float(total.count), 1e-12) for name, total in totals.items()}
     counted = task.count(batch)
     items = size(batch) if counted is None else float(counted)
-    return Rehearsal(form, task.finish({"loss": float(loss.detach()) / max(items, 1e-12)} | means))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # so few samples may well lack a class
+        means = Alone(place).mean({"loss": Total(loss.detach(), max(items, 1e-12)), **found}, task.reports)
+    return Rehearsal(form, task.finish(means))
 
 
 def _autocast(precision: str, device: str) -> Any:

@@ -12,6 +12,7 @@ from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, CanonicalState, Replica, World
 from ddpforge.recipe.schema import Recipe
 from ddpforge.recipe.toml import loads
+from ddpforge.training.beside import BesideModule
 
 __all__ = ["is_another", "restore_callbacks", "restore_weights"]
 
@@ -35,10 +36,20 @@ def restore_weights(replica: Replica, checkpoint: Reader) -> None:
 
 
 def restore_callbacks(recipe: Recipe, callbacks: Mapping[str, Callback], checkpoint: Reader, world: World) -> None:
-    """Gives each callback its state back, unless another component had the name when that was saved."""
+    """Gives each callback its state back, unless another component had the name when that was saved.
+
+    Modules beside the model are the task's: with another task they begin as they do in a new run.
+    """
     facts, kept = checkpoint.facts, checkpoint.callbacks()
     for name, callback in callbacks.items():
-        if name in kept and not is_another(facts, recipe.callbacks[name].use, "callbacks", name, world=world):
+        if isinstance(callback, BesideModule):
+            if is_another(facts, recipe.task.use, "task", world=world):
+                callback.begin()
+            elif name not in kept:
+                raise CheckpointError(f"the checkpoint holds nothing of `{callback.name}`, which the task uses")
+            else:
+                callback.load_state(kept[name])
+        elif name in kept and not is_another(facts, recipe.callbacks[name].use, "callbacks", name, world=world):
             callback.load_state(kept[name])
 
 

@@ -10,7 +10,7 @@ from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, Replica
+from ddpforge.interfaces import Callback, Replica, Tracker
 from ddpforge.recipe.schema import CheckpointSection
 from ddpforge.training.progress import Progress
 
@@ -32,13 +32,14 @@ class Saving:
         settings: CheckpointSection,
         replica: Replica,
         callbacks: Callable[[], Mapping[str, Callback]],
+        tracker: Tracker,
     ) -> None:
         self.checkpoints = checkpoints
         self.settings = settings
         self.origin: Mapping[str, Any] = {}
         self.step: int | None = None  # the newest that is in a checkpoint, or on its way there
         self._replica = replica
-        self._callbacks = callbacks
+        self._callbacks, self._tracker = callbacks, tracker
 
     @property
     def ready(self) -> bool:
@@ -65,7 +66,7 @@ class Saving:
             self.settle(last=last)
 
     def settle(self, *, last: bool = False) -> None:
-        """Waits for the checkpoint that is being written, if there is one, and tells callbacks of it.
+        """Waits for the checkpoint that is being written, if there is one, and tells callbacks and tracker of it.
 
         Raises CheckpointError when it could not be written and the recipe says stop, or it is the `last` one.
         """
@@ -81,6 +82,7 @@ class Saving:
             return
         for callback in self._callbacks().values():
             callback.on_checkpoint(self.step, folder)
+        self._tracker.checkpoint(self.step, folder)
 
     def newest(self) -> Reader | None:
         """The newest intact checkpoint, once nothing is on its way."""

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.data import MicroBatch, mix, seed_all, to_device
@@ -29,7 +29,8 @@ _FORWARD = 0xF03A  # keeps the random numbers of forward passes apart from those
 class Stepper:
     """Runs one rank's optimizer steps; returns this rank's sums and counts, which the trainer reduces over ranks.
 
-    Totals are the loss and, where they are measured, the task's metrics. `skips` says that training goes on after a
+    Totals are the loss and, where they are measured, the task's metrics. `stateful` has the buffers that forward passes
+    change, by default the model. `skips` says that training goes on after a
     step whose gradient is not finite: such a step leaves buffers as they were, too. `compares` has the first loss of
     all compared with those of its halves: a mean for a sum is refused.
     """
@@ -45,9 +46,11 @@ class Stepper:
         seed: int,
         skips: bool,
         compares: bool = False,
+        stateful: nn.Module | None = None,
     ) -> None:
         self._world, self._replica, self._task = world, replica, task
         self._optimizer, self._statistics = optimizer, statistics
+        self._stateful = replica.bare if stateful is None else stateful
         self._seed, self._skips, self._compares, self._update = seed, skips, compares, 0
         self._meter = Meter(task, "training")
         self._passes: int = getattr(optimizer, "passes", 1)
@@ -66,7 +69,7 @@ class Stepper:
         Where a step has several updates, `update` counts them: each draws random numbers of its own.
         """
         self._update = update
-        before = Buffers(self._replica.bare) if self._skips else None
+        before = Buffers(self._stateful) if self._skips else None
         totals, norm = self._train(step, first, micro_batches, measure=measure)
         if before:
             before.restore_unless(torch.isfinite(norm))
@@ -125,7 +128,7 @@ class Stepper:
         self._statistics.enter(micro.shard)
         if self._compares and step == 1:
             self._compares = False
-            with self._replica.forward(), unchanged(self._replica.bare):  # a copy's forward may be bound to the model
+            with self._replica.forward(), unchanged(self._stateful):  # a copy's forward may be bound to the model
                 refuse_mean(self._replica.bare, self._task, batch)
         return Pass(
             batch=batch,
@@ -133,7 +136,7 @@ class Stepper:
             scale=self._scale(items) if micro.samples else 0.0,
             last=micro.last,
             # A stand-in is no data: statistics must not count it.
-            around=nullcontext() if micro.samples else unchanged(self._replica.bare),
+            around=nullcontext() if micro.samples else unchanged(self._stateful),
         )
 
     def _numbers(self, step: int, micro: MicroBatch) -> tuple[int, ...]:
@@ -156,7 +159,7 @@ class Stepper:
             if not math.isfinite(norm.item()):
                 exploring.restore()
                 break
-            with unchanged(self._replica.bare):
+            with unchanged(self._stateful):
                 self._forward_backward(step, micro_batches, items, measure=False)
         else:
             exploring.restore()

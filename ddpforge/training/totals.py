@@ -1,18 +1,20 @@
-"""Sums and counts of the loss and the task's metrics, added up over micro-batches; means are taken once, over ranks."""
+"""Sums and counts of the loss and the task's metrics, added up over micro-batches; ranks divide them once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ddpforge.data import MicroBatch
-from ddpforge.interfaces import Pass, Task, Total
-from ddpforge.training.first_look import FirstLook, checked_total
+from ddpforge.interfaces import Pass, Rows, Task, Total
+from ddpforge.training.first_look import FirstLook, checked_quantity
 
 __all__ = ["Meter", "add"]
+
+Q = TypeVar("Q", bound=Total | Rows)
 
 
 class Meter:
@@ -30,20 +32,27 @@ class Meter:
     def totals(
         self, micro: MicroBatch, batch: Any, result: tuple[Tensor, Any] | None, *, metrics: bool
     ) -> dict[str, Total]:
-        """The totals that a micro-batch adds; a stand-in adds nothing, under the same names.
+        """The totals that a micro-batch adds, without rows: training has no time to gather them."""
+        found = self.quantities(micro, batch, result, metrics=metrics)
+        return {name: total for name, total in found.items() if isinstance(total, Total)}
+
+    def quantities(
+        self, micro: MicroBatch, batch: Any, result: tuple[Tensor, Any] | None, *, metrics: bool
+    ) -> dict[str, Total | Rows]:
+        """The totals and rows that a micro-batch adds; a stand-in adds nothing, and no metric is asked about it.
 
         Where another rank has the loss, that rank counts it.
         """
         if result is None:
             return {}
         loss, outputs = result
-        totals = {"loss": Total(loss.detach(), self.items(micro))}
+        if not micro.samples:
+            return {"loss": Total(torch.zeros((), dtype=torch.float64), 0)}
+        found: dict[str, Total | Rows] = {"loss": Total(loss.detach(), self.items(micro))}
         if metrics:
             with torch.no_grad():
-                totals |= self._look.metrics(outputs, batch, self._use)
-        if micro.samples:
-            return {name: _exact(name, total) for name, total in totals.items()}
-        return {name: Total(torch.zeros((), dtype=torch.float64), 0) for name in totals}
+                found |= self._look.metrics(outputs, batch, self._use)
+        return {name: _exact(name, quantity) for name, quantity in found.items()}
 
     def items(self, micro: MicroBatch) -> Tensor | int:
         """The number of items that the micro-batch's loss sums over."""
@@ -53,15 +62,17 @@ class Meter:
         return micro.samples if counted is None else counted
 
 
-def add(totals: dict[str, Total], more: Mapping[str, Total]) -> None:
-    """Adds `more` to `totals`, by name."""
-    for name, total in more.items():
-        before = totals.get(name)
-        totals[name] = total if before is None else Total(before.sum + total.sum, before.count + total.count)
+def add(quantities: dict[str, Q], more: Mapping[str, Q]) -> None:
+    """Adds `more` to `quantities`, by name."""
+    for name, quantity in more.items():
+        before: Any = quantities.get(name)  # of the same kind
+        quantities[name] = quantity if before is None else before + quantity
 
 
-def _exact(name: str, total: Total) -> Total:
-    """A copy in float64, for adding up: 256 + 1 is 256 in bfloat16. CUDA graphs reuse their outputs, copies stay."""
-    checked_total(name, total)
-    count = total.count.detach().double() if isinstance(total.count, Tensor) else total.count
-    return Total(total.sum.detach().to(torch.float64, copy=True), count)
+def _exact(name: str, quantity: Total | Rows) -> Total | Rows:
+    """A copy, totals in float64, for adding up: 256 + 1 is 256 in bfloat16. CUDA graphs reuse outputs, copies stay."""
+    checked_quantity(name, quantity)
+    if isinstance(quantity, Rows):
+        return Rows(*(column.detach().clone() for column in quantity.columns))
+    count = quantity.count.detach().double() if isinstance(quantity.count, Tensor) else quantity.count
+    return Total(quantity.sum.detach().to(torch.float64, copy=True), count)

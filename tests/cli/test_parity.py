@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from ddpforge.cli import main
 from ddpforge.errors import ExitCode
 from ddpforge.parity.compare import TOLERANCES, Point, Quantity
-from ddpforge.parity.runs import Report, RunFailed, Verdict
+from ddpforge.parity.runs import ParityReport, RunFailed, Verdict
 from ddpforge.parity.specs import Spec
 
 RECIPE = """\
@@ -42,10 +42,10 @@ class Comparison:
     """Stands in for `ddpforge.parity.runs.parity`: notes what it was asked for, and answers or fails as told."""
 
     def __init__(self) -> None:
-        self.answer: Report | Exception = report()
+        self.answer: ParityReport | Exception = report()
         self.asked: dict[str, Any] = {}
 
-    def __call__(self, recipe: str, strategies: tuple[str, ...], **options: Any) -> Report:
+    def __call__(self, recipe: str, strategies: tuple[str, ...], **options: Any) -> ParityReport:
         self.asked = {"recipe": recipe, "strategies": strategies, **options}
         options["say"]("ddp: training")
         if isinstance(self.answer, Exception):
@@ -65,7 +65,7 @@ def curve(name: str, tolerance: float, *points: tuple[float, float]) -> Quantity
     return Quantity(name, tolerance, tuple(Point(n, abs(a - b) / b, a, b) for n, (a, b) in enumerate(points, start=1)))
 
 
-def report(*drifting: Quantity, ranks: int = 2) -> Report:
+def report(*drifting: Quantity, ranks: int = 2) -> ParityReport:
     """One run like the reference, and one with these quantities."""
     loss, weights = curve("train/loss", 1e-5, (2.0, 2.0), (1.0000012, 1.0)), Quantity("weights", 1e-3, (Point(2, 0.0),))
     verdicts = [
@@ -75,7 +75,7 @@ def report(*drifting: Quantity, ranks: int = 2) -> Report:
     if drifting:
         other = Spec("./mine.py:Mine:3", "./mine.py:Mine", ("a=3",), ranks)
         verdicts.append(Verdict(other, "3-mine", 2, list(drifting)))
-    return Report("tiny.toml", "fp32", TOLERANCES["fp32"], verdicts)
+    return ParityReport("tiny.toml", "fp32", TOLERANCES["fp32"], verdicts)
 
 
 # ---------------------------------------------------------------------------------------------- the table

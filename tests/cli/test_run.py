@@ -209,8 +209,8 @@ LOUD = """\
 from ddpforge.interfaces import Callback
 
 class Loud(Callback):
-    def on_start(self, model, world, weights):
-        print("hello from rank", world.all.rank, flush=True)
+    def on_start(self, run):
+        print("hello from rank", run.world.all.rank, flush=True)
 
     def on_step(self, info):
         raise KeyError("lost")

@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ddpforge.data import Batches, MicroBatch, RankShare, mix, open_data, permute, seed_all, to_device
+from ddpforge.builtin.orders import plain
+from ddpforge.builtin.orders.permutation import permute
+from ddpforge.data import Batches, MicroBatch, RankShare, mix, open_data, seed_all, to_device
 from ddpforge.data.streams import is_stream, loader_in
 from ddpforge.errors import PluginError
+from ddpforge.interfaces import Order
 
 
 class Numbers:
@@ -59,12 +62,15 @@ def deal(
     batch: int,
     micro: int,
     shuffle: bool = True,
+    order: Order | None = None,
     elastic: int | None = None,
     **more: Any,
 ) -> Batches:
     options: dict[str, Any] = {"seed": 7, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False} | more
     share = RankShare(rank, ranks, micro, elastic)
-    return open_data(data, global_batch=batch, share=share, shuffle=shuffle, **options)
+    if order is None and shuffle and hasattr(data, "__len__"):
+        order = plain.Shuffled(data, options["seed"], batch, options["drop_last"])
+    return open_data(data, order=order, global_batch=batch, share=share, **options)
 
 
 def ids(micro: MicroBatch) -> list[int]:
@@ -596,7 +602,6 @@ def test_the_smallest_micro_batches(
             global_batch=8,
             share=RankShare(rank, ranks, micro),
             seed=0,
-            shuffle=True,
             drop_last=False,
             workers=0,
             prefetch=2,

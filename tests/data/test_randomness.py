@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from ddpforge.data.randomness import RandomState, mix, own_random_numbers, seed_all
+from ddpforge.data.randomness import RandomState, own_random_numbers, seed_all
+from ddpforge.interfaces import mix
 
 
 def draw() -> tuple[float, ...]:

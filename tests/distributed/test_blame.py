@@ -44,8 +44,8 @@ class Fault(Callback):
     def __init__(self, kind: str, rank: int = 1, waits: str = "") -> None:
         self.kind, self.rank, self.waits = kind, rank, waits
 
-    def on_start(self, model, world, weights):
-        self.here = world.all.rank == self.rank
+    def on_start(self, run):
+        self.here = run.world.all.rank == self.rank
 
     def on_step(self, info):
         if info.step != 3:

@@ -102,9 +102,9 @@ class Large(nn.Module):
 class Misplace(Callback):
     \"\"\"Makes the strategy look for a weight where it is not.\"\"\"
 
-    def on_start(self, model, world, weights):
-        name, part = next((name, part) for name, part in weights.parts().items() if part.tensor.numel())
-        weights.parts()[name] = part.of(part.tensor + 1)
+    def on_start(self, run):
+        name, part = next((name, part) for name, part in run.weights.parts().items() if part.tensor.numel())
+        run.weights.parts()[name] = part.of(part.tensor + 1)
 """
 POINTS = """
 [model]

@@ -39,11 +39,11 @@ class Hears(Callback):
         with open(f"heard-{rank}.txt", "a") as file:
             print(self.name, what, file=file)
 
-    def on_start(self, model, world, weights):
-        self.rank = world.all.rank
+    def on_start(self, run):
+        self.rank = run.world.all.rank
         if self.fails == "on_start":
             raise KeyError("start")
-        self.note("started", world.all.rank)
+        self.note("started", run.world.all.rank)
 
     def on_step(self, info):
         if self.fails == f"on_step {info.step}":
@@ -78,18 +78,18 @@ STARTED = ["first started", "second started"]
 
 def test_callbacks_hear_once_that_all_went_well(ddpforge: Callable[..., Ranks]) -> None:
     ddpforge("run", "run.toml")
-    assert heard() == [*STARTED, "first ended: None", "second ended: None"]
+    assert heard() == [*STARTED, "second ended: None", "first ended: None"]
 
     Path("heard-0.txt").unlink()
     ddpforge("eval", "run")
-    assert heard() == [*STARTED, "first ended: None", "second ended: None"]
+    assert heard() == [*STARTED, "second ended: None", "first ended: None"]
 
 
 def test_a_callback_that_fails_when_it_hears_of_the_end_fails_the_run(ddpforge: Callable[..., Ranks]) -> None:
-    failed = ddpforge("run", "run.toml", "--set", "callbacks.first.fails=on_end", nproc=2, fails=True)
+    failed = ddpforge("run", "run.toml", "--set", "callbacks.second.fails=on_end", nproc=2, fails=True)
     assert failed.codes == [ExitCode.FAILED] * 2
     for rank in range(2):
-        assert heard(rank) == [*STARTED, "first ended: None", "second ended: KeyError('end')"]
+        assert heard(rank) == [*STARTED, "second ended: None", "first ended: KeyError('end')"]
     assert (status()["state"], status()["step"]) == ("failed", 4)
     assert status()["error"] in ("rank 0: KeyError: 'end'", "rank 1: KeyError: 'end'")
 

@@ -71,7 +71,7 @@ from ddpforge.interfaces import Callback
 
 
 class Registers(Callback):
-    def on_start(self, model, world, weights):
+    def on_start(self, run):
         atexit.register(print, "said at the end", flush=True)
 
 

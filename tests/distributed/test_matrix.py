@@ -10,13 +10,13 @@ import pytest
 from launched import Zygote
 from sharding import CNN, GPT, RECIPE
 
-from ddpforge.parity.runs import Report, parity
+from ddpforge.parity.runs import ParityReport, parity
 
 STRATEGIES = ["ddp", "single@1", "fsdp", "fsdp:2@4", "deepspeed:1", "deepspeed:2", "deepspeed:3"]
 
 
 @pytest.fixture
-def compare(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
+def compare(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ParityReport]:
     """`ddpforge parity`, with ranks that the tests' own launcher forks."""
     copy(Path(__file__).parent.parent / "parts.py", tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -29,7 +29,7 @@ def compare(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("ddpforge.launch.torchrun_command", lambda arguments, **_: arguments)
     monkeypatch.setattr("ddpforge.launch.launch", launch)
 
-    def run(kind: str, strategies: Sequence[str], train: str = "") -> Report:
+    def run(kind: str, strategies: Sequence[str], train: str = "") -> ParityReport:
         parts = {"gpt": GPT, "cnn": CNN}[kind].format(model="")
         text = RECIPE.format(name=kind, parts=parts, strategy='use = "ddp"', length="30st", train=train, more="")
         Path(f"{kind}.toml").write_text(text)
@@ -38,7 +38,7 @@ def compare(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> 
     return run
 
 
-def check(report: Report) -> None:
+def check(report: ParityReport) -> None:
     """Every run is the first one's equal; the message says where one is not.
 
     BatchNorm's running statistics depend on how many micro-batches a rank sees, so they, and an evaluation that uses
@@ -54,7 +54,7 @@ def check(report: Report) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "cnn"])
-def test_every_strategy_trains_alike(compare: Callable[..., Report], kind: str) -> None:
+def test_every_strategy_trains_alike(compare: Callable[..., ParityReport], kind: str) -> None:
     """Traps 01, 02, 04, 05, 06, 07, 24, 27: the losses of 20 steps are those of DDP to 1e-5."""
     report = compare(kind, STRATEGIES)
     check(report)
@@ -65,6 +65,6 @@ def test_every_strategy_trains_alike(compare: Callable[..., Report], kind: str) 
 
 
 @pytest.mark.slow
-def test_every_strategy_trains_alike_in_bf16(compare: Callable[..., Report]) -> None:
+def test_every_strategy_trains_alike_in_bf16(compare: Callable[..., ParityReport]) -> None:
     """Trap 26: the tolerance is that of `parity` for bf16, 2 % of the loss."""
     check(compare("gpt", STRATEGIES, 'precision = "bf16"'))

@@ -13,7 +13,8 @@ from launched import Ranks
 from parts import RaggedTokens
 
 from ddpforge.builtin.models.gpt import GPT
-from ddpforge.data import mix, permute
+from ddpforge.builtin.orders.permutation import permute
+from ddpforge.data import mix
 from ddpforge.training.parts import WEIGHTS
 
 RECIPE = """

@@ -27,10 +27,10 @@ class Look(Callback):
     def __init__(self, *, weights_on: str = "cuda") -> None:
         self.weights_on = weights_on
 
-    def on_start(self, model, world, weights):
-        assert world.device.type == "cuda"
+    def on_start(self, run):
+        assert run.world.device.type == "cuda"
         assert not dist.is_initialized() or "nccl" in dist.get_backend()
-        assert {part.device.type for part in weights.parts().values()} == {self.weights_on}
+        assert {part.device.type for part in run.weights.parts().values()} == {self.weights_on}
 """
 LOOKS = '[callbacks.look]\nuse = "./look.py:Look"\n'
 

@@ -15,7 +15,7 @@ from launched import Zygote
 from ddpforge.components.registry import Entry, Registry
 from ddpforge.errors import ExitCode, RecipeError, UsageError
 from ddpforge.parity.compare import TOLERANCES, Quantity, Record, compare, first_drift
-from ddpforge.parity.runs import Report, RunFailed, parity
+from ddpforge.parity.runs import ParityReport, RunFailed, parity
 from ddpforge.parity.specs import parse, split
 
 FP32 = TOLERANCES["fp32"]
@@ -271,7 +271,7 @@ checkpoint.keep = { last = 1, best = 1, by = "eval/accuracy" }
 track.loud = { use = "./wrong_strategies.py:Loud", file = "tracked" }
 callbacks.ema = { decay = 0.9 }
 """
-Compare = Callable[..., Report]
+Compare = Callable[..., ParityReport]
 
 
 @pytest.fixture(autouse=True)
@@ -291,14 +291,14 @@ def compared(zygote: Zygote, folder: Path, monkeypatch: pytest.MonkeyPatch) -> C
         output.write((ended.stdout + ended.stderr).encode())
         return next((code for code in ended.codes if code), 0)
 
-    def run(*strategies: str, ranks: int = 2, steps: int = 4, **more: Any) -> Report:
+    def run(*strategies: str, ranks: int = 2, steps: int = 4, **more: Any) -> ParityReport:
         return parity("tiny.toml", strategies, ranks=ranks, steps=steps, out=folder / "out", **more)
 
     monkeypatch.setattr("ddpforge.launch.launch", launch)
     return run
 
 
-def drift(report: Report, number: int) -> tuple[str, int] | None:
+def drift(report: ParityReport, number: int) -> tuple[str, int] | None:
     first = report.verdicts[number].drift
     return (first[0].name, first[1].step) if first else None
 

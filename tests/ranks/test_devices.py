@@ -178,7 +178,7 @@ def test_ranks_tell_each_other_before_there_is_a_group(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "rendezvous", rendezvous)
     with pytest.raises(StrategyError, match="ranks compute on different devices"):
-        devices.Agreement(torch.device("cpu"), timedelta(seconds=1))
+        devices.DeviceCheck(torch.device("cpu"), timedelta(seconds=1))
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", None])
@@ -196,10 +196,10 @@ def test_ranks_that_no_launcher_has_announced_tell_nobody(monkeypatch: pytest.Mo
     if missing:
         monkeypatch.delenv(missing)
     monkeypatch.setattr(dist, "rendezvous", rendezvous)
-    devices.Agreement(torch.device("cpu"), timedelta(seconds=1))
+    devices.DeviceCheck(torch.device("cpu"), timedelta(seconds=1))
     assert asked == ([] if missing else ["env://"])
     monkeypatch.setenv("WORLD_SIZE", "1")
-    devices.Agreement(torch.device("cpu"), timedelta(seconds=1))
+    devices.DeviceCheck(torch.device("cpu"), timedelta(seconds=1))
     assert len(asked) == (missing is None)
 
 

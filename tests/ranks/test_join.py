@@ -162,7 +162,7 @@ def test_what_a_gpu_could_do_faster_is_said(
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or native)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old")
     monkeypatch.setattr(join, "choose_device", lambda kind, asked: torch.device("cuda", 0))
-    monkeypatch.setattr(join, "Agreement", lambda device, timeout: None)
+    monkeypatch.setattr(join, "DeviceCheck", lambda device, timeout: None)
     monkeypatch.setattr(join, "Accelerator", lambda **_: Believes())
     monkeypatch.setattr(join, "Group", lambda group, device, keeps: Elsewhere(ranks))
     monkeypatch.setenv("WORLD_SIZE", str(ranks))

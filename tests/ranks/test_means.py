@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
-from ddpforge.interfaces import Ranks, Total
+from ddpforge.errors import PluginError
+from ddpforge.interfaces import Metric, Ranks, Rows, Total
 from ddpforge.testing.doubles import ThreadRanks, in_threads
 
 Row = Mapping[str, tuple[float, float]]
@@ -65,3 +67,119 @@ def test_sums_and_counts_are_added_up_before_they_are_divided(ranks: int) -> Non
     found, _ = means(*([{"x": (float(rank), rank + 1.0)}] for rank in range(ranks)))
     expected = sum(range(ranks)) / sum(range(1, ranks + 1))
     assert all(rows == [{"x": expected}] for rows in found)
+
+
+# ---------------------------------------------------------------------------------------------- any shape
+class Shares(Metric):
+    """Each part of a sum over all of it, by the part's number."""
+
+    name = "shares"
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
+        return Total(outputs, 1)
+
+    def finish(self, sum: Tensor, count: Tensor) -> Mapping[str, float]:
+        assert sum.dtype == count.dtype == torch.float64
+        return {str(i): float(x) for i, x in enumerate(sum / sum.sum())}
+
+
+class Middle(Metric):
+    """The median of all samples, and how many there are of the kind 1."""
+
+    name = "middle"
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Rows:
+        return Rows(outputs, targets)
+
+    def finish(self, values: Tensor, kinds: Tensor) -> Mapping[str, float]:
+        assert (values.dtype, kinds.dtype) == (torch.float64, torch.int64)
+        return {"value": float(values.median()), "ones": float(kinds.sum())}
+
+
+def together(metric: Metric, *ranks: Sequence[Mapping[str, Total | Rows]]) -> tuple[list[list[dict[str, float]]], int]:
+    """What each rank learns from each of its rows, and how many reductions that took."""
+
+    def run(one: Ranks) -> tuple[list[dict[str, float]], int]:
+        return [one.mean(row, {metric.name: metric}) for row in ranks[one.rank]], cast(ThreadRanks, one).sums
+
+    results = in_threads(len(ranks), run)
+    return [found for found, _ in results], results[0][1]
+
+
+def test_a_total_of_any_shape_goes_with_the_others_in_one_reduction() -> None:
+    row: dict[str, Total | Rows] = {
+        "shares": Total(torch.tensor([1.0, 2.0]), 1),
+        "x": Total(torch.tensor(3.0), torch.tensor(2)),
+    }
+    other: dict[str, Total | Rows] = {"x": Total(torch.tensor(1.0), 2), "shares": Total(torch.tensor([0.0, 1.0]), 1)}
+    (one, two), first = together(Shares(), [row], [other])
+    assert one == two == [{"shares/0": 0.25, "shares/1": 0.75, "x": 1.0}]
+    _, later = together(Shares(), [row] * 4, [other] * 4)
+    assert later == first + 3
+
+
+def test_a_rank_that_had_no_sample_finishes_too() -> None:
+    (one, two), _ = together(Shares(), [{}, {}], [{"shares": Total(torch.tensor([1.0, 3.0]), 1)}] * 2)
+    assert one == two == [{"shares/0": 0.25, "shares/1": 0.75}] * 2
+
+
+def test_counts_may_have_the_shape_of_the_sum() -> None:
+    class Recall(Shares):
+        def finish(self, sum: Tensor, count: Tensor) -> float:  # type: ignore[override]
+            return float((sum / count).mean())
+
+    rows: list[dict[str, Total | Rows]] = [
+        {"shares": Total(torch.tensor([1, 0]), torch.tensor([1, 1]))},
+        {"shares": Total(torch.tensor([0, 0]), torch.tensor([3, 0]))},
+    ]
+    (one, two), _ = together(Recall(), *[[row] for row in rows])
+    assert one == two == [{"shares": (1 / 4 + 0 / 1) / 2}]
+
+
+def test_rows_of_all_ranks_are_seen_together() -> None:
+    """Values 1 to 5, one on the first rank and four on the third; the second has none."""
+    few: dict[str, Total | Rows] = {"middle": Rows(torch.tensor([5.0]), torch.tensor([True]))}
+    batches = [
+        Rows(torch.tensor(x), torch.tensor(y)) for x, y in (([1.0, 2.0], [True, False]), ([3.0, 4.0], [True] * 2))
+    ]
+    many: dict[str, Total | Rows] = {"middle": batches[0] + batches[1]}
+    found, _ = together(Middle(), [few], [{}], [many])
+    assert found == [[{"middle/value": 3.0, "middle/ones": 4.0}]] * 3
+
+
+def test_what_counted_nothing_is_nan_and_is_not_finished() -> None:
+    nothing: dict[str, Total | Rows] = {"shares": Total(torch.zeros(2), 0)}
+    (one, _), _ = together(Shares(), [nothing], [nothing])
+    assert math.isnan(one[0]["shares"])
+    (one, _), _ = together(Middle(), [{"middle": Rows(torch.zeros(0), torch.zeros(0, dtype=torch.int64))}], [{}])
+    assert math.isnan(one[0]["middle"])
+
+
+def test_two_shapes_of_one_name_are_refused_on_every_rank() -> None:
+    def run(one: Ranks) -> str:
+        with pytest.raises(PluginError, match=r"ranks have `shares` in two forms.*: \[2\] and \[\], and \[3\] and"):
+            one.mean({"shares": Total(torch.zeros(2 + one.rank), 1)}, {"shares": Shares()})
+        return "refused"
+
+    assert in_threads(2, run) == ["refused"] * 2
+
+
+def test_a_shape_that_changes_counts_from_then_on() -> None:
+    rows: list[dict[str, Total | Rows]] = [{"shares": Total(torch.ones(n), 1)} for n in (2, 4)]
+    (one, two), _ = together(Shares(), rows, rows)
+    assert one == two == [{f"shares/{i}": 1 / n for i in range(n)} for n in (2, 4)]
+
+
+def test_a_shape_that_nobody_finishes_is_refused() -> None:
+    with pytest.raises(PluginError, match=r"`other` is no single number: it is of shape \[2\], \[\]"):
+        together(Shares(), [{"other": Total(torch.zeros(2), 1)}])
+
+
+@pytest.mark.parametrize("made", [None, "much", {"a": [1, 2]}, torch.ones(2)])
+def test_what_finish_returns_must_be_numbers(made: Any) -> None:
+    class Odd(Shares):
+        def finish(self, sum: Tensor, count: Tensor) -> Any:
+            return made
+
+    with pytest.raises(PluginError, match=r"Odd\.finish returns .* for `shares`: neither a number, nor"):
+        together(Odd(), [{"shares": Total(torch.ones(2), 1)}])

@@ -330,19 +330,6 @@ def test_a_folder_is_one_of_a_file_system(load: Load, valid: str, key: str, valu
 
 
 @pytest.mark.parametrize(
-    ("by", "mode", "fits"),
-    [("eval/loss", "", True), ("eval/wer", "", True), ("eval/score", "", False), ("eval/score", "max", True)],
-)
-def test_what_is_best_is_never_guessed(load: Load, by: str, mode: str, fits: bool) -> None:
-    sets = ["checkpoint.keep.best=1", f"checkpoint.keep.by={by}", *([f"checkpoint.keep.mode={mode}"] if mode else [])]
-    if fits:
-        load(None, *sets)
-    else:
-        with pytest.raises(RecipeError, match='cannot tell whether less or more of "eval/score" is better'):
-            load(None, *sets)
-
-
-@pytest.mark.parametrize(
     "text",
     [
         *["clip_norm=1e-300", "clip_norm=0", "clip_norm=true", "timeout=0.01s", "global_batch=8.0", "seed=true"],

@@ -23,6 +23,7 @@ from ddpforge.interfaces import (
     Horizon,
     Metric,
     Replica,
+    RunContext,
     Schedule,
     StepInfo,
     Task,
@@ -377,8 +378,8 @@ class StateByRank(Callback):
 class LeavesWeights(Callback):
     """Evaluates other weights and does not put the old ones back."""
 
-    def on_start(self, model: nn.Module, world: Any, weights: Any) -> None:
-        self.weights = weights
+    def on_start(self, run: RunContext) -> None:
+        self.weights = run.weights
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

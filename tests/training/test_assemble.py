@@ -1,5 +1,6 @@
 """The parts of a recipe are put together in the order that strategies need."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def test_statistics_are_those_of_all_ranks_where_the_recipe_asks_for_it(
     parts.build()
     parts.report()
     checkpoints = Checkpoints(tmp_path, loaded.recipe.checkpoint, peers=Peers.alone(), ranks=ALONE.all)
-    trainer = assemble(parts, ALONE, checkpoints, Rows([]), started=[])
+    trainer = assemble(parts, ALONE, checkpoints, Rows([]), folder=Path("runs/run"), life=ExitStack())
     norms = [module for module in trainer.replica.bare.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     assert len(norms) == 4
     assert [isinstance(norm, nn.SyncBatchNorm) for norm in norms] == [asked] * 4

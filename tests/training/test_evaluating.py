@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from ddpforge.checkpoint.contents import Facts
 from ddpforge.components.registry import Registry
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, CanonicalState, World
+from ddpforge.interfaces import Callback, CanonicalState, RunContext, World
 from ddpforge.ranks.collectives import Alone
 from ddpforge.recipe import load_recipe
 from ddpforge.training.assemble import evaluating
 from ddpforge.training.parts import Parts
+
+FOLDER = Path("runs/run")
 
 RECIPE = """\
 recipe = 1
@@ -39,7 +40,7 @@ class Hears(Callback):
     def __init__(self, start: Callable[[], Any] = lambda: None, end: Callable[[], Any] = lambda: None) -> None:
         self.start, self.end, self.heard = start, end, list[Any]()
 
-    def on_start(self, model: nn.Module, world: World, weights: Any) -> None:
+    def on_start(self, run: RunContext) -> None:
         self.start()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -101,7 +102,7 @@ def test_an_evaluator_has_the_weights_of_the_checkpoint_and_callbacks_their_stat
     """With all weights zero every class is as likely: the loss is ln 10."""
     first, second = Hears(), Hears()
     watched(parts, first=first, second=second)
-    with evaluating(parts, world, Saved(parts)) as evaluator:  # type: ignore[arg-type]
+    with evaluating(parts, world, Saved(parts), FOLDER) as evaluator:  # type: ignore[arg-type]
         assert evaluator.evaluate(3)["eval/loss"] == pytest.approx(2.302585)
         assert (first.heard, second.heard) == ([{"n": 1}], [])
     assert (first.heard[1:], second.heard) == ([None], [None])
@@ -111,7 +112,7 @@ def test_averages_that_the_checkpoint_lacks_are_not_evaluated(
     parts: Parts, world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They would be those of the initial weights; the checkpoint's have a loss of ln 10."""
-    with evaluating(parts, world, Saved(parts)) as evaluator:  # type: ignore[arg-type]
+    with evaluating(parts, world, Saved(parts), FOLDER) as evaluator:  # type: ignore[arg-type]
         assert evaluator.evaluate(3)["eval/loss"] == pytest.approx(2.302585)
     assert "ema: there are no averages yet; this evaluation is of the weights themselves" in caplog.text
 
@@ -120,7 +121,7 @@ def test_callbacks_hear_of_an_evaluation_that_fails(parts: Parts, world: World) 
     first, second = Hears(end=lambda: 1 / 0), Hears()
     watched(parts, first=first, second=second)
     failure = RuntimeError("no memory")
-    with pytest.raises(RuntimeError, match="no memory"), evaluating(parts, world, Saved(parts)):  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="no memory"), evaluating(parts, world, Saved(parts), FOLDER):  # type: ignore[arg-type]
         raise failure
     assert first.heard[-1] is second.heard[-1] is failure
 
@@ -128,7 +129,7 @@ def test_callbacks_hear_of_an_evaluation_that_fails(parts: Parts, world: World) 
 def test_callbacks_that_have_started_hear_that_another_could_not(parts: Parts, world: World) -> None:
     first, second = Hears(), Hears(start=lambda: {}["key"])
     watched(parts, first=first, second=second)
-    with pytest.raises(KeyError), evaluating(parts, world, Saved(parts)):  # type: ignore[arg-type]
+    with pytest.raises(KeyError), evaluating(parts, world, Saved(parts), FOLDER):  # type: ignore[arg-type]
         pytest.fail("there is nothing to lend")
     assert [type(error) for error in first.heard] == [KeyError]
     assert second.heard == []
@@ -139,7 +140,7 @@ def test_callbacks_hear_that_the_checkpoint_is_of_another_model(parts: Parts, wo
     watched(parts, first=first)
     with (
         pytest.raises(CheckpointError, match="of another model"),
-        evaluating(parts, world, Saved(parts, of="encoder.")),  # type: ignore[arg-type]
+        evaluating(parts, world, Saved(parts, of="encoder."), FOLDER),  # type: ignore[arg-type]
     ):
         pytest.fail("there is nothing to lend")
     assert [type(error) for error in first.heard] == [CheckpointError]
@@ -148,6 +149,6 @@ def test_callbacks_hear_that_the_checkpoint_is_of_another_model(parts: Parts, wo
 def test_what_a_callback_raises_at_the_end_is_told_when_all_have_heard_of_it(parts: Parts, world: World) -> None:
     first, second = Hears(end=lambda: 1 / 0), Hears()
     watched(parts, first=first, second=second)
-    with pytest.raises(ZeroDivisionError), evaluating(parts, world, Saved(parts)):  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError), evaluating(parts, world, Saved(parts), FOLDER):  # type: ignore[arg-type]
         pass
     assert second.heard == [None]

@@ -60,7 +60,7 @@ def test_sums_are_added_up_in_float64() -> None:
             return {"it": Total(one, one)}
 
     ones = [MicroBatch(torch.ones(1), 1, 1, True, 0, 0)] * 600
-    totals = evaluator(Plain().holding(Line(torch.bfloat16), IDLE), Ones()).totals(ones)
+    totals = evaluator(Plain().holding(Line(torch.bfloat16), IDLE), Ones()).quantities(ones)
     assert totals["it"].sum.item() == totals["it"].count.item() == 600  # type: ignore[union-attr]
     assert totals["loss"].sum.dtype == torch.float64
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ddpforge.data import MicroBatch
 from ddpforge.errors import PluginError, StrategyError, UsageError
-from ddpforge.interfaces import Task, Total
+from ddpforge.interfaces import Rows, Task, Total
 from ddpforge.training.batchnorm import BatchNormAverager
 from ddpforge.training.step import Stepper
 
@@ -117,10 +117,36 @@ def test_totals_are_added_up_in_float64() -> None:
     assert totals["loss"].sum.dtype == torch.float64
 
 
-@pytest.mark.parametrize("wrong", [0.5, torch.tensor(0.5), Total(0.5, 1)])  # type: ignore[arg-type]
-def test_a_metric_that_is_no_total_is_named(wrong: Any) -> None:
-    with pytest.raises(PluginError, match=r"metric `it` is a .*, and must be a Total"):
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (0.5, "is a float, and must be a Total of a tensor and a count, or Rows"),
+        (torch.tensor(0.5), "is a Tensor, and must be"),
+        (Total(0.5, 1), "is a Total with a float for its sum"),  # type: ignore[arg-type]
+        (
+            Total(torch.zeros(3), torch.ones(2)),
+            r"is a Total with float32 \[2\] for its count, and float32 \[3\] for its sum",
+        ),
+        (Rows(torch.zeros(3), torch.ones(2)), "has Rows whose columns differ in length: 3, 2"),
+        (Rows(), "has Rows whose columns differ in length: none"),
+    ],
+)
+def test_a_metric_that_is_no_total_is_named(wrong: Any, told: str) -> None:
+    with pytest.raises(PluginError, match=f"metric `it` {told}"):
         run(Line(), Plainly(lambda _: wrong), [micro([1.0])])
+
+
+def test_no_metric_is_asked_about_a_stand_in() -> None:
+    """Nor is it in the totals: another rank, or nobody, names it."""
+    asked: list[int] = []
+    task = Plainly(lambda outputs: asked.append(len(outputs)) or Total(outputs.sum(), 1))
+    totals, _ = run(Line(), task, [micro([5.0])._replace(samples=0)])
+    assert (asked, [*totals], totals["loss"].count) == ([], ["loss"], 0)
+
+
+def test_rows_are_left_out_of_training() -> None:
+    totals, _ = run(Line(), Plainly(lambda outputs: Rows(outputs)), [micro([1.0])])
+    assert [*totals] == ["loss"]
 
 
 def test_totals_do_not_change_when_a_graph_reuses_its_outputs() -> None:

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, Part, StepInfo, Weights, World
+from ddpforge.interfaces import Callback, Part, RunContext, StepInfo
 
 logger = logging.getLogger("ddpforge")
 
@@ -34,10 +34,10 @@ class EMA(Callback):
         self._evaluate = evaluate
         self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
 
-    def on_start(self, model: nn.Module, world: World, weights: Weights) -> None:
+    def on_start(self, run: RunContext) -> None:
         """Copies the initial weights: as much of each as this rank holds."""
-        self._weights = weights
-        self._live = [part.tensor for part in weights.parts().values()]
+        self._weights = run.weights
+        self._live = [part.tensor for part in run.weights.parts().values()]
         self._averages = [_at_least_fp32(tensor).clone() for tensor in self._live]
         self._begun = False
 

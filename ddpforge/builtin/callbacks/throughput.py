@@ -6,9 +6,8 @@ from typing import Annotated
 
 import torch
 from pydantic import Field
-from torch import nn
 
-from ddpforge.interfaces import Callback, StepInfo, Weights, World
+from ddpforge.interfaces import Callback, RunContext, StepInfo
 
 PositiveFlops = Annotated[float, Field(gt=0, le=1e30)]
 
@@ -37,9 +36,9 @@ class Throughput(Callback):
         self._peak_flops = peak_flops
         self._last: StepInfo | None = None
 
-    def on_start(self, model: nn.Module, world: World, weights: Weights) -> None:
+    def on_start(self, run: RunContext) -> None:
         """Remembers the devices."""
-        self._world = world
+        self._world = run.world
 
     def on_log(self, info: StepInfo) -> Mapping[str, float]:
         """The columns of this row."""

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.forms import one_tensor, pair, refuse_targets
-from ddpforge.interfaces import Data, Metric, Task, Total
+from ddpforge.builtin.tasks.forms import by_name, one_tensor, pair, refuse_targets
+from ddpforge.interfaces import Data, Metric, Rows, Task, Total
 
 Batch = tuple[Tensor, Tensor]
 
@@ -29,9 +29,7 @@ class Classification(Task):
         metrics: Annotated[Sequence[Metric], Field(description="What to report beside the loss.")] = (),
     ) -> None:
         self.label_smoothing = label_smoothing
-        self._metrics = {metric.name: metric for metric in metrics}
-        if len(self._metrics) < len(metrics):
-            raise ValueError(f"metrics must differ by name, got {[metric.name for metric in metrics]}")
+        self.reports = by_name(metrics)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """The summed cross-entropy, and the logits."""
@@ -43,9 +41,9 @@ class Classification(Task):
             refuse_targets(error, "classification", logits, classes)
         return loss, logits
 
-    def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total]:
+    def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | Rows]:
         """The metrics that the recipe names."""
-        return {name: metric(outputs, batch[1]) for name, metric in self._metrics.items()}
+        return {name: metric(outputs, batch[1]) for name, metric in self.reports.items()}
 
     def check(self, model: nn.Module, data: Data) -> None:
         """Compares `data.classes` with `model.outputs`, where both are known."""

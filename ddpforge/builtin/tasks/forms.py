@@ -1,17 +1,26 @@
-"""The forms that the built-in tasks take: batches that are pairs, and outputs that are one tensor."""
+"""The forms that the built-in tasks take: batches that are pairs, outputs that are one tensor, metrics by name."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from ddpforge.errors import UsageError
+from ddpforge.interfaces import Metric
 
-__all__ = ["described", "one_tensor", "pair", "refuse_targets"]
+__all__ = ["by_name", "described", "one_tensor", "pair", "refuse_targets"]
 
 _MOST = 6  # parts of a batch that are described
 _OWN = "or write a task of your own: `ddpforge plugins new`"
+
+
+def by_name(metrics: Sequence[Metric]) -> dict[str, Metric]:
+    """The metrics that a recipe names, as a task's `reports`; raises ValueError where two have one name."""
+    found = {metric.name: metric for metric in metrics}
+    if len(found) < len(metrics):
+        raise ValueError(f"metrics must differ by name, got {[metric.name for metric in metrics]}")
+    return found
 
 
 def pair(batch: Any, task: str, names: str) -> tuple[Any, Tensor]:

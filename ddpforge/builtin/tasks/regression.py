@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.forms import one_tensor, pair
-from ddpforge.interfaces import Metric, Task, Total
+from ddpforge.builtin.tasks.forms import by_name, one_tensor, pair
+from ddpforge.interfaces import Metric, Rows, Task, Total
 
 Batch = tuple[Tensor, Tensor]
 
@@ -41,9 +41,7 @@ class Regression(Task):
             "mae": nn.L1Loss(reduction="none"),
             "huber": nn.HuberLoss(reduction="none", delta=delta or 1.0),
         }[loss]
-        self._metrics = {metric.name: metric for metric in metrics}
-        if len(self._metrics) < len(metrics):
-            raise ValueError(f"metrics must differ by name, got {[metric.name for metric in metrics]}")
+        self.reports = by_name(metrics)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """The summed error, and the predictions in the targets' shape; ValueError when they do not fit it."""
@@ -58,9 +56,9 @@ class Regression(Task):
         errors = self._errors(predictions.float(), targets.float())
         return errors.reshape(len(errors), -1).mean(dim=1).sum(), predictions
 
-    def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total]:
+    def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | Rows]:
         """The metrics that the recipe names."""
-        return {name: metric(outputs, batch[1]) for name, metric in self._metrics.items()}
+        return {name: metric(outputs, batch[1]) for name, metric in self.reports.items()}
 
 
 def _sizes(values: Tensor) -> list[int]:

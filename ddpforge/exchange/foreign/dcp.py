@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ddpforge.exchange.foreign.found import Found, Held, inside, listed, refused, regular, untrusted
+from ddpforge.exchange.foreign.foreign_state import ForeignState, Held, inside, listed, refused, regular, untrusted
 from ddpforge.interfaces.regions import Box, Part
 
 METADATA = ".metadata"
@@ -21,7 +21,7 @@ _FLAT = re.compile(r"state\.(.+)\.([^.]+)")  # as `flatten_optimizer_state_dict`
 Path_ = tuple[Any, ...]
 
 
-def read(folder: Path, *, trust: bool) -> Found:
+def read(folder: Path, *, trust: bool) -> ForeignState:
     """Model and optimizer as `get_state_dict` names them. All of it is in memory until it is written.
 
     Raises UsageError without `trust`: the metadata are a pickle.
@@ -35,7 +35,7 @@ def read(folder: Path, *, trust: bool) -> Found:
         raise refused(folder, f"its metadata contradict its files ({type(error).__name__}: {error})") from error
 
 
-def _found(folder: Path, metadata: Metadata) -> Found:
+def _found(folder: Path, metadata: Metadata) -> ForeignState:
     tensors = {k: x for k, x in metadata.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
     paths = _paths(folder, metadata)
 
@@ -52,7 +52,7 @@ def _found(folder: Path, metadata: Metadata) -> Found:
             left_out.append(f"{key}: neither a weight nor the optimizer state of one")
 
     pieces = _Pieces(folder, metadata)
-    found = Found(kind="DCP", model={name: pieces.of(key) for name, key in names.items()}, left_out=left_out)
+    found = ForeignState(kind="DCP", model={name: pieces.of(key) for name, key in names.items()}, left_out=left_out)
     for (name, field), key in optimizer.items():
         found.optimizer.setdefault(name, {})[field] = pieces.of(key)
     return found

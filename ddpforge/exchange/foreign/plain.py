@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ddpforge.exchange.foreign.found import Found, inside, listed, load, refused, regular, tied
+from ddpforge.exchange.foreign.foreign_state import ForeignState, inside, listed, load, refused, regular, tied
 
 SINGLE = {"model.safetensors": "safetensors", "pytorch_model.bin": "state_dict"}
 INDEXED = {f"{name}.index.json": kind for name, kind in SINGLE.items()}
@@ -23,14 +23,14 @@ def is_pickle(path: Path) -> bool:
     return start == b"PK\x03\x04" or start[:1] == b"\x80"
 
 
-def read_file(path: Path, *, trust: bool) -> Found:
+def read_file(path: Path, *, trust: bool) -> ForeignState:
     """The weights in one file."""
     if is_pickle(path):
         named, left_out = _state_dict(path, trust=trust)
         kept, aliases = tied(named)
-        return Found(kind="state_dict", model={**kept}, aliases=aliases, left_out=left_out)
+        return ForeignState(kind="state_dict", model={**kept}, aliases=aliases, left_out=left_out)
     named, aliases = _safetensors(path)
-    return Found(kind="safetensors", model={**named}, aliases=aliases)
+    return ForeignState(kind="safetensors", model={**named}, aliases=aliases)
 
 
 def is_folder(folder: Path) -> bool:
@@ -42,7 +42,7 @@ def _is_there(path: Path) -> bool:
     return path.exists() or path.is_symlink()
 
 
-def read_folder(folder: Path, *, trust: bool) -> Found:
+def read_folder(folder: Path, *, trust: bool) -> ForeignState:
     """The weights in a folder that `save_pretrained` of transformers, or `ckpt export`, made."""
     for name, kind in SINGLE.items():
         if _is_there(folder / name):
@@ -60,7 +60,7 @@ def read_folder(folder: Path, *, trust: bool) -> Found:
     return found
 
 
-def _read_indexed(folder: Path, index: str, kind: str, *, trust: bool) -> Found:
+def _read_indexed(folder: Path, index: str, kind: str, *, trust: bool) -> ForeignState:
     places = _weight_map(inside(folder, index))
     model: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -82,7 +82,7 @@ def _read_indexed(folder: Path, index: str, kind: str, *, trust: bool) -> Found:
         model |= found
     if kind == "state_dict":
         model, aliases = tied(model)
-    return Found(kind=kind, model={**model}, aliases=aliases, left_out=left_out)
+    return ForeignState(kind=kind, model={**model}, aliases=aliases, left_out=left_out)
 
 
 def _weight_map(path: Path) -> dict[str, str]:

@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddpforge.exchange.foreign.found import Found, Held, inside, listed, load, refused, regular, untrusted
+from ddpforge.exchange.foreign.foreign_state import (
+    ForeignState,
+    Held,
+    inside,
+    listed,
+    load,
+    refused,
+    regular,
+    untrusted,
+)
 from ddpforge.interfaces.regions import Part, Range
 
 LATEST = "latest"
@@ -34,7 +43,7 @@ def is_native(folder: Path) -> bool:
     return (folder / LATEST).is_file() and any(folder.glob("*/*_model_states.pt"))
 
 
-def read(folder: Path, *, trust: bool) -> Found:
+def read(folder: Path, *, trust: bool) -> ForeignState:
     """The weights that the optimizer updates, in float32, the other weights and buffers, and the optimizer's state.
 
     What is large stays on disk, mapped into memory. Raises UsageError without `trust`: all files are pickles.
@@ -111,7 +120,7 @@ class _Checkpoint:
         self.left_out: list[str] = []
         self._check_kind()
 
-    def found(self) -> Found:
+    def found(self) -> ForeignState:
         module = {name: x for name, x in self._get(self.head, "module").items() if isinstance(x, Tensor)}
         aliases = dict(self.head.get("shared_params") or {})
         model: dict[str, Held] = {}
@@ -132,7 +141,7 @@ class _Checkpoint:
         if unknown := sorted(set(aliases.values()) - model.keys()):
             raise refused(self.folder, f"tied parameters refer to {listed(unknown)}, which it does not hold")
         self.left_out += [f"{key}: a recipe says this" for key in _RECIPES if self.head.get(key)]
-        return Found(
+        return ForeignState(
             kind=f"DeepSpeed ZeRO-{self.stage}" if self.stage else "DeepSpeed",
             model=model,
             optimizer=optimizer,

@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Contract, Refusal, Replica, Sharded, Strategy, World
+from ddpforge.interfaces import Contract, Refusal, Replica, Sharded, Strategy, Weights, World
 from ddpforge.strategies.deepspeed.extra import Offload, merge, refuse_owned
 from ddpforge.strategies.deepspeed.nvme import Folder, require_io
 from ddpforge.strategies.deepspeed.replica import ZeroReplica
-from ddpforge.strategies.deepspeed.zero import import_deepspeed, require_deepspeed
+from ddpforge.strategies.deepspeed.zero import BesideWeights, import_deepspeed, require_deepspeed, start
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -178,3 +178,16 @@ class DeepSpeed(Strategy):
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Starts the engine around both, and proves that it is the one that was asked for."""
         return ZeroReplica(self, model, optimizer)
+
+    def beside(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
+        """Stage 3 cuts the module up like the model, with an engine of its own; below it every rank holds it whole.
+
+        What is offloaded waits in host memory, also where the model's weights are on NVMe.
+        """
+        if self.stage < 3 or not any(True for _ in module.parameters()):
+            return super().beside(module, blocks)
+        zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}  # nothing old may stay gathered
+        if self.offload_parameters != "none":
+            zero["offload_param"] = {"device": "cpu"}
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+        return BesideWeights(start(self.deepspeed, module, None, config, self.world), module)

@@ -30,6 +30,7 @@ from ddpforge.strategies.watch import Guard
 
 __all__ = [
     "TESTED",
+    "BesideWeights",
     "Keys",
     "ZeroWeights",
     "import_deepspeed",
@@ -88,8 +89,10 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def start(deepspeed: Any, model: nn.Module, optimizer: Optimizer, config: Mapping[str, Any], world: World) -> Any:
-    """A DeepSpeed engine around `model`, in the process group that there is.
+def start(
+    deepspeed: Any, model: nn.Module, optimizer: Optimizer | None, config: Mapping[str, Any], world: World
+) -> Any:
+    """A DeepSpeed engine around `model`, in the process group that there is; without an optimizer it trains nothing.
 
     Under stage 3 the model may come on the CPU: a parameter goes to the device when it is its turn to be cut up, so
     the model need not fit into one device.
@@ -486,6 +489,32 @@ class ZeroWeights(Weights):
             yield
         finally:
             self._zero._clear_fp32_optimizer_param_groups()
+
+
+class BesideWeights(Weights):
+    """The weights of a module that is not trained and that stage 3 has cut up, none of which stays gathered."""
+
+    def __init__(self, engine: Any, module: nn.Module) -> None:
+        self._engine = engine
+        self._frozen = {name: _held(parameter) for name, parameter in module.named_parameters()}
+
+    def parts(self) -> Mapping[str, Part]:
+        """Nothing is trained."""
+        return {}
+
+    def frozen(self) -> Mapping[str, Part]:
+        """This rank's ranges of all parameters."""
+        return self._frozen
+
+    def changed(self) -> None:
+        """Gives back what is gathered, so that forward passes gather it anew."""
+        self._engine.optimizer.partition_all_parameters()
+
+
+def _held(parameter: Any) -> Part:
+    """Under stage 3: this rank's part of a parameter that is in memory."""
+    start, count = _range(parameter)
+    return Part(parameter.ds_tensor.detach()[:count], tuple(parameter.ds_shape), Range(start, start + count))
 
 
 def _part(

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
+from ddpforge.builtin.orders.plain import Shuffled
 from ddpforge.data import RankShare, open_data, seed_all
 from ddpforge.data.nests import digest, leaves, size, take
 from ddpforge.data.streams import is_stream
@@ -46,28 +47,30 @@ def batches(
     """Yields a rank's batches of one pass, each of up to `micro` samples; leaves stand-ins out."""
     if not is_stream(data) and not len(data):
         raise Breach("at least one sample", f"{type(data).__name__} of length 0", where=source_of(type(data)))
+    given = data if is_stream(data) else Window(data)
+    shuffled = shuffle and not is_stream(data)
     opened = open_data(
-        data if is_stream(data) else Window(data),
+        given,
+        order=Shuffled(given, seed, global_batch=8, drop_last=False) if shuffled else None,
         global_batch=8,
         share=RankShare(rank, ranks, micro),
         seed=seed,
-        shuffle=shuffle,
         drop_last=False,
         workers=0,
         prefetch=2,
         pin=False,
     )
     source = opened.evaluation() if not shuffle else islice(opened.training(0), LOOK // micro)
-    for given in islice(source, LOOK // micro):
-        if given.samples:
-            held = size(given.data)
-            if held != given.samples:
+    for batch in islice(source, LOOK // micro):
+        if batch.samples:
+            held = size(batch.data)
+            if held != batch.samples:
                 raise Breach(
                     "batches with one sample for each that was asked for",
-                    f"a batch of {held} for {given.samples} samples",
+                    f"a batch of {held} for {batch.samples} samples",
                     hints=["look at __getitems__ and collate"],
                 )
-            yield given.data
+            yield batch.data
 
 
 @check("length", "data")

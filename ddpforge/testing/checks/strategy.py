@@ -49,7 +49,7 @@ def contract(case: Case, worlds: Worlds) -> None:
 @check("trains-like-ddp", "strategy", ranks=True)
 def trains_like_ddp(case: Case, worlds: Worlds) -> None:
     """Its steps are those of DDP, with accumulation, clipping and an uneven end; its contract is proven."""
-    run = _Run.of(case, worlds)
+    run = _TrialRun.of(case, worlds)
     drift = run.drift(worlds)
     if drift is None:
         return
@@ -81,7 +81,7 @@ def trains_like_ddp(case: Case, worlds: Worlds) -> None:
 @check("resumes-on-any-ranks", "strategy", ranks=True)
 def resumes_on_any_ranks(case: Case, worlds: Worlds) -> None:
     """From its own checkpoint it goes on as if uninterrupted, on as many ranks and on another number."""
-    run = _Run.of(case, worlds)
+    run = _TrialRun.of(case, worlds)
     if run.broken(worlds):
         raise NotApplicable("cannot be tried: trains-like-ddp failed")
     straight = run.record(worlds)
@@ -109,7 +109,7 @@ def _method(case: Case, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _TrialRun:
     """A run that `Worlds.memory` keeps for other checks."""
 
     case: Case
@@ -121,7 +121,7 @@ class _Run:
     start: Path | None = None
 
     @classmethod
-    def of(cls, case: Case, worlds: Worlds) -> _Run:
+    def of(cls, case: Case, worlds: Worlds) -> _TrialRun:
         """The strategy's own run, with everything switched on; ranks that average weights clip each its own way."""
         number = worlds.cases.index(case)
         ranks = case.settings.get("ranks", (2, 1))[0]

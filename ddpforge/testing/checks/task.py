@@ -1,16 +1,21 @@
-"""Checks of tasks and metrics: sums and counts that do not depend on how a batch is cut."""
+"""Checks of tasks and metrics: sums, counts and rows that do not depend on how a batch is cut."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
+from functools import reduce
 from itertools import pairwise
+from operator import add
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddpforge.data.nests import size, take
-from ddpforge.interfaces import Total
+from ddpforge.errors import PluginError
+from ddpforge.interfaces import Metric, Rows, Total
+from ddpforge.ranks.collectives import Alone
 from ddpforge.testing.cases import Case
 from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, blame, source_of
@@ -78,13 +83,13 @@ def metrics_are_additive(case: Case, worlds: Worlds) -> None:
     """The totals of `metrics` add up over the pieces of a batch, and `finish` takes the means."""
     trial = _trial(case)
 
-    def measure(batch: Any) -> Mapping[str, Total]:
+    def measure(batch: Any) -> Mapping[str, Total | Rows]:
         with torch.no_grad():
             torch.manual_seed(0)
             return trial.task.metrics(_loss(case, trial, batch)[1], batch)
 
     _additive(measure, trial.batch, _method(case, "metrics"))
-    means = {"loss": 0.5} | {name: float(x.sum) / max(1.0, float(x.count)) for name, x in measure(trial.batch).items()}
+    means = {"loss": 0.5} | _means(measure(trial.batch), trial.task.reports)
     try:
         finished = trial.task.finish(dict(means))
     except Exception as error:
@@ -103,7 +108,9 @@ def total_is_additive(case: Case, worlds: Worlds) -> None:
         raise Breach("a `name` under which it is reported", f"{getattr(metric, 'name', None)!r}")
     with torch.no_grad():
         outputs = _loss(case, trial, trial.batch)[1]
-    _additive(lambda pair: {metric.name: metric(*pair)}, (outputs, trial.batch[1]), _method(case, "__call__"))
+    pair = outputs, trial.batch[1]
+    _additive(lambda pair: {metric.name: metric(*pair)}, pair, _method(case, "__call__"))
+    _means({metric.name: metric(*pair)}, {metric.name: metric})
 
 
 def _trial(case: Case) -> Trial:
@@ -119,29 +126,51 @@ def _loss(case: Case, trial: Trial, batch: Any) -> tuple[Tensor, Any]:
         raise blame(error, "the loss of any number of samples", type(trial.task)) from error
 
 
-def _additive(measure: Callable[[Any], Mapping[str, Total]], batch: Any, where: str) -> None:
+def _means(found: Mapping[str, Total | Rows], metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """What is reported of a batch; metrics must make numbers of what they have counted."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # so few samples may well lack a class
+        try:
+            return Alone().mean(found, metrics)
+        except PluginError:
+            raise
+        except Exception as error:
+            blamed = next((type(metrics[name]) for name in found if name in metrics), type(error))
+            raise blame(error, "`finish` to make numbers of a total", blamed) from error
+
+
+def _additive(measure: Callable[[Any], Mapping[str, Total | Rows]], batch: Any, where: str) -> None:
     whole, total = measure(batch), size(batch)
     for name, value in whole.items():
-        if not isinstance(value, Total):
-            raise Breach("totals: Total(sum, count)", f"{name} is a {type(value).__name__}", where=where)
-        if not float(value.count) > 0:
-            raise Breach("a count of the items in a batch", f"{name} counts {float(value.count)}", where=where)
+        if not isinstance(value, Total | Rows):
+            raise Breach("totals: Total(sum, count), or Rows", f"{name} is a {type(value).__name__}", where=where)
+        if isinstance(value, Total) and not float(torch.as_tensor(value.count).sum()) > 0:
+            raise Breach("a count of the items in a batch", f"{name} counts {value.count}", where=where)
     for cuts in _CUTS[1:]:
         pieces = [measure(take(batch, a, min(b, total))) for a, b in pairwise(cuts) if a < total]
         for name, value in whole.items():
             if any(name not in piece for piece in pieces):
                 raise Breach("the same metrics for every batch", f"{name} is missing for some", where=where)
-            for what, mine, theirs in (
-                ("sum", float(value.sum), sum(float(piece[name].sum) for piece in pieces)),
-                ("count", float(value.count), sum(float(piece[name].count) for piece in pieces)),
-            ):
-                if not abs(mine - theirs) <= 1e-4 * abs(mine) + 1e-6:
+            together = reduce(add, [piece[name] for piece in pieces])
+            for (what, mine), (_, theirs) in zip(_tensors(value), _tensors(together), strict=True):
+                if mine.shape != theirs.shape or not torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6):
                     raise Breach(
-                        "sums and counts that add up over the pieces of a batch",
-                        f"the {what} of {name} is {mine:.6g} for {total} samples, and {theirs:.6g} in pieces",
+                        "what adds up over the pieces of a batch: sums and counts, or rows",
+                        f"the {what} of {name} is {_short(mine)} for {total} samples, and {_short(theirs)} in pieces",
                         where=where,
                         hints=["return the sum over items, not their mean, and how many they are"],
                     )
+
+
+def _tensors(quantity: Total | Rows) -> list[tuple[str, Tensor]]:
+    if isinstance(quantity, Rows):
+        return [(f"column {i}", column.double()) for i, column in enumerate(quantity.columns)]
+    parts = ("sum", quantity.sum), ("count", quantity.count)
+    return [(what, torch.as_tensor(part, dtype=torch.float64).cpu()) for what, part in parts]
+
+
+def _short(values: Tensor) -> str:
+    return f"{values.item():.6g}" if values.ndim == 0 else f"{values.sum().item():.6g} in all, of {list(values.shape)}"
 
 
 def _method(case: Case, name: str) -> str:

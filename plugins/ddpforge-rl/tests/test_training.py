@@ -34,8 +34,8 @@ class Watched(PolicyGradient):
 class Weights(Callback):
     '''Writes down the weights of each rank after every step.'''
 
-    def on_start(self, model, world, weights):
-        self.model, self.file = model, Path(f"weights-{world.all.size}-{world.all.rank}")
+    def on_start(self, run):
+        self.model, self.file = run.model, Path(f"weights-{run.world.all.size}-{run.world.all.rank}")
 
     def on_step(self, info):
         with self.file.open("a") as file:

@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from ddpforge.interfaces import Callback, Weights, World
+from ddpforge.interfaces import Callback, RunContext
 from pydantic import Field
-from torch import nn
 
 from ddpforge_transformers.data import load_tokenizer
 
@@ -28,12 +27,13 @@ class HFFolder(Callback):
         self._tokenizer = load_tokenizer(tokenizer) if tokenizer is not None else None
         self._written = False
 
-    def on_start(self, model: nn.Module, world: World, weights: Weights) -> None:
+    def on_start(self, run: RunContext) -> None:
         """Keeps the config, with the class of the model in it."""
+        model = run.model
         config: Any = getattr(model, "config", None)
         if config is None:
             raise ValueError(f"the callback hf_folder needs a model of transformers, not a {type(model).__name__}")
-        self._config, self._main = config, world.is_main
+        self._config, self._main = config, run.world.is_main
         # A strategy may have put a class of its own in front, as torch's fully_shard does.
         classes = (each for each in type(model).__mro__ if each.__module__.startswith("transformers"))
         self._config.architectures = [next(classes, type(model)).__name__]

@@ -5,12 +5,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
+from doubles import run_of
 from saved import Saved
 from torch import Tensor, nn
 
 from ddpforge.builtin.callbacks.ema import EMA
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import StepInfo, WholeWeights, World
+from ddpforge.interfaces import StepInfo, World
 from ddpforge.ranks.collectives import Alone
 
 RANKS = Alone()
@@ -38,7 +39,7 @@ def step_and_average(model: nn.Module, ema: EMA, steps: range) -> None:
 
 def started(model: nn.Module, **options: object) -> EMA:
     ema = EMA(**{"decay": 0.9, **options})  # type: ignore[arg-type]
-    ema.on_start(model, WORLD, WholeWeights(model, RANKS))
+    ema.on_start(run_of(model, WORLD))
     return ema
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from doubles import Elsewhere
+from doubles import Elsewhere, run_of
 
 from ddpforge.builtin.callbacks.throughput import Throughput
-from ddpforge.interfaces import StepInfo, WholeWeights, World
+from ddpforge.interfaces import StepInfo, World
 
 RANKS = Elsewhere(ranks=2)
 WORLD = World(all=RANKS, data=RANKS, device=torch.device("cpu"), local_rank=0)
@@ -17,7 +17,7 @@ def info(step: int, samples: int, seconds: float = 0.5) -> StepInfo:
 
 def started(**options: float) -> Throughput:
     throughput = Throughput(**options)
-    throughput.on_start(model := torch.nn.Linear(1, 1), WORLD, WholeWeights(model, RANKS))
+    throughput.on_start(run_of(torch.nn.Linear(1, 1), WORLD))
     return throughput
 
 

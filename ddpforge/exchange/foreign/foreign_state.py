@@ -21,7 +21,7 @@ Number = bool | int | float
 
 
 @dataclass(kw_only=True)
-class Found:
+class ForeignState:
     """Tensors by name, as `contents.RankState` takes them; `left_out` says in words what of the source is not there."""
 
     kind: str

@@ -1,0 +1,73 @@
+"""Columns, one value per sample, by which orders choose: from the dataset itself or from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpforge.errors import EnvironmentProblem, UsageError
+
+__all__ = ["column", "numbers"]
+
+_FILES = (".npy", ".txt", ".csv")
+
+
+def column(data: Any, by: str) -> NDArray[Any]:
+    """One value for each sample: the attribute or method of `data` called `by`, or the file that it names.
+
+    Raises UsageError where there is none or it does not fit the data, EnvironmentProblem where there is no such file.
+    """
+    values = np.asarray(_file(Path(by)) if by.endswith(_FILES) else _attribute(data, by))
+    if values.ndim != 1 or values.dtype.kind not in "biufUS":
+        raise UsageError(f"by: `{by}` must hold one number or text per sample, not {_form(values)}")
+    if len(values) != len(data):
+        raise UsageError(f"by: `{by}` holds {len(values)} values, and {type(data).__name__} {len(data)} samples")
+    return values
+
+
+def numbers(data: Any, by: str, *, least: float = -np.inf) -> NDArray[np.float64]:
+    """The same, which must be finite numbers of at least `least`."""
+    values = column(data, by)
+    if values.dtype.kind in "US":
+        raise UsageError(f"by: `{by}` must hold numbers, not text")
+    found = values.astype(np.float64)
+    bad = np.flatnonzero(~np.isfinite(found) | (found < least))
+    if bad.size:
+        limit = "" if least == -np.inf else f" of at least {least:g}"
+        raise UsageError(f"by: `{by}` must hold finite numbers{limit}; sample {bad[0]} has {found[bad[0]]:g}")
+    return found
+
+
+def _attribute(data: Any, by: str) -> Any:
+    found = getattr(data, by, None)
+    if found is None:
+        raise UsageError(
+            f"by: {type(data).__name__} has no `{by}`, by which to order its samples",
+            hints=[
+                f"give the dataset an attribute or a method `{by}`: an array with one value per sample",
+                'or name a file with one value per sample: by = "path/to/values.npy", .txt or .csv (one a line)',
+            ],
+        )
+    return found() if callable(found) else found
+
+
+def _file(path: Path) -> NDArray[Any]:
+    if not path.is_file():
+        raise EnvironmentProblem(f"by: there is no file {path}", hints=[f"looked in {Path.cwd()}"])
+    try:
+        if path.suffix == ".npy":
+            return np.asarray(np.load(path, allow_pickle=False))
+        lines = path.read_text(encoding="utf-8").split()
+        try:
+            return np.array(lines, dtype=np.float64)
+        except ValueError:
+            return np.array(lines)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"by: {path} cannot be read: {error}") from error
+
+
+def _form(values: NDArray[Any]) -> str:
+    return "objects" if values.dtype.kind == "O" else f"an array of shape {list(values.shape)} of {values.dtype}"

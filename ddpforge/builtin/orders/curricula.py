@@ -1,0 +1,147 @@
+"""Training that begins with less: with the easiest samples, or with small steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import count
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from ddpforge.builtin.orders.columns import numbers
+from ddpforge.builtin.orders.permutation import permute
+from ddpforge.errors import UsageError
+from ddpforge.interfaces import Duration, EpochOrder, Horizon, Order, mix
+
+__all__ = ["Curriculum", "Growing"]
+
+_EASY = 0xEA57  # keeps the random numbers of the curriculum apart from those of the epochs
+_LONGEST = 10**6  # steps
+_PART = 1 << 12  # samples whose order is computed in one go
+
+
+class Curriculum(EpochOrder):
+    """Easy samples first: each step draws from the easiest share of the data, which grows linearly to all of it.
+
+    While it grows no sample comes twice in a step, but some may in an epoch. From then on every sample comes once an
+    epoch, in random order. By `lengths` it is a curriculum of length.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        seed: int,
+        global_batch: int,
+        drop_last: bool,
+        *,
+        by: Annotated[
+            str,
+            Field(min_length=1, description="Less is easier: an attribute or method of the dataset, or a file."),
+        ] = "difficulty",
+        until: Annotated[Duration, Field(description="When all data is in use: epochs or steps.")],
+        start: Annotated[float, Field(gt=0, le=1, description="The share of the data at the first step.")] = 0.1,
+    ) -> None:
+        super().__init__(len(data), global_batch=global_batch, drop_last=drop_last)
+        self._easiest = np.argsort(numbers(data, by), kind="stable").astype(np.uint64)
+        if until.is_time:
+            raise UsageError(f"until: {until} is a wall time; expected epochs or steps")
+        self._until = Horizon(None, self.steps_per_epoch).steps(until)
+        self._start, self._seed = start, seed
+
+    def at(self, epochs: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
+        """Places of an epoch, or of a step's own choice while the share grows."""
+        turns, within = np.divmod(places, np.uint64(self.global_batch))
+        steps = epochs * np.uint64(self.steps_per_epoch) + turns
+        ids = permute(places, epochs, self.places, self._seed)
+        grows = np.flatnonzero(steps < self._until)
+        if grows.size:
+            steps = steps[grows]
+            pool = self._pool(steps)
+            ids[grows] = self._easiest[permute(within[grows], steps, pool, mix(self._seed, _EASY))]
+        return ids
+
+    def _pool(self, steps: NDArray[Any]) -> NDArray[np.uint64]:
+        """The number of samples that each step draws from."""
+        share = self._start + (1 - self._start) * steps / self._until
+        return np.clip(np.ceil(share * self.places), min(self.global_batch, self.places), self.places).astype(np.uint64)
+
+
+class Growing(Order):
+    """Small steps first: their size grows linearly from `start` to the global batch; every sample once an epoch.
+
+    A step is never larger than what is left of its epoch. As epochs take different numbers of steps, the recipe must
+    count in steps: `train.length`, `checkpoint.every`, `train.eval_every`.
+    """
+
+    once = True
+
+    def __init__(
+        self,
+        data: Any,
+        seed: int,
+        global_batch: int,
+        drop_last: bool,
+        *,
+        start: Annotated[int, Field(ge=1, description="Samples in the first step, over all ranks.")],
+        until: Annotated[Duration, Field(description="The first step that has the whole global batch.")],
+    ) -> None:
+        if until.unit != "st" or until.value > _LONGEST:
+            raise UsageError(f"until: {until} must be in steps, {_LONGEST} at most", hints=['for example "1000st"'])
+        if start > global_batch:
+            raise UsageError(f"start: {start} is more than train.global_batch, {global_batch}")
+        if drop_last and len(data) < global_batch:
+            raise UsageError(f"{type(data).__name__} holds {len(data)} samples, less than one global batch")
+        self._samples, self._batch, self._seed, self._drops = len(data), global_batch, seed, drop_last
+        self._part = lru_cache(maxsize=2)(self._permuted)  # small steps share one
+        self._grown = int(until.value)
+        sizes = [start + (global_batch - start) * step // self._grown for step in range(self._grown)]
+        self._table = self._positions([*sizes, global_batch])
+
+    def __call__(self, step: int) -> Sequence[int]:
+        """A permutation for each epoch, cut into steps."""
+        epoch, begin, size = self._position(step)
+        first, last = begin // _PART, (begin + size - 1) // _PART
+        parts = np.concatenate([self._part(epoch, number) for number in range(first, last + 1)])
+        ids: list[int] = parts[begin - first * _PART :][:size].tolist()
+        return ids
+
+    def _permuted(self, epoch: int, number: int) -> NDArray[np.uint64]:
+        """A part of an epoch's permutation."""
+        places = np.arange(number * _PART, min(number * _PART + _PART, self._samples), dtype=np.uint64)
+        return permute(places, np.full_like(places, epoch), self._samples, self._seed)
+
+    def epoch(self, step: int) -> int:
+        """Epochs are as long as it takes to see every sample."""
+        return self._position(step)[0]
+
+    def _position(self, step: int) -> tuple[int, int, int]:
+        """The epoch of a step, its first place in there, and its size."""
+        epoch, begin, size = (int(part) for part in self._table[min(step, self._grown)])
+        later = step - self._grown
+        if later <= 0:
+            return epoch, begin, size
+        here = self._steps(self._samples - begin)  # of full size, from the last of the table to the end of its epoch
+        if later >= here:
+            full, later = divmod(later - here, self._steps(self._samples))
+            epoch, begin = epoch + 1 + full, 0
+        begin += later * self._batch
+        return epoch, begin, min(self._batch, self._samples - begin)
+
+    def _steps(self, samples: int) -> int:
+        full, rest = divmod(samples, self._batch)
+        return full + (rest > 0 and not self._drops)
+
+    def _positions(self, sizes: list[int]) -> NDArray[np.int64]:
+        """For each step (epoch, begin, size), where the steps would have these sizes."""
+        found = np.empty((len(sizes), 3), dtype=np.int64)
+        epoch = begin = 0
+        for step, size in zip(count(), sizes, strict=False):
+            left = self._samples - begin
+            if left == 0 or (self._drops and left < size):
+                epoch, begin, left = epoch + 1, 0, self._samples
+            found[step] = epoch, begin, min(size, left)
+            begin += min(size, left)
+        return found

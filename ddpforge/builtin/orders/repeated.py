@@ -1,0 +1,53 @@
+"""The same samples several steps in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from ddpforge.builtin.orders.plain import Shuffled
+from ddpforge.interfaces import Order
+
+__all__ = ["Repeated"]
+
+_MOST = 64  # steps whose samples are kept until they come again
+
+
+class Repeated(Order):
+    """Another order, each step of which comes `times` times before the next; or `steps` of them, as PPO's epochs do.
+
+    With `steps = 2` and `times = 3`: steps 0 1 0 1 0 1, then 2 3 2 3 2 3. Random numbers
+    (augmentation) differ each time.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        seed: int,
+        global_batch: int,
+        drop_last: bool,
+        *,
+        times: Annotated[int, Field(ge=1, le=10**6, description="How often the same samples come.")],
+        steps: Annotated[int, Field(ge=1, le=10**6, description="How many steps are repeated together.")] = 1,
+        order: Annotated[Order | None, Field(description="What is repeated; absent: `shuffled`.")] = None,
+    ) -> None:
+        self._order = order or Shuffled(data, seed, global_batch, drop_last)
+        self._samples = lru_cache(maxsize=min(steps, _MOST))(self._order)
+        self._times, self._steps = times, steps
+        if (inner := self._order.steps_per_epoch) is not None and inner % steps == 0:
+            self.steps_per_epoch = inner * times
+
+    def __call__(self, step: int) -> Sequence[int]:
+        """The samples of the step that is repeated."""
+        return self._samples(self._inner(step))
+
+    def epoch(self, step: int) -> int:
+        """The epoch of the step that is repeated."""
+        return self._order.epoch(self._inner(step))
+
+    def _inner(self, step: int) -> int:
+        cycle, within = divmod(step, self._steps * self._times)
+        return cycle * self._steps + within % self._steps

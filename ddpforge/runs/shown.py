@@ -1,0 +1,96 @@
+"""Keeps what callbacks and tasks show as files in the run's folder: `shown/NAME/step-000000120.png`."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ddpforge import disk
+from ddpforge.interfaces import ShownKind, Tracker
+
+__all__ = ["FOLDER", "ShownFiles"]
+
+FOLDER = "shown"
+_SUFFIXES = {"image": ".png", "histogram": ".json", "text": ".txt", "table": ".json"}
+_STEP = re.compile(r"step-(\d+)\.(png|json|txt)")
+_BLOCK = 4096  # bytes that a file takes at least
+
+
+class ShownFiles(Tracker):
+    """Writes images as PNG, histograms and tables as JSON, text as it is; a file is there whole or not at all.
+
+    All together take `most` bytes; beyond that, those of the oldest steps go. Where training goes back, those of later
+    steps go.
+    """
+
+    def __init__(self, most: int = 256 << 20) -> None:
+        self._most = most
+
+    def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
+        """Takes over the files of earlier attempts."""
+        self._folder = folder / FOLDER
+        found = ((path, _STEP.fullmatch(path.name)) for path in self._folder.rglob("step-*"))
+        self._files = {path: (int(match[1]), _size(path)) for path, match in found if match}
+        self.rewind(-1 if resumed_at is None else resumed_at)
+
+    def show(self, step: int, name: str, value: Any, kind: ShownKind) -> None:
+        """Writes one file."""
+        path = self._folder / name / f"step-{step:09}{_SUFFIXES[kind]}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        disk.remove(temporary)
+        with disk.create(temporary) as file:
+            disk.write(file, encoded(value, kind))
+        disk.rename(temporary, path)
+        self._files[path] = (step, _size(path))
+        self._make_room()
+
+    def rewind(self, step: int) -> None:
+        """Removes the files of later steps."""
+        for path in [path for path, (when, _) in self._files.items() if when > step]:
+            self._remove(path)
+
+    def _make_room(self) -> None:
+        taken = sum(size for _, size in self._files.values())
+        for path in sorted(self._files, key=lambda path: self._files[path][0]):
+            if taken <= self._most:
+                break
+            taken -= self._files[path][1]
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        disk.remove(path)
+        del self._files[path]
+
+
+def _size(path: Path) -> int:
+    return -(-path.stat().st_size // _BLOCK) * _BLOCK
+
+
+def encoded(value: Any, kind: ShownKind) -> bytes:
+    """The contents of a file that holds what is shown; JSON has no NaN, which is null there."""
+    if kind == "image":
+        return png(value)
+    if kind == "text":
+        return str(value).encode()
+    plain = asdict(value) if kind == "histogram" else [{key: _finite(x) for key, x in row.items()} for row in value]
+    return json.dumps(plain, allow_nan=False).encode()
+
+
+def png(image: Any) -> bytes:
+    """An image, uint8 [height, width, 3], as a PNG file."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "PNG")
+    return file.getvalue()
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,41 @@
+"""Asks callbacks, before training, what they need of the run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+
+from ddpforge.errors import PluginError, UsageError
+from ddpforge.interfaces import Callback, Contract
+
+__all__ = ["check_callback", "overriding", "reads_gradients"]
+
+
+def overriding(callbacks: Mapping[str, Callback], method: str) -> list[str]:
+    """Names the callbacks that have a `method` of their own."""
+    return [name for name, one in callbacks.items() if getattr(type(one), method) is not getattr(Callback, method)]
+
+
+def reads_gradients(callbacks: Mapping[str, Callback]) -> bool:
+    """True if one of them is to be told of gradients."""
+    return bool(overriding(callbacks, "on_gradient"))
+
+
+def check_callback(name: str, callback: Callback, contract: Contract | None, others: Iterable[str]) -> None:
+    """Raises PluginError for a callback of an older contract, UsageError for one that the strategy cannot serve.
+
+    `contract` is that of the strategy, as far as it is known; `others` names strategies that can.
+    """
+    try:
+        inspect.signature(callback.on_start).bind(None)
+    except TypeError as error:
+        raise PluginError(
+            f"callback `{name}`: {type(callback).__name__}.on_start takes other arguments than the run",
+            hints=["write `def on_start(self, run: RunContext)`, and read run.model, run.world and run.weights"],
+        ) from error
+    if contract and not contract.reads_gradients and reads_gradients({name: callback}):
+        raise UsageError(
+            f"callback `{name}` ({type(callback).__name__}) reads gradients in `on_gradient`, and this strategy cannot "
+            "show them",
+            hints=[f"set strategy.use to {', '.join(others)}, or leave the callback out"],
+        )

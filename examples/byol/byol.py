@@ -1,0 +1,63 @@
+"""Bootstrap your own latent (Grill et al., 2020): an encoder learns to predict what a slower copy of it sees."""
+
+import copy
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ddpforge.interfaces import Beside, Data, Task, Total
+
+
+class TwoViews:
+    """Two views of each image: moved by up to a pixel, and noisy. Of shape [2, 1, 8, 8], with the label."""
+
+    def __init__(self, *, data: Data, noise: float = 0.1) -> None:
+        self.data, self.noise = data, noise
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image, label = self.data[index]
+        return torch.stack([self.view(image), self.view(image)]), label
+
+    def view(self, image: Tensor) -> Tensor:
+        rows, columns = torch.randint(-1, 2, (2,)).tolist()
+        return image.roll((rows, columns), (1, 2)) + self.noise * torch.randn(image.shape)
+
+
+class Online(nn.Module):
+    """An encoder, and a predictor of what its slower copy makes of another view."""
+
+    def __init__(self, *, width: int = 64) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width))
+        self.predictor = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.predictor(self.encoder(images))
+
+
+class BYOL(Task):
+    """One minus the cosine between a prediction and the target's view, for both views of each image."""
+
+    def __init__(self, *, momentum: float = 0.98) -> None:
+        self.momentum = momentum
+
+    def beside(self, model: nn.Module) -> Mapping[str, Beside]:
+        self.target = copy.deepcopy(model.get_submodule("encoder"))
+        return {"target": Beside(module=self.target, follows="encoder", momentum=self.momentum)}
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        first, second = batch[0].unbind(1)
+        predicted = model(torch.cat([first, second])).float()
+        with torch.no_grad():
+            seen = self.target(torch.cat([second, first])).float()
+        return (1 - F.cosine_similarity(predicted, seen)).sum() / 2, seen
+
+    def metrics(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Mapping[str, Total]:
+        """The cosine between the target's views of an image: both views must mean the same."""
+        second, first = outputs.chunk(2)
+        return {"agreement": Total(F.cosine_similarity(first, second).sum(), len(first))}

@@ -1,0 +1,92 @@
+"""Tensor parallelism as a strategy of one's own: all ranks see the same samples, and share out the layers it names."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import Optimizer
+
+from ddpforge.interfaces import Box, CanonicalState, Contract, Part, Replica, Strategy, Weights, World
+from ddpforge.ranks.collectives import Alone
+from ddpforge.strategies import TorchReplica, named_state
+
+
+class TensorParallel(Strategy):
+    """Cuts the linear layers in `columns` by columns and those in `rows` by rows; there must be no others."""
+
+    contract = Contract(
+        shards=("weights", "gradients", "optimizer state"),
+        clips="every rank alike, by the norm over all shards",
+        accumulates="the shards' .grad",
+    )
+    joins_alone = True
+
+    def __init__(self, *, columns: Sequence[str], rows: Sequence[str]) -> None:
+        self.plan = {**dict.fromkeys(columns, ColwiseParallel()), **dict.fromkeys(rows, RowwiseParallel())}
+
+    def data_ranks(self, ranks: int) -> int:
+        return 1
+
+    def setup(self, train: Any, world: World) -> World:
+        self.mesh = init_device_mesh(world.device.type, (world.all.size,))
+        return super().setup(train, replace(world, data=Alone(world.device)))
+
+    def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        return parallelize_module(super().wrap(model, blocks), self.mesh, self.plan)
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        return Cut(self, model, optimizer, Shards(model))
+
+
+class Shards(Weights):
+    def __init__(self, model: nn.Module) -> None:
+        self.mine = {name: part(parameter) for name, parameter in model.named_parameters()}
+
+    def parts(self) -> Mapping[str, Part]:
+        return self.mine
+
+    def frozen(self) -> Mapping[str, Part]:
+        return {}
+
+
+class Cut(TorchReplica):
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        norms: list[Any] = [gradient.norm() for gradient in gradients]  # each over all ranks
+        return torch.stack([norm.full_tensor() for norm in norms]).norm()
+
+    def clip(self, largest: float, norm: Tensor) -> None:
+        shards: list[Any] = [parameter.grad for parameter in self.gradients.trained]
+        torch._foreach_mul_([shard.to_local() for shard in shards], (largest / (norm + 1e-6)).clamp(max=1.0))
+
+    def state(self) -> CanonicalState[Any]:
+        state = named_state.capture(self.bare, self.optimizer)
+        moments = {name: parts(entry) for name, entry in state.optimizer.items()}
+        return replace(state, model=parts(state.model), optimizer=moments, shared=self.remembered())
+
+    def load_state(self, state: CanonicalState[Any], *, partial: bool = False) -> None:
+        named_state.restore(self.bare, self.optimizer, state, partial=partial, part_of=part, like=like)
+        self.remember(state)
+
+
+def parts(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: part(value) if isinstance(value, DTensor) else value for name, value in values.items()}
+
+
+def part(tensor: Any) -> Part:
+    """What this rank holds: a box, or all of what is alike on every rank."""
+    mesh, local = tensor.device_mesh, tensor.to_local().detach()
+    (placement,) = tensor.placements
+    if placement.is_replicate():
+        return Part.whole(local, replica=mesh.get_local_rank(), replicas=mesh.size())
+    offset = [0] * tensor.ndim
+    offset[placement.dim] = mesh.get_local_rank() * local.shape[placement.dim]
+    return Part(local, tuple(tensor.shape), Box(tuple(offset), tuple(local.shape)))
+
+
+def like(mine: Tensor, parameter: Any) -> DTensor:
+    return DTensor.from_local(mine, parameter.device_mesh, parameter.placements, run_check=False)

@@ -1,0 +1,328 @@
+"""The orders that come with ddpforge: which samples form a step, as properties of many steps."""
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddpforge.builtin.orders.bucketed import Bucketed
+from ddpforge.builtin.orders.columns import column
+from ddpforge.builtin.orders.curricula import Curriculum, Growing
+from ddpforge.builtin.orders.drawn import Balanced, Weighted
+from ddpforge.builtin.orders.permutation import permute
+from ddpforge.builtin.orders.plain import Sequential, Shuffled
+from ddpforge.builtin.orders.repeated import Repeated
+from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.interfaces import Duration, Order
+
+
+class Samples:
+    """So many samples, of three classes that are not equally large."""
+
+    def __init__(self, number: int = 103) -> None:
+        self.number = number
+        self.labels = ["rare" if n % 10 == 0 else "often" if n % 2 else "some" for n in range(number)]
+        self.lengths = torch.arange(number) * 37 % 101
+        self.weights = np.where(np.arange(number) % 4 == 0, 3.0, np.where(np.arange(number) % 4 == 1, 0.0, 1.0))
+
+    def __len__(self) -> int:
+        return self.number
+
+    def difficulty(self) -> list[float]:
+        return [float(number) / 2 for number in range(self.number)]
+
+
+def st(steps: int) -> Duration:
+    return Duration(steps, "st")
+
+
+BATCH = 8
+ORDERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "shuffled": (Shuffled, {}),
+    "balanced": (Balanced, {}),
+    "balanced, replaced": (Balanced, {"replacement": True}),
+    "balanced, smallest": (Balanced, {"epoch": "smallest"}),
+    "weighted": (Weighted, {}),
+    "weighted, longer": (Weighted, {"samples": 150}),
+    "bucketed": (Bucketed, {"window": 5}),
+    "curriculum": (Curriculum, {"until": st(20)}),
+    "growing": (Growing, {"start": 2, "until": st(20)}),
+    "repeated": (Repeated, {"times": 3}),
+    "repeated together": (Repeated, {"times": 2, "steps": 13}),
+}
+
+
+def made(name: str, samples: int = 103, *, batch: int = BATCH, drop: bool = False, seed: int = 5, **more: Any) -> Order:
+    kind, options = ORDERS[name]
+    order: Order = kind(Samples(samples), seed, batch, drop, **options | more)
+    return order
+
+
+def steps(order: Order, number: int, start: int = 0) -> list[list[int]]:
+    return [list(map(int, order(step))) for step in range(start, start + number)]
+
+
+def epoch(order: Order, number: int = 0) -> list[list[int]]:
+    assert order.steps_per_epoch
+    return steps(order, order.steps_per_epoch, order.steps_per_epoch * number)
+
+
+# ---------------------------------------------------------------------------------------------- all of them
+@pytest.mark.parametrize("name", ORDERS)
+def test_an_order_is_a_pure_function_of_the_step_and_of_the_seed(name: str) -> None:
+    order = made(name)
+    straight = steps(order, 60)
+    assert [list(map(int, order(step))) for step in reversed(range(60))] == straight[::-1]
+    assert steps(made(name), 20, start=40) == straight[40:]
+    assert steps(made(name, seed=6), 60) != straight
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("samples", [1, 7, 8, 64, 103])
+def test_every_step_holds_samples_that_there_are_and_no_more_than_the_global_batch(name: str, samples: int) -> None:
+    for drop in (False, True) if samples >= 16 else (False,):
+        found = steps(made(name, samples, drop=drop), 40)
+        assert {0 <= one < samples for step in found for one in step} == {True}
+        assert all(1 <= len(step) <= BATCH for step in found)
+
+
+@pytest.mark.parametrize("name", ["shuffled", "balanced, smallest", "bucketed", "growing"])
+def test_orders_that_say_so_have_no_sample_twice_in_an_epoch(name: str) -> None:
+    order = made(name)
+    assert order.once
+    by_epoch: dict[int, list[int]] = {}
+    for step in range(60):
+        by_epoch.setdefault(order.epoch(step), []).extend(order(step))
+    assert all(len(set(ids)) == len(ids) for ids in by_epoch.values())
+    assert list(by_epoch) == list(range(len(by_epoch)))
+
+
+# ---------------------------------------------------------------------------------------------- plain
+def test_sequential_is_the_order_of_the_data() -> None:
+    order = Sequential(Samples(10), 4, False)
+    assert steps(order, 4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [0, 1, 2, 3]]
+    assert steps(Sequential(Samples(10), 4, True), 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+def test_shuffled_is_pinned() -> None:
+    """A checkpoint of today must continue with the same samples under any later version."""
+    assert steps(Shuffled(range(10), 0, 4, False), 4) == [[1, 5, 2, 7], [6, 8, 4, 9], [0, 3], [4, 8, 1, 6]]
+
+
+def test_permutations_of_different_sizes_are_worked_out_together() -> None:
+    sizes = np.repeat(np.array([1, 2, 3, 16, 17, 1000], dtype=np.uint64), [1, 2, 3, 16, 17, 1000])
+    places = np.concatenate([np.arange(size, dtype=np.uint64) for size in (1, 2, 3, 16, 17, 1000)])
+    found = permute(places, np.full_like(places, 3), sizes, seed=4)
+    for size in (1, 2, 3, 16, 17, 1000):
+        alone = permute(np.arange(size, dtype=np.uint64), np.full(size, 3, dtype=np.uint64), size, seed=4)
+        assert found[sizes == size].tolist() == alone.tolist()
+        assert sorted(alone.tolist()) == list(range(size))
+
+
+# ---------------------------------------------------------------------------------------------- classes and weights
+@pytest.mark.parametrize("name", ["balanced", "balanced, replaced", "balanced, smallest"])
+def test_classes_come_equally_often_in_every_step(name: str) -> None:
+    data, order = Samples(), made(name)
+    for step in epoch(order)[:-1]:
+        counts = Counter(data.labels[one] for one in step)
+        assert max(counts.values()) - min(counts.values()) <= 1
+        assert len(counts) == 3
+
+
+def test_without_replacement_a_class_is_gone_through_before_any_of_it_comes_again() -> None:
+    """After every step: its samples have come equally often, or some once more."""
+    data, order = Samples(), made("balanced")
+    drawn: Counter[int] = Counter()
+    for step in epoch(order):
+        drawn.update(step)
+        for label in set(data.labels):
+            counts = [drawn[one] for one in range(103) if data.labels[one] == label]
+            assert max(counts) - min(counts) <= 1
+    by_class = Counter(data.labels[one] for one in drawn.elements())
+    assert sorted(by_class.values()) == [34, 34, 35]
+
+
+def test_with_replacement_samples_of_a_class_are_drawn_alike() -> None:
+    """Chi-squared of 11 rare samples over 60 epochs: mean 10, standard deviation 4.5."""
+    data, order = Samples(), made("balanced, replaced")
+    drawn = Counter(one for number in range(60) for step in epoch(order, number) for one in step)
+    rare = [drawn[one] for one in range(103) if data.labels[one] == "rare"]
+    assert len(rare) == 11
+    expected = sum(rare) / 11
+    assert 1 < sum((one - expected) ** 2 for one in rare) / expected < 10 + 4 * 4.5
+
+
+def test_an_epoch_of_the_smallest_class_has_as_many_of_each() -> None:
+    data, order = Samples(), made("balanced, smallest")
+    found = [{one for step in epoch(order, number) for one in step} for number in (0, 1)]
+    assert Counter(data.labels[one] for one in found[0]) == {"rare": 11, "some": 11, "often": 11}
+    assert found[0] != found[1]  # other members of the larger classes
+
+
+@pytest.mark.parametrize(("name", "places"), [("weighted", 103), ("weighted, longer", 150)])
+def test_samples_come_as_often_as_their_weights_say_rounded_up_or_down(name: str, places: int) -> None:
+    data, order = Samples(), made(name)
+    expected = places * data.weights / data.weights.sum()
+    for number in range(5):
+        drawn = Counter(one for step in epoch(order, number) for one in step)
+        assert sum(drawn.values()) == places
+        assert all(abs(drawn[one] - expected[one]) < 1 for one in range(103))
+        assert all(drawn[one] == 0 for one in range(1, 103, 4))
+    assert epoch(order, 0) != epoch(order, 1)
+
+
+# ---------------------------------------------------------------------------------------------- lengths
+def test_buckets_hold_samples_of_like_length_and_come_in_random_order() -> None:
+    data = Samples()
+    found = epoch(made("bucketed", window=12))
+    assert sorted(one for step in found for one in step) == list(range(103))
+
+    def spread(steps: list[list[int]]) -> float:
+        lengths = [[int(data.lengths[one]) for one in step] for step in steps]
+        return sum(max(one) - min(one) for one in lengths) / len(lengths)
+
+    assert spread(found[:-1]) < 12 < 60 < spread(epoch(made("shuffled"))[:-1])
+    longest = [max(int(data.lengths[one]) for one in step) for step in found[:-1]]
+    assert longest not in (sorted(longest), sorted(longest)[::-1])
+    assert all(a <= b for step in found for a, b in pairwise(int(data.lengths[one]) for one in step))
+
+
+def test_the_incomplete_step_of_buckets_is_a_random_choice_and_not_the_longest() -> None:
+    """Else dropping it would always drop the same."""
+    last = [set(epoch(made("bucketed"), number)[-1]) for number in range(4)]
+    assert [len(ids) for ids in last] == [7] * 4
+    assert len(set.union(*last)) > 14
+
+
+def test_windows_of_buckets_join_seamlessly_whatever_is_asked_for_together() -> None:
+    order: Any = made("bucketed", samples=100, batch=4)
+    places = np.arange(100, dtype=np.uint64)
+    together = order.at(np.full_like(places, 2), places).tolist()
+    assert [one for step in epoch(order, 2) for one in step] == together
+    assert order.at(np.full(3, 2, dtype=np.uint64), np.array([99, 0, 21], dtype=np.uint64)).tolist() == [
+        together[99],
+        together[0],
+        together[21],
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- curricula
+def test_a_curriculum_begins_with_the_easiest_and_ends_with_plain_epochs() -> None:
+    order = made("curriculum", start=0.2)  # 13 steps per epoch; all data from step 20 on
+    hardest = [max(step) for step in steps(order, 20)]
+    pool = [0.2 * 103 + 0.8 * 103 * step / 20 for step in range(20)]
+    assert all(high < most + 1 for high, most in zip(hardest, pool, strict=True))
+    assert max(hardest[:5]) < 42 < 80 < max(hardest[-5:])
+    assert all(len(set(step)) == len(step) for step in steps(order, 20))
+    assert steps(order, 30, start=20) == steps(made("shuffled"), 30, start=20)
+
+
+def test_the_time_of_a_curriculum_may_be_in_epochs() -> None:
+    assert steps(made("curriculum", until=Duration(2, "ep")), 40) == steps(made("curriculum", until=st(26)), 40)
+
+
+def test_a_curriculum_draws_from_a_whole_step_at_least() -> None:
+    assert sorted(made("curriculum", start=0.01)(0)) == list(range(8))
+
+
+def test_steps_grow_and_epochs_stay_whole() -> None:
+    order = made("growing")
+    sizes = [len(step) for step in steps(order, 40)]
+    assert sizes[:20] == [2 + 6 * step // 20 for step in range(20)]
+    assert sum(sizes[:21]) == 96
+    assert sizes[20:24] == [8, 7, 8, 8]  # 103 samples: the epoch ends with 7
+    assert [order.epoch(step) for step in (0, 21, 22, 34, 35)] == [0, 0, 1, 1, 2]
+    seen = [one for step in steps(order, 22) for one in step]
+    assert sorted(seen) == list(range(103))
+    assert sorted(one for step in steps(order, 13, start=22) for one in step) == list(range(103))
+
+
+def test_growing_steps_that_do_not_fit_are_left_out_where_they_should() -> None:
+    order = made("growing", samples=20, drop=True)
+    found = steps(order, 40)
+    assert [len(step) for step in found[20:]] == [8] * 20
+    for step in range(39):
+        if order.epoch(step) == order.epoch(step + 1):
+            assert not set(found[step]) & set(found[step + 1])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"until": Duration(1, "ep")}, "until: 1ep must be in steps"),
+        ({"until": st(10**7)}, "1000000 at most"),
+        ({"start": 9}, "start: 9 is more than train.global_batch, 8"),
+    ],
+)
+def test_growth_that_cannot_be_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        made("growing", **change)
+
+
+# ---------------------------------------------------------------------------------------------- repeated
+def test_the_same_samples_come_several_times_in_a_row() -> None:
+    inner = steps(made("shuffled"), 26)
+    order = made("repeated")
+    assert steps(order, 39) == [step for step in inner[:13] for _ in range(3)]
+    assert order.steps_per_epoch == 39
+    assert (order.epoch(38), order.epoch(39)) == (0, 1)
+    together = made("repeated together", steps=2)
+    assert steps(together, 8) == [inner[n] for n in (0, 1, 0, 1, 2, 3, 2, 3)]
+    assert together.steps_per_epoch is None  # 13 steps are not pairs
+    assert made("repeated together").steps_per_epoch == 26
+
+
+def test_any_order_can_be_repeated() -> None:
+    inner = made("growing")
+    order = Repeated(Samples(), 5, BATCH, False, times=2, order=inner)
+    assert steps(order, 6) == [step for step in steps(inner, 3) for _ in range(2)]
+    assert order.steps_per_epoch is None
+
+
+# ---------------------------------------------------------------------------------------------- values of samples
+def test_values_come_from_an_attribute_a_method_or_a_file(tmp_path: Path) -> None:
+    data = Samples(5)
+    assert column(data, "lengths").tolist() == [0, 37, 74, 10, 47]
+    assert column(data, "difficulty").tolist() == [0, 0.5, 1, 1.5, 2]
+    np.save(tmp_path / "a.npy", np.arange(5))
+    (tmp_path / "b.txt").write_text("1.5\n2\n3\n4\n5\n")
+    (tmp_path / "c.csv").write_text("cat\ndog\ncat\ncat\ndog\n")
+    assert column(data, f"{tmp_path}/a.npy").tolist() == [0, 1, 2, 3, 4]
+    assert column(data, f"{tmp_path}/b.txt").tolist() == [1.5, 2, 3, 4, 5]
+    assert column(data, f"{tmp_path}/c.csv").tolist() == ["cat", "dog", "cat", "cat", "dog"]
+
+
+def test_values_that_are_not_there_or_do_not_fit_are_refused(tmp_path: Path) -> None:
+    data = Samples(5)
+    with pytest.raises(UsageError, match="by: Samples has no `colour`, by which to order") as told:
+        column(data, "colour")
+    assert "give the dataset an attribute or a method `colour`" in told.value.hints[0]
+    with pytest.raises(EnvironmentProblem, match=r"there is no file nowhere\.npy"):
+        column(data, "nowhere.npy")
+    (tmp_path / "few.txt").write_text("1\n2\n")
+    with pytest.raises(UsageError, match=r"few\.txt` holds 2 values, and Samples 5 samples"):
+        column(data, f"{tmp_path}/few.txt")
+    (tmp_path / "broken.npy").write_bytes(b"nonsense")
+    with pytest.raises(UsageError, match=r"broken\.npy cannot be read"):
+        column(data, f"{tmp_path}/broken.npy")
+    data.labels = [[1, 2]] * 5  # type: ignore[list-item]
+    with pytest.raises(UsageError, match=r"one number or text per sample, not an array of shape \[5, 2\]"):
+        column(data, "labels")
+
+
+def test_weights_and_lengths_are_finite_numbers() -> None:
+    data = Samples(5)
+    data.weights = np.array([1.0, 2.0, -1.0, 0.0, 1.0])
+    with pytest.raises(UsageError, match="finite numbers of at least 0; sample 2 has -1"):
+        Weighted(data, 0, 2, False)
+    data.weights[:] = 0
+    with pytest.raises(UsageError, match="add up to 0"):
+        Weighted(data, 0, 2, False)
+    with pytest.raises(UsageError, match="must hold numbers, not text"):
+        Bucketed(data, 0, 2, False, by="labels")
+    with pytest.raises(UsageError, match="2h is a wall time"):
+        Curriculum(data, 0, 2, False, until=Duration(2, "h"))

@@ -1,0 +1,179 @@
+"""Orders of training data as ranks see them: who computes a sample, and when, does not change which form a step."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddpforge.builtin.orders.bucketed import Bucketed
+from ddpforge.builtin.orders.curricula import Curriculum, Growing
+from ddpforge.builtin.orders.drawn import Balanced, Weighted
+from ddpforge.builtin.orders.plain import Sequential, Shuffled
+from ddpforge.builtin.orders.repeated import Repeated
+from ddpforge.data import Batches, RankShare, open_data
+from ddpforge.errors import PluginError
+from ddpforge.interfaces import Duration, Order
+
+
+class Samples:
+    """Each sample is its index; random, so that what it draws can be seen."""
+
+    labels = np.arange(103) % 5 // 3
+    lengths = np.arange(103) * 37 % 101
+
+    def __len__(self) -> int:
+        return 103
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.rand(())
+
+
+class Squares(Order):
+    """An order of a plugin: steps of one, two, three, … samples, at most six."""
+
+    steps_per_epoch = 3
+
+    def __call__(self, step: int) -> Sequence[int]:
+        return [step * number % 103 for number in range(1, min(step, 5) + 2)]
+
+
+UNTIL = Duration(9, "st")
+ORDERS: dict[str, Any] = {
+    "shuffled": partial(Shuffled, Samples(), 3, 12, False),
+    "sequential": partial(Sequential, Samples(), 12, False),
+    "balanced": partial(Balanced, Samples(), 3, 12, False),
+    "weighted": partial(Weighted, Samples(), 3, 12, False, by="lengths"),
+    "bucketed": partial(Bucketed, Samples(), 3, 12, False, window=3),
+    "curriculum": partial(Curriculum, Samples(), 3, 12, False, by="lengths", until=UNTIL),
+    "growing": partial(Growing, Samples(), 3, 12, False, start=1, until=UNTIL),
+    "repeated": partial(Repeated, Samples(), 3, 12, False, times=3),
+    "a plugin's": Squares,
+}
+
+
+def opened(order: Order | None, *, rank: int = 0, ranks: int = 1, data: Any = None, **more: Any) -> Batches:
+    options: dict[str, Any] = {"seed": 3, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False} | more
+    share = RankShare(rank, ranks, 12 // ranks // 2 or 1)
+    return open_data(data or Samples(), order=order, global_batch=12, share=share, **options)
+
+
+def steps(batches: Batches, number: int, start: int = 0) -> Iterator[list[tuple[int, float]]]:
+    """The samples of each step that a rank computes, and what was drawn for them."""
+    source = batches.training(start)
+    for _ in range(number):
+        step: list[tuple[int, float]] = []
+        last = False
+        while not last:
+            micro = next(source)
+            last = micro.last
+            ids, draws = micro.data
+            step += list(zip(ids.tolist(), draws.tolist(), strict=True))[: micro.samples]
+        yield step
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_any_number_of_ranks_forms_the_same_steps_and_a_resume_goes_on_with_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddpforge.data.order._BLOCK", 100)
+    alone = list(steps(opened(ORDERS[name]()), 30))
+    assert [[one for one, _ in step] for step in alone] == [list(ORDERS[name]()(step)) for step in range(30)]
+    for ranks in (2, 4):
+        hands = [steps(opened(ORDERS[name](), rank=rank, ranks=ranks), 30) for rank in range(ranks)]
+        assert [sum(parts, []) for parts in zip(*hands, strict=True)] == alone
+    for start in (1, 8, 9, 10, 26):
+        assert list(steps(opened(ORDERS[name]()), 3, start=start)) == alone[start : start + 3]
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_blocks_of_steps_join_seamlessly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = list(steps(opened(ORDERS[name]()), 30))
+    monkeypatch.setattr("ddpforge.data.order._BLOCK", 300)
+    assert list(steps(opened(ORDERS[name]()), 30)) == whole
+
+
+def test_a_step_of_another_size_says_so() -> None:
+    """The loss is divided by what is there."""
+    source = opened(Squares()).training(0)
+    assert [(micro.samples, micro.step_samples, micro.last) for micro in islice(source, 4)] == [
+        (1, 1, True),
+        (2, 2, True),
+        (3, 3, True),
+        (4, 4, True),
+    ]
+    hands = [list(steps(opened(Squares(), rank=rank, ranks=4), 5)) for rank in range(4)]
+    assert [[len(step) for step in hand] for hand in zip(*hands, strict=True)] == [
+        [0, 0, 0, 1],  # the others have stand-ins
+        [0, 1, 0, 1],
+        [0, 1, 1, 1],
+        [1, 1, 1, 1],
+        [1, 1, 1, 2],
+    ]
+
+
+def test_what_is_drawn_for_a_sample_is_its_own_in_every_epoch_or_every_time() -> None:
+    def draws(order: Order, number: int) -> list[tuple[int, float]]:
+        return [one for step in steps(opened(order), number) for one in step]
+
+    twice = draws(ORDERS["repeated"](), 2)
+    assert [one for one, _ in twice[:12]] == [one for one, _ in twice[12:]]
+    assert len(set(twice)) == 24
+    by_order = dict(draws(ORDERS["sequential"](), 9))
+    assert dict(draws(ORDERS["shuffled"](), 9)) == by_order
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_is_told_epochs_and_steps_before_their_first_sample(workers: int) -> None:
+    class Told(Samples):
+        random = False
+        step = epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def set_step(self, step: int) -> None:
+            self.step = step
+
+        def __getitem__(self, index: int) -> Any:
+            return self.epoch, self.step
+
+    source = opened(ORDERS["repeated"](), data=Told(), workers=workers).training(25)
+    told = [(epoch.tolist(), step.tolist()) for epoch, step in (micro.data for micro in islice(source, 7))]
+    assert [(set(epoch), set(step)) for epoch, step in told] == [
+        ({epoch}, {step}) for epoch, step in [(0, 25), (0, 25), (0, 26), (0, 26), (1, 27), (1, 27), (1, 28)]
+    ]
+    evaluated = [micro.data[1].tolist() for micro in opened(None, data=Told(), workers=0).evaluation()]
+    assert {step for steps in evaluated for step in steps} == {-1}
+
+
+class Odd(Order):
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def __call__(self, step: int) -> Sequence[int]:
+        return self.found if step == 2 else [0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ([], r"the order Odd gave nothing for step 2 \(0 is the first\)"),
+        ([[1, 2]], r"gave an array of shape \[1, 2\] of int64 for step 2"),
+        ([0.5], r"gave an array of shape \[1\] of float64"),
+        ([7, 103], "asks for sample 103 by step .*, and the data has 103"),
+        (np.array([-1]), "asks for sample -1 by step"),
+    ],
+)
+def test_what_is_no_step_is_refused(found: Any, said: str) -> None:
+    with pytest.raises(PluginError, match=said):
+        list(steps(opened(Odd(found)), 3))
+
+
+def test_the_smallest_micro_batches_of_an_order_are_those_of_its_first_steps() -> None:
+    assert opened(Squares(), ranks=1).fewest(None) == (1, 1)
+    assert opened(ORDERS["shuffled"](), ranks=2).fewest(None) == (3, 1)
+    assert opened(ORDERS["growing"](), ranks=2).fewest(None) == (0, 0)

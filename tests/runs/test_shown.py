@@ -1,0 +1,91 @@
+"""What callbacks show is kept in the run's folder, whole and within bounds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ddpforge import disk
+from ddpforge.interfaces import Histogram
+from ddpforge.runs.shown import ShownFiles
+
+
+def started(folder: Path, resumed_at: int | None = None, **options: Any) -> ShownFiles:
+    files = ShownFiles(**options)
+    files.start(name="run", folder=folder, config={}, resumed_at=resumed_at)
+    return files
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_every_kind_has_its_file(tmp_path: Path) -> None:
+    files = started(tmp_path)
+    image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    files.show(12, "samples/ema", image, "image")
+    files.show(12, "grads", Histogram((1, 2), (0.0, 0.5, 1.0), nonfinite=3), "histogram")
+    files.show(12, "story", "naïve", "text")
+    files.show(12, "worst", [{"id": 3, "loss": float("nan")}, {"id": 4, "loss": 0.5}], "table")
+    shown = tmp_path / "shown"
+    assert np.array_equal(np.asarray(Image.open(shown / "samples/ema/step-000000012.png")), image)
+    histogram = json.loads((shown / "grads/step-000000012.json").read_text())
+    assert histogram == {"counts": [1, 2], "edges": [0.0, 0.5, 1.0], "nonfinite": 3}
+    assert (shown / "story/step-000000012.txt").read_text() == "naïve"
+    rows = json.loads((shown / "worst/step-000000012.json").read_text())
+    assert rows == [{"id": 3, "loss": None}, {"id": 4, "loss": 0.5}]
+
+
+def test_a_run_that_shows_nothing_has_no_folder(tmp_path: Path) -> None:
+    started(tmp_path).finish(state="done", summary={})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rewind_removes_what_later_steps_have_shown(tmp_path: Path) -> None:
+    files = started(tmp_path)
+    for step in (1, 2, 3):
+        files.show(step, "x", "text", "text")
+    files.rewind(2)
+    assert names(tmp_path / "shown") == ["x/step-000000001.txt", "x/step-000000002.txt"]
+
+
+@pytest.mark.parametrize(("resumed_at", "left"), [(None, 0), (0, 0), (1, 1), (5, 3)])
+def test_a_resume_removes_what_it_will_show_again(tmp_path: Path, resumed_at: int | None, left: int) -> None:
+    files = started(tmp_path)
+    for step in (1, 2, 3):
+        files.show(step, "x", "text", "text")
+    started(tmp_path, resumed_at)
+    assert len(names(tmp_path / "shown")) == left
+
+
+def test_the_oldest_go_where_all_together_take_more_than_they_may(tmp_path: Path) -> None:
+    """Two blocks of 4 KiB are allowed; files of earlier attempts count."""
+    files = started(tmp_path, most=8192)
+    for step in (1, 2):
+        files.show(step, "a", "x", "text")
+    files = started(tmp_path, resumed_at=2, most=8192)
+    files.show(3, "b", "x" * 4096, "text")
+    assert names(tmp_path / "shown") == ["a/step-000000002.txt", "b/step-000000003.txt"]
+    files.show(4, "b", "x" * 4097, "text")
+    assert names(tmp_path / "shown") == ["b/step-000000004.txt"]
+
+
+def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = started(tmp_path)
+    files.show(1, "x", "old", "text")
+
+    def torn(file: Any, data: bytes) -> None:
+        file.write(data[:1])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write", torn)
+        with pytest.raises(OSError, match="No space"):
+            files.show(1, "x", "new", "text")
+    assert (tmp_path / "shown/x/step-000000001.txt").read_text() == "old"
+    files.show(1, "x", "new", "text")
+    assert names(tmp_path / "shown") == ["x/step-000000001.txt"]
+    assert (tmp_path / "shown/x/step-000000001.txt").read_text() == "new"

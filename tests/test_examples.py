@@ -1,0 +1,81 @@
+"""The examples of docs/how-to/research.md: short, and each trains one curve on any ranks and goes on exactly."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import Ranks
+
+from ddpforge.cli.launch import _check_world
+from ddpforge.errors import RecipeError
+from ddpforge.recipe import load_recipe
+
+ROOT = Path(__file__).parents[1] / "examples"
+EXAMPLES = sorted(path.parent.name for path in ROOT.glob("*/recipe.toml"))
+STEPS, HALF = 6, 3
+SINGLE, FSDP = 'strategy={ use = "single" }', 'strategy={ use = "fsdp" }'
+TIMES = {"time", "attempt", "train/samples_per_second"}
+LINES = {"gan": 60, "infonce": 40, "plateau": 10}  # 80 for the others
+
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def run(ddpforge: Callable[..., Ranks], tmp_path: Path) -> Run:
+    """`run(example, ranks, steps, *sets, out="a")`: the rows of the run in folder `out`, which it may go on with."""
+
+    def train(example: str, ranks: int, steps: int, *sets: str, out: str) -> list[dict[str, Any]]:
+        if not (tmp_path / example).exists():
+            shutil.copytree(ROOT / example, tmp_path / example)
+        every = (
+            f"train.length={steps}st",
+            "track.every=1st",
+            f"checkpoint.every={HALF}st",
+            f"train.eval_every={HALF}st",
+        )
+        options = [f"--set={one}" for one in (*every, *sets)]
+        ddpforge("run", f"{example}/recipe.toml", "--out", out, *options, nproc=ranks)
+        (file,) = (tmp_path / out).glob("*/metrics.jsonl")
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+    return train
+
+
+def compare(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for row, other in zip(found, expected, strict=True):
+        numbers = {name: value for name, value in row.items() if name not in TIMES}
+        assert numbers == pytest.approx({name: other[name] for name in numbers}, rel=2e-5, abs=1e-7), row["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_trains_one_curve_on_one_rank_and_on_two_and_resumes_exactly(run: Run, example: str) -> None:
+    """Its second half is trained by the strategy that the recipe names (or ddp), out of a checkpoint of fsdp."""
+    expected = run(example, 1, STEPS, SINGLE, out="one")
+    assert len([row for row in expected if "train/loss" in row]) == STEPS
+    run(example, 2, HALF, FSDP, out="two")
+    compare(run(example, 2, STEPS, out="two"), expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_trains_the_same_curve_on_four_ranks(run: Run, example: str) -> None:
+    compare(run(example, 4, STEPS, out="four"), run(example, 1, STEPS, SINGLE, out="one"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_is_short(example: str) -> None:
+    lines = [line for file in (ROOT / example).glob("*.py") for line in file.read_text().splitlines() if line.strip()]
+    assert len(lines) <= LINES.get(example, 80)
+
+
+def test_a_launcher_deals_the_batch_to_the_ranks_that_see_different_data() -> None:
+    """A batch of 64 does not divide by five, unless all five see the same samples."""
+    recipe = str(ROOT / "tensor-parallel/recipe.toml")
+    _check_world(load_recipe(recipe), 5)
+    with pytest.raises(RecipeError, match="5"):
+        _check_world(load_recipe(recipe, sets=['strategy={ use = "ddp" }']), 5)

@@ -1,0 +1,145 @@
+"""What is shown comes to trackers in one form by kind, or is refused."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddpforge.errors import PluginError
+from ddpforge.interfaces import Histogram, ShownKind, Tracker
+from ddpforge.training.shows import Shows
+from ddpforge.training.trackers import TrackerGroup
+
+
+class Screen(Tracker):
+    """What it was shown last, and all of it."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[int, str, Any, str]] = []
+
+    def show(self, step: int, name: str, value: Any, kind: ShownKind) -> None:
+        self.all.append((step, name, value, kind))
+        self.value = value
+
+
+def shown(value: Any, kind: Any, name: str = "x") -> Any:
+    screen = Screen()
+    Shows(screen, is_main=True)(name, value, kind)
+    return screen.value
+
+
+def refused(value: Any, kind: Any, name: str = "x") -> str:
+    with pytest.raises(PluginError) as error:
+        shown(value, kind, name)
+    return " | ".join([error.value.message, *error.value.hints])
+
+
+def test_floats_from_0_to_1_become_bytes_and_grey_becomes_grey_of_three_colours() -> None:
+    image = shown(torch.tensor([[0.0, 0.5], [1.0, 0.25]]), "image")
+    assert (image.dtype, image.shape) == (np.uint8, (2, 2, 3))
+    assert image[..., 0].tolist() == image[..., 2].tolist() == [[0, 128], [255, 64]]
+
+
+def test_colours_come_first_and_go_last() -> None:
+    image = shown(np.arange(12, dtype=np.uint8).reshape(3, 2, 2), "image")
+    assert image[0, 1].tolist() == [1, 5, 9]
+
+
+def test_several_images_become_a_grid_in_rows() -> None:
+    """Three of 4 × 5 pixels: two in the first row, one in the second, two black pixels between."""
+    images = torch.stack([torch.full((1, 4, 5), value) for value in (0.2, 0.4, 0.6)])
+    grid = shown(images, "image")
+    assert grid.shape == (10, 12, 3)
+    assert [grid[0, 0, 0], grid[0, 7, 0], grid[6, 0, 0]] == [51, 102, 153]
+    assert grid[4:6].max() == grid[:, 5:7].max() == grid[6:, 7:].max() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.int64])
+def test_images_of_any_dtype(dtype: torch.dtype) -> None:
+    expected = 255 if dtype.is_floating_point else 1
+    assert shown(torch.ones(2, 2, dtype=dtype), "image").max() == expected
+
+
+def test_a_histogram_counts_what_is_finite() -> None:
+    value = torch.tensor([0.0, 1.0, 1.0, 64.0, float("nan"), float("inf")], requires_grad=True)
+    found = shown(value, "histogram")
+    assert (sum(found.counts), found.counts[0], found.counts[1], found.counts[-1]) == (4, 1, 2, 1)
+    assert (found.edges[0], found.edges[1], found.edges[-1], len(found.edges)) == (0.0, 1.0, 64.0, 65)
+    assert found.nonfinite == 2
+    assert sum(shown([], "histogram").counts) == 0
+    ready = Histogram((1,), (0.0, 1.0))
+    assert shown(ready, "histogram") is ready
+
+
+def test_text_and_tables_are_shown_as_they_are() -> None:
+    assert shown("once upon a time", "text") == "once upon a time"
+    rows = [{"a": 1, "b": torch.tensor(0.5)}, {"b": None, "a": "x"}]
+    assert shown(rows, "table") == [{"a": 1, "b": 0.5}, {"a": "x", "b": None}]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "words"),
+    [
+        (torch.zeros(2, 3, 4), "image", "an image of shape [2, 3, 4] | expected a tensor or array [height, width], ["),
+        (torch.zeros(4), "image", "an image of shape [4]"),
+        (torch.zeros(0, 3, 4, 4), "image", "an image of shape [0, 3, 4, 4]"),
+        (torch.zeros(8, 5000), "image", "an image of 5000 × 8 pixels | expected at most 4096 each way"),
+        ("picture", "image", "a str of <U7"),
+        (torch.zeros(2, dtype=torch.complex64), "histogram", "a Tensor of complex64 | expected a tensor, array or"),
+        ([[1], [1, 2]], "histogram", "a list of object"),
+        (3.5, "text", "a float | expected a string"),
+        ("a" * 1_000_001, "text", "text of 1,000,001 characters | expected at most 1,000,000"),
+        ([], "table", "a list | expected a list of mappings with the same columns"),
+        ([{"a": 1}, {"b": 1}], "table", "expected a list of mappings with the same columns"),
+        ([{"a": [1]}], "table", "a list in a cell | expected numbers, strings, true, false or None"),
+        ([{"a": 1}] * 10_001, "table", "a table of 10,001 rows of 1 columns | expected at most 10,000 rows of 100"),
+        (1, "video", "kind 'video' | expected one of image, histogram, text, table"),
+    ],
+)
+def test_a_value_of_another_form_is_refused(value: Any, kind: str, words: str) -> None:
+    assert words in refused(value, kind)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "../up", "a//b", "a/../b", ".hidden", "a/.b", "a b", "ä", "/root", "a" * 201, "a/"]
+)
+def test_a_name_that_could_not_be_a_file_below_the_folder_is_refused(name: str) -> None:
+    assert "words of letters, digits" in refused("x", "text", name)
+
+
+@pytest.mark.parametrize("value", [float("nan"), -0.1, 1.1, float("inf")])
+def test_numbers_that_no_image_has_are_left_out_with_one_warning(
+    value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    screen = Screen()
+    shows = Shows(screen, is_main=True)
+    with caplog.at_level(logging.WARNING, "ddpforge"):
+        for shows.step in (3, 4):
+            shows("samples", torch.full((2, 2), value), "image")
+    assert screen.all == []
+    (record,) = caplog.records
+    assert record.getMessage().startswith("step 3: image `samples` is not shown: its values go from ")
+
+
+def test_what_is_shown_belongs_to_the_present_step() -> None:
+    shows = Shows(screen := Screen(), is_main=True)
+    for shows.step in (1, 2):
+        shows("a/b", "x", "text")
+    assert screen.all == [(1, "a/b", "x", "text"), (2, "a/b", "x", "text")]
+
+
+def test_only_the_main_rank_shows() -> None:
+    Shows(screen := Screen(), is_main=False)("no name", object(), "image")
+    assert screen.all == []
+
+
+@pytest.mark.parametrize(("resumed_at", "step"), [(None, 0), (7, 7)])
+def test_what_is_shown_before_trackers_start_waits_for_them(tmp_path: Path, resumed_at: int | None, step: int) -> None:
+    group = TrackerGroup({"screen": (screen := Screen())})
+    Shows(group, is_main=True)("model", "two layers", "text")
+    assert screen.all == []
+    group.start(name="run", folder=tmp_path, config={}, resumed_at=resumed_at)
+    assert screen.all == [(step, "model", "two layers", "text")]
