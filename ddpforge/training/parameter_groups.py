@@ -52,7 +52,7 @@ def parameters_of_turns(model: nn.Module, turns: Mapping[str, Sequence[str]]) ->
     trainable = {id(parameter): name for name, parameter in _trainable(model).items()}
     owners: dict[str, list[str]] = {name: [] for name in trainable.values()}
     for turn, globs in turns.items():
-        key = f"turns.{turn}.parameters"
+        key = f"optimizer.turns.{turn}.parameters"
         mine = {id(parameter) for glob in globs for parameter in covered(model, glob, key, {})}
         for name in (name for one, name in trainable.items() if one in mine):
             owners[name].append(turn)

@@ -416,6 +416,48 @@ def test_a_set_that_has_no_name_cannot_be_asked_for() -> None:
         evaluated(sets=[])
 
 
+# ---------------------------------------------------------------------------------------------- turns
+TURNS = """
+class Duel(Task):
+    turns = ("up", "down")
+    def loss(self, model, batch, turn=""):
+        y = model(batch[0]).square().sum()
+        return (y if turn == "up" else -y), None
+"""
+UP, DOWN = "optimizer.turns.up={parameters=['*.weight']}", "optimizer.turns.down={parameters=['*.bias']}"
+
+
+@pytest.mark.parametrize(
+    ("sets", "key", "said"),
+    [
+        ([UP], "optimizer", "[optimizer.turns.down] is missing: the task makes an update of that name in every step"),
+        ([UP, DOWN, "optimizer.turns.sideways={}"], "optimizer.turns.sideways", "has no turn `sideways`"),
+        ([UP, "optimizer.turns.down={}"], "optimizer.turns.down.parameters", "`down.*` matches no parameter"),
+        ([UP, "optimizer.turns.down={parameters=['layer.*']}"], "optimizer.turns", "is in the turns up and down"),
+        (
+            [UP, DOWN, "optimizer.turns.up.use='torch.optim:SGD'", "optimizer.turns.up.lr=0.0"],
+            "optimizer.turns.up.lr",
+            "`optimizer.turns.up.lr` must be more than 0",
+        ),
+        ([UP, DOWN, "strategy.use=deepspeed"], "optimizer.turns", "makes one update a step"),
+        (
+            [UP, DOWN, "optimizer.turns.up.schedule={use='constant', warmup='9st'}"],
+            "optimizer.turns.up",
+            "warm-up of 9",
+        ),
+    ],
+)
+def test_turns_that_do_not_fit(parts: Callable[..., Parts], sets: list[str], key: str, said: str) -> None:
+    Path("mine.py").write_text(CODE + TURNS)
+    found = told(parts("~task.metrics", "task.use=./mine.py:Duel", *sets))
+    assert any(place.startswith(key) and said in message for place, message in found.items()), found
+
+
+def test_turns_of_a_task_that_has_none(parts: Callable[..., Parts]) -> None:
+    found = told(parts(UP))
+    assert "the task `classification` has no turn `up`" in found["optimizer.turns.up"]
+
+
 # ---------------------------------------------------------------------------------------------- what else goes wrong
 def test_one_error_of_the_machine_stays_what_it_is(parts: Callable[..., Parts]) -> None:
     Path("mine.py").write_text(
