@@ -55,7 +55,7 @@ class Layout:
 
     @cached_property
     def lengths(self) -> Numbers:
-        """How many samples all steps take from each lane."""
+        """The number of samples that all steps take from each lane."""
         across, turns = self.lanes
         steps = np.arange(turns)
         full, rest = divmod(self.samples, self.global_batch)
@@ -68,7 +68,7 @@ class Layout:
 
     @cached_property
     def begins(self) -> Numbers:
-        """Where each lane begins in the row of all parts."""
+        """The place of each lane's first sample in the row of all parts."""
         return np.cumsum(self.lengths) - self.lengths
 
     def find(self, step: int, places: range) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -86,6 +86,11 @@ class Images:
     def __len__(self) -> int:
         return len(self.source)  # type: ignore[arg-type]  # Dataset does not declare its length
 
+    @property
+    def labels(self) -> Any:
+        """The class of every sample, for orders; FakeData has none."""
+        return self.source.tensors[1] if isinstance(self.source, TensorDataset) else self.source.targets  # type: ignore[attr-defined]
+
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image, label = self.source[index]
         return self.pipeline(image), torch.as_tensor(label)
