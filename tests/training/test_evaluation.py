@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ddpforge.data import MicroBatch
 from ddpforge.errors import CheckpointError, PluginError, UsageError
-from ddpforge.ranks.collectives import Alone
 from ddpforge.interfaces import Callback, CanonicalState, StepInfo, Task, Total
+from ddpforge.ranks.collectives import Alone
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.restoring import restore_weights
 
