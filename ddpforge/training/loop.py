@@ -378,7 +378,7 @@ class Trainer:
     def _row(self, means: dict[str, float], lr: float) -> dict[str, float]:
         row = {f"train/{name}": value for name, value in finished(self.task, means).items()}
         row |= {"train/grad_norm": self._norms.newest, "lr": lr, "samples": self.progress.samples}
-        row |= {of_turn("lr", name): rate for name, rate in self._rates.by_turn().items()}
+        row |= {of_turn("lr", name): rate for name, rate in self._rates.named().items()}
         row["train/samples_per_second"] = self._stopwatch.samples / self._stopwatch.seconds
         if per_epoch := self.plan.horizon.steps_per_epoch:
             row["epoch"] = self.progress.step / per_epoch

@@ -56,7 +56,7 @@ from ddpforge.training.one_turn import turns_of
 from ddpforge.training.optimizer_trial import check_optimizer
 from ddpforge.training.optimizers import check_parameters
 from ddpforge.training.parameter_groups import parameter_groups
-from ddpforge.training.refusals import general_refusals, refusals_of_turns
+from ddpforge.training.refusals import general_refusals, refusals_of_optimizers
 from ddpforge.training.rehearsal import FEW, Rehearsal, first_batch, rehearse, try_before_model
 from ddpforge.training.sums import SMALL
 from ddpforge.training.turns import draws_of
@@ -208,7 +208,7 @@ class Parts:
         with self.noting("strategy"):
             where = device or device_type(train)
             general = general_refusals(train, self.strategy.data_ranks(ranks), where)
-            turns = refusals_of_turns(self.recipe, contract_of(self.strategy), where) if self.trains else ()
+            turns = refusals_of_optimizers(self.recipe, contract_of(self.strategy), where) if self.trains else ()
             cut = refusals_of_parts(self.task, train, self._data_ranks) if hasattr(self, "task") else ()
             for refusal in (*general, *turns, *cut, *self.strategy.refusals(train, ranks, where)):
                 self.note(tuple(refusal.key.split(".")), UsageError(refusal.message, hints=refusal.hints))
@@ -307,7 +307,7 @@ class Parts:
             check_blocks(find_blocks(self.model, recipe.train.blocks), recipe.train)
         with self.noting("optimizer", faults=(ValueError,)):
             if self.trains:
-                check_parameters(recipe.optimizer, self.model, list(self.turns))
+                check_parameters(self.registry, recipe.optimizer, self.model, list(self.turns))
             else:
                 parameter_groups(self.model, ())
 
