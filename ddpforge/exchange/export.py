@@ -115,11 +115,15 @@ def export_folder(
     )
 
 
-def _chosen(reader: Reader, weights: str, dtype: Precision | None) -> dict[str, LazyTensor]:
-    """The weights to be written, in the order of the model."""
+def chosen_weights(reader: Reader, weights: str) -> dict[str, LazyTensor]:
+    """The model's weights, or those that a callback keeps, in the order of the model and unread; see `export`."""
     chosen = sources(reader, "model")
-    if weights != "model":
-        chosen |= _kept_by(weights, reader, chosen)
+    return chosen if weights == "model" else chosen | _kept_by(weights, reader, chosen)
+
+
+def _chosen(reader: Reader, weights: str, dtype: Precision | None) -> dict[str, LazyTensor]:
+    """The weights to be written."""
+    chosen = chosen_weights(reader, weights)
     if dtype is not None:
         chosen = {name: _converted(name, source, _DTYPES[dtype]) for name, source in chosen.items()}
     return chosen

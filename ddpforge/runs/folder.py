@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from hashlib import sha256
-from itertools import count
+from itertools import chain, count
 from pathlib import Path, PurePosixPath
 from socket import gethostname
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
@@ -77,7 +77,7 @@ def _copies(files: Iterable[Path]) -> tuple[dict[Path, str], dict[str, Path]]:
     copies: dict[str, Path] = {}
     for file in files:
         together = [file, *neighbours(file)]
-        for folder in ("code", *(f"code/{number}" for number in count(1))):
+        for folder in chain(["code"], (f"code/{number}" for number in count(1))):
             mine = {f"{folder}/{each.relative_to(file.parent).as_posix()}": each for each in together}
             if all(copies.get(name, each) == each for name, each in mine.items()):
                 break
