@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from launched import Ranks
 
-from ddpforge.cli.launch import _check_world
 from ddpforge.errors import RecipeError
 from ddpforge.recipe import load_recipe
+from ddpforge.starting import check_world
 
 ROOT = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("*/recipe.toml"))
@@ -73,6 +73,6 @@ def test_an_example_is_short(example: str) -> None:
 def test_a_launcher_deals_the_batch_to_the_ranks_that_see_different_data() -> None:
     """A batch of 64 does not divide by five, unless all five see the same samples."""
     recipe = str(ROOT / "tensor-parallel/recipe.toml")
-    _check_world(load_recipe(recipe), 5)
+    check_world(load_recipe(recipe), 5)
     with pytest.raises(RecipeError, match="5"):
-        _check_world(load_recipe(recipe, sets=['strategy={ use = "ddp" }']), 5)
+        check_world(load_recipe(recipe, sets=['strategy={ use = "ddp" }']), 5)

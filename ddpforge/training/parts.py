@@ -16,6 +16,7 @@ from torch import nn
 
 from ddpforge.builtin.orders.plain import Shuffled
 from ddpforge.components.building import build
+from ddpforge.components.local_code import PREFIX
 from ddpforge.components.options import Nested
 from ddpforge.components.registry import NotImported, Registry, where_raised
 from ddpforge.data import Batches, RankShare, check_data, mix, open_data
@@ -65,8 +66,6 @@ from ddpforge.training.whole_batch import Even, refusal_of_end, refusals_of_part
 __all__ = ["WEIGHTS", "Parts", "key_of"]
 
 log = logging.getLogger("ddpforge")
-
-_LOCAL = "ddpforge_local_"  # how the registry names modules that are files beside a recipe
 
 _OURS = "ddpforge.builtin.tasks."
 
@@ -444,7 +443,7 @@ class Parts:
         """
         home = type(self.task).loss.__module__ if self._fits and self.trains else ""
         ours = home.startswith(_OURS)
-        calls = self._may_call_model() and (ours or home.startswith(_LOCAL))
+        calls = self._may_call_model() and (ours or home.startswith(PREFIX))
         if not (ours or calls) or self.recipe.data.workers:
             return
         with self.noting("task"), own_random_numbers():
@@ -495,7 +494,7 @@ class Parts:
         models = [self.model, *self._modules_beside()]
         if not self._fits or sum(count_parameters(model).all for model in models) > SMALL:
             return False
-        local = any(type(module).__module__.startswith(_LOCAL) for model in models for module in model.modules())
+        local = any(type(module).__module__.startswith(PREFIX) for model in models for module in model.modules())
         return not local and not any(parameter.is_meta for parameter in self.model.parameters())
 
     def _modules_beside(self) -> list[nn.Module]:
