@@ -344,6 +344,15 @@ def test_the_registry_says_which_component_breaks_the_contract() -> None:
 
 
 # --------------------------------------------------------------------------------------------- nested components
+def test_a_parameter_that_is_a_module_takes_a_model() -> None:
+    def teach(teacher: nn.Module, pupil: nn.Module | None = None) -> None: ...
+
+    table = {"use": "torch.nn:Linear", "in_features": 2, "out_features": 3}
+    assert read(teach, teacher=table)["teacher"].kind == "model"
+    with pytest.raises(ValidationError, match="there is no model named `nobody`"):
+        read(teach, teacher="nobody")
+
+
 class Accuracy(Metric):
     name = "accuracy"
 

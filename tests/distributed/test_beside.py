@@ -1,5 +1,6 @@
 """Modules beside the model: the same curve under every strategy, and one that a resumed run goes on with."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +27,7 @@ teacher = {{ use = "./parts.py:Net" }}
 """
 OPTIONS = {"parts": ACCOMPANIED, "length": "8st", "train": 'eval_every = "3st"'}
 HOST = f'{ZERO[3]}\noffload_optimizer = "cpu"\noffload_parameters = "cpu"'
-OTHERS = {"hybrid": HSDP, "zero1": ZERO[1], "zero2": ZERO[2], "host": HOST}
+OTHERS = {"hybrid": HSDP, "zero1": ZERO[1], "zero2": ZERO[2], "host": HOST, "meta": f"{FSDP}\nmeta = true"}
 
 
 @pytest.fixture
@@ -39,24 +40,47 @@ def beside_in(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
     return {key: saved.read() for key, saved in Reader(checkpoint).callbacks()[f"task.{name}"].items()}  # type: ignore
 
 
-def alike(bench: Bench, strategies: dict[str, str]) -> None:
+def alike(bench: Bench, name: str) -> None:
+    """Asserts that a run had the curve of `one`, and came to the same modules."""
+    bench.alike(name, "one", rel=2e-6)
+    for module in ("target", "teacher", "rewarding"):
+        expected = beside_in(bench.newest("one"), module)
+        found = beside_in(bench.newest(name), module)
+        assert found.keys() == expected.keys()
+        for key, weight in found.items():
+            torch.testing.assert_close(weight, expected[key], rtol=1e-5, atol=1e-6, msg=f"{name}: {module}.{key}")
+
+
+def test_modules_beside_the_model_are_the_same_under_every_strategy_also_after_a_resume(bench: Bench) -> None:
+    """A frozen teacher, a momentum encoder, and a module through which gradients flow back to the model.
+
+    The second run is stopped twice, goes on under another strategy, and is evaluated afterwards.
+    """
     bench("one", SINGLE, nproc=1, **OPTIONS)
-    for name, strategy in strategies.items():
-        bench(name, strategy, nproc=4 if strategy == HSDP else 2, **OPTIONS)
-        bench.alike(name, "one", rel=2e-6)
-        for module in ("target", "teacher", "rewarding"):
-            expected = beside_in(bench.newest("one"), module)
-            found = beside_in(bench.newest(name), module)
-            assert found.keys() == expected.keys()
-            for key, weight in found.items():
-                torch.testing.assert_close(weight, expected[key], rtol=1e-5, atol=1e-6, msg=f"{name}: {module}.{key}")
-
-
-def test_modules_beside_the_model_are_the_same_under_every_strategy(bench: Bench) -> None:
-    """A frozen teacher, a momentum encoder, and a module through which gradients flow back to the model."""
-    alike(bench, {"ddp": DDP, "fsdp": FSDP, "zero3": ZERO[3]})
+    stops = "".join(f'[callbacks.at{n}]\nuse = "./parts.py:StopAt"\nstep = {n}\nrank = 0\n' for n in (3, 6))
+    for strategy in (ZERO[3], DDP):
+        assert set(bench("many", strategy, more=stops, fails=True, **OPTIONS).codes) == {75}
+    bench("many", FSDP, more=stops, **OPTIONS)
+    alike(bench, "many")
+    found = json.loads(bench.ddpforge("eval", "runs/many", "--json", nproc=2).stdout)
+    assert found["eval/loss"] == pytest.approx(bench.column("one", "eval/loss")[-1], rel=2e-6)
 
 
 @pytest.mark.full
-def test_modules_beside_the_model_are_the_same_under_other_strategies(bench: Bench) -> None:
-    alike(bench, OTHERS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_modules_beside_the_model_are_the_same_under_other_strategies(bench: Bench, name: str) -> None:
+    bench("one", SINGLE, nproc=1, **OPTIONS)
+    bench(name, OTHERS[name], nproc=4 if name == "hybrid" else 2, **OPTIONS)
+    alike(bench, name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", [FSDP, ZERO[3]], ids=["fsdp", "zero3"])
+def test_statistics_of_a_module_in_training_mode_are_those_of_all_ranks(bench: Bench, strategy: str) -> None:
+    """With `elastic_shards` they do not depend on the number of ranks, nor on samples that only fill up a batch."""
+    parts = ACCOMPANIED + "training = true\n"
+    train = 'eval_every = "3st"\nelastic_shards = 4\nlast_batch = "drop"'
+    options = OPTIONS | {"parts": parts, "model": "normed = true", "train": train}
+    bench("one", SINGLE, nproc=1, **options)
+    bench("two", strategy, **options)
+    alike(bench, "two")

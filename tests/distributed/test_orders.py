@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from shutil import copy
 

@@ -1,0 +1,53 @@
+"""Choosing one class per sample as a teacher does."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from ddpforge.builtin.tasks.classification import Batch, Classification
+from ddpforge.builtin.tasks.forms import one_tensor
+from ddpforge.interfaces import Beside, Metric
+
+
+class Distillation(Classification):
+    """Classification in which a frozen teacher's probabilities count beside the true classes.
+
+    The loss of a sample is `(1 - alpha)` times the cross-entropy of its class, plus `alpha * temperature²` times the
+    divergence KL(teacher ‖ model) between probabilities of logits that are divided by `temperature`. See Hinton et al.,
+    "Distilling the Knowledge in a Neural Network" (2015).
+    """
+
+    def __init__(
+        self,
+        *,
+        teacher: Annotated[nn.Module, Field(description="A model that gives logits of the same classes.")],
+        weights: Annotated[
+            str | None,
+            Field(description="The teacher's: a run, a checkpoint, a safetensors file; absent: as it is built."),
+        ] = None,
+        temperature: Annotated[float, Field(gt=0, le=1000, description="By which logits are divided.")] = 4.0,
+        alpha: Annotated[float, Field(ge=0, le=1, description="Weight of the teacher; classes have the rest.")] = 0.9,
+        metrics: Annotated[Sequence[Metric], Field(description="What to report beside the loss.")] = (),
+    ) -> None:
+        super().__init__(metrics=metrics)
+        self.teacher, self.weights = teacher, weights
+        self.temperature, self.alpha = temperature, alpha
+
+    def beside(self, model: nn.Module) -> Mapping[str, Beside]:
+        """The teacher."""
+        return {"teacher": Beside(module=self.teacher, weights=self.weights)}
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The weighted sum of both losses over the batch, and the model's logits."""
+        true, logits = super().loss(model, batch)
+        with torch.no_grad():
+            wanted = one_tensor(self.teacher(batch[0]), "distillation")
+        if wanted.shape != logits.shape:
+            raise ValueError(f"the teacher gives {list(wanted.shape)} for a batch, and the model {list(logits.shape)}")
+        mine, theirs = (F.log_softmax(each.float() / self.temperature, dim=-1) for each in (logits, wanted))
+        divergence = F.kl_div(mine, theirs, reduction="sum", log_target=True)
+        return (1 - self.alpha) * true + self.alpha * self.temperature**2 * divergence, logits

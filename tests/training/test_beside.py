@@ -1,0 +1,209 @@
+"""What a task declares beside its model, and what becomes of it: in one process, in numbers."""
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doubles import Plain
+from forked import train
+from safetensors.torch import save_file
+from saved import Saved
+from torch import Tensor, nn
+
+from ddpforge.errors import CheckpointError, PluginError, StrategyError, UsageError
+from ddpforge.interfaces import Beside, Part, Replica, StepInfo, Strategy, Task, Weights
+from ddpforge.strategies.single import Single
+from ddpforge.training.beside import BesideModule, declared, place, with_statistics
+
+
+class Declares(Task):
+    """Declares `modules`, or what that makes of the model."""
+
+    def __init__(self, modules: Callable[[nn.Module], Mapping[str, Any]]) -> None:
+        self.modules = modules
+
+    def beside(self, model: nn.Module) -> Mapping[str, Beside]:
+        return self.modules(model)
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        return model(batch).sum(), None
+
+
+def net() -> nn.Sequential:
+    """Two weights of 1 and 2, and BatchNorm over one feature."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+        model[0].bias.fill_(2.0)
+    return model
+
+
+def step(number: int) -> StepInfo:
+    return StepInfo(step=number, samples=0, lr=0.0, seconds=0.0)
+
+
+def placed(model: nn.Module, beside: Beside, *, begins: bool = True, strategy: Strategy | None = None) -> BesideModule:
+    replica = Plain().holding(model, torch.optim.SGD(model.parameters()))
+    strategy = strategy or Single()
+    strategy.setup(train(), replica.world)
+    found = declared(Declares(lambda _: {"other": beside}), model)
+    return place(found, strategy, replica, replica.world, begins=begins)["task.other"]
+
+
+def numbers(module: nn.Module) -> list[float]:
+    return [tensor.item() for tensor in module.parameters()]
+
+
+def saved(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state as a checkpoint gives it back."""
+    tensors = {name: x.tensor if isinstance(x, Part) else x for name, x in state.items()}
+    return {name: Saved(x.clone()) if isinstance(x, Tensor) else x for name, x in tensors.items()}
+
+
+# ---------------------------------------------------------------------------------------------- declared
+def test_a_module_is_frozen_and_in_evaluation_mode_unless_it_is_to_train() -> None:
+    modules = {"one": Beside(module=net()), "two": Beside(module=net(), training=True)}
+    found = declared(Declares(lambda _: modules), net())
+    assert [(name, one.module.training) for name, one in found.items()] == [("one", False), ("two", True)]
+    assert not any(p.requires_grad for one in found.values() for p in one.module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("modules", "error", "complaint"),
+    [
+        (lambda model: {"it": net()}, PluginError, r"`it` of Declares.beside is a Sequential"),
+        (lambda model: {"a/b": Beside(module=net())}, PluginError, "is not a plain name"),
+        (lambda model: {"it": Beside(module=model)}, PluginError, "its `0.weight` is the model's own `0.weight`"),
+        (lambda model: {"it": Beside(module=net(), momentum=0.9)}, PluginError, "a momentum, and follows nothing"),
+        (lambda model: {"it": Beside(module=net(), weights="x", follows="")}, PluginError, "weights of its own"),
+        (lambda model: {"it": Beside(module=net(), follows="trunk")}, UsageError, "follows `trunk`, which the model"),
+        (
+            lambda model: {"it": Beside(module=nn.Linear(2, 1), follows="0")},
+            UsageError,
+            r"`weight` is torch.float32 \(",
+        ),
+        (lambda model: {"it": Beside(module=nn.Linear(1, 1), follows="")}, UsageError, "is not there"),
+        (lambda model: {"it": Beside(module=net().double(), follows="")}, UsageError, "is torch.float64"),
+    ],
+)
+def test_a_declaration_that_cannot_work_is_refused(
+    modules: Callable[[nn.Module], Mapping[str, Any]], error: type[Exception], complaint: str
+) -> None:
+    with pytest.raises(error, match=complaint):
+        declared(Declares(modules), net())
+
+
+# ---------------------------------------------------------------------------------------------- following
+def test_a_module_that_follows_begins_as_a_copy_and_moves_by_its_momentum() -> None:
+    model, other = net(), nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    beside = placed(model, Beside(module=other, follows="", momentum=lambda step: (0.75, 0.0)[step]))
+    assert numbers(other) == [1.0, 2.0, 1.0, 0.0]
+    with torch.no_grad():
+        model[0].weight.fill_(5.0)
+        model[1].running_mean.fill_(3.0)
+    beside.on_step(step(1))
+    assert numbers(other)[0] == 2.0  # 0.75 * 1 + 0.25 * 5
+    assert other[1].running_mean.item() == 3.0  # which forward passes of the model have changed
+    beside.on_step(step(2))
+    assert numbers(other)[0] == 5.0
+
+
+def test_it_may_follow_a_part_of_the_model_and_stays_a_copy_of_the_beginning_without_momentum() -> None:
+    model = net()
+    beside = placed(model, Beside(module=(other := nn.Linear(1, 1)), follows="0"))
+    with torch.no_grad():
+        model[0].weight.fill_(5.0)
+    beside.on_step(step(1))
+    assert numbers(other) == [1.0, 2.0]
+
+
+def test_a_module_in_training_mode_keeps_its_own_statistics_and_is_evaluated_like_the_model() -> None:
+    model = net()
+    beside = placed(model, Beside(module=(other := net()), follows="", momentum=0.5, training=True))
+    other[1].running_mean.fill_(7.0)
+    beside.on_step(step(1))
+    assert other[1].running_mean.item() == 7.0
+    with beside.evaluating():
+        assert not other.training
+    assert other.training
+    assert {name for name, _ in with_statistics(model, [beside]).named_buffers()} >= {
+        "0.1.running_mean",
+        "1.1.running_mean",
+    }
+
+
+def test_a_strategy_that_lays_them_out_differently_cannot_let_it_follow() -> None:
+    class Halves(Weights):
+        def parts(self) -> Mapping[str, Part]:
+            return {}
+
+        def frozen(self) -> Mapping[str, Part]:
+            return {}
+
+        def elements(self, name: str, region: Any) -> Tensor:
+            raise ValueError("only a half of it is here")
+
+    class Apart(Single):
+        def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Replica:
+            raise NotImplementedError
+
+    model = net()
+    replica = Plain().holding(model, torch.optim.SGD(model.parameters()))
+    replica.weights = Halves()
+    strategy = Apart()
+    strategy.setup(train(), replica.world)
+    found = declared(Declares(lambda model: {"other": Beside(module=copy.deepcopy(model), follows="")}), model)
+    with pytest.raises(StrategyError, match=r"`other` cannot follow the model under this strategy.*only a half"):
+        place(found, strategy, replica, replica.world, begins=True)
+
+
+# ---------------------------------------------------------------------------------------------- to disk and back
+def test_what_is_saved_is_what_a_resumed_run_goes_on_with() -> None:
+    model = net()
+    first = placed(model, Beside(module=net(), follows="", momentum=0.5))
+    with torch.no_grad():
+        first.module[0].weight.fill_(9.0)  # type: ignore[index]
+    state = saved(first.state())
+    again = placed(net(), Beside(module=(other := net()), follows="", momentum=0.5), begins=False)
+    again.load_state(state)
+    assert numbers(other)[0] == 9.0
+    with pytest.raises(CheckpointError, match=r"another model \(missing from the checkpoint: 0.bias"):
+        again.load_state({name: x for name, x in state.items() if name != "0.bias"})
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Callable[..., str]:
+    def write(value: float, **more: Tensor) -> str:
+        tensors = {name: torch.full_like(x, value) for name, x in net().state_dict().items()}
+        save_file(tensors | more, tmp_path / "teacher.safetensors")
+        return str(tmp_path / "teacher.safetensors")
+
+    return write
+
+
+def test_weights_of_a_file_are_read_at_every_start_and_not_saved(weights: Callable[..., str]) -> None:
+    teacher = placed(net(), Beside(module=(one := net()), weights=weights(3.0)))
+    assert numbers(one) == [3.0] * 4
+    state = saved(teacher.state())
+    assert state == {"magnitude": 21.0, "squares": 63.0}  # of seven tensors with one element
+    placed(net(), Beside(module=net(), weights=weights(3.0)), begins=False).load_state(state)
+    with pytest.raises(CheckpointError, match="`other`, beside the model, are not those that this run began with"):
+        placed(net(), Beside(module=net(), weights=weights(3.001)), begins=False).load_state(state)
+
+
+def test_weights_of_a_file_that_are_saved_are_read_once(weights: Callable[..., str]) -> None:
+    teacher = placed(net(), Beside(module=net(), weights=weights(3.0), saved=True))
+    again = placed(net(), Beside(module=(other := net()), weights="gone", saved=True), begins=False)
+    again.load_state(saved(teacher.state()))
+    assert numbers(other) == [3.0] * 4
+
+
+def test_a_teacher_lacks_nothing(weights: Callable[..., str]) -> None:
+    file = weights(3.0)
+    with pytest.raises(UsageError, match=r"weights of other = .*: it lacks 2.bias, 2.weight"):
+        placed(net(), Beside(module=nn.Sequential(*net(), nn.Linear(1, 1)), weights=file))
+    with pytest.raises(CheckpointError, match=r"`0.weight` is \[1, 2\] in the model and \[1, 1\] in weights of other"):
+        placed(net(), Beside(module=nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1)), weights=file))
