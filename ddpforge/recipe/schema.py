@@ -256,6 +256,11 @@ class TrainSection(Section):
         description="Classes of the modules that are sharded, recomputed and compiled one by one; absent: the model's"
         " repeated blocks.",
     )
+    freeze: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.TUNABLE] = Field(
+        default=(),
+        description='Parameters that are not trained, as globs over full names, e.g. "blocks.*". A BatchNorm whose'
+        " parameters are all among them keeps its statistics, too, and normalises by them.",
+    )
     sync_batchnorm: Annotated[bool, Resume.TUNABLE] = Field(
         default=False, description="Compute BatchNorm statistics over all ranks (CUDA only)."
     )
@@ -307,6 +312,11 @@ class CheckpointSection(Section):
         default="sharded",
         description='"sharded": every rank writes what it holds; "full" adds one file with the whole model, for other'
         " tools. Both can be resumed under any strategy.",
+    )
+    contents: Annotated[Literal["all", "trained"], Resume.OUTSIDE] = Field(
+        default="all",
+        description='"trained" leaves out weights that are frozen: at every start they must come again from the model,'
+        " or from init_from, and others than before are refused.",
     )
     background: Annotated[bool, Resume.OUTSIDE] = Field(
         default=True, description="Write while training goes on, from a copy of the state in host memory."

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ddpforge.data import MicroBatch, RankShare, open_data
-from ddpforge.interfaces import Task
+from ddpforge.interfaces import Task, World
+from ddpforge.ranks.collectives import Alone
 from ddpforge.testing import companions
 from ddpforge.testing.cases import Case
 from ddpforge.testing.report import Breach, blame, source_of
@@ -102,6 +103,8 @@ def _try(case: Case) -> Trial:
     batch = first_batch(data).data
     declared(task, model)
     task.check(model, data)
+    alone = Alone()
+    task.start(model, World(all=alone, data=alone, device=alone.device, local_rank=0))
     turns = list(of_turns(task).values())
     for one in turns:
         _, outputs = _pair(task, one.loss(model, batch))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["parameter_groups", "parameters_of_groups", "parameters_of_turns"]
+__all__ = ["covered", "parameter_groups", "parameters_of_groups", "parameters_of_turns"]
 
 _Test = Callable[[str, nn.Module, nn.Parameter], bool]
 
@@ -36,7 +36,7 @@ def parameter_groups(
     if among is not None:
         trainable = {name: parameter for name, parameter in trainable.items() if name in among}
 
-    exempt = {id(parameter) for pattern in no_decay for parameter in _covered(model, pattern, "no_decay")}
+    exempt = {id(parameter) for pattern in no_decay for parameter in covered(model, pattern, "no_decay")}
     decayed = {name: parameter for name, parameter in trainable.items() if id(parameter) not in exempt}
     others = {name: parameter for name, parameter in trainable.items() if id(parameter) in exempt}
 
@@ -89,8 +89,8 @@ def _selected(model: nn.Module, entries: Sequence[str], key: str) -> set[int]:
     """The parameters, by identity, that entries mean, one after the other: those with "!" take out what is in it."""
     found: set[int] = set()
     for entry in entries:
-        covered = {id(parameter) for parameter in _covered(model, entry.removeprefix("!"), key)}
-        found = found - covered if entry.startswith("!") else found | covered
+        meant = {id(parameter) for parameter in covered(model, entry.removeprefix("!"), key)}
+        found = found - meant if entry.startswith("!") else found | meant
     return found
 
 
@@ -105,16 +105,16 @@ def _group(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
     return {"params": list(parameters.values()), "names": list(parameters)}
 
 
-def _covered(model: nn.Module, pattern: str, key: str) -> list[nn.Parameter]:
+def covered(model: nn.Module, pattern: str, key: str) -> list[nn.Parameter]:
     """The parameters that one entry of a key means."""
     test = _WORDS.get(pattern) or (lambda name, owner, parameter: fnmatchcase(name, pattern))
     owned = list(_owned(model))
-    covered = [parameter for name, owner, parameter in owned if test(name, owner, parameter)]
+    found = [parameter for name, owner, parameter in owned if test(name, owner, parameter)]
 
-    if not covered and pattern not in _WORDS:
+    if not found and pattern not in _WORDS:
         near = get_close_matches(pattern, [*_WORDS, *(name for name, *_ in owned)], n=3, cutoff=0)
         raise ValueError(f"{key}: `{pattern}` matches no parameter; near it are {', '.join(near)}")
-    return covered
+    return found
 
 
 def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
