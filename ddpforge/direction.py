@@ -1,4 +1,4 @@
-"""Tells by a metric's name if less or more of it is better: the one table of that."""
+"""Tells by its name if less or more of a metric is better, where the metric does not declare it: a task's loss, say."""
 
 import re
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from launched import Ranks
 
-from ddpforge.cli.launch import _check_world
 from ddpforge.errors import RecipeError
 from ddpforge.recipe import load_recipe
+from ddpforge.starting import check_world
 
 ROOT = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("*/recipe.toml"))
@@ -30,12 +30,9 @@ def run(ddpforge: Callable[..., Ranks], tmp_path: Path) -> Run:
     def train(example: str, ranks: int, steps: int, *sets: str, out: str) -> list[dict[str, Any]]:
         if not (tmp_path / example).exists():
             shutil.copytree(ROOT / example, tmp_path / example)
-        every = (
-            f"train.length={steps}st",
-            "track.every=1st",
-            f"checkpoint.every={HALF}st",
-            f"train.eval_every={HALF}st",
-        )
+        every = [f"train.length={steps}st", "track.every=1st", f"checkpoint.every={HALF}st"]
+        if "[data.eval]" in (tmp_path / example / "recipe.toml").read_text():
+            every.append(f"train.eval_every={HALF}st")
         options = [f"--set={one}" for one in (*every, *sets)]
         ddpforge("run", f"{example}/recipe.toml", "--out", out, *options, nproc=ranks)
         (file,) = (tmp_path / out).glob("*/metrics.jsonl")
@@ -76,6 +73,6 @@ def test_an_example_is_short(example: str) -> None:
 def test_a_launcher_deals_the_batch_to_the_ranks_that_see_different_data() -> None:
     """A batch of 64 does not divide by five, unless all five see the same samples."""
     recipe = str(ROOT / "tensor-parallel/recipe.toml")
-    _check_world(load_recipe(recipe), 5)
+    check_world(load_recipe(recipe), 5)
     with pytest.raises(RecipeError, match="5"):
-        _check_world(load_recipe(recipe, sets=['strategy={ use = "ddp" }']), 5)
+        check_world(load_recipe(recipe, sets=['strategy={ use = "ddp" }']), 5)

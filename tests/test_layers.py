@@ -22,7 +22,8 @@ LAYERS = [
     {"__main__"},
     {"cli"},
     {"testing"},
-    {"parity", "runner"},
+    {"api"},
+    {"parity", "runner", "starting"},
     {"attempt"},
     {"training"},
     {"exchange"},
@@ -30,7 +31,7 @@ LAYERS = [
     {"checkpoint"},
     {"ranks"},
     {"plan"},
-    {"launch", "pytest_options", "recipe"},
+    {"launchers", "pytest_options", "recipe"},
     {"components"},
     {"builtin"},
     {"interfaces"},
@@ -47,10 +48,11 @@ LIGHT = {
     "disk",
     "errors",
     "interfaces",
-    "launch",
+    "launchers",
     "plan",
     "recipe",
     "runs",
+    "starting",
 }
 LIGHT |= {f"ranks.{name}" for name in ("failures", "leaving", "logs", "signals", "watch")}
 LIGHT |= {f"checkpoint.{name}" for name in ("manifest", "retention", "schema", "untrusted", "verify")}
@@ -183,12 +185,12 @@ def test_a_library_is_imported_in_one_place(library: str, home: str) -> None:
 
 
 def test_nothing_light_imports_torch_when_it_is_imported() -> None:
-    """Functions may, and `launch.torchrun` is a program of its own."""
+    """Functions may, and `launchers.torchrun` is a program of its own."""
     names = {module: module.removeprefix("ddpforge.") for module in MODULES}
     light = {module for module, name in names.items() if name in LIGHT or name.partition(".")[0] in LIGHT}
     heavy = [
         (module, imported)
-        for module in light - {"ddpforge.launch.torchrun"}
+        for module in light - {"ddpforge.launchers.torchrun"}
         for statement in tree(module).body
         if isinstance(statement, ast.Import | ast.ImportFrom)
         for imported in imports(module, ast.Module([statement], []))

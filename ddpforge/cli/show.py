@@ -39,6 +39,7 @@ def show(recipe: str, sets: Sequence[str], ranks: int, device: str | None, impor
     parts = Parts(loaded, registry)
     parts.foresee(ranks=ranks, device=device, folder=RunFolder.of(loaded.recipe))
     parts.report()
+    loaded = parts.loaded  # with what the components declare
     contract = contract_of(parts.strategy) if hasattr(parts, "strategy") else None
     generated = parts.strategy.generated_config(loaded.recipe.train, ranks) if contract else {}
 

@@ -6,6 +6,7 @@ that a recipe names in a table of its own also needs that table in `recipe.schem
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -38,6 +39,8 @@ class KindSpec:
     """The parameters that ddpforge itself hands over, which a recipe may not set; each with a function that makes a
     value to try a component with, out of its author's settings."""
     nested: bool = False  # an option annotated with `base` takes a component
+    adopted: Mapping[str, str] = field(default_factory=dict)
+    """Classes of other libraries, "module:Class", each with the function that makes its subclasses components."""
     api: int = 1  # the version of the plugin API since which the kind has its present contract
 
     # -- where it stands in a recipe
@@ -62,8 +65,7 @@ class KindSpec:
 
     def base_class(self) -> type | None:
         """The class that `base` names, imported; None where there is none."""
-        module, _, name = self.base.partition(":")
-        found: type | None = getattr(import_module(module), name) if self.base else None
+        found: type | None = _located(self.base) if self.base else None
         return found
 
     def mismatch(self, built: Any) -> str | None:
@@ -74,9 +76,22 @@ class KindSpec:
         assert base is not None, f"nothing tells a {self.name}"
         return None if isinstance(built, base) else f"a {self.base.replace(':', '.')}"
 
+    def adopt(self, component: Any) -> Any:
+        """Makes a component of this kind out of another library's class; anything else stays as it is."""
+        for base, function in self.adopted.items():
+            module, _, name = base.partition(":")
+            if isinstance(component, type) and issubclass(component, getattr(sys.modules.get(module), name, ())):
+                return _located(function)(component)
+        return component
+
     def derives(self, component: type) -> bool:
         """True if a class says itself that it is of this kind, by what it derives from."""
         return not self.fits and issubclass(component, self.base_class() or ())
+
+
+def _located(where: str) -> Any:
+    module, _, name = where.partition(":")
+    return getattr(import_module(module), name)
 
 
 # ---------------------------------------------------------------------------------------------- recognising
@@ -178,14 +193,20 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 settings=_columns,
             ),
             KindSpec(name="task", base="ddpforge.interfaces:Task", nested=True, tables=(("task",),)),
-            KindSpec(name="metric", base="ddpforge.interfaces:Metric", nested=True, listed_in=("task", "metrics")),
+            KindSpec(
+                name="metric",
+                base="ddpforge.interfaces:Metric",
+                nested=True,
+                adopted={"torchmetrics.metric:Metric": "ddpforge.builtin.metrics.torchmetrics:adopted"},
+                listed_in=("task", "metrics"),
+            ),
             KindSpec(
                 name="optimizer",
                 base="torch.optim:Optimizer",
                 parameter="params",
                 given={"params": _parameters},
                 tables=(("optimizer",),),
-                framework_keys=("no_decay", "turns"),
+                framework_keys=("no_decay", "groups", "turns"),
                 settings=lambda: {"elementwise": bool},
             ),
             KindSpec(

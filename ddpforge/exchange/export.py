@@ -123,13 +123,17 @@ def export_folder(
     )
 
 
+def chosen_weights(reader: Reader, weights: str) -> dict[str, LazyTensor]:
+    """The model's weights, or those that a callback keeps, in the order of the model and unread; see `export`."""
+    chosen = sources(reader, "model")
+    return chosen if weights == "model" else chosen | _kept_by(weights, reader, chosen)
+
+
 def _chosen(
     reader: Reader, weights: str, only: Sequence[str], dtype: Precision | None, *, merge: bool
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """The weights to be written, in the order of the model, and the further names of tied ones."""
-    chosen, aliases = sources(reader, "model"), dict(reader.aliases)
-    if weights != "model":
-        chosen |= _kept_by(weights, reader, chosen)
+    chosen, aliases = chosen_weights(reader, weights), dict(reader.aliases)
     if merge:
         chosen, aliases = merged(chosen, aliases)
     if only:

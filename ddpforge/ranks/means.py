@@ -73,7 +73,7 @@ class Means:
         return {name: x for one in dict.fromkeys([*totals, *found]) for name, x in found.get(one, {}).items()}
 
     def _ends(self) -> list[int]:
-        """Where the numbers of each agreed name end, those of the news first."""
+        """The positions at which the numbers of each agreed name end, behind the one of the news."""
         sizes = (sum(math.prod(shape) for shape in form.added) + 1 for form in self._forms.values())
         return [*accumulate(sizes, initial=1)]
 
@@ -127,7 +127,7 @@ def _finished(name: str, parts: Sequence[Tensor], metric: Metric | None, *, coun
     """The numbers that a metric makes of sum and count, or of columns, by the names they are reported under."""
     if metric is None or _divides(metric):
         raise PluginError(
-            f"`{name}` is no single number: it is of shape {', '.join(str(list(x.shape)) for x in parts)}",
+            f"metric `{name}` is no single number: it is of shape {', '.join(str(list(x.shape)) for x in parts)}",
             hints=[
                 "let a Metric with a `finish` compute it, and the task say so: self.reports = {metric.name: metric}"
             ],

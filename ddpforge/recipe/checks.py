@@ -25,6 +25,9 @@ def cross_check(recipe: Recipe, explainer: Explainer) -> None:
     _check_initial(recipe, explainer)
     _check_schedule(recipe, explainer)
     _check_compile(recipe, explainer)
+    if recipe.optimizer.groups and recipe.optimizer.turns:
+        message = "[optimizer.groups] and [optimizer.turns] cannot be used together"
+        explainer.add(("optimizer", "groups"), message, "give each turn the settings that its parameters need")
 
 
 def _check_compile(recipe: Recipe, explainer: Explainer) -> None:
@@ -90,9 +93,6 @@ def _check_best(recipe: Recipe, explainer: Explainer) -> None:
         message = f'`checkpoint.keep.by` is "{keep.by}", and the evaluation sets have names: it must name one'
         hint = f"one of: {', '.join(f'eval/{name}/{last}' for name in recipe.data.evaluations)}"
         explainer.add((*at, "by"), message, hint)
-    elif keep.mode is None and lower_is_better(metric) is None:
-        message = f'cannot tell whether less or more of "{keep.by}" is better'
-        explainer.add((*at, "by"), message, 'add mode = "min" or mode = "max" to `checkpoint.keep`')
 
 
 def _is_of_a_set(metric: str, recipe: Recipe) -> bool:

@@ -128,7 +128,9 @@ class DDP(Strategy):
         named = model.named_parameters(remove_duplicate=False)
         others = [name for name, parameter in named if id(parameter) not in mine]
         ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-        ignore(model, [*others, *(name for name, _ in model.named_buffers(remove_duplicate=False))])
+        others += [name for name, _ in model.named_buffers(remove_duplicate=False)]
+        # One place in torch looks for the parameters of the outermost module as ".name".
+        ignore(model, [*others, *(f".{name}" for name in others if "." not in name)])
         with warnings.catch_warnings():
             # torch 2.15 renamed the option by which DDP leaves buffers alone; older ones know only this name.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)

@@ -15,6 +15,7 @@ from typing import Any
 
 from ddpforge import launch
 from ddpforge.components.kinds import KINDS
+from ddpforge.components.local_code import neighbours
 from ddpforge.errors import ExitCode, PluginError
 from ddpforge.parity.compare import TOLERANCES, Point, Quantity, Record, compare, first_drift
 from ddpforge.testing.cases import Case
@@ -149,9 +150,10 @@ def write_recipe(case: Case, tables: dict[str, Any], folder: Path) -> Path:
     text = tomlkit.dumps(tables)
     for name in set(_LOCAL.findall(text)):
         source = next((base / name for base in (case.base, case.folder) if (base / name).is_file()), None)
-        if source:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            copy(source, folder / name)
+        for file in [source, *neighbours(source)] if source else []:
+            target = (folder / name).parent / file.relative_to(source.parent)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            copy(file, target)
     path = folder / "case.toml"
     path.write_text(text, encoding="utf-8")
     return path

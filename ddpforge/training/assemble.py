@@ -70,6 +70,7 @@ def assemble(
         _initialise(replica, init_from, world, skip=recipe.checkpoint.init_skip)
     beside = place(parts.beside, parts.strategy, replica, world, begins=begins)
     shows = Shows(tracker, is_main=world.is_main)
+    parts.task.show = shows  # type: ignore[method-assign]
     _start(parts, world, replica, shows, folder, life)
 
     return Trainer(
@@ -78,7 +79,7 @@ def assemble(
         replica=replica,
         task=parts.task,
         optimizer=optimizer,
-        compares=_may_compare(contract_of(parts.strategy), recipe.train, parts.size.all),
+        compares=not parts.task.whole_batch and _may_compare(contract_of(parts.strategy), recipe.train, parts.size.all),
         schedule=parts.schedule,
         schedules=parts.schedules,
         plan=parts.plan,
@@ -134,7 +135,7 @@ def _spread(parts: Parts) -> nn.Module:
 
 
 def _batches(parts: Parts) -> int | None:
-    """How many global batches the run has; None where that is not known."""
+    """Counts the global batches of the run; None where that is not known."""
     total = parts.plan.horizon.total
     return total and total * draws_of(parts.turns)
 
@@ -168,6 +169,7 @@ def _start(parts: Parts, world: World, replica: Replica, shows: Shows, folder: P
         show=shows,
         gradients=replica.gradients_by_name,
     )
+    parts.task.start(replica.bare, world)
     for callback in parts.callbacks.values():
         callback.on_start(run)
         life.push(ending(callback.on_end))

@@ -95,8 +95,10 @@ class Trainer:
         self.tracker = tracker
         self.saving = Saving(checkpoints, recipe.checkpoint, replica, lambda: self.callbacks, tracker, world.all)
         self._shows = shows or Shows(tracker, is_main=world.is_main)
-        if reads_gradients(callbacks):
-            replica.on_gradient = self._tell_gradient
+        self._shown_gradient: int | None = None  # the step whose gradient callbacks were shown last
+        self._reads_gradients = reads_gradients(callbacks)
+        if self._reads_gradients:
+            replica.on_gradient = self._show_gradient
         self._recipe = recipe
 
         # how often what happens
@@ -252,6 +254,11 @@ class Trainer:
         else:
             totals, norm = self._turns.train(step, draws, measure=measure)
             self._norms.add(step, norm)
+            if self._reads_gradients and self._shown_gradient is None:
+                kind = type(self.replica).__name__
+                raise PluginError(
+                    f"{kind} promises that callbacks can read gradients, and its step called none of them"
+                )
         self.progress.step = step
         for first in drawn:
             self._read.note(first)
@@ -272,7 +279,8 @@ class Trainer:
             factor *= asked
         return factor
 
-    def _tell_gradient(self, norm: Tensor) -> None:
+    def _show_gradient(self, norm: Tensor) -> None:
+        self._shown_gradient = self.progress.step + 1
         for callback in self.callbacks.values():
             callback.on_gradient(self.progress.step + 1, norm)
 
@@ -370,7 +378,7 @@ class Trainer:
     def _row(self, means: dict[str, float], lr: float) -> dict[str, float]:
         row = {f"train/{name}": value for name, value in finished(self.task, means).items()}
         row |= {"train/grad_norm": self._norms.newest, "lr": lr, "samples": self.progress.samples}
-        row |= {of_turn("lr", name): rate for name, rate in self._rates.by_turn().items()}
+        row |= {of_turn("lr", name): rate for name, rate in self._rates.named().items()}
         row["train/samples_per_second"] = self._stopwatch.samples / self._stopwatch.seconds
         if per_epoch := self.plan.horizon.steps_per_epoch:
             row["epoch"] = self.progress.step / per_epoch

@@ -48,7 +48,7 @@ class OneTurn:
         return pair
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        """What the task makes of the turn's metrics, which have its name behind them."""
+        """Returns what the task makes of the turn's metrics, which have its name behind them."""
         return self.task.finish({of_turn(name, self.turn): value for name, value in metrics.items()})
 
 
@@ -59,7 +59,7 @@ def reports_of(task: Task) -> Mapping[str, Metric]:
 
 
 def finished(task: Task, means: Mapping[str, float]) -> dict[str, float]:
-    """What is reported of averaged metrics."""
+    """Makes what is reported of averaged metrics."""
     return task.finish(with_sum(task, means))
 
 

@@ -16,6 +16,8 @@ from torch import nn
 
 from ddpforge.builtin.orders.plain import Shuffled
 from ddpforge.components.building import build
+from ddpforge.components.local_code import PREFIX
+from ddpforge.components.options import Nested
 from ddpforge.components.registry import NotImported, Registry, where_raised
 from ddpforge.data import Batches, RankShare, check_data, mix, open_data
 from ddpforge.data.nests import size, take
@@ -32,7 +34,7 @@ from ddpforge.errors import (
     UsageError,
 )
 from ddpforge.exchange.initial import find_initial
-from ddpforge.interfaces import Beside, Callback, Order, Schedule, Strategy, Task, Tracker, World
+from ddpforge.interfaces import Beside, Callback, EpochOrder, Metric, Order, Schedule, Strategy, Task, Tracker, World
 from ddpforge.plan import Plan
 from ddpforge.ranks.devices import device_type
 from ddpforge.recipe import LoadedRecipe, Recipe
@@ -50,20 +52,20 @@ from ddpforge.training.contract import Size, contract_of, count_parameters
 from ddpforge.training.evaluation import prefix
 from ddpforge.training.fitness import check_model
 from ddpforge.training.freezing import freeze
+from ddpforge.training.judging import settled, unsettled
 from ddpforge.training.one_turn import turns_of
 from ddpforge.training.optimizer_trial import check_optimizer
 from ddpforge.training.optimizers import check_parameters
 from ddpforge.training.parameter_groups import parameter_groups
-from ddpforge.training.refusals import general_refusals, refusals_of_turns
+from ddpforge.training.refusals import general_refusals, refusals_of_optimizers
 from ddpforge.training.rehearsal import FEW, Rehearsal, first_batch, rehearse, try_before_model
 from ddpforge.training.sums import SMALL
 from ddpforge.training.turns import draws_of
+from ddpforge.training.whole_batch import Even, refusal_of_end, refusals_of_parts
 
 __all__ = ["WEIGHTS", "Parts", "key_of"]
 
 log = logging.getLogger("ddpforge")
-
-_LOCAL = "ddpforge_local_"  # how the registry names modules that are files beside a recipe
 
 _OURS = "ddpforge.builtin.tasks."
 
@@ -132,6 +134,8 @@ class Parts:
             torch.manual_seed(mix(recipe.train.seed, _TEACHERS))  # it may hold models
             self.task = build(self.registry, "task", recipe.task)
             self._check_turns()
+            self._ask_metrics()
+        recipe = self.recipe
         self.callbacks = self._named("callbacks", "callback", recipe.callbacks)
         self._check_callbacks()
         if self.trains:
@@ -175,14 +179,37 @@ class Parts:
         for name, callback in self.callbacks.items():
             with self.noting("callbacks", name):
                 check_callback(name, callback, contract if self.trains else None, ('"single"', '"ddp"', '"fsdp"'))
+            metric = getattr(callback, "metric", "")
+            if self.trains and not self.recipe.data.evaluations and str(metric).startswith("eval/"):
+                error = UsageError(f"nothing is evaluated, so nothing reports {metric}", hints=["add a [data.eval]"])
+                self.note(("callbacks", name, "metric"), error)
+
+    def _ask_metrics(self) -> None:
+        """Asks the task who finishes the metrics that the recipe names, and these which direction is better."""
+        for chosen in _metrics(self.recipe.task):
+            metric = build(self.registry, "metric", chosen)
+            if type(metric).finish is not Metric.finish and metric.name not in self.task.reports:
+                raise PluginError(
+                    f"task `{self.recipe.task.use}` does not say who finishes {metric.name}, which is no mean",
+                    hints=["in its constructor: self.reports = {metric.name: metric for metric in metrics}"],
+                )
+        self.loaded = settled(self.loaded, self.task.reports)
+        self.recipe = self.loaded.recipe
+        if self.trains and (metric := unsettled(self.loaded)):
+            error = UsageError(
+                f'cannot tell whether less or more of "{metric}" is better',
+                hints=['add mode = "min" or mode = "max" to `checkpoint.keep`'],
+            )
+            self.note(("checkpoint", "keep", "by"), error)
 
     def _ask_strategy(self, ranks: int, device: str | None) -> None:
-        train = self.recipe.train
+        train, self._data_ranks = self.recipe.train, self.strategy.data_ranks(ranks)
         with self.noting("strategy"):
             where = device or device_type(train)
             general = general_refusals(train, self.strategy.data_ranks(ranks), where)
-            turns = refusals_of_turns(self.recipe, contract_of(self.strategy), where) if self.trains else ()
-            for refusal in (*general, *turns, *self.strategy.refusals(train, ranks, where)):
+            turns = refusals_of_optimizers(self.recipe, contract_of(self.strategy), where) if self.trains else ()
+            cut = refusals_of_parts(self.task, train, self._data_ranks) if hasattr(self, "task") else ()
+            for refusal in (*general, *turns, *cut, *self.strategy.refusals(train, ranks, where)):
                 self.note(tuple(refusal.key.split(".")), UsageError(refusal.message, hints=refusal.hints))
         if self.trains:
             with self.noting("train", "global_batch"):
@@ -218,6 +245,8 @@ class Parts:
         for key in self.data.keys() - {"train"}:
             with self.noting("data", *key.split(".")):
                 open_data(self.data[key], **self._opened(1))
+        if hasattr(self, "task") and self.task.whole_batch and hasattr(self, "strategy"):
+            self._check_ends()
 
         # The same initial weights on every rank.
         torch.manual_seed(mix(recipe.train.seed, WEIGHTS))
@@ -277,7 +306,7 @@ class Parts:
             check_blocks(find_blocks(self.model, recipe.train.blocks), recipe.train)
         with self.noting("optimizer", faults=(ValueError,)):
             if self.trains:
-                check_parameters(recipe.optimizer, self.model, list(self.turns))
+                check_parameters(self.registry, recipe.optimizer, self.model, list(self.turns))
             else:
                 parameter_groups(self.model, ())
 
@@ -326,6 +355,21 @@ class Parts:
         order: Order = build(self.registry, "order", chosen, **given) if chosen else Shuffled(**given)
         return order
 
+    def _check_ends(self) -> None:
+        """Asks whether the smallest batch of every dataset leaves a sample for every rank."""
+        smallest = {
+            f"data.{key}": Even(data, self.recipe.train.global_batch).smallest
+            for key, data in self.data.items()
+            if key != "train" and hasattr(data, "__len__")
+        }
+        if hasattr(self, "plan") and isinstance(self.order, EpochOrder):
+            total, last = self.plan.horizon.total, self.order.steps_per_epoch - 1
+            if total is None or total * draws_of(self.turns) > last:
+                smallest["data.train"] = self.order.size(last)
+        for key, samples in smallest.items():
+            if refusal := refusal_of_end(self.task, key, samples, self._data_ranks):
+                self.note(tuple(key.split(".")), UsageError(refusal.message, hints=refusal.hints))
+
     def _opened(self, batch: int) -> dict[str, Any]:
         fetching = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False}
         drop_last = self.recipe.train.last_batch == "drop"
@@ -353,9 +397,12 @@ class Parts:
                 **fetching,
             )
         batch = train.eval_batch or max(1, train.per_pass(ranks))
+        if self.task.whole_batch:
+            batch = math.ceil(train.global_batch / ranks)
         self.evaluation = {
             name: open_data(
                 self.data[key_of(name)],
+                order=self._order_of_evaluation(self.data[key_of(name)]),
                 global_batch=batch * ranks,
                 share=RankShare(world.data.rank, ranks, batch),
                 drop_last=False,
@@ -364,6 +411,10 @@ class Parts:
             for name in self._evaluations()
         }
         self.is_open = True
+
+    def _order_of_evaluation(self, data: Any) -> Order | None:
+        whole = self.task.whole_batch and not is_stream(data)
+        return Even(data, self.recipe.train.global_batch) if whole else None
 
     # ---------------------------------------------------------------------------------------- a few samples
     def try_out(self) -> dict[str, Rehearsal]:
@@ -392,7 +443,7 @@ class Parts:
         """
         home = type(self.task).loss.__module__ if self._fits and self.trains else ""
         ours = home.startswith(_OURS)
-        calls = self._may_call_model() and (ours or home.startswith(_LOCAL))
+        calls = self._may_call_model() and (ours or home.startswith(PREFIX))
         if not (ours or calls) or self.recipe.data.workers:
             return
         with self.noting("task"), own_random_numbers():
@@ -443,7 +494,7 @@ class Parts:
         models = [self.model, *self._modules_beside()]
         if not self._fits or sum(count_parameters(model).all for model in models) > SMALL:
             return False
-        local = any(type(module).__module__.startswith(_LOCAL) for model in models for module in model.modules())
+        local = any(type(module).__module__.startswith(PREFIX) for model in models for module in model.modules())
         return not local and not any(parameter.is_meta for parameter in self.model.parameters())
 
     def _modules_beside(self) -> list[nn.Module]:
@@ -550,6 +601,14 @@ class Parts:
 def key_of(name: str) -> str:
     """The recipe's key of an evaluation set, below `data`."""
     return f"eval.{name}" if name else "eval"
+
+
+def _metrics(task: Component) -> Iterator[Nested]:
+    """Yields the metrics that a recipe names for its task."""
+    for value in task.options.values():
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, Nested) and one.kind == "metric":
+                yield one
 
 
 def _is_ours(task: Task) -> bool:

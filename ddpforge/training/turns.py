@@ -40,7 +40,7 @@ def updates_of(turns: Mapping[str, TurnComponent]) -> list[Update]:
 
 
 def draws_of(turns: Mapping[str, TurnComponent]) -> int:
-    """How many global batches a step takes."""
+    """Counts the global batches that a step takes."""
     return sum(update.draws for update in updates_of(turns))
 
 

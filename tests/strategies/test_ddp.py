@@ -549,3 +549,29 @@ def test_one_process_is_not_several() -> None:
     assert refusal.message.startswith('strategy.use = "single" was started in 2 processes')
     assert refusal.hints[0].startswith('set strategy.use = "ddp"')
     assert not list(Single().refusals(train(), 1, "cpu"))
+
+
+# ---------------------------------------------------------------------------------------------- gradients in between
+@pytest.mark.parametrize("strategy", [Single, DDP, FSDP])
+def test_callbacks_see_the_reduced_gradient_of_a_step_before_it_is_clipped(strategy: Any) -> None:
+    """Of 2 x (2, 4) on one rank, or of (1, 2) and (3, 6) on two, in two micro-batches; clipped to the norm 1."""
+    ranks = 1 if strategy is Single else 2
+
+    def rank(number: int) -> Any:
+        training = Training(strategy(), Dot, clip_norm=1.0)
+        seen: list[Any] = []
+
+        def look(norm: Tensor) -> None:
+            (part,) = training.replica.gradients_by_name().values()
+            own = training.replica.weights.parts()["w"]
+            assert (part.shape, part.region, part.replicas) == (own.shape, own.region, own.replicas)
+            seen.extend([norm.item(), part.tensor.tolist()])
+
+        training.replica.on_gradient = look
+        x = torch.tensor([1.0, 2.0]) * (2 if ranks == 1 else 2 * number + 1)
+        training.step(x, x)
+        return seen
+
+    whole = [[4.0, 8.0]] * ranks
+    mine = [[4.0], [8.0]] if strategy is FSDP else whole
+    assert in_ranks(ranks, rank) == [[pytest.approx(80**0.5), part] for part in mine]

@@ -138,7 +138,7 @@ def test_sparse_adam_takes_nothing_else() -> None:
     refuse_sparse(SparseAdam(pure.parameters()), pure, sharded=False)
 
     model = Looks()
-    said = message(model, SparseAdam([model.table.weight]))
+    said = message(model, SparseAdam(model.parameters()))
     assert said.startswith("SparseAdam takes sparse gradients only, and that of `linear.weight` is dense")
     model.linear.requires_grad_(False)
     refuse_sparse(SparseAdam([model.table.weight]), model, sharded=False)

@@ -9,11 +9,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
+import torch
 from doubles import Loop, Plain, Saved, noting
 
 import ddpforge.training.loop
 from ddpforge.checkpoint.contents import Facts, RankState
-from ddpforge.errors import CheckpointError, Diverged
+from ddpforge.errors import CheckpointError, Diverged, PluginError
 from ddpforge.interfaces import Callback, StepInfo
 from ddpforge.training.cadence import Stopwatch
 
@@ -435,3 +436,107 @@ def test_steps_that_are_not_taken_leave_what_was_saved() -> None:
             break
     assert loop.checkpoints.steps() == [1, 2]
     assert loop.trainer.progress.step == 2
+
+
+# ---------------------------------------------------------------------------------------------- what callbacks can do
+class Does(Callback):
+    """Has the methods that it is given."""
+
+    def __init__(self, **methods: Callable[..., Any]) -> None:
+        for name, method in methods.items():
+            setattr(self, name, method)
+
+
+class ReadsGradients(Callback):
+    def __init__(self, loop: Callable[[], Loop]) -> None:
+        self.loop, self.seen = loop, list[tuple[int, float, float]]()
+
+    def on_gradient(self, step: int, norm: Any) -> None:
+        (part,) = self.loop().replica.gradients_by_name().values()
+        self.seen.append((step, norm.item(), part.tensor.item()))
+
+
+def test_factors_of_callbacks_multiply_the_rate_of_the_next_step() -> None:
+    half, later = Does(lr_factor=lambda: 0.5), Watcher()
+    later.lr_factor = lambda: 0.1 if later.told else 1.0  # type: ignore[method-assign]
+    loop = Loop(steps=1, batch=3, length="2st", schedule=lambda step: 1.0 + step, callbacks={"a": half, "b": later})
+    loop.fit()
+    assert [info.lr for info in later.told] == pytest.approx([0.001 * 0.5, 0.001 * 2 * 0.5 * 0.1])
+    assert loop.model.w.item() == pytest.approx(1.0 - 0.001 * (0.5 + 0.1))  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), -0.1])
+def test_what_is_no_factor_is_refused(factor: float) -> None:
+    loop = Loop(callbacks={"odd": Does(lr_factor=lambda: factor)})
+    with pytest.raises(PluginError, match="callback `odd` multiplies the learning rate of step 1 with"):
+        loop.fit()
+
+
+def test_a_callback_reads_the_gradient_of_each_step_before_the_update() -> None:
+    """The gradient of w·x is x, and steps see the samples 0 to 2 in some order."""
+    reads = ReadsGradients(lambda: loop)
+    loop = Loop(steps=3, callbacks={"reads": reads}, evaluation=False)
+    loop.fit()
+    assert [step for step, _, _ in reads.seen] == [1, 2, 3]
+    assert [norm for _, norm, _ in reads.seen] == [gradient for _, _, gradient in reads.seen]
+    assert sorted(norm for _, norm, _ in reads.seen) == [0.0, 1.0, 2.0]
+
+
+def test_where_no_callback_reads_gradients_the_strategy_is_not_asked_for_them() -> None:
+    loop = Loop(callbacks={"watch": Watcher()})
+    assert "on_gradient" not in vars(loop.replica)
+
+
+def test_a_strategy_that_promises_gradients_and_shows_none_is_found_out_at_the_first_step() -> None:
+    reads = ReadsGradients(lambda: loop)
+    loop = Loop(callbacks={"reads": reads})
+    loop.replica.step = lambda: loop.model.w.detach()  # type: ignore[method-assign, union-attr, operator, return-value]
+    with pytest.raises(PluginError, match="Plain promises that callbacks can read gradients, and its step called none"):
+        loop.fit()
+
+
+def test_callbacks_measure_within_the_evaluation_of_all() -> None:
+    averages, measures = Watcher(), Watcher()
+    averages.events = measures.events = events = list[str]()
+
+    def measure(step: int) -> dict[str, float]:
+        events.append(f"measure {step}, training {loop.model.training}, gradients {torch.is_grad_enabled()}")
+        return {"noise": torch.rand(()).item()}
+
+    measures.while_evaluating = measure  # type: ignore[method-assign]
+    loop = Loop(steps=2, train={"eval_every": "1st"}, callbacks={"measures": measures, "averages": averages})
+    loop.fit()
+    measured = "measure 1, training False, gradients False"
+    assert events[2:7] == ["evaluation begins", "evaluation begins", measured, "evaluation ends", "evaluation ends"]
+    rows = [row["eval/noise"] for _, row in loop.tracker.rows if "eval/loss" in row]
+    assert rows[0] == rows[1]  # random numbers are the same at each
+    assert measures.evaluated[0][1]["eval/noise"] == rows[0]
+
+
+def test_a_measure_that_the_evaluation_has_already_is_refused() -> None:
+    loop = Loop(callbacks={"again": Does(while_evaluating=lambda step: {"loss": 1.0})})
+    with pytest.raises(PluginError, match="callback `again` reports eval/loss, which the evaluation reports already"):
+        loop.fit()
+
+
+def test_callbacks_hear_that_training_went_back() -> None:
+    heard: list[Any] = []
+    watch = Does(on_rollback=lambda step: heard.append(step), load_state=lambda state: heard.append("state"))
+    loop = Loop(
+        steps=8,
+        bad=[4],
+        train={"on_nonfinite": "rollback"},
+        checkpoint={"every": "3st"},
+        evaluation=False,
+        callbacks={"watch": watch},
+    )
+    loop.fit()
+    assert heard == ["state", 3]
+
+
+def test_trackers_hear_of_checkpoints() -> None:
+    loop = Loop(steps=4, checkpoint={"every": "2st"}, evaluation=False)
+    heard: list[int] = []
+    loop.tracker.checkpoint = lambda step, folder: heard.append(step)  # type: ignore[method-assign]
+    loop.fit()
+    assert heard == [2, 4]

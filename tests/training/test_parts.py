@@ -130,7 +130,7 @@ def test_parts_that_fit_are_built_and_tried(parts: Callable[..., Parts]) -> None
         (["task={use='./mine.py:Odd', how='detached'}"], "does not depend on any trainable parameter"),
         (["task={use='./mine.py:Odd', how='float'}"], "returns a float for the loss, not a tensor"),
         (["task={use='./mine.py:Odd', how='floats'}"], "metric `it` is a float, and must be a Total"),
-        (["task={use='./mine.py:Odd', how='wide'}"], "metric `it` is a Total with float32 [3] for its sum"),
+        (["task={use='./mine.py:Odd', how='wide'}"], "metric `it` is no single number: it is of shape [3], []"),
         (["task={use='./mine.py:Odd', how='list'}"], "metrics returns a list (a float), not a dict of totals"),
         (["task={use='./mine.py:Odd', how='mean'}"], "returns a mean over the batch"),
     ],
@@ -167,6 +167,37 @@ def test_a_model_of_another_shape_is_left_to_the_run_but_not_by_check(parts: Cal
     assert told(parts("model.inputs=5")) == {}
     (message,) = told(parts("model.inputs=5"), strict=True).values()
     assert re.search(r"a batch of \[data.train\] cannot be evaluated: RuntimeError: .*mat1 and mat2 shapes", message)
+
+
+@pytest.mark.parametrize(
+    ("sets", "key", "said"),
+    [
+        (
+            ["data.train.use=./mine.py:Stream", "data.order={use='sequential'}"],
+            "data.order",
+            "Stream is an iterable dataset, whose samples come in its own order",
+        ),
+        (["data.order={use='balanced', by='label'}"], "data.order.by", "by: Data has no `label`, by which to order"),
+        (["data.order={use='growing', start=1, until='4ep'}"], "data.order.until", "until: 4ep must be in steps"),
+        (
+            ["data.order={use='growing', start=1, until='4st'}", "train.length=2ep"],
+            "train.length",
+            "train.length: 2ep needs to know how long an epoch is, and this data has no epochs of one length",
+        ),
+        (["data.order={use='collections:Counter'}"], "data.order", "must be a ddpforge.interfaces.Order"),
+    ],
+)
+def test_an_order_that_cannot_be_is_told_before_training(
+    parts: Callable[..., Parts], sets: list[str], key: str, said: str
+) -> None:
+    problems = told(parts(*sets))
+    assert said in problems[key]
+    assert len(problems) == 1
+
+
+def test_an_order_decides_how_long_an_epoch_is(parts: Callable[..., Parts]) -> None:
+    assert parts("train.length=2ep").plan.horizon.total == 4
+    assert parts("train.length=2ep", "data.order={use='repeated', times=3}").plan.horizon.total == 12
 
 
 ALONE = World(all=Alone(), data=Alone(), device=torch.device("cpu"), local_rank=0)
@@ -302,6 +333,50 @@ def test_a_metric_that_recipes_decide_by_is_one_of_a_set(parts: Callable[..., Pa
         assert found == {"callbacks.early_stopping.metric": f"no evaluation reports {metric}"}
 
 
+CALLBACKS = """
+from ddpforge.interfaces import Callback
+
+class Old(Callback):
+    def on_start(self, model, world, weights): ...
+
+class Reads(Callback):
+    def on_gradient(self, step, norm): ...
+
+class Measures(Callback):
+    def while_evaluating(self, step):
+        return {"fid": 1.0}
+"""
+
+
+def test_a_callback_of_an_older_contract_is_told_what_to_change(parts: Callable[..., Parts]) -> None:
+    Path("calls.py").write_text(CALLBACKS)
+    found = told(parts("callbacks.old.use=./calls.py:Old"))
+    assert found == {"callbacks.old": "callback `old`: Old.on_start takes other arguments than the run"}
+
+
+def test_a_callback_that_reads_gradients_is_refused_where_the_strategy_cannot_show_them(
+    parts: Callable[..., Parts],
+) -> None:
+    Path("calls.py").write_text(CALLBACKS)
+    reads = "callbacks.reads.use=./calls.py:Reads"
+    assert told(parts(reads)) == {}
+    found = told(parts(reads, "strategy={use='deepspeed'}"))
+    said = "callback `reads` (Reads) reads gradients in `on_gradient`, and this strategy cannot show them"
+    assert found["callbacks.reads"] == said
+
+
+def test_what_a_callback_measures_may_be_what_a_recipe_decides_by(parts: Callable[..., Parts]) -> None:
+    Path("calls.py").write_text(CALLBACKS)
+    measures = "callbacks.fid.use=./calls.py:Measures"
+    stop = "callbacks.early_stopping={metric='eval/fid', patience=1, mode='min'}"
+    net = "model={use='mlp', inputs=4, outputs=3, hidden=[2]}"
+    evaluates = "data.eval.use=./mine.py:Data"
+    assert told(parts(net, evaluates, stop), strict=True) == {
+        "callbacks.early_stopping.metric": "no evaluation reports eval/fid"
+    }
+    assert told(parts(net, evaluates, measures, stop), strict=True) == {}
+
+
 def evaluated(*only: str, sets: Sequence[str] = SETS) -> Parts:
     """The parts of an evaluation: nothing else can be built, for their constructors raise."""
     Path("gone.py").write_text(
@@ -339,6 +414,79 @@ def test_a_set_that_has_no_name_cannot_be_asked_for() -> None:
     assert caught.value.hints == ("its one [data.eval] has no name",)
     with pytest.raises(UsageError, match=r"the recipe has no \[data\.eval\] to evaluate on"):
         evaluated(sets=[])
+
+
+# ---------------------------------------------------------------------------------------------- turns
+TURNS = """
+class Duel(Task):
+    turns = ("up", "down")
+    def loss(self, model, batch, turn=""):
+        y = model(batch[0]).square().sum()
+        return (y if turn == "up" else -y), None
+"""
+UP, DOWN = "optimizer.turns.up={parameters=['*.weight']}", "optimizer.turns.down={parameters=['*.bias']}"
+
+
+@pytest.mark.parametrize(
+    ("sets", "key", "said"),
+    [
+        ([UP], "optimizer", "[optimizer.turns.down] is missing: the task makes an update of that name in every step"),
+        ([UP, DOWN, "optimizer.turns.sideways={}"], "optimizer.turns.sideways", "has no turn `sideways`"),
+        ([UP, "optimizer.turns.down={}"], "optimizer.turns.down.parameters", "`down.*` matches no parameter"),
+        ([UP, "optimizer.turns.down={parameters=['layer.*']}"], "optimizer.turns", "is in the turns up and down"),
+        (
+            [UP, DOWN, "optimizer.turns.up.use='torch.optim:SGD'", "optimizer.turns.up.lr=0.0"],
+            "optimizer.turns.up.lr",
+            "`optimizer.turns.up.lr` must be more than 0",
+        ),
+        ([UP, DOWN, "strategy.use=deepspeed"], "optimizer.turns", "makes one update a step"),
+        (
+            [UP, DOWN, "optimizer.turns.up.schedule={use='constant', warmup='9st'}"],
+            "optimizer.turns.up",
+            "warm-up of 9",
+        ),
+    ],
+)
+def test_turns_that_do_not_fit(parts: Callable[..., Parts], sets: list[str], key: str, said: str) -> None:
+    Path("mine.py").write_text(CODE + TURNS)
+    found = told(parts("~task.metrics", "task.use=./mine.py:Duel", *sets))
+    assert any(place.startswith(key) and said in message for place, message in found.items()), found
+
+
+def test_turns_of_a_task_that_has_none(parts: Callable[..., Parts]) -> None:
+    found = told(parts(UP))
+    assert "the task `classification` has no turn `up`" in found["optimizer.turns.up"]
+
+
+# ---------------------------------------------------------------------------------------------- groups
+@pytest.mark.parametrize(
+    ("group", "key", "said"),
+    [
+        ("{parameters=['layers.*']}", "optimizer.groups.g.parameters", "`layers.*` matches no parameter; near it are"),
+        ("{parameters=['bias'], use='muon', lr=0.1}", "optimizer", "`layer.bias` has the shape [3]"),
+        ("{parameters=['bias'], fused='auto'}", "", ""),
+        ("{parameters=['bias'], fused=true}", "", ""),
+        ("{parameters=['bias'], use='torch.optim:SGD', lr=0.0}", "optimizer.groups.g.lr", "must be more than 0"),
+        ("{parameters=['bias'], rho=1}", "optimizer.groups.g.rho", "unknown key `rho` in [optimizer.groups.g]"),
+        ("{lr=0.1}", "optimizer.groups.g", "missing key `parameters`"),
+    ],
+)
+def test_groups_that_do_not_fit(parts: Callable[..., Parts], group: str, key: str, said: str) -> None:
+    try:
+        found = told(parts(f"optimizer.groups.g={group}"))
+    except RecipeError as error:
+        found = {problem.key: problem.message for problem in error.problems}
+    if not said:
+        assert not found
+    assert all(place.startswith(key) and said in message for place, message in found.items()), found
+    assert bool(found) == bool(said)
+
+
+def test_another_optimizer_under_a_strategy_that_takes_one(parts: Callable[..., Parts]) -> None:
+    group = "optimizer.groups.g={parameters=['2d'], use='muon', lr=0.1}"
+    found = told(parts(group, "strategy.use=deepspeed"))
+    assert "takes one optimizer; [optimizer.groups.g] has another" in found["optimizer.groups.g.use"]
+    assert "optimizer.groups.g.lr" not in told(parts("optimizer.groups.g={parameters=['2d'], lr=0.5}"))
 
 
 # ---------------------------------------------------------------------------------------------- what else goes wrong

@@ -92,7 +92,8 @@ def test_text_and_tables_are_shown_as_they_are() -> None:
         ([[1], [1, 2]], "histogram", "a list of object"),
         (3.5, "text", "a float | expected a string"),
         ("a" * 1_000_001, "text", "text of 1,000,001 characters | expected at most 1,000,000"),
-        ([], "table", "a list | expected a list of mappings with the same columns"),
+        ("rows", "table", "a str | expected a list of mappings with the same columns"),
+        ([1], "table", "a list | expected a list of mappings with the same columns"),
         ([{"a": 1}, {"b": 1}], "table", "expected a list of mappings with the same columns"),
         ([{"a": [1]}], "table", "a list in a cell | expected numbers, strings, true, false or None"),
         ([{"a": 1}] * 10_001, "table", "a table of 10,001 rows of 1 columns | expected at most 10,000 rows of 100"),
@@ -122,6 +123,11 @@ def test_numbers_that_no_image_has_are_left_out_with_one_warning(
     assert screen.all == []
     (record,) = caplog.records
     assert record.getMessage().startswith("step 3: image `samples` is not shown: its values go from ")
+
+
+def test_a_table_without_rows_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    Shows(screen := Screen(), is_main=True)("worst", [], "table")
+    assert (screen.all, caplog.messages) == ([], ["step 0: table `worst` is not shown: it has no rows"])
 
 
 def test_what_is_shown_belongs_to_the_present_step() -> None:

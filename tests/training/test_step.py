@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,7 +123,10 @@ def test_totals_are_added_up_in_float64() -> None:
         (0.5, "is a float, and must be a Total of a tensor and a count, or Rows"),
         (torch.tensor(0.5), "is a Tensor, and must be"),
         (Total(0.5, 1), "is a Total with a float for its sum"),  # type: ignore[arg-type]
-        (Total(torch.zeros(3), torch.ones(2)), r"float32 \[2\] for its count, and float32 \[3\] for its sum"),
+        (
+            Total(torch.zeros(3), torch.ones(2)),
+            r"is a Total with float32 \[2\] for its count, and float32 \[3\] for its sum",
+        ),
         (Rows(torch.zeros(3), torch.ones(2)), "has Rows whose columns differ in length: 3, 2"),
         (Rows(), "has Rows whose columns differ in length: none"),
     ],
@@ -138,7 +140,7 @@ def test_no_metric_is_asked_about_a_stand_in() -> None:
     """Nor is it in the totals: another rank, or nobody, names it."""
     asked: list[int] = []
     task = Plainly(lambda outputs: asked.append(len(outputs)) or Total(outputs.sum(), 1))
-    totals, _ = run(Line(), task, [replace(micro([5.0]), samples=0)])
+    totals, _ = run(Line(), task, [micro([5.0])._replace(samples=0)])
     assert (asked, [*totals], totals["loss"].count) == ([], ["loss"], 0)
 
 

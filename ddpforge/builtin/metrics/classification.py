@@ -15,6 +15,8 @@ class TopK(Metric):
     Takes logits [..., C] and int64 classes [...]; every target counts, a negative one as a miss.
     """
 
+    lower_is_better = False
+
     def __init__(
         self,
         *,
@@ -45,6 +47,7 @@ class Accuracy(Metric):
     """
 
     name = "accuracy"
+    lower_is_better = False
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
         """Hits and targets."""

@@ -12,6 +12,7 @@ class MeanAbsoluteError(Metric):
     """
 
     name = "mae"
+    lower_is_better = True
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
         """Errors and samples; raises ValueError for two shapes, which would otherwise be broadcast."""

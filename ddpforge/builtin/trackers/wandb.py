@@ -5,8 +5,9 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -14,7 +15,7 @@ from urllib.request import getproxies
 
 from pydantic import AfterValidator, Field
 
-from ddpforge.interfaces import Tracker
+from ddpforge.interfaces import Histogram, ShownKind, Tracker
 
 if TYPE_CHECKING:
     import wandb
@@ -74,11 +75,16 @@ class WandbTracker(Tracker):
         ] = None,
         job_type: Annotated[str | None, Field(description='What the run is within its group, e.g. "pretrain".')] = None,
         notes: Annotated[str | None, Field(description="A longer description.")] = None,
+        checkpoints: Annotated[
+            bool,
+            Field(description="Log each checkpoint as an artifact that refers to its folder; nothing is uploaded."),
+        ] = False,
         init_timeout: Annotated[
             Seconds, Field(description="Seconds to wait for the server before recording offline.")
         ] = 10,
         finish_timeout: Annotated[Seconds, Field(description="Seconds that uploads may take after training.")] = 60,
     ) -> None:
+        self._checkpoints = checkpoints
         self._options = {
             "project": project,
             "entity": entity,
@@ -102,13 +108,29 @@ class WandbTracker(Tracker):
         if resumed_at is not None:
             self.rewind(resumed_at)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Queues the row; wandb's own process uploads it."""
         try:
             self._run.log({"trainer/step": step, **metrics})
         except Exception:
             _tear_down()
             raise
+
+    def show(self, step: int, name: str, value: Any, kind: ShownKind) -> None:
+        """As wandb's own media: Image, Histogram, Table; text as Html, which keeps its lines."""
+        media = _MEDIA[kind](value)
+        self.log(step, {name: media})
+
+    def checkpoint(self, step: int, folder: Path) -> None:
+        """Logs a reference to the folder, where the recipe asks for it."""
+        if not self._checkpoints:
+            return
+        import wandb
+
+        artifact = wandb.Artifact(f"checkpoint-{self._run.id}", type="checkpoint", metadata={"step": step})
+        # By address alone: to hash gigabytes would hold training up, and retention removes old folders anyway.
+        artifact.add_reference(folder.absolute().as_uri(), name=folder.name, checksum=False)
+        self._run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
 
     def rewind(self, step: int) -> None:
         """Marks where training went on; of two rows for one `trainer/step` the later one counts."""
@@ -163,6 +185,39 @@ class WandbTracker(Tracker):
         elif run.url:
             logger.info("W&B: %s", run.url)
         return run
+
+
+def _image(value: Any) -> Any:
+    import wandb
+
+    return wandb.Image(value)
+
+
+def _histogram(value: Histogram) -> Any:
+    import numpy as np
+    import wandb
+
+    return wandb.Histogram(np_histogram=(np.asarray(value.counts), np.asarray(value.edges)))
+
+
+def _text(value: str) -> Any:
+    import wandb
+
+    return wandb.Html(f"<pre>{escape(value)}</pre>", inject=False)
+
+
+def _table(value: Any) -> Any:
+    import wandb
+
+    return wandb.Table(columns=list(value[0]), data=[list(row.values()) for row in value])
+
+
+_MEDIA: Mapping[ShownKind, Callable[[Any], Any]] = {
+    "image": _image,
+    "histogram": _histogram,
+    "text": _text,
+    "table": _table,
+}
 
 
 def _run_id(folder: Path) -> str:

@@ -44,7 +44,7 @@ def pure(case: Case, worlds: Worlds) -> None:
 
 @check("once-an-epoch", "order")
 def once_an_epoch(case: Case, worlds: Worlds) -> None:
-    """Where `once` says so, no sample comes twice in an epoch."""
+    """No sample comes twice in an epoch, where `once` says so."""
     order = _build(case)
     seen: dict[int, set[int]] = {}
     for step, ids in enumerate(_steps(case, order)):

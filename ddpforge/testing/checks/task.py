@@ -18,7 +18,7 @@ from ddpforge.interfaces import Metric, Rows, Total
 from ddpforge.ranks.collectives import Alone
 from ddpforge.testing.cases import Case
 from ddpforge.testing.register import check
-from ddpforge.testing.report import Breach, blame, source_of
+from ddpforge.testing.report import Breach, NotApplicable, blame, source_of
 from ddpforge.testing.trial import SAMPLES, Trial, trial_of
 from ddpforge.testing.worlds import Worlds
 
@@ -34,6 +34,9 @@ def loss_is_a_sum(case: Case, worlds: Worlds) -> None:
     if loss.ndim or not loss.requires_grad:
         found = f"shape {list(loss.shape)}" + ("" if loss.requires_grad else " without gradients")
         raise Breach("a loss of no dimensions, with gradients", found, where=_method(case, "loss"))
+
+    if trial.task.whole_batch:
+        raise NotApplicable("declared: whole_batch = True")
 
     def whole_and_pieces(seed: int, cuts: tuple[int, ...]) -> tuple[float, float]:
         torch.manual_seed(seed)
@@ -88,7 +91,8 @@ def metrics_are_additive(case: Case, worlds: Worlds) -> None:
             torch.manual_seed(0)
             return trial.task.metrics(_loss(case, trial, batch)[1], batch)
 
-    _additive(measure, trial.batch, _method(case, "metrics"))
+    if not trial.task.whole_batch:
+        _additive(measure, trial.batch, _method(case, "metrics"))
     means = {"loss": 0.5} | _means(measure(trial.batch), trial.task.reports)
     try:
         finished = trial.task.finish(dict(means))
@@ -127,7 +131,7 @@ def _loss(case: Case, trial: Trial, batch: Any) -> tuple[Tensor, Any]:
 
 
 def _means(found: Mapping[str, Total | Rows], metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """What is reported of a batch; metrics must make numbers of what they have counted."""
+    """Finishes what was counted of a batch; metrics must make numbers of it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # so few samples may well lack a class
         try:

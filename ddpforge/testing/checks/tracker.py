@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from ddpforge.interfaces import Tracker
+import numpy as np
+
+from ddpforge.interfaces import Histogram, ShownKind, Tracker
 from ddpforge.testing.cases import Case
 from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, NotApplicable, place_of
@@ -32,9 +35,17 @@ _CONFIG = {
 }
 
 
+_SHOWN: dict[ShownKind, Any] = {
+    "image": np.zeros((4, 6, 3), np.uint8),
+    "histogram": Histogram((1, 0), (0.0, 0.5, 1.0), nonfinite=1),
+    "text": "once | upon\n*a* <time>",
+    "table": [{"id": 1, "loss": math.nan}, {"id": 2, "loss": None}],
+}
+
+
 @check("never-raises", "tracker")
 def never_raises(case: Case, worlds: Worlds) -> None:
-    """Rows, odd numbers, a rewind, a resume and the end go through."""
+    """Rows, odd numbers, what is shown, a rewind, a resume and the end go through."""
     with TemporaryDirectory(prefix="ddpforge-testing-") as folder:
         _life(case, case.build(), Path(folder), resumed_at=None)
         _life(case, case.build(), Path(folder), resumed_at=4)
@@ -93,6 +104,9 @@ def _life(case: Case, tracker: Tracker, folder: Path, *, resumed_at: int | None,
     ]
     for step, row in enumerate(rows, start=1):
         call("log", lambda step=step, row=row: tracker.log(step, row))  # type: ignore[misc]
+    for kind, value in _SHOWN.items():
+        call("show", lambda kind=kind, value=value: tracker.show(3, f"shown/{kind}", value, kind))  # type: ignore[misc]
+    call("checkpoint", lambda: tracker.checkpoint(3, folder / "checkpoints" / "step-000000003"))
     call("rewind", lambda: tracker.rewind(1))
     call("log", lambda: tracker.log(2, rows[0]))
     if min(took) > _SLOWEST:

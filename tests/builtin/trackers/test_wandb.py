@@ -16,15 +16,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+from PIL import Image
 from pydantic import ValidationError
 from wandb_stub import Fault, WandbStub
 
 from ddpforge.builtin.trackers import wandb as wandb_tracker
 from ddpforge.builtin.trackers.wandb import WandbTracker
 from ddpforge.components.registry import Registry
-from ddpforge.interfaces import Tracker
+from ddpforge.interfaces import Histogram, Tracker
 from ddpforge.training.trackers import TrackerGroup
 
 Table = dict[str, Any]
@@ -125,6 +127,48 @@ def config_of(file: Path) -> Table:
 def losses(rows: list[Table]) -> dict[int, float]:
     """What a reader sees at each `trainer/step`: the newest value."""
     return {row["trainer/step"]: row["train/loss"] for row in rows if "train/loss" in row}
+
+
+# --------------------------------------------------------------------------------------------- what is shown
+def test_what_is_shown_are_wandbs_own_media_at_its_step(folder: Path) -> None:
+    tracker = start(WandbTracker(project="forge", mode="offline"), folder)
+    image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    tracker.show(7, "samples/ema", image, "image")
+    tracker.show(7, "gradients", Histogram((1, 2), (0.0, 0.5, 1.0)), "histogram")
+    tracker.show(7, "story", "once\n<upon>", "text")
+    tracker.show(7, "worst", [{"id": 3, "loss": 0.5}, {"id": 4, "loss": None}], "table")
+    finish(tracker)
+    (file,) = segments(folder)
+    rows = [row for row in history(file) if row["trainer/step"] == 7]
+    shown: Table = {name.partition(".")[0]: {} for row in rows for name in row if "." in name}
+    for row in rows:
+        for name, value in row.items():
+            if "." in name:
+                shown[name.partition(".")[0]][name.partition(".")[2]] = value
+    files = file.parent / "files"
+    assert (shown["samples/ema"]["_type"], shown["samples/ema"]["width"]) == ("image-file", 4)
+    assert np.array_equal(np.asarray(Image.open(files / shown["samples/ema"]["path"])), image)
+    assert shown["gradients"] == {"_type": "histogram", "values": [1, 2], "bins": [0.0, 0.5, 1.0]}
+    assert (files / shown["story"]["path"]).read_text() == "<pre>once\n&lt;upon&gt;</pre>"
+    table = json.loads((files / shown["worst"]["path"]).read_text())
+    assert (table["columns"], table["data"]) == (["id", "loss"], [[3, 0.5], [4, None]])
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_checkpoints_are_referred_to_where_the_recipe_asks_for_it(folder: Path, asked: bool) -> None:
+    checkpoint = folder / "checkpoints" / "step-000000012-abcd"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "shard.safetensors").write_bytes(b"weights")
+    tracker = start(WandbTracker(project="forge", mode="offline", checkpoints=asked), folder)
+    tracker.checkpoint(12, checkpoint)
+    finish(tracker)
+    (file,) = segments(folder)
+    artifacts = [r.request.log_artifact.artifact for r in records(file) if r.request.HasField("log_artifact")]
+    artifacts += [record.artifact for record in records(file) if record.WhichOneof("record_type") == "artifact"]
+    assert [list(artifact.aliases) for artifact in artifacts] == [["latest", "step-12"]] * asked
+    for artifact in artifacts:
+        (entry,) = artifact.manifest.contents
+        assert (entry.ref, entry.local_path) == ((checkpoint / "shard.safetensors").as_uri(), "")
 
 
 # --------------------------------------------------------------------------------------------- offline

@@ -1,0 +1,70 @@
+"""Watches one metric for a new best value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ddpforge.errors import PluginError
+from ddpforge.interfaces import lower_is_better
+
+__all__ = ["Best", "Metric", "MinDelta", "Mode"]
+
+Metric = Annotated[str, Field(min_length=1, description='An evaluation metric, e.g. "eval/loss".')]
+MinDelta = Annotated[
+    float, Field(ge=0, le=1e9, description="How much better a new best must be, in the metric's unit.")
+]
+Mode = Annotated[
+    Literal["min", "max"] | None,
+    Field(description="Whether less or more is better; absent: as the metric declares or its name tells."),
+]
+
+
+class Best:
+    """The best value of a metric so far, and for how many evaluations in a row there was no better one.
+
+    A value that is not finite is never a new best. Raises ValueError when `mode` is absent and the metric's name does
+    not tell whether less or more is better.
+    """
+
+    def __init__(self, metric: str, mode: Literal["min", "max"] | None, min_delta: float) -> None:
+        self.value: float | None = None
+        self.waited = 0
+        self._metric, self._min_delta = metric, min_delta
+        self._sign = _sign(metric, mode)
+
+    def look(self, metrics: Mapping[str, float], who: str) -> None:
+        """Takes an evaluation into account; raises PluginError where it lacks the metric that `who` watches."""
+        if self._metric not in metrics:
+            raise PluginError(
+                f"{who} watches {self._metric!r}, which no evaluation reports",
+                hints=[f"one of: {', '.join(sorted(metrics))}"],
+            )
+        value = metrics[self._metric]
+        if self._improves(value):
+            self.value, self.waited = value, 0
+        else:
+            self.waited += 1
+
+    def _improves(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        return self.value is None or self._sign * (value - self.value) > self._min_delta
+
+    def state(self) -> dict[str, int | float | None]:
+        """The best value so far, and for how many evaluations it has been."""
+        return {"best": self.value, "waited": self.waited}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on counting where the checkpoint was."""
+        self.value, self.waited = state["best"], state["waited"]
+
+
+def _sign(metric: str, mode: str | None) -> float:
+    lower = mode == "min" if mode else lower_is_better(metric)
+    if lower is None:
+        raise ValueError(f'cannot tell whether less or more of "{metric}" is better: set mode = "min" or "max"')
+    return -1.0 if lower else 1.0

@@ -1,0 +1,57 @@
+"""Lowers the learning rate when a metric has stopped getting better."""
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from ddpforge.builtin.callbacks.best import Best, Metric, MinDelta, Mode
+from ddpforge.interfaces import Callback
+
+logger = logging.getLogger("ddpforge")
+
+
+class ReduceOnPlateau(Callback):
+    """Multiplies the learning rate by `factor` after `patience` evaluations in a row without a new best of `metric`.
+
+    The schedule goes on: what it says is multiplied. After a reduction the patience begins anew, and the rate never
+    falls below `least` times the schedule's.
+    """
+
+    def __init__(
+        self,
+        metric: Metric = "eval/loss",
+        patience: Annotated[int, Field(ge=1, le=2**31, description="Evaluations without a new best to wait for.")] = 3,
+        factor: Annotated[float, Field(gt=0, lt=1, description="What the rate is multiplied with each time.")] = 0.1,
+        least: Annotated[float, Field(ge=0, lt=1, description="The smallest factor of all reductions together.")] = 0.0,
+        min_delta: MinDelta = 0.0,
+        mode: Mode = None,
+    ) -> None:
+        self.metric = metric
+        self._patience, self._factor, self._least = patience, factor, least
+        self._best = Best(metric, mode, min_delta)
+        self._now = 1.0
+
+    def lr_factor(self) -> float:
+        """The product of all reductions."""
+        return self._now
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Reduces the rate when the patience is at its end."""
+        self._best.look(metrics, "reduce_on_plateau")
+        if self._best.waited < self._patience:
+            return
+        self._best.waited = 0
+        if (lower := max(self._least, self._now * self._factor)) < self._now:
+            self._now = lower
+            logger.info("step %d: %s is on a plateau; the learning rate is multiplied by %g", step, self.metric, lower)
+
+    def state(self) -> Mapping[str, int | float | None]:
+        """The factor, the best value so far, and for how many evaluations it has been."""
+        return {"factor": self._now, **self._best.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on where the checkpoint was."""
+        self._now = state["factor"]
+        self._best.load_state(state)

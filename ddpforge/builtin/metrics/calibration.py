@@ -1,0 +1,36 @@
+"""Calibration: the distance of a classifier's confidence from the share of its right answers."""
+
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from ddpforge.interfaces import Metric, Total
+
+
+class CalibrationError(Metric):
+    """The expected calibration error: confidence less accuracy within bins of confidence, averaged over samples.
+
+    Takes logits [B, C] and int64 classes [B]; confidence is the largest probability. Guo et al. 2017, arXiv:1706.04599.
+    """
+
+    name = "calibration_error"
+    lower_is_better = True
+
+    def __init__(
+        self, *, bins: Annotated[int, Field(ge=1, le=10_000, description="Bins of equal width, from 0 to 1.")] = 15
+    ) -> None:
+        self.bins = bins
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
+        """Confidence less hits, added up in each bin [bins], and the number of samples."""
+        confidence, predicted = outputs.double().softmax(dim=-1).max(dim=-1)
+        bin = (confidence * self.bins).long().clamp(max=self.bins - 1)
+        gaps = confidence.new_zeros(self.bins)
+        return Total(
+            gaps.index_add_(0, bin.flatten(), (confidence - (predicted == targets).double()).flatten()), targets.numel()
+        )
+
+    def finish(self, sum: Tensor, count: Tensor) -> float:
+        """The gaps of all bins, each weighed by its samples."""
+        return float(sum.abs().sum() / count)

@@ -1,0 +1,144 @@
+"""Any metric of torchmetrics, exact over ranks and ragged ends: its states travel as totals or as rows."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
+from threading import Lock
+from typing import Any
+
+import torch
+import torchmetrics
+from torch import Tensor
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+
+from ddpforge.errors import PluginError, UsageError
+from ddpforge.interfaces import Metric, Rows, Total
+
+__all__ = ["TorchMetric", "adopted"]
+
+_ONE_AT_A_TIME = Lock()
+_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+
+
+def adopted(metric: type[torchmetrics.Metric]) -> Callable[..., TorchMetric]:
+    """The component that a recipe names by a class of torchmetrics: its options, and the `name` to report it under."""
+
+    def build(*, name: str = "", **options: Any) -> TorchMetric:
+        return TorchMetric(metric(**options), name)
+
+    named = inspect.Parameter("name", inspect.Parameter.KEYWORD_ONLY, default="", annotation=str)
+    *options, last = inspect.signature(metric).parameters.values()
+    ends = [named, last] if last.kind is last.VAR_KEYWORD else [last, named]
+    build.__signature__ = inspect.Signature([*options, *ends])  # type: ignore[attr-defined]
+    build.__name__, build.__doc__, build.__module__ = metric.__name__, metric.__doc__, metric.__module__
+    return build
+
+
+class TorchMetric(Metric):
+    """A metric of torchmetrics; its name is that of its class, `MulticlassF1Score` being `multiclass_f1_score`.
+
+    Inputs, states and the result are float64. States that add up are a total, which training rows have, too; lists
+    that grow with the samples, a minimum and a maximum are rows. What ranks cannot put together exactly is refused.
+    """
+
+    def __init__(self, metric: torchmetrics.Metric, name: str = "") -> None:
+        self.name = name or _WORDS.sub("_", type(metric).__name__).lower()
+        self.lower_is_better = None if metric.higher_is_better is None else not metric.higher_is_better
+        self._metric = metric.set_dtype(torch.float64)
+        self._metric._to_sync = False
+        self._reductions: Mapping[str, Any] = metric._reductions
+        self._begun: Mapping[str, Any] = metric._defaults
+        lists = {name for name, default in self._begun.items() if isinstance(default, list)}
+        self._adds = not lists and set(self._reductions.values()) == {dim_zero_sum}
+        self._grows = bool(lists)
+        takes = {dim_zero_cat} if lists else {dim_zero_sum, dim_zero_min, dim_zero_max, dim_zero_mean}
+        odd = [name for name, how in self._reductions.items() if how not in takes or (lists and name not in lists)]
+        if odd:
+            raise UsageError(
+                f"{type(metric).__name__} of torchmetrics keeps {', '.join(odd)} in a form that ranks cannot add up",
+                hints=["write a Metric that returns Rows(outputs, targets), and compute it in `finish`"],
+            )
+
+    def __call__(self, outputs: Any, targets: Any) -> Total | Rows:
+        """The states after this batch alone: one after the other in a total, or a column each."""
+        metric = self._metric
+        device = next((x.device for x in (outputs, targets) if isinstance(x, Tensor)), metric.device)
+        if metric.device != device:
+            metric.to(device)
+        metric.reset()
+        metric.update(_double(outputs), _double(targets))
+        states: list[Any] = [getattr(metric, name) for name in self._reductions]
+        if self._adds:
+            begun = [self._begun[name].to(device) for name in self._reductions]
+            return Total(torch.cat([(x - before).flatten() for x, before in zip(states, begun, strict=True)]), 1)
+        if self._grows:
+            return self._rows([dim_zero_cat(state) for state in states])
+        return Rows(*(state.unsqueeze(0) for state in states))
+
+    def finish(self, *parts: Tensor) -> float | Mapping[str, float]:
+        """Has torchmetrics compute its result from the states of all samples."""
+        metric = self._metric.to("cpu")
+        metric.reset()
+        for name, state in self._together(parts):
+            setattr(metric, name, state)
+        metric._update_count = 1
+        with _in_float64():
+            value = metric.compute()
+        metric.reset()
+        return self._numbers(value)
+
+    def _rows(self, columns: Sequence[Tensor]) -> Rows:
+        if len({len(column) for column in columns}) > 1:
+            raise PluginError(
+                f"{self.name}: torchmetrics keeps {', '.join(self._reductions)} in lists that differ in length",
+                hints=["write a Metric that returns Rows(outputs, targets), and compute it in `finish`"],
+            )
+        return Rows(*columns)
+
+    def _together(self, parts: Sequence[Tensor]) -> Iterator[tuple[str, Tensor | list[Tensor]]]:
+        """Yields the states of all samples."""
+        if self._adds:
+            begun = [self._begun[name] for name in self._reductions]
+            pieces = torch.split(parts[0], [state.numel() for state in begun])
+            for name, before, piece in zip(self._reductions, begun, pieces, strict=True):
+                yield name, before + piece.view(before.shape)
+            return
+        for (name, reduction), column in zip(self._reductions.items(), parts, strict=True):
+            if reduction is dim_zero_mean and not (column == column[0]).all():
+                raise PluginError(f"{self.name}: torchmetrics averages {name} over batches, which is not exact")
+            yield name, [column] if self._grows else reduction(column)
+
+    def _numbers(self, value: Any) -> float | Mapping[str, float]:
+        """The result as a number, or as numbers by key, or by index as "0" or "2_1"."""
+        if isinstance(value, Mapping):
+            found = {str(key): self._numbers(one) for key, one in value.items()}
+            return {key: one for key, one in found.items() if isinstance(one, float)}
+        if not isinstance(value, Tensor | int | float):
+            raise UsageError(
+                f"{self.name} of torchmetrics computes a {type(value).__name__}, not numbers",
+                hints=["choose a metric that sums a curve up, such as an AUROC"],
+            )
+        tensor = torch.as_tensor(value)
+        if tensor.ndim == 0:
+            return float(tensor)
+        return {"_".join(map(str, at)): float(tensor[at]) for at in product(*map(range, tensor.shape))}
+
+
+def _double(value: Any) -> Any:
+    return value.detach().double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@contextmanager
+def _in_float64() -> Iterator[None]:
+    """Lets quotients of counts be float64: torch makes them the default dtype, which is one for all threads."""
+    with _ONE_AT_A_TIME:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)

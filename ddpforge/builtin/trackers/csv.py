@@ -1,0 +1,73 @@
+"""Metrics as a CSV file, for spreadsheets and pandas."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from ddpforge.interfaces import Tracker
+
+__all__ = ["CSVTracker"]
+
+Row = Mapping[str, float | str]
+
+
+class CSVTracker(Tracker):
+    """Writes `metrics.csv` in the run's folder: a column for `step` and for each metric, a line for each row.
+
+    A row of training and one of an evaluation at the same step are two lines; what a row lacks is empty. The file is
+    written anew when a metric appears for the first time, and when rows are superseded, which it then no longer has.
+    """
+
+    def __init__(
+        self,
+        file: Annotated[
+            str, Field(min_length=1, pattern=r"^[\w.-]+$", description="The file's name, within the run's folder.")
+        ] = "metrics.csv",
+    ) -> None:
+        self._name = file
+
+    def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
+        """Takes over the rows of earlier attempts, up to the step that training goes on from."""
+        self._path = folder / self._name
+        self._columns = ["step"]
+        rows = list(_read(self._path))
+        for row in rows:
+            self._columns += [column for column in row if column not in self._columns]
+        self._write(row for row in rows if int(row["step"]) <= (-1 if resumed_at is None else resumed_at))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends a line."""
+        if new := [metric for metric in metrics if metric not in self._columns]:
+            rows = list(_read(self._path))
+            self._columns += new
+            self._write(rows)
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow({"step": step, **metrics})
+
+    def rewind(self, step: int) -> None:
+        """Takes the rows after `step` out."""
+        self._write([row for row in _read(self._path) if int(row["step"]) <= step])
+
+    def _write(self, rows: Iterable[Row]) -> None:
+        """Replaces the file in one instant."""
+        new = self._path.with_name(f".{self._path.name}.tmp")
+        with new.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(new, self._path)
+
+
+def _read(path: Path) -> Iterable[dict[str, str]]:
+    """The rows that are there; not the line of which a killed process has written only a part."""
+    if not path.exists():
+        return
+    with path.open(newline="") as file:
+        whole = [line for line in file if line.endswith("\n")]
+    yield from csv.DictReader(whole)

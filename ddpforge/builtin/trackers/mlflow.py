@@ -1,0 +1,152 @@
+"""MLflow: one run per run folder, continued when training is, and never in training's way."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from ddpforge.builtin.extras import require
+from ddpforge.interfaces import ShownKind, Tracker
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+__all__ = ["MLflowTracker"]
+
+_STATES = {"done": "FINISHED", "stopped": "KILLED"}  # every other one has failed
+_MOST_PARAMS = 100  # in one request
+_LONGEST_PARAM = 500  # characters that every server takes
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}  # mlflow's own is minutes
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class MLflowTracker(Tracker):
+    """Mirrors the run to MLflow, from a thread of its own: metrics by step, the recipe as parameters and `config.json`.
+
+    MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and MLFLOW_RUN_ID keep their meaning and beat the recipe. What is shown
+    is an artifact below `shown/`. MLflow forgets nothing: where training goes back or is resumed, a metric has two
+    values for a step, the later of which counts, and the tag `resumed_at` has the step.
+    """
+
+    def __init__(
+        self,
+        experiment: Annotated[Name, Field(description="The MLflow experiment, which is made if there is none.")],
+        uri: Annotated[
+            Name | None, Field(description='The tracking server, or "sqlite:///FILE"; absent: as mlflow is set up.')
+        ] = None,
+        tags: Annotated[Mapping[str, str], Field(description="Tags of the run.")] = {},
+        finish_timeout: Annotated[
+            float, Field(ge=0.001, le=86400, description="Seconds that uploads may take after training.")
+        ] = 60,
+    ) -> None:
+        require("mlflow", "mlflow")
+        self._experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or experiment
+        self._uri = os.environ.get("MLFLOW_TRACKING_URI") or uri
+        self._tags, self._finish_timeout = dict(tags), finish_timeout
+
+    def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
+        """Opens the run that belongs to `folder`; an unusable server costs half a minute at worst."""
+        for variable, value in _PATIENCE.items():
+            os.environ.setdefault(variable, value)
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient(self._uri)
+        self._queue = ThreadPoolExecutor(1, "mlflow")
+        self._sent: deque[Future[None]] = deque()
+        self._run = self._open(name, folder / "mlflow.json", config)
+        self._client.log_dict(self._run, _plain(config), "config.json")
+        if resumed_at is not None:
+            self.rewind(resumed_at)
+
+    def _open(self, name: str, file: Path, config: Mapping[str, Any]) -> str:
+        """The id of the run: the environment's, the stored one, or that of a new one; it is stored before use."""
+        stored: str | None = json.loads(file.read_text())["run_id"] if file.exists() else None
+        run = os.environ.get("MLFLOW_RUN_ID") or stored or self._create(name)
+        self._client.update_run(run, status="RUNNING")
+        if run != stored:
+            new = file.with_suffix(".tmp")
+            new.write_text(json.dumps({"run_id": run}) + "\n")
+            os.replace(new, file)
+            _log_params(self._client, run, config)
+        return run
+
+    def _create(self, name: str) -> str:
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
+        return str(self._client.create_run(experiment, tags=self._tags, run_name=name).info.run_id)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Queues the row."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        row = [Metric(name, float(value), now, step) for name, value in metrics.items()]
+        self._later(lambda: self._client.log_batch(self._run, metrics=row))
+
+    def show(self, step: int, name: str, value: Any, kind: ShownKind) -> None:
+        """Queues an artifact: PNG, text, or JSON."""
+        place = f"shown/{name}/step-{step:09}"
+        if kind == "image":
+            self._later(lambda: self._client.log_image(self._run, value, f"{place}.png"))
+        elif kind == "text":
+            self._later(lambda: self._client.log_text(self._run, value, f"{place}.txt"))
+        else:
+            content = asdict(value) if kind == "histogram" else _columns(value)
+            self._later(lambda: self._client.log_dict(self._run, content, f"{place}.json"))
+
+    def rewind(self, step: int) -> None:
+        """Notes the step; what is logged from here on is the later one."""
+        self._later(lambda: self._client.set_tag(self._run, "resumed_at", str(step)))
+
+    def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
+        """Waits until all is sent, and says how the run ended: FINISHED, KILLED where it was stopped, or FAILED."""
+        self._later(lambda: self._client.set_tag(self._run, "state", state))
+        self._later(lambda: self._client.set_terminated(self._run, _STATES.get(state, "FAILED")))
+        try:
+            deadline = time.monotonic() + self._finish_timeout
+            while self._sent:
+                self._sent.popleft().result(max(0.0, deadline - time.monotonic()))
+        finally:
+            self._queue.shutdown(wait=False, cancel_futures=True)
+
+    def _later(self, send: Callable[[], Any]) -> None:
+        """Queues a request; raises what an earlier one has raised."""
+        while self._sent and self._sent[0].done():
+            self._sent.popleft().result()
+        self._sent.append(self._queue.submit(send))
+
+
+def _log_params(client: MlflowClient, run: str, config: Mapping[str, Any]) -> None:
+    from mlflow.entities import Param
+
+    flat = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in _flat(config)]
+    for start in range(0, len(flat), _MOST_PARAMS):
+        client.log_batch(run, params=flat[start : start + _MOST_PARAMS])
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(config, default=str))
+    return found
+
+
+def _columns(rows: Any) -> dict[str, Any]:
+    """A table in the form that MLflow displays."""
+    return {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}

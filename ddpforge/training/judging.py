@@ -1,0 +1,67 @@
+"""Settles whether less or more of a metric is better where a recipe decides by one: the metric declares it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ddpforge.direction import lower_is_better
+from ddpforge.interfaces import Metric
+from ddpforge.recipe import LoadedRecipe
+from ddpforge.recipe.origins import Origin
+
+__all__ = ["settled", "unsettled"]
+
+
+def settled(loaded: LoadedRecipe, reports: Mapping[str, Metric]) -> LoadedRecipe:
+    """The recipe with the `mode` that it leaves out, where one of the task's metrics declares it and its name does not.
+
+    It is then part of the resolved recipe: listings of checkpoints know it without the task, and a resumed run in which
+    a metric has come to another opinion says what has changed.
+    """
+    for path, options in _deciding(loaded):
+        metric = str(options["by" if path[0] == "checkpoint" else "metric"])
+        declared = _declared(metric, reports, loaded.recipe.data.evaluations)
+        if declared is not None and declared != lower_is_better(metric):
+            loaded = _with_mode(loaded, path, "min" if declared else "max")
+    return loaded
+
+
+def unsettled(loaded: LoadedRecipe) -> str | None:
+    """The metric of `checkpoint.keep.by`, where nobody tells whether less or more of it is better."""
+    keep = loaded.recipe.checkpoint.keep
+    return keep.by if keep.by and keep.mode is None and lower_is_better(keep.by) is None else None
+
+
+def _deciding(loaded: LoadedRecipe) -> Iterator[tuple[tuple[str, str], Mapping[str, Any]]]:
+    """Yields the tables that name a metric to decide by, and whose `mode` is left out, each with its options."""
+    keep = dict(loaded.recipe.checkpoint.keep)
+    tables = {("checkpoint", "keep"): keep} if keep["by"] else {}
+    tables |= {
+        ("callbacks", name): one.options for name, one in loaded.recipe.callbacks.items() if "metric" in one.options
+    }
+    yield from ((path, options) for path, options in tables.items() if options.get("mode", "") is None)
+
+
+def _declared(metric: str, reports: Mapping[str, Metric], sets: Mapping[str, object]) -> bool | None:
+    """Finds by its full name, as "eval/NAME/f1/macro", what a metric declares."""
+    prefix, _, rest = metric.partition("/")
+    if prefix == "eval" and "" not in sets:
+        rest = rest.partition("/")[2]
+    found = reports.get(rest) or reports.get(rest.rpartition("/")[0])
+    return found.lower_is_better if found else None
+
+
+def _with_mode(loaded: LoadedRecipe, path: tuple[str, str], mode: str) -> LoadedRecipe:
+    recipe, (first, second) = loaded.recipe, path
+    if first == "checkpoint":
+        keep = recipe.checkpoint.keep.model_copy(update={"mode": mode})
+        changed: dict[str, Any] = {"checkpoint": recipe.checkpoint.model_copy(update={"keep": keep})}
+    else:
+        callback = recipe.callbacks[second]
+        callback = callback.model_copy(update={"options": {**callback.options, "mode": mode}})
+        changed = {"callbacks": {**recipe.callbacks, second: callback}}
+    tables = loaded.tables | {first: loaded.tables[first] | {second: loaded.tables[first][second] | {"mode": mode}}}
+    origins = {**loaded.origins, (*path, "mode"): Origin()}
+    return replace(loaded, recipe=recipe.model_copy(update=changed), tables=tables, origins=origins)

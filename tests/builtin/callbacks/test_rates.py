@@ -1,0 +1,137 @@
+"""Callbacks that lower the learning rate, from what they are told alone."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from doubles import Loop
+
+from ddpforge.builtin.callbacks.plateau import ReduceOnPlateau
+from ddpforge.builtin.callbacks.recovery import SpikeGuard, WarmupAfterRollback
+from ddpforge.errors import PluginError
+from ddpforge.interfaces import StepInfo
+
+
+def factors(callback: ReduceOnPlateau, losses: Sequence[float]) -> list[float]:
+    found = []
+    for step, loss in enumerate(losses):
+        callback.on_eval(step, {"eval/loss": loss})
+        found.append(callback.lr_factor())
+    return found
+
+
+def info(step: int, loss: float | None = None) -> StepInfo:
+    metrics = {} if loss is None else {"train/loss": loss}
+    return StepInfo(step=step, samples=step, lr=0.1, seconds=1.0, metrics=metrics)
+
+
+# ---------------------------------------------------------------------------------------------- plateau
+def test_the_rate_falls_after_each_plateau_and_not_below_the_least() -> None:
+    callback = ReduceOnPlateau(patience=2, factor=0.5, least=0.2)
+    losses = [3.0, 2.0, 2.0, 2.5, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert factors(callback, losses) == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.2]
+
+
+def test_more_is_better_where_the_metric_says_so_and_nan_is_no_best() -> None:
+    callback = ReduceOnPlateau(metric="eval/accuracy", patience=1, factor=0.1, min_delta=0.05)
+    for accuracy in (0.5, 0.6, float("nan"), 0.64):
+        callback.on_eval(1, {"eval/accuracy": accuracy})
+    assert callback.lr_factor() == pytest.approx(0.01)
+
+
+def test_a_resumed_run_waits_on() -> None:
+    losses = [3.0, 2.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0]
+    straight, first, second = (ReduceOnPlateau(patience=2) for _ in range(3))
+    expected = factors(straight, losses)
+    found = factors(first, losses[:3])
+    second.load_state(first.state())
+    assert found + factors(second, losses[3:]) == expected
+
+
+def test_a_metric_that_nobody_reports_is_refused() -> None:
+    with pytest.raises(PluginError, match="reduce_on_plateau watches 'eval/loss', which no evaluation reports"):
+        factors(ReduceOnPlateau(), []) or ReduceOnPlateau().on_eval(1, {"eval/mae": 1.0})
+    with pytest.raises(ValueError, match='set mode = "min" or "max"'):
+        ReduceOnPlateau(metric="eval/zap")
+
+
+def test_the_loop_trains_at_the_lower_rate() -> None:
+    """The loss of w·x on fixed samples falls with w, by more than 100 only once the rate is high: never."""
+    loop = Loop(steps=3, train={"eval_every": "1st"}, callbacks={"p": ReduceOnPlateau(patience=1, min_delta=100)})
+    loop.fit()
+    rates = [row["lr"] for _, row in loop.tracker.rows if "lr" in row]
+    assert rates == pytest.approx([0.001, 0.001, 0.0001])
+
+
+# ---------------------------------------------------------------------------------------------- after a rollback
+def test_the_rate_rises_again_after_a_rollback() -> None:
+    """Back from step 4 to 3; step 4, at a quarter of the rate, is left out, and step 5 has a half."""
+    loop = Loop(
+        steps=8,
+        bad=[4],
+        train={"on_nonfinite": "rollback"},
+        checkpoint={"every": "3st"},
+        evaluation=False,
+        callbacks={"warmup": WarmupAfterRollback(steps=4, lowest=0.0)},
+    )
+    loop.fit()
+    rates = {step: row["lr"] for step, row in loop.tracker.rows}
+    assert rates == pytest.approx(dict.fromkeys((1, 2, 3), 0.001) | {5: 0.0005, 6: 0.00075, 7: 0.001, 8: 0.001})
+
+
+def test_a_resumed_run_rises_on() -> None:
+    first, second = WarmupAfterRollback(steps=10, lowest=0.5), WarmupAfterRollback(steps=10, lowest=0.5)
+    first.on_rollback(20)
+    assert first.lr_factor() == pytest.approx(0.55)
+    for step in (21, 22):
+        first.on_step(info(step))
+    second.load_state(first.state())
+    assert second.lr_factor() == first.lr_factor() == pytest.approx(0.65)
+
+
+# ---------------------------------------------------------------------------------------------- spikes
+def guarded(losses: Sequence[float | None], guard: SpikeGuard, first: int = 1) -> list[float]:
+    found = []
+    for step, loss in enumerate(losses, first):
+        guard.on_step(info(step, loss))
+        found.append(guard.lr_factor())
+    return found
+
+
+def test_a_spike_lowers_the_rate_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    guard = SpikeGuard(ratio=2.0, window=3, lowest=0.2, steps=4)
+    with caplog.at_level(logging.WARNING, "ddpforge"):
+        found = guarded([1.0, 1.1, 0.9, 1.9, None, 2.3, None, None, None, 1.0], guard)
+    assert found == pytest.approx([1.0] * 5 + [0.4, 0.6, 0.8, 1.0, 1.0])
+    assert caplog.messages == ["step 6: the loss is 2.3, usual is 1.1; a lower rate for a while"]
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [1.0, 1.0, 5.0],  # before there are enough rows
+        [1.0, 1.0, 1.0, float("nan"), float("inf")],  # for on_nonfinite
+        [-1.0, -1.0, -1.0, 5.0],  # nothing is a multiple of that
+    ],
+)
+def test_what_is_no_spike(losses: list[float]) -> None:
+    assert guarded(losses, SpikeGuard(window=3)) == [1.0] * len(losses)
+
+
+def test_a_loss_that_has_risen_for_good_becomes_usual() -> None:
+    guard = SpikeGuard(window=3, lowest=0.5, steps=1)
+    guarded([1.0, 1.0, 1.0, 9.0, 9.0], guard)
+    assert guard.state()["since"] == 5
+    guarded([9.0, 9.0], guard, first=6)
+    assert guard.state()["since"] == 5
+
+
+def test_a_resumed_run_is_guarded_alike() -> None:
+    losses: list[Any] = [1.0, 1.0, None, 3.0, 9.0, 1.0, 4.0, 1.0]
+    straight, first, second = (SpikeGuard(window=3, steps=5) for _ in range(3))
+    expected = guarded(losses, straight)
+    found = guarded(losses[:5], first)
+    second.load_state(first.state())
+    assert found + guarded(losses[5:], second, first=6) == expected
+    assert min(expected) < 1.0

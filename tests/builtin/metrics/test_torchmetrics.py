@@ -1,0 +1,200 @@
+"""Metrics that are no means, on a ragged evaluation set: what scikit-learn says, on any number of ranks."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sklearn.metrics
+import torch
+from doubles import Plain
+from torch import Tensor, nn
+
+from ddpforge.builtin.metrics.calibration import CalibrationError
+from ddpforge.builtin.metrics.confusion import F1, MeanIoU
+from ddpforge.builtin.tasks.classification import Classification
+from ddpforge.components.options import Nested
+from ddpforge.components.registry import RefusedOptions, Registry
+from ddpforge.data import RankShare, open_data
+from ddpforge.errors import UsageError
+from ddpforge.interfaces import Metric, Ranks, Rows, Total, World
+from ddpforge.testing.doubles import in_threads
+from ddpforge.training.evaluation import Evaluator
+
+SAMPLES, CLASSES = 41, 5  # 41 samples in steps of 4 on each of 3 ranks: one rank has a stand-in at the end
+GENERATOR = torch.Generator().manual_seed(0)
+LOGITS = torch.randn(SAMPLES, CLASSES, generator=GENERATOR)
+TARGETS = torch.randint(CLASSES, (SAMPLES,), generator=GENERATOR)
+PREDICTED = LOGITS.argmax(1)
+PROBABILITIES = LOGITS.double().softmax(1)
+
+
+def named(use: str, **options: Any) -> Metric:
+    """The metric that a recipe names so."""
+    registry = Registry.installed()
+    model = registry.options_model("metric", use).model_validate_json(json.dumps(options))
+    metric: Metric = registry.build(
+        "metric", Nested(kind="metric", use=use, options=dict(model), base=Path(), plain=use)
+    )
+    return metric
+
+
+class Samples:
+    random = False
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return LOGITS[index], TARGETS[index]
+
+
+def evaluated(ranks: int, metric: Metric) -> dict[str, float]:
+    """An evaluation of a model that passes on its inputs, on so many ranks."""
+
+    def run(one: Ranks) -> dict[str, float]:
+        fetching: dict[str, Any] = {"seed": 0, "workers": 0, "prefetch": 2, "pin": False, "shuffle": False}
+        share = RankShare(one.rank, ranks, 4)
+        sets = {"": open_data(Samples(), global_batch=4 * ranks, share=share, drop_last=False, **fetching)}
+        evaluator = Evaluator(
+            world=World(all=one, data=one, device=torch.device("cpu"), local_rank=one.rank),
+            replica=Plain().holding(nn.Identity(), None),  # type: ignore[arg-type]
+            task=Classification(metrics=[copy.deepcopy(metric)]),
+            sets=sets,
+            callbacks={},
+            seed=0,
+        )
+        return {
+            name.removeprefix("eval/"): value for name, value in evaluator.evaluate(0).items() if "loss" not in name
+        }
+
+    found, *others = in_threads(ranks, run)
+    assert all(other == found for other in others)
+    return found
+
+
+def auroc() -> float:
+    return float(sklearn.metrics.roc_auc_score(TARGETS, PROBABILITIES, multi_class="ovr"))
+
+
+def f1(average: str) -> float:
+    return float(sklearn.metrics.f1_score(TARGETS, PREDICTED, average=average))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        (F1(), {"f1": f1("macro")}),
+        (F1(average="micro"), {"f1_micro": f1("micro")}),
+        (F1(average="weighted"), {"f1_weighted": f1("weighted")}),
+        (MeanIoU(), {"iou": sklearn.metrics.jaccard_score(TARGETS, PREDICTED, average="macro")}),
+        (
+            named("torchmetrics.classification:MulticlassF1Score", num_classes=CLASSES),
+            {"multiclass_f1_score": f1("macro")},
+        ),
+        (named("torchmetrics.classification:MulticlassAUROC", num_classes=CLASSES), {"multiclass_auroc": auroc()}),
+        (named("torchmetrics:AUROC", task="multiclass", num_classes=CLASSES, name="auc"), {"auc": auroc()}),
+        (
+            named("torchmetrics.classification:MulticlassRecall", num_classes=CLASSES, average="none", name="recall"),
+            {
+                f"recall/{i}": x
+                for i, x in enumerate(sklearn.metrics.recall_score(TARGETS, PREDICTED, average=None).tolist())
+            },
+        ),
+        (
+            named("torchmetrics.classification:MulticlassConfusionMatrix", num_classes=CLASSES, name="confused"),
+            {
+                f"confused/{i}_{j}": n
+                for i, row in enumerate(sklearn.metrics.confusion_matrix(TARGETS, PREDICTED).tolist())
+                for j, n in enumerate(row)
+            },
+        ),
+    ],
+    ids=lambda x: x.name if isinstance(x, Metric) else "",
+)
+def test_scikit_learns_number_on_any_ranks(metric: Metric, expected: dict[str, float], ranks: int) -> None:
+    assert evaluated(ranks, metric) == pytest.approx(expected, rel=1e-12)
+
+
+def test_calibration_is_the_gap_between_confidence_and_hits() -> None:
+    """Two bins: three samples below a half, two of them right, and two above it, one right."""
+    confidences = torch.tensor([0.4, 0.45, 0.45, 0.9, 0.7], dtype=torch.float64)
+    rest = (1 - confidences) / 2
+    logits = torch.stack([confidences, rest, rest], 1).log()
+    metric = CalibrationError(bins=2)
+    total = metric(logits, torch.tensor([0, 0, 1, 0, 2]))
+    assert metric.finish(total.sum, torch.as_tensor(total.count)) == pytest.approx((abs(1.3 - 2) + abs(1.6 - 1)) / 5)
+
+
+def test_pixels_to_be_ignored_do_not_count() -> None:
+    """Two of three pixels are right; the third class occurs only where nothing counts."""
+    logits = torch.eye(3)[torch.tensor([[0, 0, 1, 2]])].movedim(-1, 1)
+    metric = MeanIoU(ignore_index=255)
+    total = metric(logits, torch.tensor([[0, 1, 1, 255]]))
+    assert total.count == 3
+    assert metric.finish(total.sum, total.count) == pytest.approx((1 / 2 + 1 / 2) / 2)  # type: ignore[arg-type]
+
+
+def test_a_target_that_is_no_class_is_a_miss() -> None:
+    total = F1()(torch.eye(2), torch.tensor([0, -1]))
+    assert total.sum.tolist() == [[1, 0], [1, 1], [1, 0]]
+
+
+def test_shapes_that_do_not_go_together_are_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"f1 takes logits \[B, C, ...\] and classes \[B, ...\], not \[2, 3\] and \[3\]"
+    ):
+        F1()(torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64))
+
+
+def test_the_direction_is_torchmetrics_own() -> None:
+    assert named("torchmetrics:MeanSquaredError").lower_is_better is True
+    assert named("torchmetrics:R2Score").lower_is_better is False
+    assert named("torchmetrics:MeanSquaredError").name == "mean_squared_error"
+
+
+def test_sums_are_totals_and_lists_are_rows() -> None:
+    """So that the first have columns in training rows, too."""
+    assert isinstance(named("torchmetrics:MeanSquaredError")(LOGITS, LOGITS + 1), Total)
+    assert isinstance(named("torchmetrics:SpearmanCorrCoef")(LOGITS[:, 0], LOGITS[:, 1]), Rows)
+
+
+def test_a_range_that_is_looked_for_is_that_of_all_samples() -> None:
+    """The peak of the second batch counts for the first: 10 log10(4² / 1)."""
+    metric = named("torchmetrics.image:PeakSignalNoiseRatio", data_range=4.0)
+    rows = metric(torch.zeros(2, 3), torch.ones(2, 3)) + metric(torch.zeros(1, 3), torch.ones(1, 3))  # type: ignore[operator]
+    assert metric.finish(*rows.columns) == pytest.approx(12.041199826559248, rel=1e-12)
+
+
+def test_words_are_counted_over_batches() -> None:
+    """BLEU's n-grams add up; the mean of two batches' scores would be another number."""
+    metric = named("torchmetrics.text:BLEUScore", n_gram=2)
+    batches: list[Any] = [(["a b c"], [["a b d"]]), (["a b c d"], [["a b c d"]])]
+    one, other = (metric(*batch) for batch in batches)
+    total = one + other  # type: ignore[operator]
+    precision = (6 / 7 * 4 / 5) ** 0.5
+    assert metric.finish(total.sum, torch.tensor(2.0)) == pytest.approx(precision, rel=1e-12)
+
+
+def test_what_ranks_cannot_add_up_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match=r"PearsonCorrCoef of torchmetrics keeps mean_x, .* that ranks cannot add up"):
+        named("torchmetrics:PearsonCorrCoef")
+
+
+def test_a_curve_is_no_number() -> None:
+    metric = named("torchmetrics.classification:BinaryROC")
+    rows = metric(torch.tensor([0.1, 0.9]), torch.tensor([0, 1]))
+    with pytest.raises(UsageError, match="binary_roc of torchmetrics computes a tuple, not numbers"):
+        metric.finish(*rows.columns)  # type: ignore[union-attr]
+
+
+def test_options_that_torchmetrics_refuses_are_the_recipes_fault() -> None:
+    with pytest.raises(RefusedOptions, match=r"Expected argument `num_classes`|num_classes"):
+        named("torchmetrics.classification:MulticlassF1Score", num_classes=1)
+
+
+def test_other_threads_dtype_is_as_it_was() -> None:
+    evaluated(3, named("torchmetrics.classification:MulticlassAUROC", num_classes=CLASSES))
+    assert torch.get_default_dtype() == torch.float32

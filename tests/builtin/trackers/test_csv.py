@@ -1,0 +1,56 @@
+"""The CSV file has each step's rows once, whatever happened to the run."""
+
+import csv
+from pathlib import Path
+
+from ddpforge.builtin.trackers.csv import CSVTracker
+
+
+def started(folder: Path, resumed_at: int | None = None) -> CSVTracker:
+    tracker = CSVTracker()
+    tracker.start(name="run", folder=folder, config={}, resumed_at=resumed_at)
+    return tracker
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_line_for_every_row_and_a_column_for_every_metric(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    tracker.log(1, {"train/loss": 0.1 + 0.2, "lr": 1e-3})
+    tracker.log(1, {"eval/loss": float("nan")})
+    tracker.log(2, {"train/loss": 0.25, "lr": 1e-3})
+    assert rows(tmp_path) == [
+        {"step": "1", "train/loss": "0.30000000000000004", "lr": "0.001", "eval/loss": ""},
+        {"step": "1", "train/loss": "", "lr": "", "eval/loss": "nan"},
+        {"step": "2", "train/loss": "0.25", "lr": "0.001", "eval/loss": ""},
+    ]
+
+
+def test_a_rewind_takes_later_rows_out(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    for step in (1, 2, 3):
+        tracker.log(step, {"train/loss": 1.0})
+    tracker.rewind(1)
+    tracker.log(2, {"train/loss": 2.0})
+    assert [(row["step"], row["train/loss"]) for row in rows(tmp_path)] == [("1", "1.0"), ("2", "2.0")]
+
+
+def test_a_resume_goes_on_after_its_step_also_where_a_line_was_cut_short(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    for step in (1, 2, 3):
+        tracker.log(step, {"train/loss": 1.0})
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("2")
+    tracker = started(tmp_path, resumed_at=2)
+    tracker.log(3, {"train/loss": 3.0, "eval/loss": 4.0})
+    found = [(row["step"], row["train/loss"], row["eval/loss"]) for row in rows(tmp_path)]
+    assert found == [("1", "1.0", ""), ("2", "1.0", ""), ("3", "3.0", "4.0")]
+
+
+def test_a_run_that_begins_anew_has_none_of_the_earlier_rows(tmp_path: Path) -> None:
+    started(tmp_path).log(1, {"train/loss": 1.0})
+    started(tmp_path)
+    assert rows(tmp_path) == []

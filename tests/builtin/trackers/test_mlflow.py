@@ -1,0 +1,136 @@
+"""MLflow's own client sees the run that belongs to the folder, with metrics by step; MLflow cannot end training."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mlflow import MlflowClient
+from PIL import Image
+
+from ddpforge.builtin.trackers.mlflow import MLflowTracker
+from ddpforge.interfaces import Histogram
+from ddpforge.training.trackers import TrackerGroup
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
+        monkeypatch.delenv(name)
+    for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database takes seconds to be made
+    return tmp_path
+
+
+@pytest.fixture
+def uri(folder: Path) -> str:
+    return f"file:{folder}/mlflow"
+
+
+CONFIG = {"optimizer": {"lr": 0.1, "use": "adamw"}, "name": "run", "vars": {}}
+
+
+def started(folder: Path, uri: str, resumed_at: int | None = None, **options: Any) -> MLflowTracker:
+    tracker = MLflowTracker(experiment=f"of {folder.name}", uri=uri, **options)
+    tracker.start(name="run", folder=folder, config=CONFIG, resumed_at=resumed_at)
+    return tracker
+
+
+def run_of(folder: Path, uri: str) -> Any:
+    """The only run of the test's experiment."""
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name(f"of {folder.name}")
+    (run,) = client.search_runs([experiment.experiment_id])
+    return run
+
+
+def history(folder: Path, uri: str, metric: str = "train/loss") -> list[tuple[int, float]]:
+    found = MlflowClient(uri).get_metric_history(run_of(folder, uri).info.run_id, metric)
+    return [(one.step, one.value) for one in sorted(found, key=lambda one: one.timestamp)]
+
+
+def test_metrics_by_step_the_recipe_tags_and_the_end(folder: Path, uri: str) -> None:
+    tracker = started(folder, uri, tags={"team": "a"})
+    for step in (1, 2, 3):
+        tracker.log(step, {"train/loss": 1.0 / step, "lr": 0.5})
+    tracker.finish(state="done", summary={})
+    run = run_of(folder, uri)
+    assert dict(history(folder, uri)) == pytest.approx({1: 1.0, 2: 0.5, 3: 1 / 3})
+    assert run.data.params == {"optimizer.lr": "0.1", "optimizer.use": "adamw", "name": "run"}
+    assert (run.info.status, run.info.run_name, run.data.tags["team"]) == ("FINISHED", "run", "a")
+    config = MlflowClient(uri).download_artifacts(run.info.run_id, "config.json")
+    assert json.loads(Path(config).read_text()) == CONFIG
+
+
+@pytest.mark.parametrize(("state", "status"), [("stopped", "KILLED"), ("failed", "FAILED"), ("diverged", "FAILED")])
+def test_how_a_run_ended(folder: Path, uri: str, state: str, status: str) -> None:
+    started(folder, uri).finish(state=state, summary={})
+    assert (run_of(folder, uri).info.status, run_of(folder, uri).data.tags["state"]) == (status, state)
+
+
+def test_a_resumed_run_is_the_same_run_and_later_values_count(folder: Path, uri: str) -> None:
+    tracker = started(folder, uri)
+    for step in (1, 2, 3):
+        tracker.log(step, {"train/loss": 1.0})
+    tracker.finish(state="stopped", summary={})
+    tracker = started(folder, uri, resumed_at=2)
+    tracker.log(3, {"train/loss": 3.0})
+    tracker.finish(state="done", summary={})
+    assert dict(history(folder, uri)) == {1: 1.0, 2: 1.0, 3: 3.0}
+    run = run_of(folder, uri)
+    assert (run.info.status, run.data.tags["resumed_at"], run.data.metrics["train/loss"]) == ("FINISHED", "2", 3.0)
+
+
+def test_everything_that_is_shown_is_an_artifact(folder: Path, uri: str) -> None:
+    tracker = started(folder, uri)
+    image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    tracker.show(7, "samples/ema", image, "image")
+    tracker.show(7, "gradients", Histogram((1, 2), (0.0, 0.5, 1.0)), "histogram")
+    tracker.show(7, "story", "once", "text")
+    tracker.show(7, "worst", [{"id": 3, "loss": 0.5}, {"id": 4, "loss": None}], "table")
+    tracker.finish(state="done", summary={})
+    run = run_of(folder, uri).info.run_id
+    shown = Path(MlflowClient(uri).download_artifacts(run, "shown"))
+    assert np.array_equal(np.asarray(Image.open(shown / "samples/ema/step-000000007.png")), image)
+    histogram = json.loads((shown / "gradients/step-000000007.json").read_text())
+    assert histogram == {"counts": [1, 2], "edges": [0.0, 0.5, 1.0], "nonfinite": 0}
+    assert (shown / "story/step-000000007.txt").read_text() == "once"
+    table = json.loads((shown / "worst/step-000000007.json").read_text())
+    assert table == {"columns": ["id", "loss"], "data": [[3, 0.5], [4, None]]}
+
+
+def test_the_environment_beats_the_recipe(folder: Path, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", f"of {folder.name}")
+    tracker = MLflowTracker(experiment="another", uri="http://127.0.0.1:9")
+    tracker.start(name="run", folder=folder, config=CONFIG, resumed_at=None)
+    tracker.finish(state="done", summary={})
+    assert run_of(folder, uri).info.status == "FINISHED"
+
+
+def test_a_server_that_is_not_there_costs_the_tracker_and_not_the_run(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = TrackerGroup({"mlflow": MLflowTracker(experiment="e", uri="http://127.0.0.1:9")})
+    group.start(name="run", folder=folder, config={}, resumed_at=None)
+    group.log(1, {"train/loss": 1.0})
+    group.finish(state="done", summary={})
+    assert [text.partition(":")[0] for text in caplog.messages if "tracker" in text] == [
+        "tracker mlflow failed and is off from here on"
+    ]
+
+
+def test_a_request_that_fails_is_told_at_the_next_row(folder: Path, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = started(folder, uri)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(MlflowClient, "log_batch", fail)
+    tracker.log(1, {"train/loss": 1.0})
+    tracker._queue.shutdown(wait=True)
+    with pytest.raises(ConnectionError, match="gone"):
+        tracker.log(2, {"train/loss": 1.0})

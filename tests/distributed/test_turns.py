@@ -1,0 +1,63 @@
+"""The GAN recipe in small: one curve on 1, 2 and 4 ranks and under FSDP, and a resume in the middle that is exact."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launched import Ranks
+from sharding import weights_in
+
+SMALL = (
+    *("train.eval_every=6st", "checkpoint.every=99st", "track.every=1st", "model.width=32"),
+    *("train.global_batch=16", "optimizer.turns.discriminator.repeats=2", "optimizer.turns.discriminator.fresh=true"),
+)
+CURVE = ("train/loss", "train/grad_norm", "train/loss/discriminator", "train/grad_norm/generator", "lr/generator")
+
+
+@pytest.fixture
+def gan(ddpforge: Callable[..., Ranks]) -> Callable[..., Ranks]:
+    def run(name: str, *sets: str, nproc: int = 1, steps: int = 4, **more: Any) -> Ranks:
+        every = (*SMALL, f"name={name}", f"train.length={steps}st", *sets)
+        return ddpforge("run", "gan", *(f"--set={one}" for one in every), nproc=nproc, **more)
+
+    return run
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, Path(f"runs/{name}/metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "train/loss" in line]
+
+
+def assert_the_same(one: str, other: str) -> None:
+    for key in CURVE:
+        assert [row[key] for row in rows(one)] == pytest.approx([row[key] for row in rows(other)], rel=1e-5), key
+    first, second = (weights_in(max(Path(f"runs/{name}/checkpoints").glob("step-*"))) for name in (one, other))
+    for name, weight in first.items():
+        torch.testing.assert_close(weight, second[name], rtol=1e-4, atol=1e-6)
+
+
+def test_one_curve_on_any_number_of_ranks_and_in_one_go_or_two(
+    gan: Callable[..., Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flat = ("schedule.use=constant", "optimizer.turns.generator.schedule={use='constant', warmup='2st'}")
+    gan("one", *flat)
+    assert [row["samples"] for row in rows("one")] == [32, 64, 96, 128]  # two draws a step
+    assert [row["lr/generator"] / rows("one")[2]["lr/generator"] for row in rows("one")] == [1 / 2, 1, 1, 1]
+    gan("four", *flat, nproc=4)
+    assert_the_same("one", "four")
+    gan("resumed", *flat, "strategy.use=fsdp", nproc=2, steps=3)
+    gan("resumed", *flat, "strategy.use=fsdp", nproc=2, steps=4)
+    assert_the_same("one", "resumed")
+
+
+def test_what_cannot_take_turns_is_refused_before_training(gan: Callable[..., Ranks]) -> None:
+    for strategy, key in (("deepspeed", "optimizer.turns"), ("ddp", "")):
+        sets = [f"strategy.use={strategy}"] + (["strategy.compression=powersgd"] if not key else [])
+        failed = gan("no", *sets, fails=True)
+        assert failed.codes == [2]
+        assert "makes one update a step, and [optimizer.turns] asks for several" in failed.stderr
+        assert "Traceback" not in failed.stderr

@@ -1,0 +1,125 @@
+"""Each turn trains its own parameters, under every strategy that takes turns: numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from forked import Training, in_ranks, saved
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from ddpforge.interfaces import Strategy
+from ddpforge.strategies.ddp import DDP
+from ddpforge.strategies.fsdp import FSDP
+from ddpforge.strategies.several import InTurns
+
+
+class Product(nn.Module):
+    """a·b·x, of two elements each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.tensor([1.0, 1.0])), nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a * self.b * x
+
+
+def optimizer(weights: Any) -> InTurns:
+    a, b = weights
+    return InTurns({"a": SGD([a], lr=1.0, momentum=0.9), "b": SGD([b], lr=1.0)}, {"a": None, "b": 2.0})
+
+
+def take(training: Training, turn: str, *inputs: Tensor) -> float:
+    with training.replica.turn(turn):
+        training.model = training.replica.module
+        return training.step(*inputs)
+
+
+def whole(training: Training) -> dict[str, list[float]]:
+    """The weights, of which a rank may hold a part, put together over ranks."""
+    found = {}
+    for name, part in training.replica.weights.parts().items():
+        mine = torch.zeros(part.shape).flatten()
+        mine[part.region.start : part.region.stop] = part.tensor.flatten()
+        found[name] = (training.world.all.sum(mine) / part.replicas).tolist()
+    return found
+
+
+def duel(build: Callable[[], Strategy]) -> Callable[[int], Any]:
+    """Both turns of a step; ranks have 1 and 2 for x, in two micro-batches of a half each."""
+
+    def action(rank: int) -> Any:
+        training = Training(build(), Product, optimizer)
+        half = torch.full((2,), (rank + 1.0) / 2)
+        norms = [take(training, turn, half, half) for turn in ("a", "b")]
+        clean = all(p.grad is None and p.requires_grad for p in training.replica.bare.parameters())
+        state = training.replica.state()
+        return norms, whole(training), clean, {name: sorted(entry) for name, entry in state.optimizer.items()}
+
+    return action
+
+
+@pytest.mark.parametrize(
+    "build", [DDP, FSDP, lambda: FSDP(replicas=2), lambda: DDP(static_graph=True), lambda: FSDP(accumulate="whole")]
+)
+def test_the_second_turn_sees_what_the_first_has_done(build: Callable[[], Strategy]) -> None:
+    """The gradient of a is 1.5·b, that of b then 1.5·a with the new a, clipped to a norm of 2."""
+    (norms, weights, clean, state), other = in_ranks(2, duel(build))
+    assert norms == pytest.approx([math.hypot(1.5, 3.0), math.hypot(0.75, 3.0)])
+    assert weights["a"] == pytest.approx([1 - 1.5, 1 - 3.0])
+    factor = 2 / math.hypot(0.75, 3.0)
+    assert weights["b"] == pytest.approx([1 + 0.75 * factor, 2 + 3.0 * factor])
+    assert clean
+    assert state == {"a": ["momentum_buffer"]}
+    assert other[:2] == (norms, weights)
+
+
+def test_state_goes_back_to_the_optimizer_of_its_parameter() -> None:
+    def action(rank: int) -> Any:
+        one, other = (Training(DDP(), Product, optimizer) for _ in range(2))
+        take(one, "a", torch.ones(2))
+        other.replica.load_state(saved(one.state()))
+        for training in (one, other):
+            take(training, "b", torch.ones(2))
+            take(training, "a", torch.ones(2))
+        return one.weights(), other.weights()
+
+    ((one, other),) = in_ranks(1, action)
+    assert one == other
+    assert one["a"] != [1.0, 1.0]
+
+
+def test_a_gradient_that_is_not_finite_leaves_out_one_update() -> None:
+    def action(rank: int) -> Any:
+        training = Training(DDP(), Product, optimizer)
+        norms = [take(training, "a", torch.full((2,), math.nan if rank else 1.0)), take(training, "b", torch.ones(2))]
+        return norms, training.weights()
+
+    for norms, weights in in_ranks(2, action):
+        assert math.isnan(norms[0])
+        assert weights["a"] == [1.0, 1.0]
+        assert weights["b"] == pytest.approx([0.0, 1.0])
+
+
+def test_a_turn_that_does_not_use_its_parameters_is_told_so() -> None:
+    class Half(Product):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a * x
+
+    def action(rank: int) -> str:
+        training = Training(FSDP(), lambda: nn.Sequential(Half()), optimizer)
+        take(training, "a", torch.ones(2))
+        try:
+            take(training, "b", torch.ones(2, requires_grad=True))
+        except Exception as error:
+            return f"{error} {getattr(error, 'hints', '')}"
+        return ""
+
+    for said in in_ranks(2, action):
+        assert "`0.b` got no gradient" in said
+        assert "optimizer.turns.b.parameters" in said

@@ -1,0 +1,147 @@
+"""Whether less or more of a metric is better is declared by the metric, once; what decides by it follows."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddpforge.components.registry import Registry
+from ddpforge.errors import RecipeError
+from ddpforge.recipe import load_recipe
+from ddpforge.runs.folder import recipe_changes
+from ddpforge.training.parts import Parts
+
+RECIPE = """
+recipe = 1
+name = "run"
+[model]
+use = "mlp"
+inputs = 64
+outputs = 10
+[data.train]
+use = "digits"
+split = "train"
+[data.eval]
+use = "digits"
+split = "test"
+[task]
+use = "classification"
+metrics = ["accuracy", "./mine.py:Reach"]
+[optimizer]
+use = "sgd"
+lr = 0.1
+[train]
+length = "4st"
+global_batch = 8
+[checkpoint.keep]
+best = 1
+by = "eval/reach"
+[callbacks.early_stopping]
+metric = "eval/reach"
+patience = 1
+"""
+CODE = """
+from ddpforge.interfaces import Metric, Task, Total
+
+class Reach(Metric):
+    name = "reach"
+    def __init__(self, less: bool | None = True) -> None:
+        self.lower_is_better = less
+    def __call__(self, outputs, targets):
+        return Total(outputs.sum(), len(outputs))
+
+class Root(Reach):
+    def finish(self, sum, count):
+        return float((sum / count) ** 2)
+
+class Own(Task):
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+    def loss(self, model, batch):
+        outputs = model(batch[0])
+        return outputs.sum(), outputs
+    def metrics(self, outputs, batch):
+        return {metric.name: metric(outputs, batch[1]) for metric in self._metrics}
+"""
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Parts]:
+    """The parts of the recipe under `sets`, as far as they are known before ranks join; raises what is wrong."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(RECIPE)
+    Path("mine.py").write_text(CODE)
+
+    def make(*sets: str) -> Parts:
+        registry = Registry.installed()
+        parts = Parts(load_recipe("run.toml", sets=sets, registry=registry), registry)
+        parts.foresee(ranks=1, device="cpu")
+        parts.report()
+        return parts
+
+    return make
+
+
+def reach(**options: bool) -> str:
+    """The setting for the task's metrics."""
+    told = "".join(f", {key}={str(value).lower()}" for key, value in options.items())
+    return f"task.metrics=['accuracy', {{use='./mine.py:Reach'{told}}}]"
+
+
+@pytest.mark.parametrize(("less", "mode"), [(True, "min"), (False, "max")])
+def test_what_a_metric_declares_is_part_of_the_resolved_recipe(
+    parts: Callable[..., Parts], less: bool, mode: str
+) -> None:
+    built = parts(reach(less=less))
+    assert built.recipe.checkpoint.keep.mode == built.recipe.callbacks["early_stopping"].options["mode"] == mode
+    assert built.callbacks["early_stopping"]._best._sign == (-1.0 if less else 1.0)  # type: ignore[attr-defined]
+    again = load_recipe(_written(built), registry=Registry.installed())
+    assert again.recipe.checkpoint.keep == built.recipe.checkpoint.keep
+    assert again.tables == built.loaded.tables
+
+
+def _written(built: Parts) -> Path:
+    Path("resolved.toml").write_text(built.loaded.dumps())
+    return Path("resolved.toml")
+
+
+def test_one_of_several_numbers_and_of_several_sets_is_the_metrics(parts: Callable[..., Parts]) -> None:
+    Path("run.toml").write_text(
+        RECIPE.replace("[data.eval]", "[data.eval.far]").replace("eval/reach", "eval/far/reach/most")
+    )
+    assert parts().recipe.checkpoint.keep.mode == "min"
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_recipe_has_the_last_word(parts: Callable[..., Parts], mode: str) -> None:
+    assert parts(f"checkpoint.keep.mode={mode}").recipe.checkpoint.keep.mode == mode
+
+
+def test_a_name_that_tells_needs_no_mode(parts: Callable[..., Parts]) -> None:
+    built = parts("checkpoint.keep.by=eval/accuracy", "callbacks.early_stopping.metric=eval/loss")
+    assert built.recipe.checkpoint.keep.mode is None
+    assert "mode" not in built.loaded.tables["callbacks"]["early_stopping"]
+
+
+def test_where_nobody_tells_the_mode_is_required(parts: Callable[..., Parts]) -> None:
+    silent = "task.metrics=['accuracy']"
+    with pytest.raises(RecipeError) as refused:
+        parts(silent)
+    assert {problem.key for problem in refused.value.problems} == {"checkpoint.keep.by", "callbacks.early_stopping"}
+    assert all('less or more of "eval/reach" is better' in problem.message for problem in refused.value.problems)
+    parts(silent, "checkpoint.keep.mode=max", "callbacks.early_stopping.mode=min")
+
+
+def test_a_metric_that_has_changed_its_mind_is_a_change_of_the_recipe(parts: Callable[..., Parts]) -> None:
+    before, after = (parts(reach(less=less)).loaded.tables for less in (True, False))
+    changes = {change.path: (change.old, change.new) for change in recipe_changes(before, after)}
+    assert changes["checkpoint.keep.mode"] == changes["callbacks.early_stopping.mode"] == ("min", "max")
+
+
+def test_a_task_must_say_who_finishes_what_is_no_mean(parts: Callable[..., Parts]) -> None:
+    """A plain mean needs nobody."""
+    parts("task={use='./mine.py:Own', metrics=['./mine.py:Reach']}", "checkpoint.keep.mode=min",
+          "callbacks.early_stopping.mode=min")  # fmt: skip
+    with pytest.raises(RecipeError, match=r"task `./mine.py:Own` does not say who finishes reach, which is no mean"):
+        parts("task={use='./mine.py:Own', metrics=['./mine.py:Root']}", "checkpoint.keep.mode=min",
+              "callbacks.early_stopping.mode=min")  # fmt: skip

@@ -1,0 +1,212 @@
+"""Several updates a step: which there are, what each is computed from, and what is reported of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from ddpforge.data import MicroBatch
+from ddpforge.errors import PluginError
+from ddpforge.interfaces import Task, Total
+from ddpforge.recipe.schema import Component, TurnComponent
+from ddpforge.strategies.several import InTurns, Several, members
+from ddpforge.training.first_look import name_of
+from ddpforge.training.one_turn import finished, of_turns, turns_of
+from ddpforge.training.parameter_groups import parameters_of_turns
+from ddpforge.training.rates import Rates
+from ddpforge.training.turns import Turns, draws_of
+
+
+def turn(**settings: Any) -> TurnComponent:
+    return TurnComponent.model_validate({"use": "sgd"} | settings)
+
+
+class Duel(Task):
+    turns = ("d", "g")
+
+    def loss(self, model: nn.Module, batch: Any, turn: str = "") -> tuple[Tensor, Any]:
+        return torch.tensor(2.0 if turn == "d" else 3.0), turn
+
+
+class Noted:
+    """A stepper, and the replica around it, that note what they are asked for; norms are given."""
+
+    def __init__(self, norms: Iterable[float] = (3.0, 4.0, 12.0)) -> None:
+        self.seen: list[tuple[str, int, list[float]]] = []
+        self.norms, self.now = iter(norms), ""
+
+    @contextmanager
+    def turn(self, name: str) -> Iterator[None]:
+        self.now = name
+        yield
+        self.now = "outside"
+
+    def train(
+        self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool, update: int
+    ) -> tuple[dict[str, Total], Tensor]:
+        self.seen.append((self.now, update, [micro.data for micro in micro_batches]))
+        return {"loss": Total(torch.tensor(6.0), 2)}, torch.tensor(next(self.norms))
+
+
+def batches(number: int) -> Iterator[tuple[MicroBatch, Iterator[MicroBatch]]]:
+    """Global batches 1, 2, … of two micro-batches each: n, and n and a half."""
+    for n in range(1, number + 1):
+        two = [MicroBatch(n + half, 1, 2, bool(half), 0, 0) for half in (0.0, 0.5)]
+        yield two[0], iter(two)
+
+
+def run(turns: dict[str, TurnComponent], norms: Iterable[float] = (3.0, 4.0, 12.0)) -> tuple[Noted, Any]:
+    noted = Noted(norms)
+    steps: Any = Turns(noted, dict.fromkeys(turns, noted), turns)  # type: ignore[arg-type]
+    return noted, steps.train(1, batches(steps.draws), measure=True)
+
+
+# ---------------------------------------------------------------------------------------------- updates and draws
+def test_turns_share_the_batch_of_the_step() -> None:
+    noted, (totals, norm) = run({"d": turn(), "g": turn()})
+    assert noted.seen == [("d", 0, [1.0, 1.5]), ("g", 1, [1.0, 1.5])]
+    assert norm.item() == 5.0  # of the whole step: 3 and 4 are of different parameters
+    assert sorted(totals) == ["grad_norm/d", "grad_norm/g", "loss/d", "loss/g"]
+
+
+def test_a_critic_with_samples_of_its_own_and_a_generator_that_uses_the_last() -> None:
+    noted, (totals, norm) = run({"d": turn(repeats=2, fresh=True), "g": turn()})
+    assert noted.seen == [("d", 0, [1.0, 1.5]), ("d", 1, [2.0, 2.5]), ("g", 2, [2.0, 2.5])]
+    assert (totals["loss/d"].sum, totals["loss/d"].count) == (12.0, 4)  # a mean over both
+    assert totals["grad_norm/d"].sum.item() == pytest.approx((25 / 2) ** 0.5)
+    assert norm.item() == pytest.approx((25 / 2 + 144) ** 0.5)
+
+
+def test_a_gradient_that_is_not_finite_marks_the_step_and_not_the_other_updates() -> None:
+    noted, (totals, norm) = run({"d": turn(repeats=2), "g": turn()}, [torch.nan, 4.0, 12.0])
+    assert len(noted.seen) == 3
+    assert norm.isnan()
+    assert totals["grad_norm/g"].sum == 12.0
+
+
+@pytest.mark.parametrize(
+    ("turns", "draws"),
+    [
+        ({}, 1),
+        ({"d": turn(), "g": turn()}, 1),
+        ({"d": turn(fresh=True), "g": turn(fresh=True)}, 2),
+        ({"d": turn(repeats=5, fresh=True), "g": turn()}, 5),
+        ({"d": turn(repeats=5), "g": turn(fresh=True)}, 2),
+        ({"d": turn(repeats=5, fresh=True), "g": turn(repeats=2, fresh=True)}, 7),
+    ],
+)
+def test_a_step_draws_what_its_updates_ask_for(turns: dict[str, TurnComponent], draws: int) -> None:
+    assert draws_of(turns) == draws
+
+
+# ---------------------------------------------------------------------------------------------- the task
+def test_each_turn_sees_the_task_with_its_own_loss() -> None:
+    views = of_turns(Duel())
+    assert [(name, float(view.loss(nn.Identity(), None)[0])) for name, view in views.items()] == [
+        ("d", 2.0),
+        ("g", 3.0),
+    ]
+    assert views["d"].count(None) is None
+    assert name_of(views["d"]) == "Duel"
+    assert views["g"].finish({"loss": 1.0}) == {"loss/g": 1.0}
+
+
+def test_a_task_without_turns_is_itself() -> None:
+    class Plain(Task):
+        def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+            raise NotImplementedError
+
+    task = Plain()
+    assert of_turns(task) == {"": task}
+    assert finished(task, {"loss": 1.0}) == {"loss": 1.0}
+
+
+def test_the_loss_of_a_step_is_the_sum_over_its_turns() -> None:
+    assert finished(Duel(), {"loss/d": 2.0, "loss/g": 3.0, "x/d": 1.0})["loss"] == 5.0
+
+
+@pytest.mark.parametrize("names", ["dg", ("a/b",), (1,), ("",)])
+def test_names_of_turns_are_names(names: Any) -> None:
+    task = Duel()
+    task.turns = names
+    with pytest.raises(PluginError, match="must be names of letters"):
+        turns_of(task)
+
+
+# ---------------------------------------------------------------------------------------------- the parameters
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.d, self.g, self.shared = nn.Linear(2, 1), nn.Linear(1, 2), nn.Linear(1, 1, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("turns", "said"),
+    [
+        ({"d": ["d.*"], "g": ["g.*"]}, "parameter `shared.weight` is in no turn, and must be in one"),
+        ({"d": ["d.*", "s*"], "g": ["g.*", "shared.*"]}, "`shared.weight` is in the turns d and g"),
+        ({"d": ["d.*"], "g": ["h.*"]}, "optimizer.turns.g.parameters: `h.*` matches no parameter; near it are"),
+    ],
+)
+def test_a_parameter_is_in_one_turn(turns: dict[str, list[str]], said: str) -> None:
+    with pytest.raises(ValueError, match=r"\w") as found:
+        parameters_of_turns(Pair(), turns)
+    assert said in str(found.value)
+
+
+def test_parameters_of_turns_are_in_the_models_order() -> None:
+    found = parameters_of_turns(Pair(), {"g": ["shared.*", "g.*"], "d": ["d.*"]})
+    assert found == {"g": ["g.weight", "g.bias", "shared.weight"], "d": ["d.weight", "d.bias"]}
+
+
+def test_a_tied_parameter_is_in_both_turns_that_name_it() -> None:
+    pair = Pair()
+    pair.g.weight = pair.d.bias  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"`d.bias` is in the turns d and g"):
+        parameters_of_turns(pair, {"d": ["d.*", "shared.*"], "g": ["g.*"]})
+
+
+# ---------------------------------------------------------------------------------------------- the optimizers
+def in_turns() -> tuple[Pair, InTurns]:
+    pair = Pair()
+    inner = Several({"": SGD(pair.g.parameters(), lr=0.5), "s": SGD(pair.shared.parameters(), lr=2.0)})
+    return pair, InTurns({"d": AdamW(pair.d.parameters(), lr=0.1), "g": inner}, {"d": None, "g": 1.0})
+
+
+def test_several_optimizers_look_like_one() -> None:
+    pair, optimizer = in_turns()
+    assert [name for name, _ in members(optimizer)] == ["d", "g", "g/s"]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5, 2.0]
+    for parameter in pair.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = pair.shared.weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(pair.shared.weight.detach(), before - 2.0)
+    assert set(optimizer.state) == set(pair.d.parameters())
+
+
+def test_a_turn_may_have_a_schedule_of_its_own() -> None:
+    _, optimizer = in_turns()
+    rates = Rates(optimizer, lambda step: 1.0, {"g": lambda step: 1 / (step + 1)})
+    rates.set(1)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.25, 1.0]
+    assert rates.named() == {"d": 0.1, "g": 0.25}
+    rates.set(0)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5, 2.0]
+
+
+def test_one_optimizer_has_one_rate() -> None:
+    optimizer = SGD(Pair().parameters(), lr=0.5)
+    rates = Rates(optimizer, lambda step: 0.5, {})
+    rates.set(0)
+    assert (optimizer.param_groups[0]["lr"], rates.named()) == (0.25, {})
+
+
+def test_a_schedule_of_a_turn_is_a_component() -> None:
+    assert turn(schedule={"use": "cosine"}).schedule == Component(use="cosine")
