@@ -39,7 +39,7 @@ class Contrastive(Task):
         """The cross-entropy of this rank's views, and what the first ones found: similarities, and the right places."""
         first, second = pair(batch, "contrastive", "(one view, another view)")
         embedded = F.normalize(one_tensor(model(torch.cat([first, second])), "contrastive").float(), dim=-1)
-        views = embedded.unflatten(0, (2, len(first))).transpose(0, 1)
+        views = torch.stack(embedded.chunk(2), dim=1)
         everyones, begin = self._ranks.gather(views)
 
         similar = [views[:, i] @ everyones[:, 1 - i].T / self.temperature for i in (0, 1)]

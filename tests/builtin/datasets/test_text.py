@@ -87,6 +87,153 @@ def test_of_one_file_the_tail_is_held_out(file: Path, fraction: float, cut: int)
     ("fraction", "held_out"), [(0.01, [5]), (0.2, [2, 7]), (0.3, [1, 5, 8]), (0.99, [0, 1, 2, 3, 5, 6, 7, 8, 9])]
 )
 def test_of_a_folder_whole_files_are_held_out_evenly_spread(folder: Path, fraction: float, held_out: list[int]) -> None:
+    parts = {}
+    split: Literal["train", "eval"]
+    for split in ("train", "eval"):
+        found = tokens(Text(path=folder, split=split, block_size=1, eval_fraction=fraction))
+        assert found == sorted(found)
+        parts[split] = sorted(set(found))
+        assert len(found) == 20 * len(parts[split])
+    assert parts == {"eval": held_out, "train": [n for n in range(10) if n not in held_out]}
+
+
+def test_suffixes_choose_among_the_files_of_a_folder(folder: Path) -> None:
+    (folder / "notes.md").write_bytes(bytes([77] * 20))
+    assert 77 in tokens(Text(path=folder, split="train", block_size=1))
+    assert 77 not in tokens(Text(path=folder, split="train", block_size=1, suffixes=[".txt"]))
+
+
+def test_without_a_path_it_is_the_source_of_the_standard_library() -> None:
+    train, held_out = Text(split="train"), Text(split="eval")
+    assert 5_000_000 < (len(train) + len(held_out)) * 256 < 50_000_000
+    assert 0.05 < len(held_out) / (len(train) + len(held_out)) < 0.2
+    assert torch.equal(train[1000][0], Text(split="train")[1000][0])
+
+
+# ---------------------------------------------------------------------------------------------- tokens
+def test_characters_are_numbered_in_order_over_both_splits(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("abcabcab\nß", encoding="utf-8")
+    train = Text(path=file, split="train", block_size=1, level="characters", eval_fraction=0.2)
+    held_out = Text(path=file, split="eval", block_size=1, level="characters", eval_fraction=0.2)
+    assert train.alphabet == held_out.alphabet == "\nabcß"
+    assert train.vocab_size == held_out.vocab_size == 5
+    assert tokens(train) == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert tokens(held_out) == [0, 4]
+
+
+def test_more_than_256_characters_keep_their_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("".join(map(chr, range(0x4E00, 0x4E00 + 500))), encoding="utf-8")
+    data = Text(path=file, split="train", block_size=1, level="characters")
+    assert data.vocab_size == 500
+    assert tokens(data) == list(range(450))
+
+
+def test_bytes_have_a_vocabulary_of_256_whatever_occurs(file: Path) -> None:
+    data = Text(path=file, split="train", block_size=8)
+    assert (data.vocab_size, data.block_size, data.level, data.random) == (256, 8, "bytes", False)
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+def test_too_little_text_says_how_much_there_is_and_how_much_is_needed(file: Path) -> None:
+    with pytest.raises(ValueError, match=r"the eval part of .* holds 10 bytes; .*block_size = 10 needs 11"):
+        Text(path=file, split="eval", block_size=10)
+    assert len(Text(path=file, split="eval", block_size=9)) == 1
+
+
+def test_an_empty_file_is_too_little_text(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ValueError, match="holds 0 characters"):
+        Text(path=tmp_path / "empty.txt", split="train", level="characters")
+
+
+def test_a_missing_path_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match=r"no such file or folder: .*nowhere"):
+        Text(path=tmp_path / "nowhere", split="train")
+
+
+def test_no_file_with_the_suffix_is_named(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no files ending in \['\.rst'\]"):
+        Text(path=folder, split="train", suffixes=[".rst"])
+
+
+def test_suffixes_without_a_folder_are_refused(file: Path) -> None:
+    for path in (file, None):
+        with pytest.raises(ValueError, match="suffixes chooses among the files of a folder"):
+            Text(path=path, split="train", suffixes=[".txt"])
+
+
+def test_characters_of_a_file_that_is_not_utf8_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes("straße".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin.txt is not UTF-8: .* position 4.*level = \"bytes\""):
+        Text(path=tmp_path / "latin.txt", split="train", level="characters")
+
+
+# ---------------------------------------------------------------------------------------------- streams
+@pytest.mark.parametrize("block_size", [1, 7, 898, 899])
+def test_a_stream_has_the_samples_of_the_text_in_memory(tmp_path: Path, block_size: int) -> None:
+    content = bytes(range(250)) * 4
+    (tmp_path / "whole.txt").write_bytes(content)
+    (tmp_path / "head.txt").write_bytes(content[:900])
+    memory = Text(path=tmp_path / "whole.txt", split="train", block_size=block_size)
+    stream = StreamedText(path=tmp_path / "head.txt", block_size=block_size)
+
+    streamed = stream.collate(list(stream))
+    held = memory.__getitems__(list(range(len(memory))))
+    assert torch.equal(streamed[0], held[0])
+    assert torch.equal(streamed[1], held[1])
+    assert streamed[0].dtype == torch.int64
+
+
+def test_blocks_continue_over_the_ends_of_files_and_reads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpforge.builtin.datasets.text._CHUNK", 7)
+    stream = StreamedText(path=folder, block_size=30)
+    assert [sample[0] for sample in stream] == [0, 1, 3, 4, 6, 7]
+    assert all(len(sample) == 31 for sample in stream)
+
+
+def test_it_is_the_same_at_every_pass_unless_files_are_shuffled(folder: Path) -> None:
+    def epochs(shuffle_files: bool) -> list[list[bytes]]:
+        stream = StreamedText(path=folder, block_size=19, shuffle_files=shuffle_files)
+        passes = []
+        for epoch in (0, 1, 0):
+            stream.set_epoch(epoch)
+            passes.append(list(stream))
+        return passes
+
+    first, second, again = epochs(shuffle_files=False)
+    assert first == second == again
+    first, second, again = epochs(shuffle_files=True)
+    assert first == again != second
+
+
+def test_a_stream_has_no_length_and_no_index_and_survives_pickling(folder: Path) -> None:
+    stream = StreamedText(path=folder, block_size=8)
+    assert not hasattr(stream, "__len__")
+    assert not hasattr(stream, "__getitem__")
+    assert list(pickle.loads(pickle.dumps(stream))) == list(stream)
+
+
+def test_a_stream_too_short_for_one_sample_is_refused(file: Path) -> None:
+    assert len(list(StreamedText(path=file, block_size=99))) == 1
+    with pytest.raises(ValueError, match="holds 100 bytes; one sample of block_size = 100 needs 101"):
+        StreamedText(path=file, block_size=100)
+
+
+def tokens(data: Text) -> list[int]:
+    """The text that a dataset with blocks of one token was made from."""
+    inputs, targets = data.__getitems__(list(range(len(data))))
+    first: Tensor = inputs[0]
+    return [*first.tolist(), *targets.flatten().tolist()]
+
+
+def test_texts_are_classes_in_the_order_of_their_paths(tmp_path: Path) -> None:
+    """Of a folder whole files are held out, of a file its tail; what does not fill a block is left out."""
+    (tmp_path / "many").mkdir()
+    for name in "abcde":
+        (tmp_path / "many" / name).write_bytes(name.encode() * 6)
+    (tmp_path / "one").write_bytes(bytes(range(40)))
     paths = [tmp_path / "one", tmp_path / "many"]
     parts = {
         "train": TextClasses(split="train", paths=paths, block_size=4),
@@ -100,7 +247,7 @@ def test_of_a_folder_whole_files_are_held_out_evenly_spread(folder: Path, fracti
     with pytest.raises(ValueError, match="holds 8 bytes in this split, less than one block of 9"):
         TextClasses(split="eval", paths=paths, block_size=9)
     with pytest.raises(ValueError, match="classes are two or more"):
-        TextClasses(split="eval", paths=[tmp_path / "one"])
+        TextClasses(split="eval", paths=paths[:1])
 
 
 def test_packages_of_the_standard_library_are_classes() -> None:
