@@ -89,13 +89,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ranks: Connected, counts: list[int]) -> Tensor:
         ctx.ranks, ctx.counts = ranks, counts
-        blocks = ranks.collect(_filled(rows, max(counts))).split(max(counts) or 1)
+        blocks = torch.split(ranks.collect(_filled(rows, max(counts))), max(counts) or 1)
         return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=False)])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ranks, counts = ctx.ranks, ctx.counts
-        blocks = torch.cat([_filled(block, max(counts)) for block in gradient.split(counts)])
+        blocks = torch.cat([_filled(block, max(counts)) for block in torch.split(gradient, counts)])
         return ranks.share_out(blocks)[: counts[ranks.rank]], None, None
 
 
