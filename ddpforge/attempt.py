@@ -37,6 +37,7 @@ from ddpforge.runs.folder import (
 from ddpforge.runs.opening import Opened, mention_what_is_lost
 from ddpforge.runs.shown import ShownFiles
 from ddpforge.training.assemble import assemble, ending
+from ddpforge.training.left_out import has_left_out
 from ddpforge.training.loop import Trainer
 from ddpforge.training.memory import explained
 from ddpforge.training.parts import Parts
@@ -146,7 +147,8 @@ class Attempt:
         checkpoint = checkpoints.open()
         if checkpoint is None and self.world.is_main:
             mention_what_is_lost(self.folder)
-        init_from = None if checkpoint else self.recipe.checkpoint.init_from
+        initial = checkpoint is None or has_left_out(checkpoint.facts.loop)
+        init_from = self.recipe.checkpoint.init_from if initial else None
         trainer = self.trainer = assemble(
             self.parts,
             self.world,

@@ -61,6 +61,23 @@ def test_distil_digits_learns_without_labels(tmp_path: Path, ddpforge: Callable[
     assert rows(tmp_path / "runs/distil-digits", "eval/accuracy")[-1] >= 0.9
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("recipe", "promise", "metric", "least"),
+    [
+        ("contrastive-digits", "70 % or more of the 360 test scans", "eval/accuracy", 0.70),
+        ("multilabel-digits", "94 % or more of the labels", "eval/accuracy", 0.94),
+        ("segment-digits", "a mean intersection over union of 0.75 or more", "eval/iou", 0.75),
+    ],
+)
+def test_a_recipe_on_digits_does_what_its_header_promises(
+    tmp_path: Path, ddpforge: Callable[..., Ranks], recipe: str, promise: str, metric: str, least: float
+) -> None:
+    assert promise in header(recipe)
+    ddpforge("run", recipe, nproc=2)
+    assert rows(tmp_path / "runs" / recipe, metric)[-1] >= least
+
+
 def test_the_text_of_shakespeare_char_is_the_users(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
     """A text of 65 characters, told by the variable that the header names."""
     (tmp_path / "mine.txt").write_text("".join(map(chr, range(32, 97))) * 60)

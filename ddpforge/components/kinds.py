@@ -77,7 +77,7 @@ class KindSpec:
         return None if isinstance(built, base) else f"a {self.base.replace(':', '.')}"
 
     def adopt(self, component: Any) -> Any:
-        """What a recipe locates, as a component of this kind if it is another library's; imports no library for it."""
+        """Makes a component of this kind out of another library's class; anything else stays as it is."""
         for base, function in self.adopted.items():
             module, _, name = base.partition(":")
             if isinstance(component, type) and issubclass(component, getattr(sys.modules.get(module), name, ())):
@@ -206,7 +206,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 parameter="params",
                 given={"params": _parameters},
                 tables=(("optimizer",),),
-                framework_keys=("no_decay", "turns"),
+                framework_keys=("no_decay", "groups", "turns"),
                 settings=lambda: {"elementwise": bool},
             ),
             KindSpec(

@@ -128,7 +128,7 @@ def _elsewhere(kind: str, use: str) -> Iterator[str]:
     elif kind == "model" and re.fullmatch(r"(bert|gpt2|llama|roberta|t5|qwen|mistral|distilbert)\w*", name):
         yield "install ddpforge-transformers for the models of transformers"
     elif kind == "data" and name in ("hf", "huggingface", "datasets", "hfdatasets"):
-        yield "datasets of Hugging Face: `datasets:load_dataset` with path, split, …"
+        yield 'datasets of Hugging Face: use = "hugging_face" with path, split and columns'
     elif kind == "tracker" and name in ("tensorboard", "mlflow", "comet", "aim", "clearml", "neptune", "csv"):
         yield f"no tracker for {use} is installed; `ddpforge plugins new` begins one; metrics.jsonl is always written"
     elif kind == "optimizer" and name in ("lion", "adam8bit", "adamw8bit", "sophia", "lamb", "adan", "prodigy"):

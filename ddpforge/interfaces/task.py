@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from ddpforge.interfaces.beside import Beside
     from ddpforge.interfaces.shown import ShownKind
+    from ddpforge.interfaces.world import World
 
 __all__ = ["Metric", "Rows", "Task", "Total"]
 
@@ -33,7 +34,7 @@ class Total:
 
 
 class Rows:
-    """What a metric must see of all samples together, as the area under a curve does: a row for each of them.
+    """A row for each sample, of a metric that must see all samples together, as the area under a curve does.
 
     Columns are tensors of equal length. They are gathered from all ranks when an evaluation ends; training rows,
     which are no time to gather, leave such a metric out.
@@ -72,7 +73,7 @@ class Metric(ABC):
         """
 
     def finish(self, sum: Tensor, count: Tensor) -> float | Mapping[str, float]:
-        """What all batches and ranks add up to, as the number reported as `name`, or several as `name/KEY`.
+        """Makes the number reported as `name`, or several as `name/KEY`, of what all batches and ranks add up to.
 
         Called on every rank with float64 tensors on the CPU, and not where nothing was counted: that is NaN. Of a
         metric of rows the arguments are its columns instead: real numbers in float64, whole ones in int64.
@@ -95,6 +96,18 @@ class Task(ABC):
     metrics. It tells which `finish` makes numbers of a total and which direction is better. Both are asked of the task
     and not of a total: the direction before there is any, and `finish` also on a rank that had no sample.
     """
+
+    whole_batch: bool = False
+    """True of a loss that compares the samples of a step with each other, as InfoNCE does. Each rank then has some of
+    them, in one forward pass; what would break a step up further is refused before training. `world.data.gather` of the
+    world that `start` is told has what the other ranks computed.
+    """
+
+    def start(self, model: nn.Module, world: World) -> None:
+        """Called on every rank before the first step or evaluation, with the bare model: keep what `loss` needs.
+
+        A task that is only tried, before ranks join, is told a world of one rank.
+        """
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:

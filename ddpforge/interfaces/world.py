@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,10 @@ class Ranks(ABC):
 
     rank: int
     size: int
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """The ranks themselves: a copy of what holds them talks to the same."""
+        return self
 
     @property
     def is_main(self) -> bool:

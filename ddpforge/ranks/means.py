@@ -73,7 +73,7 @@ class Means:
         return {name: x for one in dict.fromkeys([*totals, *found]) for name, x in found.get(one, {}).items()}
 
     def _ends(self) -> list[int]:
-        """Where the numbers of each agreed name end, those of the news first."""
+        """The positions at which the numbers of each agreed name end, behind the one of the news."""
         sizes = (sum(math.prod(shape) for shape in form.added) + 1 for form in self._forms.values())
         return [*accumulate(sizes, initial=1)]
 

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from ddpforge.data import MicroBatch, RankShare, open_data
-from ddpforge.interfaces import Task
+from ddpforge.interfaces import Task, World
+from ddpforge.ranks.collectives import Alone
 from ddpforge.testing import companions
 from ddpforge.testing.cases import Case
 from ddpforge.testing.report import Breach, blame, source_of
 from ddpforge.training.beside import declared
+from ddpforge.training.one_turn import of_turns
 
 __all__ = ["SAMPLES", "Trial", "first_batch", "fresh", "settle", "trial_of"]
 
@@ -101,10 +103,14 @@ def _try(case: Case) -> Trial:
     batch = first_batch(data).data
     declared(task, model)
     task.check(model, data)
-    _, outputs = _pair(task, task.loss(model, batch))
+    alone = Alone()
+    task.start(model, World(all=alone, data=alone, device=alone.device, local_rank=0))
+    turns = list(of_turns(task).values())
+    for one in turns:
+        _, outputs = _pair(task, one.loss(model, batch))
     if case.kind == "metric":
         case.build()(outputs.detach(), batch[1])
-    return Trial(model, data, task, batch)
+    return Trial(model, data, turns[0], batch)
 
 
 class _WrongLoss(Breach):

@@ -22,6 +22,8 @@ from ddpforge.training.blocks import find_blocks, rework_blocks
 from ddpforge.training.contract import contract_of, prove
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fitness import watch_batchnorm
+from ddpforge.training.freezing import hold_statistics
+from ddpforge.training.left_out import has_left_out
 from ddpforge.training.loop import Trainer
 from ddpforge.training.optimizers import build_optimizer
 from ddpforge.training.parameter_groups import parameter_groups
@@ -77,7 +79,7 @@ def assemble(
         replica=replica,
         task=parts.task,
         optimizer=optimizer,
-        compares=_may_compare(contract_of(parts.strategy), recipe.train, parts.size.all),
+        compares=not parts.task.whole_batch and _may_compare(contract_of(parts.strategy), recipe.train, parts.size.all),
         schedule=parts.schedule,
         schedules=parts.schedules,
         plan=parts.plan,
@@ -107,7 +109,9 @@ def evaluating(parts: Parts, world: World, checkpoint: Reader, folder: Path) -> 
         replica = _prepared(parts, world, model, SGD(groups, lr=0.0))
         beside = place(parts.beside, parts.strategy, replica, world, begins=False)
         _start(parts, world, replica, Shows(Tracker(), is_main=world.is_main), folder, life)
-        restore_weights(replica, checkpoint)
+        if has_left_out(checkpoint.facts.loop) and (source := parts.recipe.checkpoint.init_from):
+            _initialise(replica, source, world, skip=parts.recipe.checkpoint.init_skip)
+        restore_weights(replica, checkpoint, world.all)
         restore_callbacks(parts.recipe, {**beside, **parts.callbacks}, checkpoint, world)
         yield _evaluator(parts, world, replica, beside)
         replica.close()
@@ -126,6 +130,7 @@ def _spread(parts: Parts) -> nn.Module:
         bare = parts.model
         if train.sync_batchnorm:
             bare = nn.SyncBatchNorm.convert_sync_batchnorm(bare)  # type: ignore[no-untyped-call]
+        hold_statistics(bare, train.freeze)
         return parts.strategy.wrap(bare, blocks)
 
 
@@ -164,6 +169,7 @@ def _start(parts: Parts, world: World, replica: Replica, shows: Shows, folder: P
         show=shows,
         gradients=replica.gradients_by_name,
     )
+    parts.task.start(replica.bare, world)
     for callback in parts.callbacks.values():
         callback.on_start(run)
         life.push(ending(callback.on_end))

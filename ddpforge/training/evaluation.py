@@ -16,6 +16,7 @@ from ddpforge.interfaces import Callback, Pass, Replica, Rows, Task, Total, Worl
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.one_turn import finished, of_turn, of_turns, reports_of
 from ddpforge.training.totals import Meter, add
+from ddpforge.training.whole_batch import check_whole
 
 __all__ = ["Evaluator", "prefix"]
 
@@ -96,6 +97,7 @@ class Evaluator:
 
         def passes() -> Iterator[Pass]:
             for number, micro in enumerate(micro_batches):
+                check_whole(self._task, micro)
                 batch = to_device(micro.data, self._world.device)
                 running.append((micro, batch))
                 seed = mix(self._seed, _EVALUATION, number, self._world.data.rank)

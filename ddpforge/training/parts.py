@@ -34,7 +34,7 @@ from ddpforge.errors import (
     UsageError,
 )
 from ddpforge.exchange.initial import find_initial
-from ddpforge.interfaces import Beside, Callback, Metric, Order, Schedule, Strategy, Task, Tracker, World
+from ddpforge.interfaces import Beside, Callback, EpochOrder, Metric, Order, Schedule, Strategy, Task, Tracker, World
 from ddpforge.plan import Plan
 from ddpforge.ranks.devices import device_type
 from ddpforge.recipe import LoadedRecipe, Recipe
@@ -51,15 +51,17 @@ from ddpforge.training.callbacks import check_callback, overriding
 from ddpforge.training.contract import Size, contract_of, count_parameters
 from ddpforge.training.evaluation import prefix
 from ddpforge.training.fitness import check_model
+from ddpforge.training.freezing import freeze
 from ddpforge.training.judging import settled, unsettled
 from ddpforge.training.one_turn import turns_of
 from ddpforge.training.optimizer_trial import check_optimizer
-from ddpforge.training.optimizers import check_parameters
+from ddpforge.training.optimizers import check_parameters, shares
 from ddpforge.training.parameter_groups import parameter_groups
-from ddpforge.training.refusals import general_refusals, refusals_of_turns
+from ddpforge.training.refusals import general_refusals, refusals_of_optimizers
 from ddpforge.training.rehearsal import FEW, Rehearsal, first_batch, rehearse, try_before_model
 from ddpforge.training.sums import SMALL
 from ddpforge.training.turns import draws_of
+from ddpforge.training.whole_batch import Even, refusal_of_end, refusals_of_parts
 
 __all__ = ["WEIGHTS", "Parts", "key_of"]
 
@@ -201,12 +203,13 @@ class Parts:
             self.note(("checkpoint", "keep", "by"), error)
 
     def _ask_strategy(self, ranks: int, device: str | None) -> None:
-        train = self.recipe.train
+        train, self._data_ranks = self.recipe.train, self.strategy.data_ranks(ranks)
         with self.noting("strategy"):
             where = device or device_type(train)
             general = general_refusals(train, self.strategy.data_ranks(ranks), where)
-            turns = refusals_of_turns(self.recipe, contract_of(self.strategy), where) if self.trains else ()
-            for refusal in (*general, *turns, *self.strategy.refusals(train, ranks, where)):
+            turns = refusals_of_optimizers(self.recipe, contract_of(self.strategy), where) if self.trains else ()
+            cut = refusals_of_parts(self.task, train, self._data_ranks) if hasattr(self, "task") else ()
+            for refusal in (*general, *turns, *cut, *self.strategy.refusals(train, ranks, where)):
                 self.note(tuple(refusal.key.split(".")), UsageError(refusal.message, hints=refusal.hints))
         if self.trains:
             with self.noting("train", "global_batch"):
@@ -242,12 +245,16 @@ class Parts:
         for key in self.data.keys() - {"train"}:
             with self.noting("data", *key.split(".")):
                 open_data(self.data[key], **self._opened(1))
+        if hasattr(self, "task") and self.task.whole_batch and hasattr(self, "strategy"):
+            self._check_ends()
 
         # The same initial weights on every rank.
         torch.manual_seed(mix(recipe.train.seed, WEIGHTS))
         with self.noting("model"):
             self.model = self._on_meta() if meta else self._model()
             check_model(self.model)
+            with self.noting("train", "freeze", faults=(ValueError,)):
+                freeze(self.model, recipe.train.freeze)
             self.size = count_parameters(self.model)
             self._put_beside()
             self._fit()
@@ -279,6 +286,16 @@ class Parts:
                 if beside.weights is not None and not beside.is_saved:
                     find_initial(beside.weights, f"weights of {name}")
 
+    def shares(self) -> list[str]:
+        """Says how turns or groups share the model's parameters, which is built for it where that was not done."""
+        if not (self.turns or self.recipe.optimizer.groups):
+            return []
+        found: list[str] = []
+        with self.noting("optimizer", faults=(ValueError,)):
+            model = self.model if hasattr(self, "model") else self._on_meta()
+            found = shares(self.recipe.optimizer, model, list(self.turns))
+        return found
+
     def _on_meta(self) -> nn.Module:
         """The model on the meta device; a small one, and one whose constructor looks at values, with its weights."""
         with suppress(NotImplementedError, RuntimeError), torch.device("meta"):
@@ -299,7 +316,7 @@ class Parts:
             check_blocks(find_blocks(self.model, recipe.train.blocks), recipe.train)
         with self.noting("optimizer", faults=(ValueError,)):
             if self.trains:
-                check_parameters(recipe.optimizer, self.model, list(self.turns))
+                check_parameters(self.registry, recipe.optimizer, self.model, list(self.turns))
             else:
                 parameter_groups(self.model, ())
 
@@ -348,6 +365,21 @@ class Parts:
         order: Order = build(self.registry, "order", chosen, **given) if chosen else Shuffled(**given)
         return order
 
+    def _check_ends(self) -> None:
+        """Asks whether the smallest batch of every dataset leaves a sample for every rank."""
+        smallest = {
+            f"data.{key}": Even(data, self.recipe.train.global_batch).smallest
+            for key, data in self.data.items()
+            if key != "train" and hasattr(data, "__len__")
+        }
+        if hasattr(self, "plan") and isinstance(self.order, EpochOrder):
+            total, last = self.plan.horizon.total, self.order.steps_per_epoch - 1
+            if total is None or total * draws_of(self.turns) > last:
+                smallest["data.train"] = self.order.size(last)
+        for key, samples in smallest.items():
+            if refusal := refusal_of_end(self.task, key, samples, self._data_ranks):
+                self.note(tuple(key.split(".")), UsageError(refusal.message, hints=refusal.hints))
+
     def _opened(self, batch: int) -> dict[str, Any]:
         fetching = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False}
         drop_last = self.recipe.train.last_batch == "drop"
@@ -375,9 +407,12 @@ class Parts:
                 **fetching,
             )
         batch = train.eval_batch or max(1, train.per_pass(ranks))
+        if self.task.whole_batch:
+            batch = math.ceil(train.global_batch / ranks)
         self.evaluation = {
             name: open_data(
                 self.data[key_of(name)],
+                order=self._order_of_evaluation(self.data[key_of(name)]),
                 global_batch=batch * ranks,
                 share=RankShare(world.data.rank, ranks, batch),
                 drop_last=False,
@@ -386,6 +421,10 @@ class Parts:
             for name in self._evaluations()
         }
         self.is_open = True
+
+    def _order_of_evaluation(self, data: Any) -> Order | None:
+        whole = self.task.whole_batch and not is_stream(data)
+        return Even(data, self.recipe.train.global_batch) if whole else None
 
     # ---------------------------------------------------------------------------------------- a few samples
     def try_out(self) -> dict[str, Rehearsal]:

@@ -16,7 +16,7 @@ from ddpforge.builtin.tasks.forms import described
 from ddpforge.data import RankShare, open_data, to_device
 from ddpforge.data.nests import size
 from ddpforge.data.randomness import own_random_numbers
-from ddpforge.interfaces import Task, Total
+from ddpforge.interfaces import Task, Total, World
 from ddpforge.ranks.collectives import Alone
 from ddpforge.training.first_look import checked_loss, checked_metrics, explain
 from ddpforge.training.one_turn import of_turns, with_sum
@@ -104,7 +104,9 @@ def _rehearse(
     for module in beside:
         module.to(place)
     form, batch = described(batch), to_device(batch, place)
+    alone = Alone(place)
     try:
+        task.start(model, World(all=alone, data=alone, device=place, local_rank=0))
         with _autocast(precision, place.type), own_random_numbers():
             loss, outputs = checked_loss(task, task.loss(model, batch), gradients=use == "training")
             with torch.no_grad():
@@ -114,13 +116,13 @@ def _rehearse(
         raise
     if place.type == "meta":
         return Rehearsal(form)
-    if use == "training":
+    if use == "training" and not task.whole_batch:
         refuse_mean(model, task, batch)
     counted = task.count(batch)
     items = size(batch) if counted is None else float(counted)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # so few samples may well lack a class
-        means = Alone(place).mean({"loss": Total(loss.detach(), max(items, 1e-12)), **found}, task.reports)
+        means = alone.mean({"loss": Total(loss.detach(), max(items, 1e-12)), **found}, task.reports)
     return Rehearsal(form, task.finish(means))
 
 

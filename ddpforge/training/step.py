@@ -20,6 +20,7 @@ from ddpforge.training.batchnorm import BatchNormAverager, Buffers, unchanged
 from ddpforge.training.first_look import name_of
 from ddpforge.training.sums import refuse_mean
 from ddpforge.training.totals import Meter, add
+from ddpforge.training.whole_batch import check_whole
 
 __all__ = ["Stepper"]
 
@@ -125,6 +126,7 @@ class Stepper:
         return found
 
     def _pass(self, step: int, micro: MicroBatch, batch: Any, items: Tensor | int) -> Pass:
+        check_whole(self._task, micro)
         self._statistics.enter(micro.shard)
         if self._compares and step == 1:
             self._compares = False

@@ -51,8 +51,16 @@ def line_of(text: str) -> int:
         ("Empty", "each-sample-once", "expected  at least one sample\nfound     Empty of length 0"),
         ("IsALoader", "each-sample-once", "a DataLoader, which IsALoader reads, is a loader, not a dataset"),
         ("LosesSamples", "each-sample-once", "a batch of 3 for 4 samples"),
+        ("ForgetsWhere", "parts", "open(0, epoch=0, skip=1) to go on from sample 1"),
+        ("TooShort", "parts", "the 5 samples that `parts` says of part 0\nfound     `open` gives 4\n"),
+        ("Rolls", "pure", "a pure function of the step"),
+        ("Overshoots", "whole-steps", "at least one sample of 0 to 99\nfound     [100] at step 50\n"),
+        ("SaysOnce", "once-an-epoch", "no sample twice in an epoch, as `once = True` promises"),
+        ("LooksAround", "any-places", "the sample at a place to depend on that place alone"),
         ("AveragesPerBatch", "loss-is-a-sum", "it averages within a batch"),
         ("NoisyAverage", "loss-is-a-sum", "it averages within a batch"),
+        ("SeesItsOwn", "loss-is-a-sum", "with half of the batch each\nfound     a loss of "),
+        ("LosesGradients", "loss-is-a-sum", "another gradient of `"),
         ("CountsOnes", "count-is-additive", "1 instead of 2"),
         ("AveragesMetrics", "metrics-are-additive", "the sum of size is"),
         ("MeanMetric", "total-is-additive", "the sum of mean is"),
@@ -71,6 +79,10 @@ def test_a_fault_is_named_in_its_own_file(name: str, check: str, says: str) -> N
     assert check in found
     assert says in found[check].text()
     assert found[check].where.startswith(f"{FILE}:"), found[check].where
+
+
+def test_a_loss_that_looks_at_the_whole_batch_is_no_fault() -> None:
+    assert not failures("LooksAtAll")
 
 
 @pytest.mark.parametrize(

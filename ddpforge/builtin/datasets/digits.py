@@ -10,6 +10,7 @@ from torch import Tensor
 
 _FILE = Path(__file__).with_name("digits.csv.gz")
 _TRAIN = 1437  # of 1,797: four fifths
+_LOOPS = (0, 6, 8, 9)
 
 
 class Digits:
@@ -22,17 +23,34 @@ class Digits:
     Repository, 1998, CC BY 4.0.
     """
 
-    classes = 10
     random = False
 
     def __init__(
-        self, *, split: Annotated[Literal["train", "test"], Field(description="Which part of the samples.")]
+        self,
+        *,
+        split: Annotated[Literal["train", "test"], Field(description="Which part of the samples.")],
+        targets: Annotated[
+            Literal["digit", "traits", "pixels"],
+            Field(
+                description='The target of a sample: its digit; "traits" [4]: whether that is odd, prime, more than 4,'
+                ' has a loop; or for each of its "pixels" [8, 8] the digit it belongs to, 10 for paper.'
+            ),
+        ] = "digit",
     ) -> None:
         table = np.loadtxt(_FILE, delimiter=",", dtype=np.uint8)  # 64 pixels from 0 to 16, then the label
         order = np.random.RandomState(0).permutation(len(table))
         part = torch.from_numpy(table[order[:_TRAIN] if split == "train" else order[_TRAIN:]])
         self.images = (part[:, :64].float() / 16).view(-1, 1, 8, 8)
-        self.labels = part[:, 64].long()
+        self.labels = self._targets(part[:, 64].long(), targets)
+        self.classes = 11 if targets == "pixels" else 10
+
+    def _targets(self, digits: Tensor, targets: str) -> Tensor:
+        if targets == "traits":
+            prime, loop = (torch.isin(digits, torch.tensor(which)) for which in ((2, 3, 5, 7), _LOOPS))
+            return torch.stack([digits % 2 == 1, prime, digits > 4, loop], dim=1).float()
+        if targets == "pixels":
+            return torch.where(self.images[:, 0] >= 0.5, digits[:, None, None], 10)
+        return digits
 
     def __len__(self) -> int:
         return len(self.labels)

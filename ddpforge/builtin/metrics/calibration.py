@@ -1,4 +1,4 @@
-"""How far a classifier's confidence is from the share of its right answers."""
+"""Calibration: the distance of a classifier's confidence from the share of its right answers."""
 
 from typing import Annotated
 

@@ -80,7 +80,7 @@ class TorchMetric(Metric):
         return Rows(*(state.unsqueeze(0) for state in states))
 
     def finish(self, *parts: Tensor) -> float | Mapping[str, float]:
-        """What torchmetrics computes from the states of all samples."""
+        """Has torchmetrics compute its result from the states of all samples."""
         metric = self._metric.to("cpu")
         metric.reset()
         for name, state in self._together(parts):

@@ -1,0 +1,40 @@
+"""Two random views of each image of another dataset."""
+
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from ddpforge.interfaces import Data
+
+
+class TwoViews:
+    """Of each sample of `of`, whose first part is an image [C, H, W], two views: shifted, and with noise.
+
+    What is drawn depends on the epoch and the sample alone, as for all data.
+    """
+
+    def __init__(
+        self,
+        *,
+        of: Annotated[Data, Field(description="The dataset.")],
+        shift: Annotated[int, Field(ge=0, le=1000, description="Pixels, at most, in each direction.")] = 1,
+        noise: Annotated[float, Field(ge=0, le=100, description="Standard deviation of what is added.")] = 0.1,
+    ) -> None:
+        self.data: Any = of
+        self.shift, self.noise = shift, noise
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image = self.data[index][0]
+        return self._view(image), self._view(image)
+
+    def _view(self, image: Tensor) -> Tensor:
+        height, width = image.shape[-2:]
+        top, left = torch.randint(2 * self.shift + 1, (2,)).tolist()
+        moved = F.pad(image, (self.shift,) * 4)[..., top : top + height, left : left + width]
+        return moved + self.noise * torch.randn(moved.shape)

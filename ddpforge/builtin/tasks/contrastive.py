@@ -1,0 +1,53 @@
+"""Telling which two views are of one sample, among all samples of a step."""
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from ddpforge.builtin.tasks.forms import one_tensor, pair
+from ddpforge.interfaces import Task, Total, World
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Contrastive(Task):
+    """InfoNCE: each view is to find the other one of its sample, among those of all samples of a step, on all ranks.
+
+    A batch is two views (first [B, ...], second [B, ...]); the model embeds both, [2 B, ...] → [2 B, D]. The loss is
+    the mean of both directions, as in CLIP. `accuracy` is the share of first views that find their second.
+    van den Oord et al. 2018, arXiv:1807.03748.
+    """
+
+    whole_batch = True
+
+    def __init__(
+        self,
+        *,
+        temperature: Annotated[float, Field(gt=0, le=100, description="Similarities are divided by it.")] = 0.1,
+    ) -> None:
+        self.temperature = temperature
+
+    def start(self, model: nn.Module, world: World) -> None:
+        """Keeps the ranks that see different samples."""
+        self._ranks = world.data
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The cross-entropy of this rank's views, and what the first ones found: similarities, and the right places."""
+        first, second = pair(batch, "contrastive", "(one view, another view)")
+        embedded = F.normalize(one_tensor(model(torch.cat([first, second])), "contrastive").float(), dim=-1)
+        views = torch.stack(embedded.chunk(2), dim=1)
+        everyones, begin = self._ranks.gather(views)
+
+        similar = [views[:, i] @ everyones[:, 1 - i].T / self.temperature for i in (0, 1)]
+        places = torch.arange(begin, begin + len(views), device=views.device)
+        there, back = (F.cross_entropy(one, places, reduction="sum") for one in similar)
+        return (there + back) / 2, (similar[0], places)
+
+    def metrics(self, outputs: tuple[Tensor, Tensor], batch: Batch) -> Mapping[str, Total]:
+        """How many views found the other one."""
+        similar, places = outputs
+        return {"accuracy": Total((similar.argmax(dim=-1) == places).sum(), len(places))}

@@ -1,0 +1,43 @@
+"""Saying which of several labels a sample has: none, one or many."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from ddpforge.builtin.tasks.forms import by_name, one_tensor, pair
+from ddpforge.interfaces import Metric, Rows, Task, Total
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Multilabel(Task):
+    """Binary cross-entropy of logits [B, L] and labels [B, L], each 0 or 1; a batch is (inputs, labels).
+
+    It is averaged over the labels of a sample, and computed in float32 whatever the model's precision. Beside it are
+    reported `accuracy`, the share of labels that are right, and the metrics that the recipe names.
+    """
+
+    def __init__(
+        self,
+        *,
+        metrics: Annotated[Sequence[Metric], Field(description="What to report beside loss and accuracy.")] = (),
+    ) -> None:
+        self.reports = by_name(metrics)
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The cross-entropy summed over samples, and the logits; ValueError when there are not as many as labels."""
+        inputs, labels = pair(batch, "multilabel", "(inputs, labels)")
+        logits = one_tensor(model(inputs), "multilabel")
+        if logits.shape != labels.shape:
+            raise ValueError(f"there are logits {list(logits.shape)} for labels {list(labels.shape)}")
+        losses = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
+        return losses.mean(dim=1).sum(), logits
+
+    def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | Rows]:
+        """The share of right labels, and the metrics that the recipe names."""
+        labels = batch[1]
+        right = Total(((outputs > 0) == labels.bool()).sum(), labels.numel())
+        return {"accuracy": right} | {name: metric(outputs, labels) for name, metric in self.reports.items()}

@@ -1,0 +1,41 @@
+"""The contrastive recipe in small: one curve on 1, 2 and 4 ranks and under FSDP, at a ragged end and in evaluations."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import Ranks
+
+SMALL = (
+    *("data.train.of.split=test", "train.last_batch=keep", "train.length=7st", "train.eval_every=7st"),
+    *("track.every=1st", "checkpoint.every=99st", "schedule.use=constant"),
+)
+CURVE = ("train/loss", "train/accuracy", "train/grad_norm", "eval/loss", "eval/accuracy")
+
+
+def rows(name: str, key: str) -> list[Any]:
+    lines = map(json.loads, Path(f"runs/{name}/metrics.jsonl").read_text().splitlines())
+    return [line[key] for line in lines if key in line]
+
+
+def test_one_curve_on_any_number_of_ranks_and_under_fsdp(
+    ddpforge: Callable[..., Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 6 has the 40 samples that are left of 360."""
+    monkeypatch.chdir(tmp_path)
+    for name, nproc, strategy in (("one", 1, "ddp"), ("two", 2, "ddp"), ("four", 4, "ddp"), ("sharded", 2, "fsdp")):
+        sets = (*SMALL, f"name={name}", f"strategy.use={strategy}")
+        ddpforge("run", "contrastive-digits", *(f"--set={one}" for one in sets), nproc=nproc)
+    assert rows("one", "samples")[4:6] == [320, 360]
+    for name in ("two", "four", "sharded"):
+        for key in CURVE:
+            assert rows(name, key) == pytest.approx(rows("one", key), rel=1e-5), (name, key)
+
+
+def test_accumulation_is_refused_before_training(ddpforge: Callable[..., Ranks]) -> None:
+    failed = ddpforge("run", "contrastive-digits", "--set", "train.micro_batch=16", nproc=2, fails=True)
+    assert failed.codes == [2, 2]
+    assert "would cut it into 2 forward passes of each rank" in failed.stderr
+    assert "Traceback" not in failed.stderr
