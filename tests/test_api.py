@@ -22,13 +22,7 @@ from ddpforge.launchers import Death, Ended
 from ddpforge.recipe import load_recipe
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "search"
-SHORT = (
-    "train.length=4st",
-    "train.eval_every=2st",
-    "checkpoint.every=2st",
-    "train.device=cpu",
-    "checkpoint.keep.last=9",
-)
+SHORT = ("train.length=4st", "train.eval_every=2st", "checkpoint.every=2st", "schedule.warmup=1st")
 RECIPE = """
 recipe = 1
 name = "run"
@@ -182,10 +176,9 @@ def test_launch_trains_on_several_processes_and_returns_the_outcome(ranks: list[
     sets = ["strategy.use=ddp", "name=two"]
     outcome = ddpforge.launch("run.toml", nproc=2, sets=sets)
     assert (outcome.exit_code, outcome.status["state"], outcome.status["world_size"]) == (ExitCode.DONE, "done", 2)
-    assert ddpforge.launch("run.toml", nproc=2, sets=sets).status == outcome.status  # it is finished
     failed = ddpforge.launch("run.toml", nproc=2, sets=["strategy.use=ddp", "name=bad", "model.bad=true"])
     assert (failed.exit_code, failed.status["state"]) == (ExitCode.DIVERGED, "diverged")
-    assert ranks == [2, 2, 2]
+    assert ranks == [2, 2]
 
 
 def test_a_launch_that_is_refused_raises(ranks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
