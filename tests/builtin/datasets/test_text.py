@@ -2,11 +2,14 @@
 
 import pickle
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
+from torch import Tensor
 
-from ddpforge.builtin.datasets.text import Text, TextClasses
+from ddpforge.builtin.datasets.text import StreamedText, Text, TextClasses
+from ddpforge.errors import EnvironmentProblem
 
 
 @pytest.fixture
