@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.sequences import check_sizes, lengths_of, logits_of, tokens_of
-from ddpforge.interfaces import Data, Metric, Task, Total
+from ddpforge.interfaces import Data, Metric, Rows, Task, Total
 
 _IGNORED = -100
 
@@ -59,7 +59,7 @@ class MaskedLM(Task):
         """The tokens that are chosen."""
         return self._chosen(*tokens_of(batch, "masked_lm")).sum()
 
-    def metrics(self, outputs: tuple[Tensor, Tensor], batch: Any) -> Mapping[str, Total]:
+    def metrics(self, outputs: tuple[Tensor, Tensor], batch: Any) -> Mapping[str, Total | Rows]:
         """The metrics that the recipe names, of chosen tokens only."""
         if not self._metrics:
             return {}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ddpforge.builtin.tasks.classification import Classification
 from ddpforge.builtin.tasks.forms import pair, refuse_targets
 from ddpforge.builtin.tasks.sequences import check_sizes, logits_of, tokens_of
-from ddpforge.interfaces import Data, Total
+from ddpforge.interfaces import Data, Rows, Total
 
 
 class SequenceClassification(Classification):
@@ -28,9 +28,9 @@ class SequenceClassification(Classification):
             refuse_targets(error, "sequence_classification", logits, classes)
         return loss, logits
 
-    def metrics(self, outputs: Tensor, batch: Any) -> Mapping[str, Total]:
+    def metrics(self, outputs: Tensor, batch: Any) -> Mapping[str, Total | Rows]:
         """The metrics that the recipe names."""
-        return super().metrics(outputs, (None, _classes(batch)))
+        return super().metrics(outputs, (outputs, _classes(batch)))
 
     def check(self, model: nn.Module, data: Data) -> None:
         """Compares the sizes of data and model, and refuses a decoder that cannot tell padding from text."""
