@@ -39,7 +39,7 @@ class Connected(Ranks):
         return self._means(totals, metrics)
 
     def gather(self, rows: Tensor) -> tuple[Tensor, int]:
-        """How many each rank has, in one small sum; then the rows, filled up to as many as the largest has."""
+        """Counts each rank's rows, in one small sum; then gathers them, filled up to as many as the largest has."""
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = len(rows)
         counts: list[int] = self.sum(sizes).tolist()
@@ -89,13 +89,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ranks: Connected, counts: list[int]) -> Tensor:
         ctx.ranks, ctx.counts = ranks, counts
-        blocks = ranks.collect(_filled(rows, max(counts))).split(max(counts) or 1)
+        blocks = torch.split(ranks.collect(_filled(rows, max(counts))), max(counts) or 1)
         return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=False)])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ranks, counts = ctx.ranks, ctx.counts
-        blocks = torch.cat([_filled(block, max(counts)) for block in gradient.split(counts)])
+        blocks = torch.cat([_filled(block, max(counts)) for block in torch.split(gradient, counts)])
         return ranks.share_out(blocks)[: counts[ranks.rank]], None, None
 
 
