@@ -39,7 +39,7 @@ class Connected(Ranks):
         return self._means(totals, metrics)
 
     def gather(self, rows: Tensor) -> tuple[Tensor, int]:
-        """How many each rank has, in one small sum; then the rows, filled up to as many as the largest has."""
+        """Counts each rank's rows, in one small sum; then gathers them, filled up to as many as the largest has."""
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = len(rows)
         counts: list[int] = self.sum(sizes).tolist()

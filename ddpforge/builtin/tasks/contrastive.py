@@ -48,6 +48,6 @@ class Contrastive(Task):
         return (there + back) / 2, (similar[0], places)
 
     def metrics(self, outputs: tuple[Tensor, Tensor], batch: Batch) -> Mapping[str, Total]:
-        """How many views found the other one."""
+        """The share of views that found the other one."""
         similar, places = outputs
         return {"accuracy": Total((similar.argmax(dim=-1) == places).sum(), len(places))}
