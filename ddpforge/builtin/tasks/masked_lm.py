@@ -51,7 +51,7 @@ class MaskedLM(Task):
         return loss, (logits, targets)
 
     def _chosen(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        """How many tokens of each sample are chosen: a function of its length, so that `count` knows it too."""
+        """The number of chosen tokens of each sample: a function of its length, so that `count` knows it too."""
         return (lengths_of(tokens, mask) * self.share).round().clamp(min=1).long()
 
     def count(self, batch: Any) -> Tensor:

@@ -31,7 +31,7 @@ def tokens_of(batch: Any, task: str) -> tuple[Tensor, Tensor | None]:
 
 
 def logits_of(model: nn.Module, tokens: Tensor, mask: Tensor | None, task: str) -> Tensor:
-    """What the model makes of tokens: a tensor, or the `logits` of what a model of transformers returns."""
+    """The model's output for tokens: a tensor, or the `logits` of what a model of transformers returns."""
     outputs = model(tokens) if mask is None else model(input_ids=tokens, attention_mask=mask)
     return one_tensor(getattr(outputs, "logits", outputs), task)
 
