@@ -45,7 +45,7 @@ def launch(
     refused before it could train; the ranks have said why on stderr.
     """
     folder = None if out is None else str(out)
-    before = _versions(recipe, sets, folder)
+    before = _version(RunFolder.of(load_recipe(recipe, sets=sets).recipe, out))
     started = start_ranks(
         str(recipe), nproc=nproc, sets=sets, out=folder, fresh=fresh, allow_change=allow_change, flags=()
     )
@@ -60,12 +60,8 @@ def launch(
     return Outcome(started.folder.path, status, is_main=True)
 
 
-def _versions(recipe: str | Path, sets: Sequence[str], out: str | None) -> int | None:
-    return _version(RunFolder.of(load_recipe(recipe, sets=sets).recipe, out))
-
-
 def _version(folder: RunFolder) -> int | None:
-    """What changes whenever the status of a run is written; None where there is none."""
+    """A number that changes whenever the status of a run is written; None where there is none."""
     path = folder.path / "status.json"
     return path.stat().st_mtime_ns if path.exists() else None
 

@@ -20,7 +20,7 @@ __all__ = ["Started", "check_world", "start_ranks"]
 
 @dataclass(frozen=True)
 class Started:
-    """What became of a launch: `untold` names a rank that a signal ended before it could say anything."""
+    """The end of a launch; `untold` names a rank that a signal ended before it could say anything."""
 
     ended: launchers.Ended
     folder: RunFolder

@@ -18,6 +18,7 @@ EXAMPLES = sorted(path.parent.name for path in ROOT.glob("*/recipe.toml"))
 STEPS, HALF = 6, 3
 SINGLE, FSDP = 'strategy={ use = "single" }', 'strategy={ use = "fsdp" }'
 TIMES = {"time", "attempt", "train/samples_per_second"}
+ROUNDING = {"muon": 5e-3}  # torch's Muon makes matrices orthogonal in bfloat16; 2e-5 for the others
 LINES = {"gan": 60, "infonce": 40, "plateau": 10}  # 80 for the others
 
 Run = Callable[..., list[dict[str, Any]]]
@@ -41,11 +42,12 @@ def run(ddpforge: Callable[..., Ranks], tmp_path: Path) -> Run:
     return train
 
 
-def compare(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+def compare(example: str, found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     assert [row["step"] for row in found] == [row["step"] for row in expected]
+    rounding = ROUNDING.get(example, 2e-5)
     for row, other in zip(found, expected, strict=True):
         numbers = {name: value for name, value in row.items() if name not in TIMES}
-        assert numbers == pytest.approx({name: other[name] for name in numbers}, rel=2e-5, abs=1e-7), row["step"]
+        assert numbers == pytest.approx({name: other[name] for name in numbers}, rel=rounding, abs=1e-7), row["step"]
 
 
 @pytest.mark.slow
@@ -55,13 +57,13 @@ def test_an_example_trains_one_curve_on_one_rank_and_on_two_and_resumes_exactly(
     expected = run(example, 1, STEPS, SINGLE, out="one")
     assert len([row for row in expected if "train/loss" in row]) == STEPS
     run(example, 2, HALF, FSDP, out="two")
-    compare(run(example, 2, STEPS, out="two"), expected)
+    compare(example, run(example, 2, STEPS, out="two"), expected)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_trains_the_same_curve_on_four_ranks(run: Run, example: str) -> None:
-    compare(run(example, 4, STEPS, out="four"), run(example, 1, STEPS, SINGLE, out="one"))
+    compare(example, run(example, 4, STEPS, out="four"), run(example, 1, STEPS, SINGLE, out="one"))
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -80,7 +80,7 @@ class Layout:
         return blocks * turns + step % turns, earlier + wanted - self._edges(size)[blocks]
 
     def _edges(self, size: int) -> NDArray[np.int64]:
-        """Where the samples of each lane begin in a step of `size`, and the end."""
+        """The places of a step of `size` at which the samples of each lane begin, and the end."""
         return np.arange(self.lanes[0] + 1) * size // self.lanes[0]
 
 

@@ -9,6 +9,7 @@ from ddpforge.interfaces.beside import Beside
 from ddpforge.interfaces.callback import Callback, RunContext, StepInfo
 from ddpforge.interfaces.data import Data, PartedData
 from ddpforge.interfaces.durations import Duration, Horizon
+from ddpforge.interfaces.metric import Metric, Rows, Total
 from ddpforge.interfaces.optimizer import Exploring, Schedule
 from ddpforge.interfaces.order import EpochOrder, Order
 from ddpforge.interfaces.regions import Box, Part, Pieces, Range, Region
@@ -26,7 +27,7 @@ from ddpforge.interfaces.strategy import (
     Strategy,
     TakesTurns,
 )
-from ddpforge.interfaces.task import Metric, Rows, Task, Total
+from ddpforge.interfaces.task import Task
 from ddpforge.interfaces.tracker import Tracker
 from ddpforge.interfaces.world import Ranks, World
 

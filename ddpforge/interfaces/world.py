@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ddpforge.interfaces.task import Metric, Rows, Total
+    from ddpforge.interfaces.metric import Metric, Rows, Total
 
 __all__ = ["Ranks", "World"]
 

@@ -39,11 +39,22 @@ class Connected(Ranks):
         return self._means(totals, metrics)
 
     def gather(self, rows: Tensor) -> tuple[Tensor, int]:
-        """Sizes first, as objects; then the rows, in one sum in which every rank fills in its own."""
-        sizes = self.everyone(len(rows))
-        begins = sum(sizes[: self.rank])
-        gathered: Tensor = _Gather.apply(rows, self, begins, sum(sizes))
-        return gathered, begins
+        """Counts each rank's rows, in one small sum; then gathers them, filled up to as many as the largest has."""
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        sizes[self.rank] = len(rows)
+        counts: list[int] = self.sum(sizes).tolist()
+        gathered: Tensor = _Gather.apply(rows, self, counts)
+        return gathered, sum(counts[: self.rank])
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """Concatenates every rank's rows, of which all have as many: here as a sum in which each fills in its own."""
+        everything = rows.new_zeros(self.size, *rows.shape)
+        everything[self.rank] = rows
+        return self.sum(everything).flatten(0, 1)
+
+    def share_out(self, rows: Tensor) -> Tensor:
+        """Adds up `rows` over ranks and returns this rank's part, of as many equal ones as there are ranks."""
+        return self.sum(rows).chunk(self.size)[self.rank]
 
     def broadcast(self, value: T) -> T:
         """A tensor is filled in place."""
@@ -76,16 +87,23 @@ class _Gather(torch.autograd.Function):
     """Every rank's rows; backward gives each rank the sum of the gradients that all ranks have for its own."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, ranks: Ranks, begin: int, total: int) -> Tensor:
-        ctx.ranks, ctx.begin, ctx.rows = ranks, begin, len(rows)
-        everything = rows.new_zeros(total, *rows.shape[1:])
-        everything[begin : begin + len(rows)] = rows
-        return ranks.sum(everything)
+    def forward(ctx: Any, rows: Tensor, ranks: Connected, counts: list[int]) -> Tensor:
+        ctx.ranks, ctx.counts = ranks, counts
+        blocks = torch.split(ranks.collect(_filled(rows, max(counts))), max(counts) or 1)
+        return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=False)])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        summed = ctx.ranks.sum(gradient.contiguous())
-        return summed[ctx.begin : ctx.begin + ctx.rows], None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ranks, counts = ctx.ranks, ctx.counts
+        blocks = torch.cat([_filled(block, max(counts)) for block in torch.split(gradient, counts)])
+        return ranks.share_out(blocks)[: counts[ranks.rank]], None, None
+
+
+def _filled(rows: Tensor, count: int) -> Tensor:
+    """The rows, with zeros behind them to make `count`."""
+    if len(rows) == count:
+        return rows.contiguous()
+    return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
 
 
 class Alone(Connected):
@@ -129,6 +147,19 @@ class Group(Connected):
         values = values.to(self.device, non_blocking=True)
         summed: Tensor = functional.all_reduce(values, "sum", self._group)
         return summed
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """One all-gather."""
+        rows = rows.to(self.device)
+        everything = rows.new_empty(self.size * len(rows), *rows.shape[1:])
+        dist.all_gather_into_tensor(everything, rows, group=self._group)
+        return everything
+
+    def share_out(self, rows: Tensor) -> Tensor:
+        """One reduce-scatter."""
+        mine = rows.new_empty(len(rows) // self.size, *rows.shape[1:])
+        dist.reduce_scatter_tensor(mine, rows, group=self._group)
+        return mine
 
     def bytes_of_rank_0(self, values: Tensor) -> None:
         """One broadcast."""

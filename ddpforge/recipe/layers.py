@@ -22,7 +22,7 @@ NAMED_SLOTS = {spec.named_in: kind for kind, spec in KINDS.items() if spec.named
 SETS = ("data", "eval")
 """The table that names a component or, where it has no `use`, may hold several tables that do, each with a name."""
 
-VARIATIONS: dict[KeyPath, type[Component]] = {
+VARIATIONS: dict[tuple[str, ...], type[Component]] = {
     ("optimizer", "groups"): GroupComponent,
     ("optimizer", "turns"): TurnComponent,
 }
@@ -47,7 +47,7 @@ def framework_keys(path: KeyPath) -> tuple[str, ...]:
     """Keys of the component's table at `path` that ddpforge itself reads; all others but `use` are the component's."""
     if path in SLOTS:
         return KINDS[SLOTS[path]].framework_keys
-    varied = VARIATIONS.get(path[:-1], Component)
+    varied = next((model for table, model in VARIATIONS.items() if table == path[:-1]), Component)
     return tuple(key for key in varied.model_fields if key not in Component.model_fields)
 
 

@@ -201,9 +201,9 @@ class _Validation:
             component |= self.plain.get(path, {})
             for key in {"use", *self.plain.get(path, ())} - self.said.get(path, component.keys()):
                 del component[key]
-        for path in VARIATIONS:
-            if not inside(tables, path):
-                del tables[path[0]][path[1]]
+        for outer, key in VARIATIONS:
+            if not tables[outer][key]:
+                del tables[outer][key]
         return {key: value for key, value in tables.items() if value != {}}
 
 

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.classification import Classification
+from ddpforge.interfaces import World
 
 __all__ = ["COUNTED", "DEFAULTS", "Images", "Numbers", "Tokens", "candidates"]
 
@@ -64,7 +65,20 @@ class Tokens(_Held):
 
 
 class Counting(Classification):
-    """Classification that counts its samples by looking at them, as tasks of tokens must."""
+    """Classification that counts its samples by looking at them, as tasks of tokens must, and gathers logits.
+
+    What it adds to the loss is the same on any number of ranks: all squares of logits, shared out.
+    """
+
+    def start(self, model: nn.Module, world: World) -> None:
+        """Keeps the ranks."""
+        self._ranks = world.data
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """The cross-entropy, and a part that gradients reach through other ranks."""
+        loss, logits = super().loss(model, batch)
+        everyones, _ = self._ranks.gather(logits.float())
+        return loss + 0.01 * everyones.square().sum() / self._ranks.size, logits
 
     def count(self, batch: Any) -> Tensor:
         """The number of samples (float64, 0-d)."""
@@ -75,7 +89,7 @@ _HERE = "ddpforge.testing.companions"
 _CLASSES = {"use": "classification", "metrics": ["accuracy"]}
 
 COUNTED = {"use": f"{_HERE}:Counting", "metrics": ["accuracy"]}
-"""A task for strategies: they add up its counts over ranks."""
+"""A task for strategies: they add up its counts over ranks, and carry what it gathers."""
 
 DEFAULTS: dict[str, Any] = {
     "model": {"use": "mlp", "inputs": 64, "outputs": 10, "hidden": [8]},

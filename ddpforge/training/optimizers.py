@@ -14,7 +14,7 @@ from ddpforge.recipe.schema import Component, OptimizerComponent
 from ddpforge.strategies.several import InTurns, Several
 from ddpforge.training.parameter_groups import parameter_groups, parameters_of_groups, parameters_of_turns
 
-__all__ = ["build_optimizer", "check_parameters", "settings_of"]
+__all__ = ["build_optimizer", "check_parameters", "settings_of", "shares"]
 
 
 def build_optimizer(
@@ -62,6 +62,21 @@ def check_parameters(registry: Registry, component: OptimizerComponent, model: n
     for name, chosen in _chosen(component, model).items() if component.groups else ():
         if (group := component.groups.get(name)) and group.use != component.use:
             build(registry, "optimizer", group, params=parameter_groups(model, component.no_decay, chosen))
+
+
+def shares(component: OptimizerComponent, model: nn.Module, turns: Sequence[str]) -> list[str]:
+    """Says of each turn, or group, how much of `model` it has and which optimizer; nothing where there are none."""
+    if turns:
+        found: Mapping[str, Sequence[str]] = parameters_of_turns(model, _globs(component, turns))
+    else:
+        found = _chosen(component, model) if component.groups else {}
+    parts: Mapping[str, Component] = {**component.turns, **component.groups}
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return [
+        f"{part or 'all others'}: {parts.get(part, component).use}, "
+        f"{len(names)} tensors with {sum(sizes[name] for name in names):,} parameters"
+        for part, names in found.items()
+    ]
 
 
 def settings_of(group: Component, component: Component) -> dict[str, Any]:

@@ -55,7 +55,7 @@ from ddpforge.training.freezing import freeze
 from ddpforge.training.judging import settled, unsettled
 from ddpforge.training.one_turn import turns_of
 from ddpforge.training.optimizer_trial import check_optimizer
-from ddpforge.training.optimizers import check_parameters
+from ddpforge.training.optimizers import check_parameters, shares
 from ddpforge.training.parameter_groups import parameter_groups
 from ddpforge.training.refusals import general_refusals, refusals_of_optimizers
 from ddpforge.training.rehearsal import FEW, Rehearsal, first_batch, rehearse, try_before_model
@@ -285,6 +285,16 @@ class Parts:
                     )
                 if beside.weights is not None and not beside.is_saved:
                     find_initial(beside.weights, f"weights of {name}")
+
+    def shares(self) -> list[str]:
+        """Says how turns or groups share the model's parameters, which is built for it where that was not done."""
+        if not (self.turns or self.recipe.optimizer.groups):
+            return []
+        found: list[str] = []
+        with self.noting("optimizer", faults=(ValueError,)):
+            model = self.model if hasattr(self, "model") else self._on_meta()
+            found = shares(self.recipe.optimizer, model, list(self.turns))
+        return found
 
     def _on_meta(self) -> nn.Module:
         """The model on the meta device; a small one, and one whose constructor looks at values, with its weights."""

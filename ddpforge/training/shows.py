@@ -46,6 +46,10 @@ class Shows:
         self._tracker, self._is_main = tracker, is_main
         self._warned: set[str] = set()
 
+    def __deepcopy__(self, _: dict[int, Any]) -> Shows:
+        """A copy of a task is one that is tried out: it shows nothing, and trackers cannot be copied."""
+        return Shows(Tracker(), is_main=False)
+
     def __call__(self, name: str, value: Any, kind: ShownKind) -> None:
         """Shows `value`."""
         if not self._is_main:

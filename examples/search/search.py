@@ -14,7 +14,7 @@ STUDY = "runs/search"
 
 
 def objective(trial: optuna.Trial, *sets: str) -> float:
-    """The accuracy of a trial, which ends when three evaluations in a row were no better; one that diverges is pruned."""
+    """The accuracy of a trial, which three evaluations without a better one end; one that diverges is pruned."""
     chosen = [
         f"optimizer.lr={trial.suggest_float('lr', 1e-4, 1e-1, log=True)}",
         f"model.width={trial.suggest_categorical('width', [8, 16])}",

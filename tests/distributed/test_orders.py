@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from shutil import copy
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from launched import Zygote
 
-from ddpforge import launch as launcher
+from ddpforge import launchers as launcher
 from ddpforge.errors import ExitCode
 from ddpforge.launchers import Death, Ended, launch, threads_per_process, torchrun_command
 

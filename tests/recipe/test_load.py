@@ -408,3 +408,21 @@ def test_what_is_wrong_with_a_turn_is_said_at_its_place(load: Load, valid: str, 
         load(f"{valid}\n[optimizer.turns.d]\n{line}\n")
     assert said in caught.value.problems[0].message
     assert caught.value.problems[0].key.startswith("optimizer.turns.d")
+
+
+def test_a_group_takes_over_what_it_does_not_say(load: Load, valid: str) -> None:
+    text = f"{valid}\n[optimizer.groups.head]\nparameters = ['head.*', '!*.bias']\nlr = 0.5\n"
+    loaded = load(text, "optimizer.betas=[0.5, 0.6]")
+    group = loaded.recipe.optimizer.groups["head"]
+    assert (group.parameters, group.options["lr"], group.options["betas"]) == (("head.*", "!*.bias"), 0.5, (0.5, 0.6))
+    assert loaded.tables["optimizer"]["groups"]["head"] == {"parameters": ["head.*", "!*.bias"], "lr": 0.5}
+
+
+def test_groups_and_turns_are_not_for_one_recipe(load: Load, valid: str) -> None:
+    with pytest.raises(RecipeError, match="cannot be used together"):
+        load(f"{valid}\n[optimizer.turns.d]\n[optimizer.groups.head]\nparameters = ['head.*']\n")
+
+
+def test_a_group_must_say_what_is_in_it(load: Load, valid: str) -> None:
+    with pytest.raises(RecipeError, match=r"missing key `parameters` in \[optimizer.groups.head\]"):
+        load(f"{valid}\n[optimizer.groups.head]\nlr = 0.5\n")

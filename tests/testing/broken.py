@@ -234,6 +234,41 @@ class CountsOnes(Task):
         return torch.tensor(1)
 
 
+class SeesItsOwn(Task):
+    """Compares samples with the mean of this rank's."""
+
+    whole_batch = True
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        outputs = model(batch[0])
+        return (outputs - outputs.mean(0)).square().sum(), outputs
+
+
+class LosesGradients(Task):
+    """Compares samples with those of all ranks, of which only its own have gradients."""
+
+    whole_batch = True
+
+    def start(self, model: nn.Module, world: World) -> None:
+        self.ranks = world.data
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        outputs = model(batch[0])
+        everyones, begin = self.ranks.gather(outputs.detach())
+        everyones = everyones.clone()
+        everyones[begin : begin + len(outputs)] = outputs
+        return (outputs @ everyones.T).square().sum(), outputs
+
+
+class LooksAtAll(LosesGradients):
+    """Does it as it should be."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        outputs = model(batch[0])
+        everyones, _ = self.ranks.gather(outputs)
+        return (outputs @ everyones.T).square().sum(), outputs
+
+
 class AveragesMetrics(CountsOnes):
     """Reports means as sums."""
 

@@ -59,6 +59,8 @@ def line_of(text: str) -> int:
         ("LooksAround", "any-places", "the sample at a place to depend on that place alone"),
         ("AveragesPerBatch", "loss-is-a-sum", "it averages within a batch"),
         ("NoisyAverage", "loss-is-a-sum", "it averages within a batch"),
+        ("SeesItsOwn", "loss-is-a-sum", "with half of the batch each\nfound     a loss of "),
+        ("LosesGradients", "loss-is-a-sum", "another gradient of `"),
         ("CountsOnes", "count-is-additive", "1 instead of 2"),
         ("AveragesMetrics", "metrics-are-additive", "the sum of size is"),
         ("MeanMetric", "total-is-additive", "the sum of mean is"),
@@ -77,6 +79,10 @@ def test_a_fault_is_named_in_its_own_file(name: str, check: str, says: str) -> N
     assert check in found
     assert says in found[check].text()
     assert found[check].where.startswith(f"{FILE}:"), found[check].where
+
+
+def test_a_loss_that_looks_at_the_whole_batch_is_no_fault() -> None:
+    assert not failures("LooksAtAll")
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
-from ddpforge.errors import PluginError
-from ddpforge.interfaces import Histogram, ShownKind, Tracker
+from ddpforge.errors import PluginError, UsageError
+from ddpforge.interfaces import Histogram, ShownKind, Task, Tracker
 from ddpforge.training.shows import Shows
+from ddpforge.training.sums import refuse_mean
 from ddpforge.training.trackers import TrackerGroup
 
 
@@ -139,6 +141,23 @@ def test_what_is_shown_belongs_to_the_present_step() -> None:
 
 def test_only_the_main_rank_shows() -> None:
     Shows(screen := Screen(), is_main=False)("no name", object(), "image")
+    assert screen.all == []
+
+
+def test_a_copy_of_a_task_shows_nothing_and_its_loss_is_still_found_to_be_a_mean(tmp_path: Path) -> None:
+    """Trackers hold files, which nobody can copy."""
+
+    class Means(Task):
+        def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+            self.show("batch", batch, "histogram")
+            outputs = model(batch)
+            return outputs.square().mean(), outputs
+
+    task, screen = Means(), Screen()
+    with (tmp_path / "file").open("w") as screen.file:  # type: ignore[attr-defined]
+        task.show = Shows(screen, is_main=True)  # type: ignore[method-assign]
+        with pytest.raises(UsageError, match="returns a mean over the batch"):
+            refuse_mean(nn.Linear(2, 1), task, torch.rand(8, 2))
     assert screen.all == []
 
 

@@ -73,10 +73,10 @@ def test_loss_and_gradient_over_ranks_are_those_of_all_samples_together(ranks: i
         loss, outputs = task.loss(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         assert model.weight.grad is not None
-        return loss.detach(), model.weight.grad, float(task.metrics(outputs, batch)["accuracy"].sum)  # type: ignore[union-attr]
+        return loss.detach(), model.weight.grad, float(task.metrics(outputs, batch)["accuracy"].sum)
 
     found = in_threads(ranks, run)
-    assert sum(loss for loss, _, _ in found).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert sum(float(loss) for loss, _, _ in found) == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(torch.stack([grad for _, grad, _ in found]).sum(0), gradient)
     assert sum(right for *_, right in found) == hits
 

@@ -100,7 +100,7 @@ class Tar(PartedData):
         handlers = library("webdataset.autodecode", "webdataset")
         image = handlers.imagehandler(form + self._images)(f".{kind}", data)
         if image is not None:
-            return self._pipeline(image) if self._pipeline else image
+            return self._pipeline(image) if self._pipeline else image.reshape(-1, *image.shape[-2:])  # grey is [H, W]
         found = handlers.basichandlers(kind, data)
         return data if found is None else found
 

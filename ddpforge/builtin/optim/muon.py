@@ -38,8 +38,15 @@ def muon(
                 raise ValueError(
                     f'Muon is for matrices, and `{name}` has the shape {list(parameter.shape)}; choose them by "2d"'
                 )
-    options = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr}
-    return WholeMatrices(params, lr=lr, weight_decay=weight_decay, **options)
+    return WholeMatrices(
+        params,
+        lr=lr,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        nesterov=nesterov,
+        ns_steps=ns_steps,
+        adjust_lr_fn=adjust_lr,
+    )
 
 
 class WholeMatrices(Muon):
@@ -53,7 +60,7 @@ class WholeMatrices(Muon):
             for group in groups:
                 sharded = [p for p in group["params"] if isinstance(p, DTensor)]
                 self.param_groups = [group | {"params": [p for p in group["params"] if not isinstance(p, DTensor)]}]
-                super().step()
+                super().step()  # type: ignore[no-untyped-call]
                 for parameter in sharded:
                     if parameter.grad is not None:
                         self._step(parameter, group)
@@ -68,7 +75,7 @@ class WholeMatrices(Muon):
         kept = state.pop(parameter, {})
         state[whole] = {key: _full(value) for key, value in kept.items()}
         self.param_groups = [group | {"params": [whole]}]
-        super().step()
+        super().step()  # type: ignore[no-untyped-call]
         parameter.to_local().copy_(_rows(whole.detach(), parameter).to_local())
         state[parameter] = {key: _rows(value, parameter) for key, value in state.pop(whole).items()}
 

@@ -39,7 +39,7 @@ class Contrastive(Task):
         """The cross-entropy of this rank's views, and what the first ones found: similarities, and the right places."""
         first, second = pair(batch, "contrastive", "(one view, another view)")
         embedded = F.normalize(one_tensor(model(torch.cat([first, second])), "contrastive").float(), dim=-1)
-        views = embedded.unflatten(0, (2, len(first))).transpose(0, 1)
+        views = torch.stack(embedded.chunk(2), dim=1)
         everyones, begin = self._ranks.gather(views)
 
         similar = [views[:, i] @ everyones[:, 1 - i].T / self.temperature for i in (0, 1)]
@@ -48,6 +48,6 @@ class Contrastive(Task):
         return (there + back) / 2, (similar[0], places)
 
     def metrics(self, outputs: tuple[Tensor, Tensor], batch: Batch) -> Mapping[str, Total]:
-        """How many views found the other one."""
+        """The share of views that found the other one."""
         similar, places = outputs
         return {"accuracy": Total((similar.argmax(dim=-1) == places).sum(), len(places))}

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from ddpforge.builtin.tasks.forms import by_name
 from ddpforge.builtin.tasks.sequences import check_sizes, lengths_of, logits_of, tokens_of
 from ddpforge.interfaces import Data, Metric, Rows, Task, Total
 
@@ -33,9 +34,7 @@ class MaskedLM(Task):
         metrics: Annotated[Sequence[Metric], Field(description="What to report of the chosen tokens.")] = (),
     ) -> None:
         self.mask_token, self.share, self.keep = mask_token, share, keep
-        self._metrics = {metric.name: metric for metric in metrics}
-        if len(self._metrics) < len(metrics):
-            raise ValueError(f"metrics must differ by name, got {[metric.name for metric in metrics]}")
+        self.reports = by_name(metrics)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The cross-entropy summed over chosen tokens; the logits, and the targets, -100 where nothing is chosen."""
@@ -61,11 +60,11 @@ class MaskedLM(Task):
 
     def metrics(self, outputs: tuple[Tensor, Tensor], batch: Any) -> Mapping[str, Total | Rows]:
         """The metrics that the recipe names, of chosen tokens only."""
-        if not self._metrics:
+        if not self.reports:
             return {}
         logits, targets = outputs
         counted = targets != _IGNORED
-        return {name: metric(logits[counted], targets[counted]) for name, metric in self._metrics.items()}
+        return {name: metric(logits[counted], targets[counted]) for name, metric in self.reports.items()}
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
         """Adds the perplexity (infinite where it overflows)."""

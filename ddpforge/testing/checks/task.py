@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import reduce
 from itertools import pairwise
 from operator import add
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from ddpforge.data.nests import size, take
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import Metric, Rows, Total
+from ddpforge.interfaces import Metric, Ranks, Rows, Total, World
 from ddpforge.ranks.collectives import Alone
 from ddpforge.testing.cases import Case
+from ddpforge.testing.doubles import in_threads
 from ddpforge.testing.register import check
-from ddpforge.testing.report import Breach, NotApplicable, blame, source_of
+from ddpforge.testing.report import Breach, blame, source_of
 from ddpforge.testing.trial import SAMPLES, Trial, trial_of
 from ddpforge.testing.worlds import Worlds
 
@@ -28,7 +30,7 @@ _DRAWS = 64  # of a loss that draws random numbers
 
 @check("loss-is-a-sum", "task")
 def loss_is_a_sum(case: Case, worlds: Worlds) -> None:
-    """The loss of a batch is the sum of the losses of its pieces."""
+    """The loss of a batch is the sum of the losses of its pieces; if it looks at the whole batch, on two ranks."""
     trial = _trial(case)
     loss, _ = _loss(case, trial, trial.batch)
     if loss.ndim or not loss.requires_grad:
@@ -36,7 +38,8 @@ def loss_is_a_sum(case: Case, worlds: Worlds) -> None:
         raise Breach("a loss of no dimensions, with gradients", found, where=_method(case, "loss"))
 
     if trial.task.whole_batch:
-        raise NotApplicable("declared: whole_batch = True")
+        _same_on_two_ranks(case, trial)
+        return
 
     def whole_and_pieces(seed: int, cuts: tuple[int, ...]) -> tuple[float, float]:
         torch.manual_seed(seed)
@@ -61,6 +64,39 @@ def loss_is_a_sum(case: Case, worlds: Worlds) -> None:
                 where=_method(case, "loss"),
                 hints=['use reduction="sum", and leave the division to ddpforge: `count` says by what'],
             )
+
+
+def _same_on_two_ranks(case: Case, trial: Trial) -> None:
+    """A loss that looks at the whole batch is the same, gradients included, where two ranks have a half each."""
+
+    def half(one: Ranks) -> tuple[float, dict[str, Tensor]]:
+        model, task = deepcopy((trial.model, trial.task))
+        task.start(model, World(all=one, data=one, device=torch.device("cpu"), local_rank=one.rank))
+        edges = [rank * size(trial.batch) // one.size for rank in (one.rank, one.rank + 1)]
+        loss, _ = task.loss(model, take(trial.batch, *edges))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    def together(ranks: int) -> tuple[float, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        losses, gradients = zip(*in_threads(ranks, half), strict=True)
+        return sum(losses), {name: sum(one[name] for one in gradients) for name in gradients[0]}
+
+    try:
+        again, (alone, whole), (apart, summed) = together(1)[0], together(1), together(2)
+    except Exception as error:
+        raise blame(error, "the loss of a half of the batch on each of two ranks", type(trial.task)) from error
+    if again != alone:
+        return  # it draws random numbers
+    expected, where = "the same on one rank, and added up on two with half of the batch each", _method(case, "loss")
+    if not abs(alone - apart) <= 1e-4 * abs(alone) + 1e-6:
+        found = f"a loss of {alone:.6g} on one, and of {apart:.6g} on two"
+        hint = "compare with what `world.data.gather` has of all ranks, and sum over this rank's own samples"
+        raise Breach(expected, found, where=where, hints=[hint])
+    for name, gradient in whole.items():
+        if not torch.allclose(gradient, summed[name], rtol=1e-3, atol=1e-5 * float(gradient.abs().max()) + 1e-7):
+            hint = "let gradients flow back to the ranks that samples came from: `world.data.gather` does"
+            raise Breach(expected, f"another gradient of `{name}` on two", where=where, hints=[hint])
 
 
 @check("count-is-additive", "task")

@@ -77,6 +77,8 @@ def test_images_and_classes_of_tar_files(shards: Path) -> None:
     image, number = data.prepare(next(data.open(2, epoch=0, skip=5)))
     assert number == 35
     assert torch.equal(image[:, 0, 0], torch.tensor([35 / 255, 0.0, 1.0]))
+    grey, _ = Tar(path=str(shards), fields=["png", "cls"], images="l").prepare(next(iter(data)))
+    assert grey.shape == (1, 4, 4)
     (batch, *_) = [micro.data for micro in opened(data).evaluation()]
     assert [(part.shape, part.dtype) for part in batch] == [
         (torch.Size([16, 3, 4, 4]), torch.float32),

@@ -1,5 +1,7 @@
 """What the built-in metrics promise: sums and counts that can be added up over batches and ranks."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ LOGITS = torch.tensor([[0.1, 0.9, 0.0, 0.5, 0.2, 0.3], [5.0, 4.0, 3.0, 2.0, 1.0,
     ],
 )
 def test_hits_are_summed_and_targets_counted(metric: Metric, name: str, targets: list[int], hits: int) -> None:
-    total = metric(LOGITS, torch.tensor(targets))
+    total: Any = metric(LOGITS, torch.tensor(targets))
     assert metric.name == name
     assert (float(total.sum), int(total.count)) == (hits, 2)
 
@@ -58,8 +60,8 @@ def test_sums_of_parts_are_the_sum_of_the_whole(metric: Metric) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(30, 6, generator=generator)
     targets = torch.randint(6, (30,), generator=generator)
-    whole = metric(logits, targets)
-    parts = [metric(logits[a:b], targets[a:b]) for a, b in ((0, 1), (1, 8), (8, 30))]
+    whole: Any = metric(logits, targets)
+    parts: list[Any] = [metric(logits[a:b], targets[a:b]) for a, b in ((0, 1), (1, 8), (8, 30))]
     assert sum(float(part.sum) for part in parts) == float(whole.sum)
     assert sum(part.count for part in parts) == whole.count == 30
 
