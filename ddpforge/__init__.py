@@ -7,14 +7,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ddpforge.api import TrainedRun as TrainedRun
+    from ddpforge.api import evaluate as evaluate
+    from ddpforge.api import launch as launch
+    from ddpforge.api import load as load
     from ddpforge.recipe import Recipe as Recipe
     from ddpforge.recipe import load_recipe as load_recipe
+    from ddpforge.runner import Evaluation as Evaluation
+    from ddpforge.runner import Outcome as Outcome
     from ddpforge.runner import run as run
 
 __version__ = "0.3.0"
-__all__ = ["Recipe", "__version__", "load_recipe", "run"]
-
-_LAZY = {"Recipe": "ddpforge.recipe", "load_recipe": "ddpforge.recipe", "run": "ddpforge.runner"}
+_LAZY = {
+    **dict.fromkeys(("Recipe", "load_recipe"), "ddpforge.recipe"),
+    **dict.fromkeys(("Evaluation", "Outcome", "run"), "ddpforge.runner"),
+    **dict.fromkeys(("TrainedRun", "evaluate", "launch", "load"), "ddpforge.api"),
+}
+__all__ = [
+    "Evaluation",
+    "Outcome",
+    "Recipe",
+    "TrainedRun",
+    "__version__",
+    "evaluate",
+    "launch",
+    "load",
+    "load_recipe",
+    "run",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.confidential import redacted
 from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed, UsageError
 from ddpforge.interfaces import Tracker, World
-from ddpforge.launch import record_verdict
+from ddpforge.launchers import record_verdict
 from ddpforge.ranks import leaving
 from ddpforge.ranks.failures import Failures, Peer, Report, phrase
 from ddpforge.ranks.join import leave
@@ -37,6 +37,7 @@ from ddpforge.runs.folder import (
 from ddpforge.runs.opening import Opened, mention_what_is_lost
 from ddpforge.runs.shown import ShownFiles
 from ddpforge.training.assemble import assemble, ending
+from ddpforge.training.left_out import has_left_out
 from ddpforge.training.loop import Trainer
 from ddpforge.training.memory import explained
 from ddpforge.training.parts import Parts
@@ -146,7 +147,8 @@ class Attempt:
         checkpoint = checkpoints.open()
         if checkpoint is None and self.world.is_main:
             mention_what_is_lost(self.folder)
-        init_from = None if checkpoint else self.recipe.checkpoint.init_from
+        initial = checkpoint is None or has_left_out(checkpoint.facts.loop)
+        init_from = self.recipe.checkpoint.init_from if initial else None
         trainer = self.trainer = assemble(
             self.parts,
             self.world,

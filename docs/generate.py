@@ -22,9 +22,9 @@ import ddpforge.cli
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.options import OptionRow, options_table
 from ddpforge.components.registry import Registry
-from ddpforge.recipe.layers import NAMED_SLOTS, SETS, SLOTS
+from ddpforge.recipe.layers import NAMED_SLOTS, SETS, SLOTS, VARIATIONS
 from ddpforge.recipe.report import dotted
-from ddpforge.recipe.schema import OptimizerComponent, Recipe
+from ddpforge.recipe.schema import Component, OptimizerComponent, Recipe
 from ddpforge.recipe.vocabulary import Vocabulary
 
 PAGES = Path(__file__).parent / "reference"
@@ -48,11 +48,11 @@ def _section(*path: str) -> str:
     return _options(rows, types)
 
 
-def _optimizer() -> str:
-    """What [optimizer] holds beside `use` and the optimizer's own options."""
-    field = OptimizerComponent.model_fields["no_decay"]
-    no_decay: Any = (field.annotation, field)
-    table: type[BaseModel] = create_model("Optimizer", no_decay=no_decay)
+def _optimizer(section: type[Component] = OptimizerComponent) -> str:
+    """What [optimizer], or a table in it, holds beside `use` and the optimizer's own options."""
+    own = {key: field for key, field in section.model_fields.items() if key not in Component.model_fields}
+    fields: Any = {key: (field.annotation, field) for key, field in own.items()}
+    table: type[BaseModel] = create_model("Optimizer", **fields)
     return _options(options_table(table))
 
 
@@ -66,6 +66,8 @@ def _slots() -> str:
     rows = [(f"`[{dotted(path)}]`", _link(kind), absent[dotted(path)]) for path, kind in SLOTS.items()]
     several = rows.index(next(row for row in rows if row[0] == f"`[{dotted(SETS)}]`")) + 1
     rows.insert(several, (f"`[{dotted(SETS)}.NAME]`", _link(SLOTS[SETS]), f"`[{dotted(SETS)}]` is one set"))
+    place = next(place for place, row in enumerate(rows) if row[0] == "`[schedule]`")
+    rows[place:place] = [(f"`[{dotted(path)}.NAME]`", _link("optimizer"), "none") for path in VARIATIONS]
     rows += [(f"`[{table}.NAME]`", _link(kind), "none") for table, kind in NAMED_SLOTS.items()]
     return _table(("Table", "Kind", "When absent"), rows)
 
@@ -150,6 +152,7 @@ def _code(text: str) -> str:
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "recipe": _section,
     "recipe optimizer": _optimizer,
+    **{f"recipe {dotted(path)}": partial(_optimizer, section) for path, section in VARIATIONS.items()},
     **{f"recipe {name}": partial(_section, *name.split(".")) for name in _SECTIONS},
     "slots": _slots,
     **{kind: partial(_components, kind) for kind in KINDS},

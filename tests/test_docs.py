@@ -224,7 +224,9 @@ def test_the_plugins_of_the_how_to_run(ddpforge: Callable[..., Ranks], tmp_path:
     (tmp_path / "denoising.toml").write_text(recipes(page)[0])
     ddpforge("run", "denoising.toml", "--set", "train.length=2st", nproc=2)
     written = (tmp_path / "runs/denoising/evaluations.csv").read_text()
-    assert {line.split(",")[1] for line in written.splitlines()} == {"eval/loss", "eval/mae", "eval/psnr"}
+    assert {line.split(",")[1] for line in written.splitlines()} == {
+        *("eval/loss", "eval/mae", "eval/psnr", "eval/brightness")
+    }
 
 
 def test_the_momentum_encoder_of_the_how_to_runs(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 from launched import Ranks
 
-from ddpforge.cli.launch import _check_world
 from ddpforge.errors import RecipeError
 from ddpforge.recipe import load_recipe
+from ddpforge.starting import check_world
 
 ROOT = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("*/recipe.toml"))
 STEPS, HALF = 6, 3
 SINGLE, FSDP = 'strategy={ use = "single" }', 'strategy={ use = "fsdp" }'
 TIMES = {"time", "attempt", "train/samples_per_second"}
+ROUNDING = {"muon": 5e-3}  # torch's Muon makes matrices orthogonal in bfloat16; 2e-5 for the others
 LINES = {"gan": 60, "infonce": 40, "plateau": 10}  # 80 for the others
 
 Run = Callable[..., list[dict[str, Any]]]
@@ -30,12 +31,9 @@ def run(ddpforge: Callable[..., Ranks], tmp_path: Path) -> Run:
     def train(example: str, ranks: int, steps: int, *sets: str, out: str) -> list[dict[str, Any]]:
         if not (tmp_path / example).exists():
             shutil.copytree(ROOT / example, tmp_path / example)
-        every = (
-            f"train.length={steps}st",
-            "track.every=1st",
-            f"checkpoint.every={HALF}st",
-            f"train.eval_every={HALF}st",
-        )
+        every = [f"train.length={steps}st", "track.every=1st", f"checkpoint.every={HALF}st"]
+        if "[data.eval]" in (tmp_path / example / "recipe.toml").read_text():
+            every.append(f"train.eval_every={HALF}st")
         options = [f"--set={one}" for one in (*every, *sets)]
         ddpforge("run", f"{example}/recipe.toml", "--out", out, *options, nproc=ranks)
         (file,) = (tmp_path / out).glob("*/metrics.jsonl")
@@ -44,11 +42,12 @@ def run(ddpforge: Callable[..., Ranks], tmp_path: Path) -> Run:
     return train
 
 
-def compare(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+def compare(example: str, found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     assert [row["step"] for row in found] == [row["step"] for row in expected]
+    rounding = ROUNDING.get(example, 2e-5)
     for row, other in zip(found, expected, strict=True):
         numbers = {name: value for name, value in row.items() if name not in TIMES}
-        assert numbers == pytest.approx({name: other[name] for name in numbers}, rel=2e-5, abs=1e-7), row["step"]
+        assert numbers == pytest.approx({name: other[name] for name in numbers}, rel=rounding, abs=1e-7), row["step"]
 
 
 @pytest.mark.slow
@@ -58,13 +57,13 @@ def test_an_example_trains_one_curve_on_one_rank_and_on_two_and_resumes_exactly(
     expected = run(example, 1, STEPS, SINGLE, out="one")
     assert len([row for row in expected if "train/loss" in row]) == STEPS
     run(example, 2, HALF, FSDP, out="two")
-    compare(run(example, 2, STEPS, out="two"), expected)
+    compare(example, run(example, 2, STEPS, out="two"), expected)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_trains_the_same_curve_on_four_ranks(run: Run, example: str) -> None:
-    compare(run(example, 4, STEPS, out="four"), run(example, 1, STEPS, SINGLE, out="one"))
+    compare(example, run(example, 4, STEPS, out="four"), run(example, 1, STEPS, SINGLE, out="one"))
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -76,6 +75,6 @@ def test_an_example_is_short(example: str) -> None:
 def test_a_launcher_deals_the_batch_to_the_ranks_that_see_different_data() -> None:
     """A batch of 64 does not divide by five, unless all five see the same samples."""
     recipe = str(ROOT / "tensor-parallel/recipe.toml")
-    _check_world(load_recipe(recipe), 5)
+    check_world(load_recipe(recipe), 5)
     with pytest.raises(RecipeError, match="5"):
-        _check_world(load_recipe(recipe, sets=['strategy={ use = "ddp" }']), 5)
+        check_world(load_recipe(recipe, sets=['strategy={ use = "ddp" }']), 5)

@@ -73,6 +73,7 @@ def _build(parts: "Parts") -> str:
         f"{parts.size.all:,} parameters, {parts.size.trainable:,} of them trainable",
         f"{steps:,} steps" if steps is not None else f"{parts.recipe.train.length} of training",
     ]
+    lines += [f"optimizer of {share}" for share in parts.shares()]
     for key, rehearsal in tried.items():
         numbers = "".join(f", {name} {value:.4g}" for name, value in rehearsal.metrics.items())
         lines.append(f"[data.{key}] gives {rehearsal.batch}{numbers}")

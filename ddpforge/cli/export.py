@@ -44,6 +44,13 @@ class _Size(click.ParamType[int]):
 @click.option(
     "--weights", default="model", metavar="NAME", show_default=True, help='"model", or a callback such as ema.'
 )
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="GLOB",
+    help='Only the tensors with such names, e.g. "*lora_*"; may be given several times.',
+)
+@click.option("--merge", is_flag=True, help="Fold the adapters of the model `lora` into the weights that they adapt.")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Convert the weights; default: as they are.")
 @click.option(
     "--max-shard-size",
@@ -59,6 +66,8 @@ def export(
     step: int | None,
     best: bool,
     weights: str,
+    only: tuple[str, ...],
+    merge: bool,
     dtype: "Precision | None",
     max_shard_size: int | None,
     force: bool,
@@ -85,11 +94,18 @@ def export(
     default = f"{name}{'' if weights == 'model' else f'-{weights}'}"
     if max_shard_size is not None or (out is not None and (out.endswith("/") or Path(out).is_dir())):
         done = export_folder(
-            checkpoint, Path(out or default), weights=weights, dtype=dtype, force=force, most=max_shard_size
+            checkpoint,
+            Path(out or default),
+            weights=weights,
+            only=only,
+            merge=merge,
+            dtype=dtype,
+            force=force,
+            most=max_shard_size,
         )
     else:
         file = Path(out or f"{default}.safetensors")
-        done = write(checkpoint, file, weights=weights, dtype=dtype, force=force)
+        done = write(checkpoint, file, weights=weights, only=only, merge=merge, dtype=dtype, force=force)
 
     if as_json:
         click.echo(json.dumps(asdict(done), default=str))

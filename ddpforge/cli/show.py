@@ -33,11 +33,13 @@ def show(recipe: str, sets: Sequence[str], ranks: int, device: str | None, impor
     from ddpforge.runs.folder import RunFolder
     from ddpforge.training.contract import contract_of
     from ddpforge.training.parts import Parts
+    from ddpforge.training.turns import draws_of
 
     registry = Registry.installed() if imports else Registry.installed().only_registered()
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     parts = Parts(loaded, registry)
     parts.foresee(ranks=ranks, device=device, folder=RunFolder.of(loaded.recipe))
+    shares = parts.shares()
     parts.report()
     loaded = parts.loaded  # with what the components declare
     contract = contract_of(parts.strategy) if hasattr(parts, "strategy") else None
@@ -48,12 +50,17 @@ def show(recipe: str, sets: Sequence[str], ranks: int, device: str | None, impor
             "batch": asdict(parts.batch),
             "contract": asdict(contract) if contract else None,
             "generated": generated,
+            "optimizer": shares,
             "not_imported": parts.not_imported,
         }
         click.echo(json.dumps(_as_dict(loaded) | facts, indent=2))
         return
     click.echo(_annotated(loaded))
     click.echo(f"\n# batch: {parts.batch}")
+    if (draws := draws_of(parts.turns)) > 1:
+        click.echo(f"# batches per step: {draws}")
+    for share in shares:
+        click.echo(f"# optimizer of {share}")
     for use in parts.not_imported:
         click.echo(f"# not imported, nor are its options checked: {use}")
     for name, promise in _promises(contract, ranks) if contract else ():
@@ -70,6 +77,7 @@ def _promises(contract: "Contract", ranks: int) -> Iterator[tuple[str, str]]:
     yield "averages over ranks", contract.averages
     yield "master weights", contract.master_dtype
     yield "gradients are reduced in", contract.reduce_dtype
+    yield "optimizers", contract.optimizers
     yield "clips", contract.clips
     yield "accumulates", contract.accumulates
 

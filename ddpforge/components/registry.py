@@ -15,10 +15,11 @@ from difflib import get_close_matches
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ddpforge.components.kinds import KINDS
+from ddpforge.components.local_code import PREFIX, import_file, module_name
 from ddpforge.confidential import SECRET, redact, reveal
 from ddpforge.errors import ExitCode, PluginError
 
@@ -127,7 +128,7 @@ def _elsewhere(kind: str, use: str) -> Iterator[str]:
     elif kind == "model" and re.fullmatch(r"(bert|gpt2|llama|roberta|t5|qwen|mistral|distilbert)\w*", name):
         yield "install ddpforge-transformers for the models of transformers"
     elif kind == "data" and name in ("hf", "huggingface", "datasets", "hfdatasets"):
-        yield "datasets of Hugging Face: `datasets:load_dataset` with path, split, …"
+        yield 'datasets of Hugging Face: use = "hugging_face" with path, split and columns'
     elif kind == "tracker" and name in ("tensorboard", "mlflow", "comet", "aim", "clearml", "neptune", "csv"):
         yield f"no tracker for {use} is installed; `ddpforge plugins new` begins one; metrics.jsonl is always written"
     elif kind == "optimizer" and name in ("lion", "adam8bit", "adamw8bit", "sophia", "lamb", "adan", "prodigy"):
@@ -264,7 +265,7 @@ class Registry:
 
         file = _local_file(location, base, broken) if _is_file(location) else None
         with _importing(location, file, broken):
-            module = _import_file(file) if file else importlib.import_module(location)
+            module = import_file(file) if file else importlib.import_module(location)
             component: object = module
             for name in attribute.split("."):
                 component = getattr(component, name, _ABSENT)
@@ -402,7 +403,7 @@ def where_raised(error: BaseException) -> list[str]:
     lines = [
         f"raised at {os.path.relpath(frame.f_code.co_filename)}:{line}, in {frame.f_code.co_qualname}"
         for frame, line, _ in _frames(error)
-        if frame.f_globals.get("__name__", "").startswith("ddpforge_local_")
+        if frame.f_globals.get("__name__", "").startswith(PREFIX)
     ]
     return lines[-1:]
 
@@ -464,7 +465,7 @@ def _importing(location: str, file: Path | None, broken: Callable[..., BrokenCom
     try:
         yield
     except (Exception, SystemExit) as cause:  # a script without a main guard exits
-        where = _innermost(cause, _local_name(file) if file else location.partition(".")[0])
+        where = _innermost(cause, (module_name(file) if file else location).partition(".")[0])
         missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
         if missing and "." in missing:
             missing = None  # the requirement is there, in a version without this module
@@ -496,7 +497,7 @@ _EXTRAS = {"torchmetrics": "metrics"}  # modules that recipes locate, and the ex
 
 def _ways_to_provide(missing: str, file: Path | None) -> list[str]:
     if file and (file.parent / f"{missing}.py").exists():
-        return ["a local file cannot import its neighbours: put the folder on PYTHONPATH, or make a package"]
+        return [f"a file beside a recipe imports its neighbours by a dot: `from .{missing} import …`"]
     if extra := _EXTRAS.get(missing):
         return [f"pip install 'ddpforge[{extra}]'"]
     return [f"install what provides the module `{missing}`"]
@@ -524,30 +525,3 @@ def _local_file(location: str, base: Path, broken: Callable[..., BrokenComponent
     if not is_file or file.suffix != ".py":
         raise broken(f"cannot be loaded: {file} is not {'a Python file' if there else 'there'}")
     return file
-
-
-def _local_name(file: Path) -> str:
-    import hashlib
-
-    stem = re.sub(r"\W", "_", file.stem)
-    return f"ddpforge_local_{stem}_{hashlib.sha256(os.fsencode(file)).hexdigest()[:12]}"
-
-
-def _import_file(file: Path) -> ModuleType:
-    # One name per path, and in sys.modules, so that the file's classes pickle into forked loader workers.
-    # A spawned worker starts without this entry and could not unpickle them: it needs an installed package.
-    name = _local_name(file)
-    if name in sys.modules:
-        return sys.modules[name]
-
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None  # both are there for every file that ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module

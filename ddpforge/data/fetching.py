@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ddpforge.builtin.orders.plain import Sequential
 from ddpforge.data.order import Dealer, MicroBatch, RankShare, Request, Terms
+from ddpforge.data.parted import PartedStream
 from ddpforge.data.randomness import seed_all
 from ddpforge.data.streams import Stream, is_stream, loader_in
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import Order, mix
+from ddpforge.interfaces import Order, PartedData, mix
 from ddpforge.ranks.signals import leave_stopping_to_the_rank
 
 __all__ = ["Batches", "check_data", "open_data"]
@@ -118,6 +119,8 @@ class Batches:
             options |= {"prefetch_factor": self._prefetch, "persistent_workers": True}
             options["worker_init_fn"] = leave_stopping_to_the_rank()
 
+        if isinstance(self._data, PartedData):
+            return DataLoader(PartedStream(self._data, self._terms, start, one_epoch), **options)
         if is_stream(self._data):
             return DataLoader(Stream(self._data, self._terms, start, one_epoch), **options)
 
@@ -185,5 +188,17 @@ def check_data(data: Any) -> None:
             f"{type(data).__name__} is not a dataset: it has neither __len__ and __getitem__ nor __iter__",
             hints=["see `ddpforge.interfaces.Data` for what a dataset offers"],
         )
+    if isinstance(data, PartedData):
+        _check_parts(data)
     if hasattr(data, "__len__") and len(data) == 0:
         raise PluginError(f"{type(data).__name__} is empty: it has no samples")
+
+
+def _check_parts(data: PartedData) -> None:
+    name = type(data).__name__
+    if not all(isinstance(part, int) and part >= 0 for part in data.parts):
+        raise PluginError(f"{name}.parts must hold the number of samples of each part, whole numbers of at least 0")
+    if not (len(data.lanes) == 2 and all(isinstance(one, int) and one >= 1 for one in data.lanes)):
+        raise PluginError(f"{name}.lanes must be two whole numbers of at least 1, not {data.lanes}")
+    if data.window < 1:
+        raise PluginError(f"{name}.window must be at least 1, not {data.window}")

@@ -3,9 +3,11 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +20,7 @@ from ddpforge.checkpoint.safetensors_writer import LazyTensor, dtype_name
 from ddpforge.checkpoint.schema import MODEL
 from ddpforge.checkpoint.weights_file import sources, write_weights
 from ddpforge.errors import CheckpointError, UsageError
+from ddpforge.exchange.adapters import merged
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _DTYPES: Mapping[Precision, torch.dtype] = {
@@ -50,13 +53,16 @@ def export(
     out: Path,
     *,
     weights: str = "model",
+    only: Sequence[str] = (),
+    merge: bool = False,
     dtype: Precision | None = None,
     force: bool = False,
 ) -> Exported:
     """Writes the model of a checkpoint to the file `out`, which appears complete or not at all.
 
     `weights` is "model", or the name of a callback that keeps weights of its own (e.g. "ema"); what it does
-    not keep (buffers, frozen parameters) comes from the model. `dtype` converts the floating-point tensors.
+    not keep (buffers, frozen parameters) comes from the model. With `merge` adapters are folded into the weights
+    that they adapt; `only` leaves out what none of its globs names; `dtype` converts the floating-point tensors.
 
     A tied parameter is written once and its other names become metadata, as by safetensors' own `save_model`:
     `safetensors.torch.load_model(model, out)` restores the tie.
@@ -68,8 +74,8 @@ def export(
         raise UsageError(f"{out} exists", hints=["choose another file with --out, or replace it with --force"])
 
     reader = Reader(checkpoint)
-    chosen = _chosen(reader, weights, dtype)
-    size, digest = _write(out, chosen, reader.aliases)
+    chosen, aliases = _chosen(reader, weights, only, dtype, merge=merge)
+    size, digest = _write(out, chosen, aliases)
     return Exported(file=out, step=reader.facts.step, tensors=len(chosen), bytes=size, sha256=digest)
 
 
@@ -78,6 +84,8 @@ def export_folder(
     out: Path,
     *,
     weights: str = "model",
+    only: Sequence[str] = (),
+    merge: bool = False,
     dtype: Precision | None = None,
     force: bool = False,
     most: int | None = None,
@@ -95,12 +103,12 @@ def export_folder(
         raise UsageError(f"{there[0]} exists", hints=["choose another folder with --out, or replace it with --force"])
 
     reader = Reader(checkpoint)
-    chosen = _chosen(reader, weights, dtype)
+    chosen, aliases = _chosen(reader, weights, only, dtype, merge=merge)
     shards = _shards(chosen, most)
     with _staging(out, there) as stage:
         written: dict[str, tuple[int, str]] = {}
         for file, names in shards.items():
-            ties = {alias: name for alias, name in reader.aliases.items() if name in names}
+            ties = {alias: name for alias, name in aliases.items() if name in names}
             written[file] = write_weights(stage / file, {name: chosen[name] for name in names}, ties)
         if len(shards) > 1:
             disk.write_new(stage / INDEX, [_index(chosen, shards)])
@@ -115,14 +123,38 @@ def export_folder(
     )
 
 
-def _chosen(reader: Reader, weights: str, dtype: Precision | None) -> dict[str, LazyTensor]:
-    """The weights to be written, in the order of the model."""
+def chosen_weights(reader: Reader, weights: str) -> dict[str, LazyTensor]:
+    """The model's weights, or those that a callback keeps, in the order of the model and unread; see `export`."""
     chosen = sources(reader, "model")
-    if weights != "model":
-        chosen |= _kept_by(weights, reader, chosen)
+    return chosen if weights == "model" else chosen | _kept_by(weights, reader, chosen)
+
+
+def _chosen(
+    reader: Reader, weights: str, only: Sequence[str], dtype: Precision | None, *, merge: bool
+) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """The weights to be written, in the order of the model, and the further names of tied ones."""
+    chosen, aliases = chosen_weights(reader, weights), dict(reader.aliases)
+    if merge:
+        chosen, aliases = merged(chosen, aliases)
+    if only:
+        named = _named(only, chosen, aliases)
+        chosen = {name: source for name, source in chosen.items() if name in named}
     if dtype is not None:
         chosen = {name: _converted(name, source, _DTYPES[dtype]) for name, source in chosen.items()}
-    return chosen
+    return chosen, {alias: name for alias, name in aliases.items() if name in chosen}
+
+
+def _named(globs: Sequence[str], names: Iterable[str], aliases: Mapping[str, str]) -> set[str]:
+    """The tensors that globs name, by any of their names; raises UsageError for a glob that names none."""
+    known = {name: name for name in names} | dict(aliases)
+    found: set[str] = set()
+    for glob in globs:
+        matched = {tensor for name, tensor in known.items() if fnmatchcase(name, glob)}
+        if not matched:
+            near = get_close_matches(glob, known, n=3, cutoff=0)
+            raise UsageError(f"--only {glob} matches no tensor", hints=[f"near it are {', '.join(near)}"])
+        found |= matched
+    return found
 
 
 def _shards(chosen: Mapping[str, LazyTensor], most: int | None) -> dict[str, list[str]]:

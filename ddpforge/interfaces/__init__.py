@@ -7,7 +7,7 @@ step. Nothing in here imports torch when it runs.
 from ddpforge.direction import lower_is_better
 from ddpforge.interfaces.beside import Beside
 from ddpforge.interfaces.callback import Callback, RunContext, StepInfo
-from ddpforge.interfaces.data import Data
+from ddpforge.interfaces.data import Data, PartedData
 from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.interfaces.metric import Metric, Rows, Total
 from ddpforge.interfaces.optimizer import Exploring, Schedule
@@ -48,6 +48,7 @@ __all__ = [
     "Metric",
     "Order",
     "Part",
+    "PartedData",
     "Pass",
     "Pieces",
     "Range",

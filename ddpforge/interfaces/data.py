@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Data"]
+__all__ = ["Data", "PartedData"]
 
 
 @runtime_checkable
@@ -29,8 +31,56 @@ class Data(Protocol):
     once, and compares what ranks have read. Its `set_epoch(epoch: int)`, if it has one, is called before each pass,
     and python's, numpy's and torch's generators are seeded from (recipe seed, epoch), the same everywhere; `random =
     False` saves that. Do the expensive part of loading in `collate`, which sees only the samples that this rank keeps.
+    Data in parts of known length need not be read by all: see `PartedData`.
     """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+class PartedData(ABC):
+    """An iterable dataset in parts of known length (files, shards, row groups), each of which can be entered anywhere.
+
+    Each rank and loader process reads only what it keeps, and a resume enters the parts where the run stood.
+    Which samples form a step is arithmetic on `parts`, whatever the number of ranks and loader processes. Optional, as
+    for any data: `collate(samples)`, `random = False`, `classes` and the like. Reading must not draw random numbers;
+    `prepare` and `collate` may.
+    """
+
+    parts: Sequence[int]
+    """The number of samples in each part."""
+
+    shuffle: bool = False
+    """Read the parts in another order in every epoch."""
+
+    window: int = 1
+    """Samples that are read ahead, in each lane, and taken in random order."""
+
+    lanes: tuple[int, int] = (8, 4)
+    """The number of places at which the data is read at once: by so many in every step, and by so many in turn.
+
+    Part of what decides which samples form a step. Where ranks times micro-batches of a step divide the first, and
+    loader processes the second, each lane is one process's alone; otherwise several share one, and jump.
+    """
+
+    jumps: bool = True
+    """Opening a part in its middle costs next to nothing. Otherwise what is not needed is read over where possible."""
+
+    @abstractmethod
+    def open(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
+        """The samples of a part, from number `skip` on; read only when asked for."""
+
+    def prepare(self, sample: Any) -> Any:
+        """A sample as `collate` takes it, called for those that are kept: the place to decode, and to augment.
+
+        Generators of random numbers are seeded from (recipe seed, epoch, sample) before each.
+        """
+        return sample
+
+    def __len__(self) -> int:
+        return sum(self.parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        for part in range(len(self.parts)):
+            yield from self.open(part, epoch=0, skip=0)

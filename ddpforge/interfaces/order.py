@@ -18,6 +18,8 @@ class Order(ABC):
     Nothing of it is saved: a resume asks for the step it begins with. Which rank computes a sample is not its concern:
     ddpforge deals the samples of a step out. Steps may have different sizes, and a sample may come any number of times.
 
+    Where the turns of a task have batches of their own, each batch is a step here.
+
     A component of this kind is a class, or a function that returns an Order. It is handed over, where its signature
     names them: `data`, the dataset; `seed`, the recipe's; `global_batch`; and `drop_last`, true where an epoch's
     incomplete last step is not to be trained on.

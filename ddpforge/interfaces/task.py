@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from ddpforge.interfaces.beside import Beside
     from ddpforge.interfaces.metric import Metric, Rows, Total
+    from ddpforge.interfaces.shown import ShownKind
     from ddpforge.interfaces.world import World
 
 __all__ = ["Task"]
@@ -78,6 +79,12 @@ class Task(ABC):
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
         """Turns finished metrics into what is reported, e.g. adds a perplexity; keys have no `train/` prefix yet."""
         return metrics
+
+    def show(self, name: str, value: Any, kind: ShownKind) -> None:
+        """Shows something of the present step, see `Show`; for `loss`, `metrics` and `finish` to call, not to override.
+
+        Before the first step and under `ddpforge eval` nothing happens.
+        """
 
     def check(self, model: nn.Module, data: Any) -> None:
         """Raises ValueError when model and data cannot belong together (classes, vocabulary), before training."""

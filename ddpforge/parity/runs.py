@@ -11,7 +11,7 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
-from ddpforge import launch
+from ddpforge import launchers
 from ddpforge.checkpoint import retention
 from ddpforge.components.building import build
 from ddpforge.components.registry import Registry
@@ -154,7 +154,7 @@ def _variables(runs: Sequence[_ComparedRun], say: Callable[[str], None]) -> Mapp
     if not gpus or gpus >= most or runs[0].loaded.recipe.train.device != "auto":
         return {}
     say(f"comparing on the CPU: {most} processes need {most} GPUs, and there {'are' if gpus > 1 else 'is'} {gpus}")
-    return launch.NO_GPUS
+    return launchers.NO_GPUS
 
 
 def _make_empty(folder: Path) -> None:
@@ -203,10 +203,10 @@ class _ComparedRun:
             self.folder.create(**snapshot(self.loaded))
             copytree(start, self.folder.checkpoints / start.name)
         arguments = [self.recipe, *(f"--set={one}" for one in self.sets), f"--out={self.out}"]
-        command = launch.torchrun_command(arguments, nproc=self.spec.ranks)
+        command = launchers.torchrun_command(arguments, nproc=self.spec.ranks)
         output = self.out / f"{self.name}.log"
         with output.open("wb") as file:
-            code = launch.launch(command, nproc=self.spec.ranks, output=file, variables=variables)
+            code = launchers.launch(command, nproc=self.spec.ranks, output=file, variables=variables)
         if code:
             raise RunFailed(self.spec, code, output.read_text(errors="replace"))
 

@@ -25,6 +25,9 @@ def cross_check(recipe: Recipe, explainer: Explainer) -> None:
     _check_initial(recipe, explainer)
     _check_schedule(recipe, explainer)
     _check_compile(recipe, explainer)
+    if recipe.optimizer.groups and recipe.optimizer.turns:
+        message = "[optimizer.groups] and [optimizer.turns] cannot be used together"
+        explainer.add(("optimizer", "groups"), message, "give each turn the settings that its parameters need")
 
 
 def _check_compile(recipe: Recipe, explainer: Explainer) -> None:

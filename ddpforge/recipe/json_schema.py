@@ -11,7 +11,7 @@ from ddpforge.components.kinds import KINDS
 from ddpforge.components.registry import Registry
 from ddpforge.errors import PluginError
 from ddpforge.interfaces.durations import Duration
-from ddpforge.recipe.layers import NAMED_SLOTS, SETS, SLOTS
+from ddpforge.recipe.layers import NAMED_SLOTS, SETS, SLOTS, VARIATIONS, framework_keys
 from ddpforge.recipe.schema import (
     CheckpointSection,
     DataSection,
@@ -117,8 +117,19 @@ def _options(kind: str, name: str, registry: Registry) -> Schema:
     if keys := KINDS[kind].framework_keys:
         table = Recipe.model_fields[kind].annotation
         assert isinstance(table, type)
-        own = {key: _schema(table, "")["properties"][key] for key in keys}
+        own = {key: _schema(table, "")["properties"][key] for key in keys} | _variations(kind)
     return {**schema, "properties": {"use": {}, **own, **schema["properties"]}}
+
+
+def _variations(kind: str) -> Schema:
+    """The tables that vary a component's; which options one may have follows from the table around it."""
+    found: Schema = {}
+    for path, model in VARIATIONS.items():
+        properties = _schema(model, "")["properties"] | {"schedule": {"$ref": "#/$defs/schedule"}}
+        inner = {"use": {"type": "string"}, **{key: properties[key] for key in framework_keys((*path, ""))}}
+        table = {"type": "object", "properties": inner}
+        found |= {path[1]: {"type": "object", "additionalProperties": table}} if SLOTS[path[:1]] == kind else {}
+    return found
 
 
 class _Generator(GenerateJsonSchema):

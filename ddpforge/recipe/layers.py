@@ -8,7 +8,7 @@ from typing import Any
 
 from ddpforge.components.kinds import KINDS
 from ddpforge.recipe.origins import KeyPath, Origin, Source
-from ddpforge.recipe.schema import Component, TurnComponent
+from ddpforge.recipe.schema import Component, GroupComponent, TurnComponent
 
 Value = Any  # whatever TOML can hold
 Table = dict[str, Value]
@@ -22,10 +22,11 @@ NAMED_SLOTS = {spec.named_in: kind for kind, spec in KINDS.items() if spec.named
 SETS = ("data", "eval")
 """The table that names a component or, where it has no `use`, may hold several tables that do, each with a name."""
 
-TURNS = ("optimizer", "turns")
-"""The table whose inner tables are variations on the one around it: what they do not say is as it says."""
-
-_TURN_KEYS = tuple(TurnComponent.model_fields.keys() - Component.model_fields.keys())
+VARIATIONS: dict[tuple[str, ...], type[Component]] = {
+    ("optimizer", "groups"): GroupComponent,
+    ("optimizer", "turns"): TurnComponent,
+}
+"""The tables whose inner tables vary the one around them: what they do not say is as it says. With their schemas."""
 
 _VARIABLE = re.compile(r"\$\{vars\.([^{}]*)\}")
 
@@ -36,8 +37,8 @@ def kind_at(path: KeyPath, tables: Table) -> str | None:
         return NAMED_SLOTS[str(path[0])]
     if path[: len(SETS)] == SETS and holds_sets(tables):
         return SLOTS[SETS] if len(path) == len(SETS) + 1 else None
-    if path[: len(TURNS)] == TURNS and len(path) > len(TURNS):
-        inner = path[len(TURNS) + 1 :]
+    if path[:2] in VARIATIONS and len(path) > 2:
+        inner = path[3:]
         return "schedule" if inner == ("schedule",) else None if inner else "optimizer"
     return SLOTS.get(path)
 
@@ -46,7 +47,8 @@ def framework_keys(path: KeyPath) -> tuple[str, ...]:
     """Keys of the component's table at `path` that ddpforge itself reads; all others but `use` are the component's."""
     if path in SLOTS:
         return KINDS[SLOTS[path]].framework_keys
-    return _TURN_KEYS if path[:-1] == TURNS else ()
+    varied = next((model for table, model in VARIATIONS.items() if table == path[:-1]), Component)
+    return tuple(key for key in varied.model_fields if key not in Component.model_fields)
 
 
 def holds_sets(tables: Table) -> bool:

@@ -120,7 +120,8 @@ class TurnComponent(Component):
 
     use: Annotated[str, Resume.FIXED]
     parameters: Annotated[_Globs, Resume.FIXED] = Field(
-        default=(), description='What it trains, as globs over full names; absent: "NAME.*", after the turn.'
+        default=(),
+        description='What it trains, written as for a group; absent: "NAME.*", after the turn.',
     )
     repeats: Annotated[Count, Resume.FIXED] = Field(default=1, description="Updates in every step, one after another.")
     fresh: Annotated[bool, Resume.FIXED] = Field(
@@ -135,13 +136,27 @@ class TurnComponent(Component):
     )
 
 
+class GroupComponent(Component):
+    """Parameters with settings of their own; whatever of `use` and options it does not say is as in [optimizer]."""
+
+    use: Annotated[str, Resume.FIXED]
+    parameters: Annotated[_Globs, Resume.FIXED] = Field(
+        min_length=1,
+        description='What is in it: globs over full names, and the words of `no_decay`; "!" before one takes it out.',
+    )
+
+
 class OptimizerComponent(Component):
-    """The optimizer, which parameters it must not decay, and the turns of a task that has several updates a step."""
+    """The optimizer, which parameters it must not decay, and which have settings, or an update, of their own."""
 
     use: Annotated[str, Resume.FIXED]
     no_decay: Annotated[_Globs, Resume.TUNABLE] = Field(
         default=(),
-        description='Parameters without weight decay: "bias", "norm", "embedding", "1d", or a glob over full names.',
+        description='Parameters without weight decay: "bias", "norm", "embedding", "1d", "2d", or a glob over full'
+        " names.",
+    )
+    groups: Annotated[dict[str, GroupComponent], Resume.TUNABLE] = Field(
+        default={}, description="A table for each group of parameters with settings of its own, see below."
     )
     turns: Annotated[dict[str, TurnComponent], Resume.TUNABLE] = Field(
         default={}, description="A table for each turn of the task, see below."
@@ -241,6 +256,11 @@ class TrainSection(Section):
         description="Classes of the modules that are sharded, recomputed and compiled one by one; absent: the model's"
         " repeated blocks.",
     )
+    freeze: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.TUNABLE] = Field(
+        default=(),
+        description='Parameters that are not trained, as globs over full names, e.g. "blocks.*". A BatchNorm whose'
+        " parameters are all among them keeps its statistics, too, and normalises by them.",
+    )
     sync_batchnorm: Annotated[bool, Resume.TUNABLE] = Field(
         default=False, description="Compute BatchNorm statistics over all ranks (CUDA only)."
     )
@@ -292,6 +312,11 @@ class CheckpointSection(Section):
         default="sharded",
         description='"sharded": every rank writes what it holds; "full" adds one file with the whole model, for other'
         " tools. Both can be resumed under any strategy.",
+    )
+    contents: Annotated[Literal["all", "trained"], Resume.OUTSIDE] = Field(
+        default="all",
+        description='"trained" leaves out weights that are frozen: at every start they must come again from the model,'
+        " or from init_from, and others than before are refused.",
     )
     background: Annotated[bool, Resume.OUTSIDE] = Field(
         default=True, description="Write while training goes on, from a copy of the state in host memory."
@@ -357,6 +382,7 @@ class Recipe(Section):
         found |= {("data", "eval", *filter(None, [name])): component for name, component in evaluations.items()}
         for name, turn in self.optimizer.turns.items():
             found |= {("optimizer", "turns", name): turn, ("optimizer", "turns", name, "schedule"): turn.schedule}
+        found |= {("optimizer", "groups", name): group for name, group in self.optimizer.groups.items()}
         return {path: component for path, component in found.items() if component}
 
 

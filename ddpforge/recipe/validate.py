@@ -19,7 +19,7 @@ from ddpforge.recipe.layers import (
     NAMED_SLOTS,
     SETS,
     SLOTS,
-    TURNS,
+    VARIATIONS,
     Layers,
     Table,
     Value,
@@ -75,19 +75,20 @@ class _Validation:
         return recipe, tables, self.explainer.problems()
 
     def _inherit(self) -> None:
-        """Gives each turn what it does not say: the optimizer's `use` and, where it has the same, options."""
-        for path, table in self._turns():
-            base = self.layers.tables[TURNS[0]]
+        """Gives each variation what it does not say: the `use` and, where it has the same, the options."""
+        for path, table in self._variations():
+            base = inside(self.layers.tables, path[:-2])
             if table.get("use", base.get("use")) == base.get("use"):
                 self.said[path] = set(table)
-                table |= {key: base[key] for key in base.keys() - framework_keys(TURNS[:1]) - table.keys()}
+                table |= {key: base[key] for key in base.keys() - framework_keys(path[:-2]) - table.keys()}
 
-    def _turns(self) -> Iterator[tuple[KeyPath, Table]]:
-        tables = self.layers.tables.get(TURNS[0])
-        turns = tables.get(TURNS[1]) if isinstance(tables, dict) else None
-        for name, table in turns.items() if isinstance(turns, dict) else ():
-            if isinstance(table, dict):
-                yield (*TURNS, name), table
+    def _variations(self) -> Iterator[tuple[KeyPath, Table]]:
+        for path in VARIATIONS:
+            outer = self.layers.tables.get(path[0])
+            tables = outer.get(path[1]) if isinstance(outer, dict) else None
+            for name, table in tables.items() if isinstance(tables, dict) else ():
+                if isinstance(table, dict):
+                    yield (*path, name), table
 
     def _slots(self) -> Iterator[tuple[KeyPath, Value]]:
         """Yields the paths at which a component's table belongs, with the values there."""
@@ -100,9 +101,9 @@ class _Validation:
             outer = inside(tables, path[:-1]) if path[0] in tables else None
             if isinstance(outer, dict) and path[-1] in outer:
                 yield path, outer[path[-1]]
-        for path, table in self._turns():
+        for path, table in self._variations():
             yield path, table
-            if "schedule" in table:
+            if "schedule" in framework_keys(path) and "schedule" in table:
                 yield (*path, "schedule"), table["schedule"]
         for section in NAMED_SLOTS:
             inner = tables.get(section)
@@ -200,8 +201,9 @@ class _Validation:
             component |= self.plain.get(path, {})
             for key in {"use", *self.plain.get(path, ())} - self.said.get(path, component.keys()):
                 del component[key]
-        if not recipe.optimizer.turns:
-            del tables["optimizer"]["turns"]
+        for outer, key in VARIATIONS:
+            if not tables[outer][key]:
+                del tables[outer][key]
         return {key: value for key, value in tables.items() if value != {}}
 
 

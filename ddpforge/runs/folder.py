@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from hashlib import sha256
-from itertools import count
+from itertools import chain, count
 from pathlib import Path, PurePosixPath
 from socket import gethostname
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 from ddpforge import disk
+from ddpforge.components.local_code import neighbours
 from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.runs.environment import describe_environment
 
@@ -61,18 +62,28 @@ class RecipeSnapshot(TypedDict):
 
 def snapshot(loaded: "LoadedRecipe") -> RecipeSnapshot:
     """Reads what a run's folder keeps of a recipe, at once: the recipe may lie in the folder that is about to move."""
-    copies = _copies(loaded.local_files())
-    local_files = {name: file.read_bytes() for file, name in copies.items()}
-    return RecipeSnapshot(text=loaded.text, resolved=loaded.dumps(copies), local_files=local_files)
+    named, copies = _copies(loaded.local_files())
+    local_files = {name: file.read_bytes() for name, file in copies.items()}
+    return RecipeSnapshot(text=loaded.text, resolved=loaded.dumps(named), local_files=local_files)
 
 
-def _copies(files: Iterable[Path]) -> dict[Path, str]:
-    """Names the copy of each file. A further file does not rename the others: that would be another recipe."""
-    copies: dict[Path, str] = {}
+def _copies(files: Iterable[Path]) -> tuple[dict[Path, str], dict[str, Path]]:
+    """Names the copy of each file that a recipe names, and says what each copy is of, imported neighbours included.
+
+    A copy has its neighbours beside it, as the file has. A further file does not rename the others: that would be
+    another recipe.
+    """
+    named: dict[Path, str] = {}
+    copies: dict[str, Path] = {}
     for file in files:
-        alike = sum(other.name == file.name for other in copies)
-        copies[file] = f"code/{alike}/{file.name}" if alike else f"code/{file.name}"
-    return copies
+        together = [file, *neighbours(file)]
+        for folder in chain(["code"], (f"code/{number}" for number in count(1))):
+            mine = {f"{folder}/{each.relative_to(file.parent).as_posix()}": each for each in together}
+            if all(copies.get(name, each) == each for name, each in mine.items()):
+                break
+        copies |= mine
+        named[file] = f"{folder}/{file.name}"
+    return named, copies
 
 
 class Lineage(TypedDict):

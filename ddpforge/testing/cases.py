@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ddpforge.components.kinds import KINDS
+from ddpforge.components.local_code import PREFIX
 from ddpforge.components.registry import Entry, Registry
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.recipe.schema import Component
@@ -277,7 +278,7 @@ def _of_file(path: Path, attribute: str, kind: str | None, registry: Registry) -
         module = next(
             found
             for found in list(sys.modules.values())
-            if getattr(found, "__file__", None) == str(path.resolve()) and found.__name__.startswith("ddpforge_local_")
+            if getattr(found, "__file__", None) == str(path.resolve()) and found.__name__.startswith(PREFIX)
         )
         names = [
             name for name, value in vars(module).items()

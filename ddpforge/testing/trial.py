@@ -15,6 +15,7 @@ from ddpforge.testing import companions
 from ddpforge.testing.cases import Case
 from ddpforge.testing.report import Breach, blame, source_of
 from ddpforge.training.beside import declared
+from ddpforge.training.one_turn import of_turns
 
 __all__ = ["SAMPLES", "Trial", "first_batch", "fresh", "settle", "trial_of"]
 
@@ -104,10 +105,12 @@ def _try(case: Case) -> Trial:
     task.check(model, data)
     alone = Alone()
     task.start(model, World(all=alone, data=alone, device=alone.device, local_rank=0))
-    _, outputs = _pair(task, task.loss(model, batch))
+    turns = list(of_turns(task).values())
+    for one in turns:
+        _, outputs = _pair(task, one.loss(model, batch))
     if case.kind == "metric":
         case.build()(outputs.detach(), batch[1])
-    return Trial(model, data, task, batch)
+    return Trial(model, data, turns[0], batch)
 
 
 class _WrongLoss(Breach):

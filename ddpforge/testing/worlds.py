@@ -13,8 +13,9 @@ from shutil import copy
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ddpforge import launch
+from ddpforge import launchers
 from ddpforge.components.kinds import KINDS
+from ddpforge.components.local_code import neighbours
 from ddpforge.errors import ExitCode, PluginError
 from ddpforge.parity.compare import TOLERANCES, Point, Quantity, Record, compare, first_drift
 from ddpforge.testing.cases import Case
@@ -108,11 +109,11 @@ class Worlds:
         self.say(f"starting {nproc} rank{'s' * (nproc > 1)} for {names}")
         written = self.folder / "orders.json"
         written.write_text(json.dumps([order.write() for order in orders]))
-        run = launch.torchrun_command([], nproc=nproc)
+        run = launchers.torchrun_command([], nproc=nproc)
         output = self.folder / "output.log"
         with output.open("wb") as file:
             command = [*run[: run.index("ddpforge")], "ddpforge.testing.job", str(written)]
-            stopped(launch.launch(command, nproc=nproc, output=file, variables=launch.NO_GPUS))
+            stopped(launchers.launch(command, nproc=nproc, output=file, variables=launchers.NO_GPUS))
 
         for order in orders:
             order.outcome = _outcome(order, nproc)
@@ -149,9 +150,12 @@ def write_recipe(case: Case, tables: dict[str, Any], folder: Path) -> Path:
     text = tomlkit.dumps(tables)
     for name in set(_LOCAL.findall(text)):
         source = next((base / name for base in (case.base, case.folder) if (base / name).is_file()), None)
-        if source:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            copy(source, folder / name)
+        if source is None:
+            continue
+        for file in (source, *neighbours(source)):
+            target = (folder / name).parent / file.relative_to(source.parent)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            copy(file, target)
     path = folder / "case.toml"
     path.write_text(text, encoding="utf-8")
     return path

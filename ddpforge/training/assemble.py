@@ -22,6 +22,8 @@ from ddpforge.training.blocks import find_blocks, rework_blocks
 from ddpforge.training.contract import contract_of, prove
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fitness import watch_batchnorm
+from ddpforge.training.freezing import hold_statistics
+from ddpforge.training.left_out import has_left_out
 from ddpforge.training.loop import Trainer
 from ddpforge.training.optimizers import build_optimizer
 from ddpforge.training.parameter_groups import parameter_groups
@@ -68,6 +70,7 @@ def assemble(
         _initialise(replica, init_from, world, skip=recipe.checkpoint.init_skip)
     beside = place(parts.beside, parts.strategy, replica, world, begins=begins)
     shows = Shows(tracker, is_main=world.is_main)
+    parts.task.show = shows  # type: ignore[method-assign]
     _start(parts, world, replica, shows, folder, life)
 
     return Trainer(
@@ -106,7 +109,9 @@ def evaluating(parts: Parts, world: World, checkpoint: Reader, folder: Path) -> 
         replica = _prepared(parts, world, model, SGD(groups, lr=0.0))
         beside = place(parts.beside, parts.strategy, replica, world, begins=False)
         _start(parts, world, replica, Shows(Tracker(), is_main=world.is_main), folder, life)
-        restore_weights(replica, checkpoint)
+        if has_left_out(checkpoint.facts.loop) and (source := parts.recipe.checkpoint.init_from):
+            _initialise(replica, source, world, skip=parts.recipe.checkpoint.init_skip)
+        restore_weights(replica, checkpoint, world.all)
         restore_callbacks(parts.recipe, {**beside, **parts.callbacks}, checkpoint, world)
         yield _evaluator(parts, world, replica, beside)
         replica.close()
@@ -125,6 +130,7 @@ def _spread(parts: Parts) -> nn.Module:
         bare = parts.model
         if train.sync_batchnorm:
             bare = nn.SyncBatchNorm.convert_sync_batchnorm(bare)  # type: ignore[no-untyped-call]
+        hold_statistics(bare, train.freeze)
         return parts.strategy.wrap(bare, blocks)
 
 

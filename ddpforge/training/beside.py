@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from math import isclose
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ddpforge.strategies.buffers import equalise_buffers
 from ddpforge.strategies.named_state import match, match_form, tensors
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.first_look import name_of
+from ddpforge.training.left_out import measure, same
 
 __all__ = ["OWNER", "BesideModule", "declared", "place", "with_statistics"]
 
@@ -107,7 +107,7 @@ class BesideModule(Callback):
         _, self._aliases = tensors(self.module)
         if begins or not beside.is_saved:
             self.begin()
-        self._fingerprint = None if beside.is_saved else self._measure()
+        self._fingerprint = None if beside.is_saved else measure(self._held(), world.all)
 
     def begin(self) -> None:
         """Gives it its initial weights, where its constructor did not."""
@@ -175,10 +175,7 @@ class BesideModule(Callback):
             match(set(self._held()), set(state))
             self._take(state)
             return
-        same = state.keys() == self._fingerprint.keys() and all(
-            isclose(state[key], value, rel_tol=1e-9, abs_tol=1e-12) for key, value in self._fingerprint.items()
-        )
-        if not same:
+        if not same(state, self._fingerprint):
             raise CheckpointError(
                 f"the weights of `{self.name}`, beside the model, are not those that this run began with",
                 hints=[
@@ -198,14 +195,3 @@ class BesideModule(Callback):
             match_form(f"{name} of {self.name}", part.shape, part.tensor.dtype, saved[name])
             saved[name].read_into(part.region, part.tensor)
         self._weights.changed()
-
-    @torch.no_grad()
-    def _measure(self) -> dict[str, float]:
-        """Sums over all ranks by which other weights would be noticed, whatever strategy spreads them."""
-        sums = torch.zeros(2, dtype=torch.float64)
-        for held in self._held().values():
-            part = held if isinstance(held, Part) else Part.whole(held, replica=0, replicas=self._world.all.size)
-            values = part.tensor.detach().double().abs()
-            sums += torch.stack([values.sum(), values.square().sum()]).cpu() / part.replicas
-        magnitude, squares = self._world.all.sum(sums).tolist()
-        return {"magnitude": magnitude, "squares": squares}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.forms import described
+from ddpforge.components.local_code import PREFIX
 from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.interfaces import Rows, Task, Total
 from ddpforge.training.one_turn import OneTurn
@@ -124,6 +125,6 @@ _TOTAL = "return Total(values.sum(), len(values)): means are taken once, over al
 def name_of(part: object) -> str:
     """A component as people know it: its class, and the file of code that is not installed."""
     kind = type(part.task if isinstance(part, OneTurn) else part)
-    if not kind.__module__.startswith("ddpforge_local_"):
+    if not kind.__module__.startswith(PREFIX):
         return kind.__qualname__
     return f"{os.path.basename(getsourcefile(kind) or '')}:{kind.__qualname__}"

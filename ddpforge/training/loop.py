@@ -30,6 +30,7 @@ from ddpforge.training.cadence import Alarm, Cadence, Stopwatch
 from ddpforge.training.callbacks import reads_gradients
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import Fingerprint
+from ddpforge.training.left_out import complete
 from ddpforge.training.norms import GradientNorms
 from ddpforge.training.one_turn import finished, of_turn, of_turns, reports_of
 from ddpforge.training.progress import Progress
@@ -92,7 +93,7 @@ class Trainer:
         self.evaluator = evaluator
         self.callbacks = callbacks
         self.tracker = tracker
-        self.saving = Saving(checkpoints, recipe.checkpoint, replica, lambda: self.callbacks, tracker)
+        self.saving = Saving(checkpoints, recipe.checkpoint, replica, lambda: self.callbacks, tracker, world.all)
         self._shows = shows or Shows(tracker, is_main=world.is_main)
         self._shown_gradient: int | None = None  # the step whose gradient callbacks were shown last
         self._reads_gradients = reads_gradients(callbacks)
@@ -155,7 +156,7 @@ class Trainer:
         optimizers = [(path, one.use) for path, one in components if path[0] == "optimizer" and len(path) != 4]
         if any(is_another(facts, use, *path, world=self.world) for path, use in optimizers):
             state = replace(state, optimizer={}, shared={})
-        self.replica.load_state(state)
+        self.replica.load_state(complete(state, self.replica, self.world.all))
         restore_callbacks(self._recipe, self.callbacks, checkpoint, self.world)
         checkpoint.finish()
         self.progress = Progress.of(facts)
@@ -377,7 +378,7 @@ class Trainer:
     def _row(self, means: dict[str, float], lr: float) -> dict[str, float]:
         row = {f"train/{name}": value for name, value in finished(self.task, means).items()}
         row |= {"train/grad_norm": self._norms.newest, "lr": lr, "samples": self.progress.samples}
-        row |= {of_turn("lr", name): rate for name, rate in self._rates.by_turn().items()}
+        row |= {of_turn("lr", name): rate for name, rate in self._rates.named().items()}
         row["train/samples_per_second"] = self._stopwatch.samples / self._stopwatch.seconds
         if per_epoch := self.plan.horizon.steps_per_epoch:
             row["epoch"] = self.progress.step / per_epoch

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ddpforge.components.registry import NotImported
 from ddpforge.errors import PluginError, RecipeError
 from ddpforge.recipe.report import dotted
+from ddpforge.training.optimizers import settings_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -23,11 +25,25 @@ def check_optimizer(loaded: LoadedRecipe, registry: Registry) -> None:
     optimizer = loaded.recipe.optimizer
     for name, turn in optimizer.turns.items():
         _check(loaded, registry, ("optimizer", "turns", name), turn)
-    if not optimizer.turns:
-        _check(loaded, registry, ("optimizer",), optimizer)
+    tried = None if optimizer.turns else _check(loaded, registry, ("optimizer",), optimizer)
+    for name, group in optimizer.groups.items():
+        path = ("optimizer", "groups", name)
+        if group.use != optimizer.use:
+            _check(loaded, registry, path, group)
+        elif tried is not None:
+            _check_settings(loaded, path, tried, settings_of(group, optimizer))
 
 
-def _check(loaded: LoadedRecipe, registry: Registry, path: KeyPath, component: Component) -> None:
+def _check_settings(loaded: LoadedRecipe, path: KeyPath, optimizer: Optimizer, settings: Mapping[str, Any]) -> None:
+    """Raises RecipeError for a setting of a group that `optimizer` has for all parameters alike."""
+    for key, value in settings.items():
+        if key not in optimizer.defaults or isinstance(value, str) != isinstance(optimizer.defaults[key], str):
+            message = f"`{key}` of {type(optimizer).__name__} is the same for all of its parameters"
+            hint = f"set optimizer.{key}, or give the group another `use`"
+            raise RecipeError([loaded.problem((*path, key), message, hint)])
+
+
+def _check(loaded: LoadedRecipe, registry: Registry, path: KeyPath, component: Component) -> Optimizer:
     import torch
 
     name = component.use
@@ -51,6 +67,7 @@ def _check(loaded: LoadedRecipe, registry: Registry, path: KeyPath, component: C
         if "lr" in settings and not settings["lr"] > 0:
             message = f"`{dotted(path)}.lr` must be more than 0, not {float(settings['lr'])}"
             raise RecipeError([loaded.problem((*path, "lr"), message)])
+    return optimizer
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

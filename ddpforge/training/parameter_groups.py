@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["parameter_groups", "parameters_of_turns"]
+__all__ = ["covered", "parameter_groups", "parameters_of_groups", "parameters_of_turns"]
 
 _Test = Callable[[str, nn.Module, nn.Parameter], bool]
 
@@ -28,7 +28,7 @@ def parameter_groups(
     - "bias": the last part of the name is the word bias or contains it, like `in_proj_bias` and `bias_ih_l0`;
     - "norm": owned by a normalisation layer: its class, or a base of it, is called `…Norm` or `…Norm2d`;
     - "embedding": owned by an `nn.Embedding` or `nn.EmbeddingBag`;
-    - "1d": has one dimension, or none.
+    - "1d": has one dimension, or none; "2d": has two.
 
     Raises ValueError when nothing is trainable, and when a glob matches no parameter, trainable or not.
     """
@@ -36,7 +36,7 @@ def parameter_groups(
     if among is not None:
         trainable = {name: parameter for name, parameter in trainable.items() if name in among}
 
-    exempt = {id(parameter) for pattern in no_decay for parameter in _covered(model, pattern)}
+    exempt = {id(parameter) for pattern in no_decay for parameter in covered(model, pattern, "no_decay")}
     decayed = {name: parameter for name, parameter in trainable.items() if id(parameter) not in exempt}
     others = {name: parameter for name, parameter in trainable.items() if id(parameter) in exempt}
 
@@ -45,25 +45,53 @@ def parameter_groups(
 
 
 def parameters_of_turns(model: nn.Module, turns: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """The names of the trainable parameters of each turn, given as globs.
+    """The names of the trainable parameters of each turn; `turns` has entries like those of `no_decay`.
 
     Raises ValueError unless each parameter is one turn's, each turn has one, and each glob matches one.
     """
+    owners = _owners(model, "turns", turns)
+    for name, those in owners.items():
+        if not those:
+            raise ValueError(f"turns: parameter `{name}` is in no turn, and must be in one; see their `parameters`")
+    return {turn: [name for name, those in owners.items() if turn in those] for turn in turns}
+
+
+def parameters_of_groups(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """The names of the trainable parameters of each group, and as "" of those in none, which come first.
+
+    Raises ValueError where a parameter is in two groups, a group has none, or a glob matches none.
+    """
+    owners = _owners(model, "groups", groups)
+    rest = {"": [name for name, those in owners.items() if not those]}
+    return rest | {group: [name for name, those in owners.items() if group in those] for group in groups}
+
+
+def _owners(model: nn.Module, table: str, tables: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """For each trainable parameter the inner tables of [optimizer] that it belongs to: one at most."""
     trainable = {id(parameter): name for name, parameter in _trainable(model).items()}
     owners: dict[str, list[str]] = {name: [] for name in trainable.values()}
-    for turn, globs in turns.items():
-        key = f"turns.{turn}.parameters"
-        mine = {id(parameter) for glob in globs for parameter in _covered(model, glob, key, {})}
-        for name in (name for one, name in trainable.items() if one in mine):
-            owners[name].append(turn)
+    for one, entries in tables.items():
+        key = f"optimizer.{table}.{one}.parameters"
+        mine = _selected(model, entries, key)
         if not mine & trainable.keys():
-            raise ValueError(f"{key}: all parameters of the turn `{turn}` are frozen")
+            raise ValueError(f"{key}: there is no trainable parameter in it")
+        for name in (name for parameter, name in trainable.items() if parameter in mine):
+            owners[name].append(one)
+            if len(owners[name]) > 1:
+                raise ValueError(
+                    f"{table}: parameter `{name}` is in the {table} {' and '.join(owners[name])}, and can be in one; "
+                    'an entry "!GLOB" of `parameters` takes parameters out again'
+                )
+    return owners
 
-    for name, those in owners.items():
-        if len(those) != 1:
-            what = f"in the turns {' and '.join(those)}" if those else "in no turn"
-            raise ValueError(f"turns: parameter `{name}` is {what}, and must be in one; see their `parameters`")
-    return {turn: [name for name, (owner,) in owners.items() if owner == turn] for turn in turns}
+
+def _selected(model: nn.Module, entries: Sequence[str], key: str) -> set[int]:
+    """The parameters, by identity, that entries mean, one after the other: those with "!" take out what is in it."""
+    found: set[int] = set()
+    for entry in entries:
+        meant = {id(parameter) for parameter in covered(model, entry.removeprefix("!"), key)}
+        found = found - meant if entry.startswith("!") else found | meant
+    return found
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -77,19 +105,16 @@ def _group(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
     return {"params": list(parameters.values()), "names": list(parameters)}
 
 
-def _covered(
-    model: nn.Module, pattern: str, key: str = "no_decay", words: Mapping[str, _Test] | None = None
-) -> list[nn.Parameter]:
-    """The parameters that one entry of a key means: a glob, or one of `words`, by default those of `no_decay`."""
-    known = _WORDS if words is None else words
-    test = known.get(pattern) or (lambda name, owner, parameter: fnmatchcase(name, pattern))
+def covered(model: nn.Module, pattern: str, key: str) -> list[nn.Parameter]:
+    """The parameters that one entry of a key means."""
+    test = _WORDS.get(pattern) or (lambda name, owner, parameter: fnmatchcase(name, pattern))
     owned = list(_owned(model))
-    covered = [parameter for name, owner, parameter in owned if test(name, owner, parameter)]
+    found = [parameter for name, owner, parameter in owned if test(name, owner, parameter)]
 
-    if not covered and pattern not in known:
-        near = get_close_matches(pattern, [*known, *(name for name, *_ in owned)], n=3, cutoff=0)
+    if not found and pattern not in _WORDS:
+        near = get_close_matches(pattern, [*_WORDS, *(name for name, *_ in owned)], n=3, cutoff=0)
         raise ValueError(f"{key}: `{pattern}` matches no parameter; near it are {', '.join(near)}")
-    return covered
+    return found
 
 
 def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
@@ -112,4 +137,5 @@ _WORDS: Mapping[str, _Test] = {
     "norm": _is_of_norm,
     "embedding": lambda name, owner, parameter: isinstance(owner, nn.Embedding | nn.EmbeddingBag),
     "1d": lambda name, owner, parameter: parameter.ndim <= 1,
+    "2d": lambda name, owner, parameter: parameter.ndim == 2,
 }

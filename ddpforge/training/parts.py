@@ -16,6 +16,7 @@ from torch import nn
 
 from ddpforge.builtin.orders.plain import Shuffled
 from ddpforge.components.building import build
+from ddpforge.components.local_code import PREFIX
 from ddpforge.components.options import Nested
 from ddpforge.components.registry import NotImported, Registry, where_raised
 from ddpforge.data import Batches, RankShare, check_data, mix, open_data
@@ -50,12 +51,13 @@ from ddpforge.training.callbacks import check_callback, overriding
 from ddpforge.training.contract import Size, contract_of, count_parameters
 from ddpforge.training.evaluation import prefix
 from ddpforge.training.fitness import check_model
+from ddpforge.training.freezing import freeze
 from ddpforge.training.judging import settled, unsettled
 from ddpforge.training.one_turn import turns_of
 from ddpforge.training.optimizer_trial import check_optimizer
-from ddpforge.training.optimizers import check_parameters
+from ddpforge.training.optimizers import check_parameters, shares
 from ddpforge.training.parameter_groups import parameter_groups
-from ddpforge.training.refusals import general_refusals, refusals_of_turns
+from ddpforge.training.refusals import general_refusals, refusals_of_optimizers
 from ddpforge.training.rehearsal import FEW, Rehearsal, first_batch, rehearse, try_before_model
 from ddpforge.training.sums import SMALL
 from ddpforge.training.turns import draws_of
@@ -64,8 +66,6 @@ from ddpforge.training.whole_batch import Even, refusal_of_end, refusals_of_part
 __all__ = ["WEIGHTS", "Parts", "key_of"]
 
 log = logging.getLogger("ddpforge")
-
-_LOCAL = "ddpforge_local_"  # how the registry names modules that are files beside a recipe
 
 _OURS = "ddpforge.builtin.tasks."
 
@@ -207,7 +207,7 @@ class Parts:
         with self.noting("strategy"):
             where = device or device_type(train)
             general = general_refusals(train, self.strategy.data_ranks(ranks), where)
-            turns = refusals_of_turns(self.recipe, contract_of(self.strategy), where) if self.trains else ()
+            turns = refusals_of_optimizers(self.recipe, contract_of(self.strategy), where) if self.trains else ()
             cut = refusals_of_parts(self.task, train, self._data_ranks) if hasattr(self, "task") else ()
             for refusal in (*general, *turns, *cut, *self.strategy.refusals(train, ranks, where)):
                 self.note(tuple(refusal.key.split(".")), UsageError(refusal.message, hints=refusal.hints))
@@ -253,6 +253,8 @@ class Parts:
         with self.noting("model"):
             self.model = self._on_meta() if meta else self._model()
             check_model(self.model)
+            with self.noting("train", "freeze", faults=(ValueError,)):
+                freeze(self.model, recipe.train.freeze)
             self.size = count_parameters(self.model)
             self._put_beside()
             self._fit()
@@ -284,6 +286,16 @@ class Parts:
                 if beside.weights is not None and not beside.is_saved:
                     find_initial(beside.weights, f"weights of {name}")
 
+    def shares(self) -> list[str]:
+        """Says how turns or groups share the model's parameters, which is built for it where that was not done."""
+        if not (self.turns or self.recipe.optimizer.groups):
+            return []
+        found: list[str] = []
+        with self.noting("optimizer", faults=(ValueError,)):
+            model = self.model if hasattr(self, "model") else self._on_meta()
+            found = shares(self.recipe.optimizer, model, list(self.turns))
+        return found
+
     def _on_meta(self) -> nn.Module:
         """The model on the meta device; a small one, and one whose constructor looks at values, with its weights."""
         with suppress(NotImplementedError, RuntimeError), torch.device("meta"):
@@ -304,7 +316,7 @@ class Parts:
             check_blocks(find_blocks(self.model, recipe.train.blocks), recipe.train)
         with self.noting("optimizer", faults=(ValueError,)):
             if self.trains:
-                check_parameters(recipe.optimizer, self.model, list(self.turns))
+                check_parameters(self.registry, recipe.optimizer, self.model, list(self.turns))
             else:
                 parameter_groups(self.model, ())
 
@@ -441,7 +453,7 @@ class Parts:
         """
         home = type(self.task).loss.__module__ if self._fits and self.trains else ""
         ours = home.startswith(_OURS)
-        calls = self._may_call_model() and (ours or home.startswith(_LOCAL))
+        calls = self._may_call_model() and (ours or home.startswith(PREFIX))
         if not (ours or calls) or self.recipe.data.workers:
             return
         with self.noting("task"), own_random_numbers():
@@ -492,7 +504,7 @@ class Parts:
         models = [self.model, *self._modules_beside()]
         if not self._fits or sum(count_parameters(model).all for model in models) > SMALL:
             return False
-        local = any(type(module).__module__.startswith(_LOCAL) for model in models for module in model.modules())
+        local = any(type(module).__module__.startswith(PREFIX) for model in models for module in model.modules())
         return not local and not any(parameter.is_meta for parameter in self.model.parameters())
 
     def _modules_beside(self) -> list[nn.Module]:

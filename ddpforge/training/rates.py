@@ -30,6 +30,10 @@ class Rates:
             for group, rate in zip(self._parts[name].param_groups, rates, strict=True):
                 group["lr"] = rate * factor
 
-    def by_turn(self) -> Mapping[str, float]:
-        """The rate of each turn as it is now; nothing where there are no turns."""
-        return {name: part.param_groups[0]["lr"] for name, part in self._parts.items() if name}
+    def named(self) -> Mapping[str, float]:
+        """The rates as they are now of turns, and of groups that have another than the first group."""
+        found = {name: part.param_groups[0]["lr"] for name, part in self._parts.items() if name}
+        for part in self._parts.values():
+            first, *others = part.param_groups
+            found |= {each["group"]: each["lr"] for each in others if each.get("group") and each["lr"] != first["lr"]}
+        return found

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from ddpforge.interfaces import Contract, Refusal
 from ddpforge.recipe.schema import Recipe, TrainSection
 
-__all__ = ["general_refusals", "refusals_of_turns"]
+__all__ = ["general_refusals", "refusals_of_optimizers"]
+
+_SEVERAL = ('set strategy.use = "ddp" (without compression = "powersgd"), "fsdp" or "single"',)
 
 
 def general_refusals(train: TrainSection, data_ranks: int, device: str) -> Iterator[Refusal]:
@@ -25,15 +27,22 @@ def general_refusals(train: TrainSection, data_ranks: int, device: str) -> Itera
         )
 
 
-def refusals_of_turns(recipe: Recipe, contract: Contract, device: str) -> Iterator[Refusal]:
-    """Turns under a strategy that makes one update a step, and with CUDA graphs, whose memory is used again."""
+def refusals_of_optimizers(recipe: Recipe, contract: Contract, device: str) -> Iterator[Refusal]:
+    """Several optimizers under a strategy that takes one; turns with CUDA graphs, whose memory is used again."""
+    for name, group in recipe.optimizer.groups.items():
+        if group.use != recipe.optimizer.use and contract.optimizers == "one":
+            yield Refusal(
+                f"optimizer.groups.{name}.use",
+                f'strategy.use = "{recipe.strategy.use}" takes one optimizer; [optimizer.groups.{name}] has another',
+                (*_SEVERAL, "or leave its `use` out: settings of one optimizer may differ"),
+            )
     if not recipe.optimizer.turns:
         return
     if contract.optimizers == "one":
         yield Refusal(
             "optimizer.turns",
             f'strategy.use = "{recipe.strategy.use}" makes one update a step, and [optimizer.turns] asks for several',
-            ('set strategy.use = "ddp" (without compression = "powersgd"), "fsdp" or "single"',),
+            _SEVERAL,
         )
     if device == "cuda" and recipe.train.uses_cuda_graphs:
         yield Refusal(

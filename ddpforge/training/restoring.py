@@ -9,22 +9,23 @@ from typing import Any
 from ddpforge.checkpoint.contents import Facts
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, CanonicalState, Replica, World
+from ddpforge.interfaces import Callback, CanonicalState, Ranks, Replica, World
 from ddpforge.recipe.schema import Recipe
 from ddpforge.recipe.toml import loads
 from ddpforge.training.beside import BesideModule
+from ddpforge.training.left_out import complete
 
 __all__ = ["is_another", "restore_callbacks", "restore_weights"]
 
 log = logging.getLogger("ddpforge")
 
 
-def restore_weights(replica: Replica, checkpoint: Reader) -> None:
+def restore_weights(replica: Replica, checkpoint: Reader, ranks: Ranks) -> None:
     """Gives the model its weights and buffers; of what the optimizer and the strategy have kept, nothing is read.
 
     Raises CheckpointError where the checkpoint is of another model.
     """
-    saved = checkpoint.state()
+    saved = complete(checkpoint.state(), replica, ranks)
     if missing := sorted(replica.state().model.keys() - saved.model.keys()):
         more = " …" if len(missing) > 5 else ""
         raise CheckpointError(

@@ -10,8 +10,9 @@ from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, Replica, Tracker
+from ddpforge.interfaces import Callback, Ranks, Replica, Tracker
 from ddpforge.recipe.schema import CheckpointSection
+from ddpforge.training.left_out import has_left_out, same, without_frozen
 from ddpforge.training.progress import Progress
 
 __all__ = ["Saving"]
@@ -33,6 +34,7 @@ class Saving:
         replica: Replica,
         callbacks: Callable[[], Mapping[str, Callback]],
         tracker: Tracker,
+        ranks: Ranks,
     ) -> None:
         self.checkpoints = checkpoints
         self.settings = settings
@@ -40,6 +42,8 @@ class Saving:
         self.step: int | None = None  # the newest that is in a checkpoint, or on its way there
         self._replica = replica
         self._callbacks, self._tracker = callbacks, tracker
+        self._ranks = ranks
+        self._left_out: Mapping[str, Any] = {}  # what is known of the weights that no checkpoint holds
 
     @property
     def ready(self) -> bool:
@@ -51,6 +55,9 @@ class Saving:
         self.settle()
         self._replica.sync_buffers()
         state = self._replica.state()
+        if self.settings.contents == "trained":
+            state = without_frozen(state, self._replica, self._ranks)
+            self._refuse_moved(state.numbers)
         facts = Facts(
             step=progress.step,
             samples=progress.samples,
@@ -64,6 +71,16 @@ class Saving:
         self.step = progress.step
         if not self.settings.background:
             self.settle(last=last)
+
+    def _refuse_moved(self, numbers: Mapping[str, Any]) -> None:
+        """Raises CheckpointError where weights that are left out are not what they were at the first checkpoint."""
+        now = {name: x for name, x in numbers.items() if has_left_out([name])}
+        if self._left_out and not same(now, self._left_out):
+            raise CheckpointError(
+                "weights that are not trained have changed during the run, and checkpoints leave them out",
+                hints=['set checkpoint.contents = "all"'],
+            )
+        self._left_out = now
 
     def settle(self, *, last: bool = False) -> None:
         """Waits for the checkpoint that is being written, if there is one, and tells callbacks and tracker of it.

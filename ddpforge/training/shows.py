@@ -46,6 +46,10 @@ class Shows:
         self._tracker, self._is_main = tracker, is_main
         self._warned: set[str] = set()
 
+    def __deepcopy__(self, _: dict[int, Any]) -> Shows:
+        """A copy of a task is one that is tried out: it shows nothing, and trackers cannot be copied."""
+        return Shows(Tracker(), is_main=False)
+
     def __call__(self, name: str, value: Any, kind: ShownKind) -> None:
         """Shows `value`."""
         if not self._is_main:
@@ -140,8 +144,12 @@ def _text(name: str, value: Any) -> str:
 
 
 def _table(name: str, value: Any) -> Table:
-    rows = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
-    if not rows or not all(isinstance(row, Mapping) and row.keys() == rows[0].keys() for row in rows):
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        _refuse(name, f"a {type(value).__name__}", _FORMS["table"])
+    rows = list(value)
+    if not rows:
+        raise _Odd("it has no rows")
+    if not all(isinstance(row, Mapping) and row.keys() == rows[0].keys() for row in rows):
         _refuse(name, f"a {type(value).__name__}", _FORMS["table"])
     if len(rows) > _LARGEST["rows"] or len(rows[0]) > _LARGEST["columns"]:
         limits = f"at most {_LARGEST['rows']:,} rows of {_LARGEST['columns']} columns"

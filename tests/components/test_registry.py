@@ -428,11 +428,32 @@ def test_a_local_file_that_fails_can_be_mended_and_loaded_again(folder: Path) ->
     assert Registry().load("model", "./net.py:Net", folder).__name__ == "Net"
 
 
-def test_a_local_file_that_imports_its_neighbour_is_told_how(folder: Path) -> None:
+def test_a_local_file_that_imports_its_neighbour_without_a_dot_is_told_how(folder: Path) -> None:
     write(folder / "helper_next_door.py", "")
     write(folder / "net.py", "import helper_next_door")
 
-    assert "cannot import its neighbours" in broken("model", "./net.py:Net", folder).hints[0]
+    (hint,) = broken("model", "./net.py:Net", folder).hints
+    assert hint == "a file beside a recipe imports its neighbours by a dot: `from .helper_next_door import …`"
+
+
+def test_local_files_import_each_other_and_those_of_another_recipe_are_others(folder: Path) -> None:
+    found = []
+    for name in ("one", "two"):
+        write(
+            folder / name / "net.py", "from .layers import Block\nfrom .deep.blocks import DEEP\nclass Net(Block): ..."
+        )
+        write(folder / name / "layers.py", f"class Block:\n    of = {name!r}")
+        write(folder / name / "deep/blocks.py", "from ..layers import Block\nDEEP = Block.of")
+        found.append(Registry().load("model", "./net.py:Net", folder / name))
+        assert Registry().load("model", "./layers.py:Block", folder / name) is found[-1].__mro__[1]  # type: ignore[attr-defined]
+    assert [one.of for one in found] == ["one", "two"]  # type: ignore[attr-defined]
+    assert not {"layers", "deep", "net"} & sys.modules.keys()
+
+
+def test_a_file_whose_name_is_no_word_can_be_loaded(folder: Path) -> None:
+    for name in ("my-net.py", "my_net.py"):
+        write(folder / name, f"class Net:\n    file = {name!r}")
+        assert Registry().load("model", f"./{name}:Net", folder).file == name  # type: ignore[attr-defined]
 
 
 # -------------------------------------------------------------------------------------------------- building

@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
+from shutil import copy
 
 import pytest
 
@@ -48,9 +50,69 @@ def test_steps_that_grow_and_come_twice_train_alike_on_one_rank_and_on_two_that_
         lines = map(json.loads, (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines())
         curves.append([(line["samples"], line["train/loss"]) for line in lines if "train/loss" in line])
     alone, together = curves
-    sizes = [3, 5, 8, 10, 13, 16]
-    assert [samples for samples, _ in alone] == [
-        sum(sizes[: n // 2]) * 2 + n % 2 * sizes[n // 2 % 6] for n in range(1, 13)
-    ]
+    sizes = [size for size in (3, 5, 8, 10, 13, 16) for _ in range(2)]
+    assert [samples for samples, _ in alone] == list(accumulate(sizes))
     assert [samples for samples, _ in together] == [samples for samples, _ in alone]
     assert [loss for _, loss in together] == pytest.approx([loss for _, loss in alone], rel=1e-5)
+
+
+STREAM = """
+recipe = 1
+name = "stream"
+[model]
+use = "./parts.py:Seen"
+[data]
+workers = 2
+[data.train]
+use = "./mine.py:Shards"
+shuffle = true
+[task]
+use = "./parts.py:SumOfLosses"
+[optimizer]
+use = "sgd"
+lr = 1e-6
+[train]
+length = "2ep"
+global_batch = 8
+micro_batch = 2
+[checkpoint]
+every = "6st"
+"""
+SHARDS = '''
+import os
+from ddpforge.interfaces import PartedData
+
+class Shards(PartedData):
+    """The numbers 1 to 100 in parts; every one that is read is written down."""
+
+    parts = [20, 1, 40, 9, 30]
+    lanes = (4, 2)
+    random = False
+
+    def __init__(self, shuffle: bool) -> None:
+        self.shuffle = shuffle
+
+    def open(self, part, *, epoch, skip):
+        for number in range(sum(self.parts[:part]) + skip, sum(self.parts[: part + 1])):
+            with open("read.txt", "a") as file:
+                file.write(f"{number + 1}\\n")
+            yield float(number + 1)
+'''
+
+
+def test_a_stream_in_parts_is_used_once_by_ranks_with_loader_processes_and_resumed_within_an_epoch(
+    ddpforge: Callable[..., object], tmp_path: Path
+) -> None:
+    """13 steps an epoch; the first attempt ends after 6."""
+    copy(Path(__file__).parent.parent / "parts.py", tmp_path)
+    (tmp_path / "mine.py").write_text(SHARDS)
+    (tmp_path / "run.toml").write_text(STREAM)
+    ddpforge("run", "run.toml", "--set", "train.length=6st", nproc=2)
+    ddpforge("run", "run.toml", nproc=2)
+    seen = [list(map(float, (tmp_path / f"seen-{rank}.txt").read_text().split())) for rank in (0, 1)]
+    first = sorted(one for hand in seen for one in hand[:50])
+    both = sorted(one for hand in seen for one in hand)
+    assert first == [float(number) for number in range(1, 101)]
+    assert both == sorted(first * 2)
+    read = (tmp_path / "read.txt").read_text().split()
+    assert len(read) <= 200 + 2 * 2 * 2 * 4 * 2  # and what loader processes had ready when each attempt ended

@@ -63,6 +63,21 @@ def test_weights_that_nobody_keeps_are_a_usage_error(checkpoint: Path, tmp_path:
     assert caught.value.hints == ("callbacks that saved tensors: ema, mine",)
 
 
+def test_only_what_a_glob_names_is_exported(folder: Path, tmp_path: Path) -> None:
+    """By any of its names; the ties of what is left out are not mentioned."""
+    checkpoint = sized(folder, 4, 8, 12, other="c")
+    chosen = export(checkpoint, tmp_path / "some.safetensors", only=["a", "oth*"])
+    with safe_open(chosen.file, framework="pt") as file:
+        assert set(file.keys()) == {"a", "c"}
+        assert file.metadata()["other"] == "c"
+    fewer = export(checkpoint, tmp_path / "fewer.safetensors", only=["a"])
+    with safe_open(fewer.file, framework="pt") as file:
+        assert "other" not in file.metadata()
+    with pytest.raises(UsageError, match="--only v matches no tensor") as caught:
+        export(checkpoint, tmp_path / "none.safetensors", only=["a", "v"])
+    assert "near it are" in caught.value.hints[0]
+
+
 @pytest.mark.parametrize(
     ("dtype", "expected"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )

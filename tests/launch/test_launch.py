@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from launched import Zygote
 
-from ddpforge import launch as launcher
+from ddpforge import launchers as launcher
 from ddpforge.errors import ExitCode
-from ddpforge.launch import Death, Ended, launch, threads_per_process, torchrun_command
+from ddpforge.launchers import Death, Ended, launch, threads_per_process, torchrun_command
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = """
@@ -348,7 +348,7 @@ def pretend(script: str) -> list[str]:
     """A launcher that only does what `script` says; `verdict(*codes)` writes what its ranks would."""
     prelude = """
 import os, signal, sys
-from ddpforge.launch import record_death, record_verdict
+from ddpforge.launchers import record_death, record_verdict
 def verdict(*codes):
     for rank, code in enumerate(codes):
         os.environ["RANK"] = str(rank)
@@ -466,7 +466,7 @@ def test_ranks_get_ten_minutes_to_save_unless_the_environment_says_otherwise(
 def test_torchrun_stands_alone_unless_a_rendezvous_is_named() -> None:
     alone = torchrun_command(["r.toml"], nproc=2)
     assert alone[1:] == [
-        *("-m", "ddpforge.launch.torchrun", "--standalone", "--nproc-per-node=2"),
+        *("-m", "ddpforge.launchers.torchrun", "--standalone", "--nproc-per-node=2"),
         *("-m", "ddpforge", "run", "r.toml"),
     ]
     for flag in ("--nnodes=2", "--rdzv-endpoint=a:1", "--master-port=1"):

@@ -124,3 +124,11 @@ def test_descriptions_and_defaults_reach_the_editor(registry: Registry) -> None:
     assert train["length"]["description"].startswith("How long to train")
     assert schema["$defs"]["model.cnn"]["properties"]["width"]["description"] == "How many."
     assert "required" not in schema
+
+
+def test_a_turn_of_the_optimizer_has_its_own_keys_and_any_options() -> None:
+    turns = recipe_schema(Registry.installed())["$defs"]["optimizer.adamw"]["properties"]["turns"]
+    turn = turns["additionalProperties"]
+    assert {"use", "parameters", "repeats", "fresh", "clip_norm", "schedule"} == set(turn["properties"])
+    assert turn["properties"]["schedule"] == {"$ref": "#/$defs/schedule"}
+    assert "additionalProperties" not in turn

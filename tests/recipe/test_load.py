@@ -368,3 +368,61 @@ def test_initial_weights_have_a_path_on_one_line(load: Load, value: str) -> None
     with pytest.raises(RecipeError, match=r"`checkpoint\.init_from` must be"):
         load(None, 'checkpoint.init_from=""')
     assert load(None, "checkpoint.init_from=runs/Größe 2").recipe.checkpoint.init_from == "runs/Größe 2"
+
+
+# ---------------------------------------------------------------------------------------------- turns
+def test_a_turn_takes_over_what_it_does_not_say(load: Load, valid: str) -> None:
+    text = f"""{valid}
+[optimizer.turns.d]
+lr = 0.5
+clip_norm = 1.0
+[optimizer.turns.g]
+[optimizer.turns.h]
+use = "sgd"
+lr = 0.25
+schedule = {{ use = "cosine" }}
+"""
+    loaded = load(text, "optimizer.betas=[0.5, 0.6]")
+    turns = loaded.recipe.optimizer.turns
+    assert (turns["d"].options["lr"], turns["d"].options["betas"], turns["d"].clip_norm) == (0.5, (0.5, 0.6), 1.0)
+    assert turns["g"].options == loaded.recipe.optimizer.options
+    assert turns["h"].options == {"lr": 0.25, "momentum": 0.0, "nesterov": False}
+    assert ("optimizer", "turns", "h", "schedule") in loaded.recipe.components()
+    # Written out, a turn says what it said, so that a change of [optimizer] still reaches it.
+    assert loaded.tables["optimizer"]["turns"]["g"] == {"parameters": [], "repeats": 1, "fresh": False}
+    again = load(loaded.dumps(), "optimizer.betas=[0.7, 0.8]").recipe.optimizer.turns
+    assert [again[name].options.get("betas") for name in "dgh"] == [(0.7, 0.8), (0.7, 0.8), None]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("lrr = 0.1", "unknown key `lrr` in [optimizer.turns.d], which uses"),
+        ("repeats = 0", "`optimizer.turns.d.repeats` must be at least 1, not 0"),
+        ('schedule = "cosine"', "[optimizer.turns.d.schedule] must be a table, not a string"),
+        ('use = "sgdd"', "there is no optimizer named `sgdd`"),
+    ],
+)
+def test_what_is_wrong_with_a_turn_is_said_at_its_place(load: Load, valid: str, line: str, said: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(f"{valid}\n[optimizer.turns.d]\n{line}\n")
+    assert said in caught.value.problems[0].message
+    assert caught.value.problems[0].key.startswith("optimizer.turns.d")
+
+
+def test_a_group_takes_over_what_it_does_not_say(load: Load, valid: str) -> None:
+    text = f"{valid}\n[optimizer.groups.head]\nparameters = ['head.*', '!*.bias']\nlr = 0.5\n"
+    loaded = load(text, "optimizer.betas=[0.5, 0.6]")
+    group = loaded.recipe.optimizer.groups["head"]
+    assert (group.parameters, group.options["lr"], group.options["betas"]) == (("head.*", "!*.bias"), 0.5, (0.5, 0.6))
+    assert loaded.tables["optimizer"]["groups"]["head"] == {"parameters": ["head.*", "!*.bias"], "lr": 0.5}
+
+
+def test_groups_and_turns_are_not_for_one_recipe(load: Load, valid: str) -> None:
+    with pytest.raises(RecipeError, match="cannot be used together"):
+        load(f"{valid}\n[optimizer.turns.d]\n[optimizer.groups.head]\nparameters = ['head.*']\n")
+
+
+def test_a_group_must_say_what_is_in_it(load: Load, valid: str) -> None:
+    with pytest.raises(RecipeError, match=r"missing key `parameters` in \[optimizer.groups.head\]"):
+        load(f"{valid}\n[optimizer.groups.head]\nlr = 0.5\n")

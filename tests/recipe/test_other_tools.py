@@ -99,7 +99,7 @@ def test_the_answer_has_the_users_own_value(load: Load, assigned: str, said: str
         ("optimizer.use=RMSprop", "torch has it: `torch.optim:RMSprop`", "never"),
         ("strategy.use=zero3", 'use = "deepspeed" and stage = 3', "never"),
         ("model.use=resnet18", 'use = "torchvision" and arch = "resnet18"', "never"),
-        ("data.train.use=hf", "`datasets:load_dataset`", "never"),
+        ("data.train.use=hf", 'use = "hugging_face"', "never"),
         ("track.tensorboard.x=1", "no tracker for tensorboard is installed", "never"),
     ],
 )

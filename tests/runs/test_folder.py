@@ -83,6 +83,36 @@ def test_copies_of_local_code_keep_their_names_when_a_recipe_names_another_file(
     assert copies == {"code/parts.py": b"a/parts.py", "code/model.py": b"b/model.py", "code/1/parts.py": b"c/parts.py"}
 
 
+def test_copies_have_the_neighbours_beside_them_that_their_files_import(tmp_path: Path) -> None:
+    """What is imported through others and by packages, too; c/parts.py would find the layers of a/parts.py."""
+    files = {
+        "a/parts.py": "from .layers import X",
+        "a/layers.py": "def f():\n    from .deep import blocks",
+        "a/deep/__init__.py": "",
+        "a/deep/blocks.py": "from .. import last",
+        "a/last.py": "import os, layers\nfrom ..outside import Y",
+        "a/unused.py": "",
+        "outside.py": "",
+        "c/model.py": "from .layers import Z",
+        "c/layers.py": "Z = 1",
+        "c/broken.py": "from .layers import (",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    named = [tmp_path / name for name in ("a/parts.py", "c/broken.py", "c/model.py")]
+    loaded = SimpleNamespace(text="", dumps=lambda names: str(list(names.values())), local_files=lambda: named)
+    found = snapshot(cast(LoadedRecipe, loaded))
+    assert found["resolved"] == str(["code/parts.py", "code/broken.py", "code/1/model.py"])
+    copies = {"parts", "layers", "deep/__init__", "deep/blocks", "last"}
+    assert found["local_files"].keys() == {f"code/{name}.py" for name in copies} | {
+        "code/broken.py",
+        "code/1/model.py",
+        "code/1/layers.py",
+    }
+    assert found["local_files"]["code/1/layers.py"] == b"Z = 1"
+
+
 @pytest.mark.parametrize("name", ["../models.py", "/elsewhere/models.py", "code/../../models.py"])
 def test_local_code_is_never_written_outside_the_folder(tmp_path: Path, name: str) -> None:
     folder = RunFolder(tmp_path / "runs" / "digits")

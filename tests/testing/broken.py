@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -20,8 +21,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from ddpforge.interfaces import (
     Callback,
     CanonicalState,
+    EpochOrder,
     Horizon,
     Metric,
+    Order,
+    PartedData,
     Replica,
     RunContext,
     Schedule,
@@ -312,6 +316,58 @@ class IsALoader(Endless):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.loader)
+
+
+class ForgetsWhere(PartedData):
+    """Begins every part at its beginning."""
+
+    parts = (5, 9)
+
+    def open(self, part: int, *, epoch: int, skip: int) -> Iterator[float]:
+        return iter([100.0 * part + number for number in range(self.parts[part])])
+
+
+class TooShort(PartedData):
+    """Has less than it says."""
+
+    parts = (5, 9)
+
+    def open(self, part: int, *, epoch: int, skip: int) -> Iterator[float]:
+        return iter([100.0 * part + number for number in range(skip, 4)])
+
+
+# ---------------------------------------------------------------------------------------------- orders
+class Rolls(Order):
+    """Draws its samples."""
+
+    def __call__(self, step: int) -> list[int]:
+        return [random.randrange(100)]
+
+
+class Overshoots(Order):
+    """Counts on."""
+
+    def __call__(self, step: int) -> list[int]:
+        return [2 * step]
+
+
+class SaysOnce(Order):
+    """Comes back to where it was."""
+
+    once = True
+
+    def __call__(self, step: int) -> list[int]:
+        return [step % 5]
+
+
+class LooksAround(EpochOrder):
+    """Sorts the places that it is asked for."""
+
+    def __init__(self, data: Any, global_batch: int, drop_last: bool) -> None:
+        super().__init__(len(data), global_batch=global_batch, drop_last=drop_last)
+
+    def at(self, epochs: Any, places: Any) -> Any:
+        return np.sort(places)
 
 
 # ---------------------------------------------------------------------------------------------- numbers

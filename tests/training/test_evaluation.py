@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ddpforge.data import MicroBatch
 from ddpforge.errors import CheckpointError, PluginError, UsageError
 from ddpforge.interfaces import Callback, CanonicalState, StepInfo, Task, Total
+from ddpforge.ranks.collectives import Alone
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.restoring import restore_weights
 
@@ -228,16 +229,16 @@ class OnDisk:
     def state(self) -> CanonicalState[Any]:
         model = {name: torch.tensor(5.0) for name in self.names}
         unread: Any = Unread()
-        return CanonicalState(model, unread, shared=unread, numbers=unread)
+        return CanonicalState(model, unread, shared=unread, numbers={"scale": 3.0})
 
 
 def test_weights_are_restored_without_what_the_optimizer_and_the_strategy_have_kept() -> None:
     loop = Loop()
-    restore_weights(loop.replica, OnDisk("w"))  # type: ignore[arg-type]
+    restore_weights(loop.replica, OnDisk("w"), Alone())  # type: ignore[arg-type]
     assert loop.model.w.item() == 5.0  # type: ignore[union-attr, operator]
     assert (loop.replica.loaded.optimizer, loop.replica.loaded.shared, loop.replica.loop) == ({}, {}, {})
 
 
 def test_weights_of_another_model_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"of another model \(missing from the checkpoint: w\)"):
-        restore_weights(Loop().replica, OnDisk("v"))  # type: ignore[arg-type]
+        restore_weights(Loop().replica, OnDisk("v"), Alone())  # type: ignore[arg-type]

@@ -94,7 +94,7 @@ def test_what_a_metric_declares_is_part_of_the_resolved_recipe(
 ) -> None:
     built = parts(reach(less=less))
     assert built.recipe.checkpoint.keep.mode == built.recipe.callbacks["early_stopping"].options["mode"] == mode
-    assert built.callbacks["early_stopping"]._sign == (-1.0 if less else 1.0)  # type: ignore[attr-defined]
+    assert built.callbacks["early_stopping"]._best._sign == (-1.0 if less else 1.0)  # type: ignore[attr-defined]
     again = load_recipe(_written(built), registry=Registry.installed())
     assert again.recipe.checkpoint.keep == built.recipe.checkpoint.keep
     assert again.tables == built.loaded.tables

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ddpforge.builtin.models.gpt import GPT
-from ddpforge.training.parameter_groups import parameter_groups
+from ddpforge.training.parameter_groups import parameter_groups, parameters_of_groups
 
 
 class Net(nn.Module):
@@ -131,3 +131,33 @@ def test_a_glob_that_matches_nothing_is_refused_with_near_names() -> None:
 def test_a_model_without_trainable_parameters_is_refused(model: nn.Module) -> None:
     with pytest.raises(ValueError, match="no trainable parameters"):
         parameter_groups(model, [])
+
+
+# ---------------------------------------------------------------------------------------------- groups of a recipe
+def chosen(groups: dict[str, list[str]]) -> dict[str, list[str]]:
+    return parameters_of_groups(Net(), groups)
+
+
+def test_groups_take_what_their_entries_mean_and_the_rest_is_left() -> None:
+    every = chosen({"all": ["*"]})["all"]
+    found = chosen({"matrices": ["2d", "!embedding"], "norms": ["norm"]})
+    flat = [name for names in found.values() for name in names]
+    assert sorted(flat) == sorted(every)
+    shapes = {name: parameter.ndim for name, parameter in Net().named_parameters()}
+    assert found["matrices"]
+    assert all(shapes[name] == 2 for name in found["matrices"])
+    assert list(found) == ["", "matrices", "norms"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ({"a": ["*"], "b": ["norm"]}, 'is in the groups a and b, and can be in one; an entry "!GLOB"'),
+        ({"a": ["nothing.*"]}, "optimizer.groups.a.parameters: `nothing.*` matches no parameter; near it are"),
+        ({"a": ["2d", "!2d"]}, "optimizer.groups.a.parameters: there is no trainable parameter in it"),
+    ],
+)
+def test_groups_that_do_not_fit(groups: dict[str, list[str]], said: str) -> None:
+    with pytest.raises(ValueError, match="group") as found:
+        chosen(groups)
+    assert said in str(found.value)

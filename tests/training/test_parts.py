@@ -416,6 +416,79 @@ def test_a_set_that_has_no_name_cannot_be_asked_for() -> None:
         evaluated(sets=[])
 
 
+# ---------------------------------------------------------------------------------------------- turns
+TURNS = """
+class Duel(Task):
+    turns = ("up", "down")
+    def loss(self, model, batch, turn=""):
+        y = model(batch[0]).square().sum()
+        return (y if turn == "up" else -y), None
+"""
+UP, DOWN = "optimizer.turns.up={parameters=['*.weight']}", "optimizer.turns.down={parameters=['*.bias']}"
+
+
+@pytest.mark.parametrize(
+    ("sets", "key", "said"),
+    [
+        ([UP], "optimizer", "[optimizer.turns.down] is missing: the task makes an update of that name in every step"),
+        ([UP, DOWN, "optimizer.turns.sideways={}"], "optimizer.turns.sideways", "has no turn `sideways`"),
+        ([UP, "optimizer.turns.down={}"], "optimizer.turns.down.parameters", "`down.*` matches no parameter"),
+        ([UP, "optimizer.turns.down={parameters=['layer.*']}"], "optimizer.turns", "is in the turns up and down"),
+        (
+            [UP, DOWN, "optimizer.turns.up.use='torch.optim:SGD'", "optimizer.turns.up.lr=0.0"],
+            "optimizer.turns.up.lr",
+            "`optimizer.turns.up.lr` must be more than 0",
+        ),
+        ([UP, DOWN, "strategy.use=deepspeed"], "optimizer.turns", "makes one update a step"),
+        (
+            [UP, DOWN, "optimizer.turns.up.schedule={use='constant', warmup='9st'}"],
+            "optimizer.turns.up",
+            "warm-up of 9",
+        ),
+    ],
+)
+def test_turns_that_do_not_fit(parts: Callable[..., Parts], sets: list[str], key: str, said: str) -> None:
+    Path("mine.py").write_text(CODE + TURNS)
+    found = told(parts("~task.metrics", "task.use=./mine.py:Duel", *sets))
+    assert any(place.startswith(key) and said in message for place, message in found.items()), found
+
+
+def test_turns_of_a_task_that_has_none(parts: Callable[..., Parts]) -> None:
+    found = told(parts(UP))
+    assert "the task `classification` has no turn `up`" in found["optimizer.turns.up"]
+
+
+# ---------------------------------------------------------------------------------------------- groups
+@pytest.mark.parametrize(
+    ("group", "key", "said"),
+    [
+        ("{parameters=['layers.*']}", "optimizer.groups.g.parameters", "`layers.*` matches no parameter; near it are"),
+        ("{parameters=['bias'], use='muon', lr=0.1}", "optimizer", "`layer.bias` has the shape [3]"),
+        ("{parameters=['bias'], fused='auto'}", "", ""),
+        ("{parameters=['bias'], fused=true}", "", ""),
+        ("{parameters=['bias'], use='torch.optim:SGD', lr=0.0}", "optimizer.groups.g.lr", "must be more than 0"),
+        ("{parameters=['bias'], rho=1}", "optimizer.groups.g.rho", "unknown key `rho` in [optimizer.groups.g]"),
+        ("{lr=0.1}", "optimizer.groups.g", "missing key `parameters`"),
+    ],
+)
+def test_groups_that_do_not_fit(parts: Callable[..., Parts], group: str, key: str, said: str) -> None:
+    try:
+        found = told(parts(f"optimizer.groups.g={group}"))
+    except RecipeError as error:
+        found = {problem.key: problem.message for problem in error.problems}
+    if not said:
+        assert not found
+    assert all(place.startswith(key) and said in message for place, message in found.items()), found
+    assert bool(found) == bool(said)
+
+
+def test_another_optimizer_under_a_strategy_that_takes_one(parts: Callable[..., Parts]) -> None:
+    group = "optimizer.groups.g={parameters=['2d'], use='muon', lr=0.1}"
+    found = told(parts(group, "strategy.use=deepspeed"))
+    assert "takes one optimizer; [optimizer.groups.g] has another" in found["optimizer.groups.g.use"]
+    assert "optimizer.groups.g.lr" not in told(parts("optimizer.groups.g={parameters=['2d'], lr=0.5}"))
+
+
 # ---------------------------------------------------------------------------------------------- what else goes wrong
 def test_one_error_of_the_machine_stays_what_it_is(parts: Callable[..., Parts]) -> None:
     Path("mine.py").write_text(

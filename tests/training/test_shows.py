@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
-from ddpforge.errors import PluginError
-from ddpforge.interfaces import Histogram, ShownKind, Tracker
+from ddpforge.errors import PluginError, UsageError
+from ddpforge.interfaces import Histogram, ShownKind, Task, Tracker
 from ddpforge.training.shows import Shows
+from ddpforge.training.sums import refuse_mean
 from ddpforge.training.trackers import TrackerGroup
 
 
@@ -92,7 +94,8 @@ def test_text_and_tables_are_shown_as_they_are() -> None:
         ([[1], [1, 2]], "histogram", "a list of object"),
         (3.5, "text", "a float | expected a string"),
         ("a" * 1_000_001, "text", "text of 1,000,001 characters | expected at most 1,000,000"),
-        ([], "table", "a list | expected a list of mappings with the same columns"),
+        ("rows", "table", "a str | expected a list of mappings with the same columns"),
+        ([1], "table", "a list | expected a list of mappings with the same columns"),
         ([{"a": 1}, {"b": 1}], "table", "expected a list of mappings with the same columns"),
         ([{"a": [1]}], "table", "a list in a cell | expected numbers, strings, true, false or None"),
         ([{"a": 1}] * 10_001, "table", "a table of 10,001 rows of 1 columns | expected at most 10,000 rows of 100"),
@@ -124,6 +127,11 @@ def test_numbers_that_no_image_has_are_left_out_with_one_warning(
     assert record.getMessage().startswith("step 3: image `samples` is not shown: its values go from ")
 
 
+def test_a_table_without_rows_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    Shows(screen := Screen(), is_main=True)("worst", [], "table")
+    assert (screen.all, caplog.messages) == ([], ["step 0: table `worst` is not shown: it has no rows"])
+
+
 def test_what_is_shown_belongs_to_the_present_step() -> None:
     shows = Shows(screen := Screen(), is_main=True)
     for shows.step in (1, 2):
@@ -133,6 +141,23 @@ def test_what_is_shown_belongs_to_the_present_step() -> None:
 
 def test_only_the_main_rank_shows() -> None:
     Shows(screen := Screen(), is_main=False)("no name", object(), "image")
+    assert screen.all == []
+
+
+def test_a_copy_of_a_task_shows_nothing_and_its_loss_is_still_found_to_be_a_mean(tmp_path: Path) -> None:
+    """Trackers hold files, which nobody can copy."""
+
+    class Means(Task):
+        def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+            self.show("batch", batch, "histogram")
+            outputs = model(batch)
+            return outputs.square().mean(), outputs
+
+    task, screen = Means(), Screen()
+    with (tmp_path / "file").open("w") as screen.file:  # type: ignore[attr-defined]
+        task.show = Shows(screen, is_main=True)  # type: ignore[method-assign]
+        with pytest.raises(UsageError, match="returns a mean over the batch"):
+            refuse_mean(nn.Linear(2, 1), task, torch.rand(8, 2))
     assert screen.all == []
 
 

@@ -151,7 +151,7 @@ class Pair(nn.Module):
     [
         ({"d": ["d.*"], "g": ["g.*"]}, "parameter `shared.weight` is in no turn, and must be in one"),
         ({"d": ["d.*", "s*"], "g": ["g.*", "shared.*"]}, "`shared.weight` is in the turns d and g"),
-        ({"d": ["d.*"], "g": ["h.*"]}, "turns.g.parameters: `h.*` matches no parameter; near it are"),
+        ({"d": ["d.*"], "g": ["h.*"]}, "optimizer.turns.g.parameters: `h.*` matches no parameter; near it are"),
     ],
 )
 def test_a_parameter_is_in_one_turn(turns: dict[str, list[str]], said: str) -> None:
@@ -196,7 +196,7 @@ def test_a_turn_may_have_a_schedule_of_its_own() -> None:
     rates = Rates(optimizer, lambda step: 1.0, {"g": lambda step: 1 / (step + 1)})
     rates.set(1)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.25, 1.0]
-    assert rates.by_turn() == {"d": 0.1, "g": 0.25}
+    assert rates.named() == {"d": 0.1, "g": 0.25}
     rates.set(0)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5, 2.0]
 
@@ -205,7 +205,7 @@ def test_one_optimizer_has_one_rate() -> None:
     optimizer = SGD(Pair().parameters(), lr=0.5)
     rates = Rates(optimizer, lambda step: 0.5, {})
     rates.set(0)
-    assert (optimizer.param_groups[0]["lr"], rates.by_turn()) == (0.25, {})
+    assert (optimizer.param_groups[0]["lr"], rates.named()) == (0.25, {})
 
 
 def test_a_schedule_of_a_turn_is_a_component() -> None:

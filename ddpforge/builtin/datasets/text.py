@@ -25,6 +25,10 @@ _Suffixes = Annotated[
 _Pieces = list[NDArray[np.integer]]
 
 _NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"}
+_PACKAGES = (
+    *("asyncio", "concurrent", "ctypes", "email", "encodings"),
+    *("http", "importlib", "multiprocessing", "unittest", "xml"),
+)
 _CHUNK = 1 << 20  # bytes per read of a stream
 
 
@@ -176,6 +180,68 @@ class StreamedText:
             with file.open("rb") as stream:
                 while chunk := stream.read(_CHUNK):
                     yield chunk
+
+
+class TextClasses:
+    """Blocks of bytes out of several texts, each of which is a class: which text is a block from?
+
+    Without `paths` the texts are ten packages of the interpreter's own standard library. A text is a file, or the files
+    of a folder; held out for evaluation are whole files, or the tail of a single one, as for `text`. A batch is (tokens
+    [B, T], classes [B]), both int64. What is left over at the end of a file's block is not used.
+
+    Raises EnvironmentProblem when there is no such file, and ValueError when a text is too short for a sample.
+    """
+
+    random = False
+    vocab_size = 256
+
+    def __init__(
+        self,
+        *,
+        split: Annotated[Literal["train", "eval"], Field(description="Which part of the texts.")],
+        paths: Annotated[Sequence[Path], Field(description="Files or folders; empty: packages of Python.")] = (),
+        block_size: _BlockSize = 128,
+        eval_fraction: Annotated[
+            float, Field(gt=0, lt=1, description="Share of the files, or of a single file, for evaluation.")
+        ] = 0.2,
+        suffixes: _Suffixes = (),
+    ) -> None:
+        if len(paths) == 1:
+            raise ValueError("paths names one text, and classes are two or more")
+        self.block_size = block_size
+        library = Path(sysconfig.get_path("stdlib"))
+        found = [(path, _text_files(path, suffixes if path.is_dir() else ())) for path in paths]
+        found = found or [(library / name, _text_files(library / name, (".py",))) for name in _PACKAGES]
+        blocks = [
+            self._blocks(path, _part([_bytes(file) for file in files], split, eval_fraction)) for path, files in found
+        ]
+        self.classes = len(blocks)
+        self._tokens = torch.cat(blocks)
+        self._classes = torch.cat([torch.full((len(each),), number) for number, each in enumerate(blocks)])
+
+    def _blocks(self, path: Path, pieces: _Pieces) -> Tensor:
+        text = np.concatenate(pieces)
+        if len(text) < self.block_size:
+            raise ValueError(f"{path} holds {len(text)} bytes in this split, less than one block of {self.block_size}")
+        whole = text[: len(text) // self.block_size * self.block_size].astype(np.uint8)
+        return torch.from_numpy(whole).view(-1, self.block_size)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> Batch:
+        """Tokens [T] of one sample, and its class."""
+        tokens, classes = self.__getitems__([index])
+        return tokens[0], classes[0]
+
+    def __getitems__(self, ids: list[int]) -> Batch:
+        """The whole batch at once."""
+        rows = torch.tensor(ids)
+        return self._tokens[rows].long(), self._classes[rows]
+
+    def collate(self, batch: Batch) -> Batch:
+        """Returns its argument: `__getitems__` makes batches already."""
+        return batch
 
 
 # ---------------------------------------------------------------------------------------------- files

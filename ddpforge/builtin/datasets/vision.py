@@ -70,9 +70,9 @@ def torchvision_dataset(
         raise ValueError("mean and std go together: set both or neither")
 
     source, classes = _open(name, split, root, download)
-    pipeline = _pipeline(transforms, mean, std, source[0][0])
+    prepared = pipeline(transforms, mean, std, source[0][0])
     in_memory = isinstance(source, TensorDataset)
-    return (ImageBatches if in_memory and not transforms else Images)(source, classes, pipeline)
+    return (ImageBatches if in_memory and not transforms else Images)(source, classes, prepared)
 
 
 class Images:
@@ -85,6 +85,11 @@ class Images:
 
     def __len__(self) -> int:
         return len(self.source)  # type: ignore[arg-type]  # Dataset does not declare its length
+
+    @property
+    def labels(self) -> Any:
+        """The class of every sample, for orders; FakeData has none."""
+        return self.source.tensors[1] if isinstance(self.source, TensorDataset) else self.source.targets  # type: ignore[attr-defined]
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image, label = self.source[index]
@@ -174,7 +179,7 @@ def _stored(name: str, split: str, root: Path, download: bool) -> datasets.Visio
 
 
 # ---------------------------------------------------------------------------------------------- transforms
-def _pipeline(
+def pipeline(
     transforms: Sequence[str | Mapping[str, Any]], mean: Sequence[float], std: Sequence[float], image: object
 ) -> v2.Compose:
     """The pipeline, tried on `image`, so that what cannot work fails now and not in a loader process."""

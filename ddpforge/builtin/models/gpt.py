@@ -15,6 +15,8 @@ _STD = 0.02  # of all initial weights, as in GPT-2
 class GPT(nn.Module):
     """Predicts the next token at every position: [B, T] int64 → logits [B, T, vocab_size], T ≤ block_size.
 
+    With `classes` it is a head on the mean over positions instead: logits [B, classes].
+
     Initial weights are N(0, 0.02²), those of the layers that write to the residual stream scaled down by
     √(2·layers); biases are zero. Every layer initialises itself in its own `reset_parameters`, so that
     calling those initialises a model that was built on the meta device. With tied embeddings the output layer
@@ -46,6 +48,12 @@ class GPT(nn.Module):
             bool, Field(description="Use the token embedding as the weights of the output layer too.")
         ] = True,
         bias: Annotated[bool, Field(description="Give linear layers and LayerNorms a bias.")] = True,
+        causal: Annotated[
+            bool, Field(description="Let a position see only itself and what came before; else it sees everything.")
+        ] = True,
+        classes: Annotated[
+            int | None, Field(ge=2, le=2**20, description="Give logits of so many classes per sequence, not of tokens.")
+        ] = None,
     ) -> None:
         super().__init__()
         if width % heads:
@@ -56,12 +64,18 @@ class GPT(nn.Module):
         self.positions = _Embedding(block_size, width)
         self.dropout = nn.Dropout(dropout)
         residual_std = _STD / math.sqrt(2 * layers)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout, bias, residual_std) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, dropout, bias, residual_std, causal) for _ in range(layers))
         self.norm = nn.LayerNorm(width, bias=bias)
-        self.head = None if tie_embeddings else _Linear(width, vocab_size, bias=False)
+        self.head: nn.Module | None = None
+        self.classes = classes
+        if classes is not None:
+            self.outputs = classes
+            self.head = _Linear(width, classes, bias=bias)
+        elif not tie_embeddings:
+            self.head = _Linear(width, vocab_size, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[B, T] int64 → [B, T, vocab_size]; raises ValueError when T exceeds `block_size`."""
+        """[B, T] int64 → [B, T, vocab_size], or [B, classes]; raises ValueError when T exceeds `block_size`."""
         length = tokens.shape[1]
         if length > self.block_size:
             raise ValueError(f"a sequence of {length} tokens is longer than the model's block_size = {self.block_size}")
@@ -71,6 +85,8 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
+        if self.classes is not None:
+            x = x.mean(dim=1)
         logits: Tensor = F.linear(x, self.tokens.weight) if self.head is None else self.head(x)
         return logits
 
@@ -78,10 +94,12 @@ class GPT(nn.Module):
 class Block(nn.Module):
     """Attention, then a two-layer perceptron; each reads a normalised copy of the stream and adds to it."""
 
-    def __init__(self, width: int, heads: int, dropout: float, bias: bool, residual_std: float) -> None:
+    def __init__(
+        self, width: int, heads: int, dropout: float, bias: bool, residual_std: float, causal: bool = True
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width, bias=bias)
-        self.attention = Attention(width, heads, dropout, bias, residual_std)
+        self.attention = Attention(width, heads, dropout, bias, residual_std, causal)
         self.mlp_norm = nn.LayerNorm(width, bias=bias)
         self.mlp = nn.Sequential(
             _Linear(width, 4 * width, bias=bias),
@@ -98,11 +116,13 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention: a position sees itself and what came before."""
+    """Multi-head self-attention; where it is `causal` a position sees itself and what came before."""
 
-    def __init__(self, width: int, heads: int, dropout: float, bias: bool, residual_std: float) -> None:
+    def __init__(
+        self, width: int, heads: int, dropout: float, bias: bool, residual_std: float, causal: bool = True
+    ) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.qkv = _Linear(width, 3 * width, bias=bias)
         self.projection = _Linear(width, width, bias=bias, std=residual_std)
         self.dropout = nn.Dropout(dropout)
@@ -112,7 +132,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, T, width / heads]
         dropout = self.dropout.p if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.causal)
         out: Tensor = self.dropout(self.projection(mixed.transpose(1, 2).flatten(2)))
         return out
 

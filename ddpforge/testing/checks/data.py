@@ -14,6 +14,7 @@ from ddpforge.builtin.orders.plain import Shuffled
 from ddpforge.data import RankShare, open_data, seed_all
 from ddpforge.data.nests import digest, leaves, size, take
 from ddpforge.data.streams import is_stream
+from ddpforge.interfaces import PartedData
 from ddpforge.testing.cases import Case
 from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, blame, source_of
@@ -167,6 +168,32 @@ def each_sample_once(case: Case, worlds: Worlds) -> None:
                 f"if the data is like that, declare `duplicates = true` below [data.{case.name}]",
             ],
         )
+
+
+@check("parts", "data")
+def parts(case: Case, worlds: Worlds) -> None:
+    """PartedData has the samples that `parts` says, and can enter a part anywhere."""
+    data = _build(case)
+    if not isinstance(data, PartedData):
+        return
+    for part in [part for part, length in enumerate(data.parts) if length][:3]:
+        length = min(LOOK, data.parts[part])
+        whole = list(map(digest, islice(data.open(part, epoch=0, skip=0), LOOK + 1)))
+        if len(whole) < length or (data.parts[part] <= LOOK and len(whole) > length):
+            raise Breach(
+                f"the {data.parts[part]} samples that `parts` says of part {part}",
+                f"`open` gives {len(whole)}",
+                where=source_of(type(data)),
+            )
+        for skip in (1, length // 2, length - 1):
+            later = list(map(digest, islice(data.open(part, epoch=0, skip=skip), length - skip)))
+            if later != whole[skip:length]:
+                raise Breach(
+                    f"open({part}, epoch=0, skip={skip}) to go on from sample {skip}",
+                    "other samples",
+                    where=source_of(type(data)),
+                    hints=["a part's samples depend on the part alone; `prepare` may draw random numbers"],
+                )
 
 
 @check("batched-fetching", "data")

@@ -9,7 +9,7 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
-from ddpforge import launch
+from ddpforge import launchers
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.interfaces import Contract, Replica, Strategy
@@ -177,10 +177,10 @@ class _TrialRun:
             kept = self._folder(worlds)
             kept.create(**snapshot(load_recipe(recipe, registry=self.case.registry)))
             copytree(self.start, kept.checkpoints / self.start.name)
-        command = launch.torchrun_command([str(recipe), f"--out={worlds.folder / 'runs'}"], nproc=self.ranks)
+        command = launchers.torchrun_command([str(recipe), f"--out={worlds.folder / 'runs'}"], nproc=self.ranks)
         output = worlds.folder / f"{self.name}.log"
         with output.open("wb") as file:
-            code = stopped(launch.launch(command, nproc=self.ranks, output=file, variables=launch.NO_GPUS))
+            code = stopped(launchers.launch(command, nproc=self.ranks, output=file, variables=launchers.NO_GPUS))
         if code:
             said = output.read_text(errors="replace").replace(str(folder), str(self.case.base.resolve()))
             lines = said.rstrip().splitlines()[-_LINES:]

@@ -13,11 +13,12 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
 )
 
-__all__ = ["causal_lm", "sequence_classification"]
+__all__ = ["causal_lm", "masked_lm", "sequence_classification"]
 
 ddpforge_plugin_api = 2
 
@@ -51,6 +52,22 @@ def causal_lm(
     """
     config = _config(model_type, pretrained, options)
     return _model(AutoModelForCausalLM, config, pretrained if weights else None, attention)
+
+
+def masked_lm(
+    *,
+    model_type: _ModelType = None,
+    pretrained: _Pretrained = None,
+    weights: _Weights = True,
+    options: _Options = {},
+    attention: _Attention = None,
+) -> nn.Module:
+    """A model that fills gaps: for ddpforge's own task of that name, whose `mask_token` is the tokenizer's.
+
+    Raises ValueError for unknown types and keys, and where nothing was saved.
+    """
+    config = _config(model_type, pretrained, options)
+    return _model(AutoModelForMaskedLM, config, pretrained if weights else None, attention)
 
 
 def sequence_classification(

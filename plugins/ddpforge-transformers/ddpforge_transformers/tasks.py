@@ -9,7 +9,7 @@ from ddpforge.interfaces import Metric, Task, Total
 from pydantic import Field
 from torch import Tensor, nn
 
-__all__ = ["CausalLM", "SequenceClassification"]
+__all__ = ["CausalLM"]
 
 ddpforge_plugin_api = 2
 
@@ -18,34 +18,17 @@ _IGNORED = -100
 _Metrics = Annotated[Sequence[Metric], Field(description="What to report beside the loss.")]
 
 
-class _WithMetrics(Task):
-    def __init__(self, *, metrics: _Metrics = ()) -> None:
-        self._metrics = {metric.name: metric for metric in metrics}
-        if len(self._metrics) < len(metrics):
-            raise ValueError(f"metrics must differ by name, got {[metric.name for metric in metrics]}")
-
-    def check(self, model: nn.Module, data: Any) -> None:
-        """Compares the tokenizer, the length of samples and the classes with the model's config."""
-        config: Any = getattr(model, "config", None)
-        if config is None:
-            raise ValueError(f"this task needs a model of transformers, not a {type(model).__name__}")
-        longest = getattr(data, "block_size", None) or getattr(data, "max_length", None)
-        for noun, has, takes, key in (
-            ("different tokens", getattr(data, "vocab_size", None), getattr(config, "vocab_size", None), "vocab_size"),
-            ("tokens per sample", longest, getattr(config, "max_position_embeddings", None), "max_position_embeddings"),
-            ("classes", getattr(data, "classes", None), getattr(model, "outputs", None), "classes"),
-        ):
-            if has is not None and takes is not None and has > takes:
-                where = "model.classes" if key == "classes" else f"model.options.{key}"
-                raise ValueError(f"the data has {has} {noun}, but the model takes {takes}; set {where} = {has}")
-
-
-class CausalLM(_WithMetrics):
+class CausalLM(Task):
     """Cross-entropy of the next token, in nats per token; a batch is {input_ids, labels} and maybe attention_mask.
 
     The loss is what transformers computes from `labels` itself, but summed, and in float32. Labels of -100 are not
     counted. Beside it are reported its exponential, `perplexity`, and the metrics, over the counted tokens.
     """
+
+    def __init__(self, *, metrics: _Metrics = ()) -> None:
+        self._metrics = {metric.name: metric for metric in metrics}
+        if len(self._metrics) < len(metrics):
+            raise ValueError(f"metrics must differ by name, got {[metric.name for metric in metrics]}")
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss summed over tokens, and the logits [B, T - 1, V] of all that have a next token."""
@@ -73,32 +56,18 @@ class CausalLM(_WithMetrics):
         return metrics | {"perplexity": math.inf if loss > 700 else math.exp(loss)}
 
     def check(self, model: nn.Module, data: Any) -> None:
-        """Refuses data for classification, too."""
+        """Compares the tokenizer and the length of samples with the model's config; refuses data for classification."""
         if getattr(data, "classes", None) is not None:
             raise ValueError("the data has classes, and this task predicts tokens; leave data.*.classes out")
-        super().check(model, data)
-
-
-class SequenceClassification(_WithMetrics):
-    """Cross-entropy of one class per text; a batch is {input_ids, attention_mask, labels [B]}."""
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss summed over samples, and the logits [B, classes]."""
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return F.cross_entropy(logits.float(), batch["labels"], reduction="sum"), logits
-
-    def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total]:
-        """The metrics that the recipe names."""
-        return {name: metric(outputs, batch["labels"]) for name, metric in self._metrics.items()}
-
-    def check(self, model: nn.Module, data: Any) -> None:
-        """Refuses data without classes, and a decoder that cannot tell padding from text."""
-        super().check(model, data)
-        if getattr(data, "classes", None) is None:
-            raise ValueError("the data has no classes; set data.train.classes (and data.eval.classes)")
-        pad, mine = getattr(model.config, "pad_token_id", None), getattr(data, "tokenizer", None)
-        if mine is not None and pad is None:
-            raise ValueError(
-                "the config has no pad_token_id, so that the end of a text cannot be found;"
-                f" set model.options.pad_token_id = {mine.pad_token_id}"
-            )
+        config: Any = getattr(model, "config", None)
+        if config is None:
+            raise ValueError(f"this task needs a model of transformers, not a {type(model).__name__}")
+        longest = getattr(data, "block_size", None) or getattr(data, "max_length", None)
+        for noun, has, takes, key in (
+            ("different tokens", getattr(data, "vocab_size", None), getattr(config, "vocab_size", None), "vocab_size"),
+            ("tokens per sample", longest, getattr(config, "max_position_embeddings", None), "max_position_embeddings"),
+        ):
+            if has is not None and takes is not None and has > takes:
+                raise ValueError(
+                    f"the data has {has} {noun}, but the model takes {takes}; set model.options.{key} = {has}"
+                )

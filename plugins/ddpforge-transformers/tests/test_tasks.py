@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from ddpforge.builtin.tasks.masked_lm import MaskedLM
+from ddpforge.builtin.tasks.sequence_classification import SequenceClassification
 from tiny import TINY
 
 from ddpforge_transformers.data import TokenizedJSONL
-from ddpforge_transformers.models import causal_lm, sequence_classification
-from ddpforge_transformers.tasks import CausalLM, SequenceClassification
+from ddpforge_transformers.models import causal_lm, masked_lm, sequence_classification
+from ddpforge_transformers.tasks import CausalLM
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
@@ -36,6 +38,22 @@ def test_sequence_classification(samples: Path, tokenizer: Path) -> None:
         theirs = model(**batch)
         torch.testing.assert_close(loss, theirs.loss * 7)
         torch.testing.assert_close(logits, theirs.logits)
+
+
+def test_masked_lm(samples: Path, tokenizer: Path) -> None:
+    """Padding is neither chosen nor seen; the loss is what transformers computes of the same gaps."""
+    data = TokenizedJSONL(path=samples, tokenizer=str(tokenizer))
+    batch = data.collate([data[number] for number in range(7)])
+    model, task = masked_lm(model_type="bert", options=TINY["bert"]).eval(), MaskedLM(mask_token=31, share=0.4, keep=0)
+    task.check(model, data)
+    loss, (logits, targets) = task.loss(model, batch)
+    count = task.count(batch)
+    assert count == (targets != -100).sum() > 7
+    assert not ((targets != -100) & (batch["attention_mask"] == 0)).any()
+    gaps = batch["input_ids"].masked_fill(targets != -100, 31)
+    theirs = model(input_ids=gaps, attention_mask=batch["attention_mask"], labels=targets)
+    torch.testing.assert_close(loss, theirs.loss * count)
+    torch.testing.assert_close(logits, theirs.logits)
 
 
 def test_what_does_not_fit_is_refused(samples: Path, tokenizer: Path) -> None:

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from ddpforge.builtin.models.lora import lora
 from safetensors.torch import load_file
+from tiny import TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ddpforge_transformers.models import causal_lm
 
 RECIPE = """
 recipe = 1
@@ -103,3 +107,39 @@ def test_bad_options_are_errors_of_the_recipe(
     said = ddpforge("run", "tiny.toml", code=2)
     assert "has no key `vocabulary`" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(("model_type", "targets"), [("llama", ["q_proj", "v_proj"]), ("gpt2", ["c_attn", "c_proj"])])
+def test_adapters_are_trained_alone_and_fold_into_what_transformers_loads(
+    ddpforge: Callable[..., str],
+    samples: Path,
+    texts: Path,
+    tokenizer: Path,
+    tmp_path: Path,
+    model_type: str,
+    targets: list[str],
+) -> None:
+    """The base comes from a folder of transformers; two runs differ in what their checkpoints hold."""
+    torch.manual_seed(0)
+    base = causal_lm(model_type=model_type, options=TINY[model_type])
+    base.save_pretrained(tmp_path / "base")
+    begin, end = RECIPE.index("[model]"), RECIPE.index("[data.train]")
+    nested = '{{ use = "causal_lm", pretrained = "base" }}'
+    model = f'[model]\nuse = "lora"\nbase = {nested}\nr = 4\ntargets = {json.dumps(targets)}\n'
+    (tmp_path / "tiny.toml").write_text((RECIPE[:begin] + model + RECIPE[end:]).format(tokenizer=tokenizer))
+    ddpforge("run", "tiny.toml", ranks=2)
+    sets = ("--set=checkpoint.contents=trained", "--set=name=small", "--set=strategy.use=fsdp")
+    ddpforge("run", "tiny.toml", *sets, ranks=2)
+    last = [rows(tmp_path / "runs" / name)[-1]["eval/loss"] for name in ("tiny", "small")]
+    assert last[0] == pytest.approx(last[1], rel=1e-5)
+
+    ddpforge("export", "runs/tiny", "--merge", "-o", "runs/tiny/hf/")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/tiny/hf")
+    ddpforge("export", "runs/small", "--only", "*lora_*", "-o", "adapters.safetensors")
+    again = lora(base=causal_lm(pretrained=str(tmp_path / "base")), r=4, targets=targets).eval()
+    missing, unexpected = again.load_state_dict(load_file(tmp_path / "adapters.safetensors"), strict=False)
+    assert not unexpected
+    assert not any("lora_" in name for name in missing)
+    ids = torch.arange(16).view(2, 8)
+    torch.testing.assert_close(merged(ids).logits, again(ids).logits, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(merged(ids).logits, base.eval()(ids).logits, atol=1e-3)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpforge.builtin.datasets.text import StreamedText, Text
+from ddpforge.builtin.datasets.text import StreamedText, Text, TextClasses
 from ddpforge.errors import EnvironmentProblem
 
 
@@ -229,3 +229,34 @@ def tokens(data: Text) -> list[int]:
     inputs, targets = data.__getitems__(list(range(len(data))))
     first: Tensor = inputs[0]
     return [*first.tolist(), *targets.flatten().tolist()]
+
+
+def test_texts_are_classes_in_the_order_of_their_paths(tmp_path: Path) -> None:
+    """Of a folder whole files are held out, of a file its tail; what does not fill a block is left out."""
+    (tmp_path / "many").mkdir()
+    for name in "abcde":
+        (tmp_path / "many" / name).write_bytes(name.encode() * 6)
+    (tmp_path / "one").write_bytes(bytes(range(40)))
+    paths = [tmp_path / "one", tmp_path / "many"]
+    parts = {
+        "train": TextClasses(split="train", paths=paths, block_size=4),
+        "eval": TextClasses(split="eval", paths=paths, block_size=4),
+    }
+    batches = {split: data.__getitems__(list(range(len(data)))) for split, data in parts.items()}
+    assert batches["train"][1].tolist() == [0] * 8 + [1] * 6
+    assert batches["eval"][1].tolist() == [0] * 2 + [1]
+    assert batches["eval"][0].tolist() == [[32, 33, 34, 35], [36, 37, 38, 39], [ord("c")] * 4]
+    assert parts["train"].classes == 2
+    with pytest.raises(ValueError, match="holds 8 bytes in this split, less than one block of 9"):
+        TextClasses(split="eval", paths=paths, block_size=9)
+    with pytest.raises(ValueError, match="classes are two or more"):
+        TextClasses(split="eval", paths=paths[:1])
+
+
+def test_packages_of_the_standard_library_are_classes() -> None:
+    data = TextClasses(split="eval", block_size=128)
+    tokens, classes = data.collate(data.__getitems__(list(range(len(data)))))
+    assert data.classes == 10
+    assert classes.bincount().min() > 0
+    assert tokens.shape == (len(data), 128)
+    assert len(TextClasses(split="train", block_size=128)) > 3 * len(data)

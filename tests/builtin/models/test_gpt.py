@@ -123,3 +123,17 @@ def test_heads_must_divide_the_width() -> None:
 def test_a_sequence_beyond_the_block_size_is_refused() -> None:
     with pytest.raises(ValueError, match="a sequence of 65 tokens is longer than the model's block_size = 64"):
         small()(tokens(1, 65))
+
+
+def test_without_causality_every_position_sees_every_other() -> None:
+    model, before = small(causal=False).eval(), tokens(1)
+    after = before.clone()
+    after[0, 15] += 1
+    assert (model(before) != model(after)).any(dim=-1).all()
+
+
+def test_with_classes_there_is_one_row_of_logits_per_sequence() -> None:
+    model = small(classes=3)
+    assert model(tokens(4)).shape == (4, 3)
+    assert model.outputs == 3
+    assert size(model) == size(small()) + 32 * 3 + 3

@@ -33,7 +33,7 @@ def torchrun_command(arguments: Sequence[str], *, nproc: int, flags: Sequence[st
     replaces the stand-alone one.
     """
     rendezvous = [] if any(flag.startswith(("--rdzv", "--master", "--nnodes")) for flag in flags) else ["--standalone"]
-    torchrun = [sys.executable, "-m", "ddpforge.launch.torchrun", *rendezvous, f"--nproc-per-node={nproc}", *flags]
+    torchrun = [sys.executable, "-m", "ddpforge.launchers.torchrun", *rendezvous, f"--nproc-per-node={nproc}", *flags]
     return [*torchrun, "-m", "ddpforge", "run", *arguments]
 
 

@@ -1,0 +1,157 @@
+"""The functions of `import ddpforge` beside `run`: evaluate, load and launch, as often as one likes in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpforge import runner
+from ddpforge.attempt import Outcome
+from ddpforge.checkpoint.reader import Reader
+from ddpforge.components.building import build
+from ddpforge.components.registry import Registry
+from ddpforge.data.randomness import own_random_numbers
+from ddpforge.errors import CheckpointError, ExitCode, ForgeError, UsageError
+from ddpforge.exchange.export import chosen_weights
+from ddpforge.recipe import Recipe, load_recipe
+from ddpforge.runner import Evaluation
+from ddpforge.runs.checkpoints import choose, is_checkpoint
+from ddpforge.runs.folder import RunFolder
+from ddpforge.runs.metrics import read_metrics
+from ddpforge.starting import start_ranks
+
+__all__ = ["TrainedRun", "evaluate", "launch", "load"]
+
+
+def launch(
+    recipe: str | Path,
+    *,
+    nproc: int | None = None,
+    sets: Sequence[str] = (),
+    out: str | Path | None = None,
+    fresh: bool = False,
+    allow_change: Sequence[str] = (),
+) -> Outcome:
+    """Trains a recipe in `nproc` processes of this machine, as `ddpforge launch` does; returns how that ended.
+
+    By default there is one process per GPU, or one. For everything else see `ddpforge.run`. A run that failed is an
+    outcome as well, whose `exit_code` is not 0 and whose `status["error"]` says why. Raises ForgeError where it was
+    refused before it could train; the ranks have said why on stderr.
+    """
+    folder = None if out is None else str(out)
+    before = _version(RunFolder.of(load_recipe(recipe, sets=sets).recipe, out))
+    started = start_ranks(
+        str(recipe), nproc=nproc, sets=sets, out=folder, fresh=fresh, allow_change=allow_change, flags=()
+    )
+    if started.untold and not started.folder.exists():
+        raise started.untold
+    if started.ended.code and _version(started.folder) == before:
+        error = ForgeError(f"the ranks ended with exit code {started.ended.code} before training; they have said why")
+        error.exit_code = ExitCode(started.ended.code)
+        raise error
+    status = started.folder.status()
+    assert status is not None  # a run that has trained has one
+    return Outcome(started.folder.path, status, is_main=True)
+
+
+def _version(folder: RunFolder) -> int | None:
+    """A number that changes whenever the status of a run is written; None where there is none."""
+    path = folder.path / "status.json"
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
+def evaluate(
+    run: str | Path,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    sets: Sequence[str] = (),
+    only: Sequence[str] = (),
+) -> Evaluation:
+    """Evaluates a run's newest checkpoint, its `best`, or that of a `step`, as `ddpforge eval` does; on every rank.
+
+    `run` is a run's folder, or its name in runs/. For the rest see `runner.evaluate`. Raises ForgeError.
+    """
+    folder = RunFolder.find(str(run))
+    return runner.evaluate(folder, choose(folder, step=step, best=best), sets=sets, only=only)
+
+
+def load(run: str | Path, *, step: int | None = None, best: bool = False) -> TrainedRun:
+    """Opens what was trained: `run` is a run's folder, its name in runs/, or the folder of one of its checkpoints.
+
+    Of a run it is the newest checkpoint that is intact, its `best`, or that of a `step`. Raises UsageError where there
+    is none.
+    """
+    path = Path(run)
+    if not is_checkpoint(path):
+        folder = RunFolder.find(str(run))
+        return TrainedRun(folder, choose(folder, step=step, best=best))
+    if best or step is not None:
+        raise UsageError(f"{run} is a checkpoint, and `step` and `best` choose one of a run")
+    folder = RunFolder(path.resolve().parents[1])
+    if not folder.exists():
+        raise UsageError(f"{run} lies in no run's folder, whose recipe says what the model is")
+    return TrainedRun(folder, path)
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run's folder, and one of its checkpoints."""
+
+    folder: RunFolder
+    checkpoint: Path
+
+    @cached_property
+    def _reader(self) -> Reader:
+        return Reader(self.checkpoint)
+
+    @property
+    def step(self) -> int:
+        """The step after which the checkpoint was saved."""
+        return self._reader.facts.step
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The recipe that the run's last attempt followed, with every default."""
+        return load_recipe(self.folder.resolved).recipe
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of `metrics.jsonl`, one a step: training and evaluation."""
+        return read_metrics(self.folder.path)
+
+    def model(self, *, weights: str | None = None, device: str | torch.device = "cpu") -> nn.Module:
+        """The bare model with the checkpoint's weights, in evaluation mode.
+
+        `weights` is "model", or the name of a callback that keeps weights of its own; absent: those that evaluations
+        used, which are the averages of `ema` where the recipe evaluates them. The generators of random numbers are left
+        as they were. Raises UsageError where there are no such weights, CheckpointError where they do not fit.
+        """
+        recipe = self.recipe
+        with own_random_numbers():
+            model: nn.Module = build(Registry.installed(), "model", recipe.model)
+        model.load_state_dict(self._state(weights or self._evaluated(), model), strict=True)
+        return model.to(device).eval()
+
+    def _evaluated(self) -> str:
+        """The name of the weights that evaluations used."""
+        kept = self._reader.names("callbacks")
+        for name, callback in self.recipe.callbacks.items():
+            averages = callback.use == "ema" and callback.options.get("evaluate", True)
+            if averages and any(each.startswith(f"{name}/") for each in kept):
+                return name
+        return "model"
+
+    def _state(self, weights: str, model: nn.Module) -> dict[str, Tensor]:
+        """The state dict that the model asks for."""
+        reader = self._reader
+        held = chosen_weights(reader, weights)
+        wanted = {name: reader.aliases.get(name, name) for name in model.state_dict()}
+        if missing := sorted(name for name, kept in wanted.items() if kept not in held):
+            raise CheckpointError(f"{self.checkpoint} is of another model: it lacks {', '.join(missing[:5])}")
+        return {name: held[kept].fetch() for name, kept in wanted.items()}

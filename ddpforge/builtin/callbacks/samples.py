@@ -1,0 +1,41 @@
+"""Shows what a diffusion model makes of noise, at every evaluation."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from ddpforge.builtin.tasks.diffusion import sample
+from ddpforge.interfaces import Callback, RunContext
+
+_Size = Annotated[int, Field(ge=1, le=4096)]
+
+
+class DiffusionSamples(Callback):
+    """Shows images as `samples`, drawn with the weights that are evaluated: the averages, where `ema` evaluates them.
+
+    They begin with the same noise at every evaluation. For the task `diffusion`.
+    """
+
+    def __init__(
+        self,
+        shape: Annotated[
+            Sequence[_Size], Field(min_length=3, max_length=3, description="Channels, height and width of an image.")
+        ],
+        images: Annotated[int, Field(ge=1, le=1024, description="How many images.")] = 16,
+        steps: Annotated[int, Field(ge=1, le=10_000, description="Steps from noise to an image.")] = 50,
+    ) -> None:
+        self._shape, self._steps = (images, *shape), steps
+
+    def on_start(self, run: RunContext) -> None:
+        """Keeps the run."""
+        self._run = run
+
+    def while_evaluating(self, step: int) -> Mapping[str, float]:
+        """Every rank calls the model, as a strategy may need all of them for that; the main rank's images are shown."""
+        noise = torch.randn(self._shape, device=self._run.world.device)
+        with self._run.forward():
+            images = sample(self._run.model, noise, self._steps)
+        self._run.show("samples", images.clamp(0, 1), "image")
+        return {}

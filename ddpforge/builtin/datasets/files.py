@@ -1,0 +1,60 @@
+"""Common to datasets in files: options, the files that a path names, and the libraries that read them."""
+
+from __future__ import annotations
+
+import re
+from glob import glob
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+from pydantic import Field
+
+from ddpforge.errors import EnvironmentProblem, UsageError
+
+__all__ = ["Classes", "Lanes", "Shuffle", "Window", "find_files", "library"]
+
+_Number = Annotated[int, Field(ge=1, le=4096)]
+
+Classes = Annotated[int | None, Field(ge=1, description="Number of classes, to compare with the model.")]
+Shuffle = Annotated[bool, Field(description="Read the parts (files, row groups, shards) in another order every epoch.")]
+Window = Annotated[
+    int, Field(ge=1, le=2**20, description="Samples that are read ahead in each lane, and taken in random order.")
+]
+Lanes = Annotated[
+    tuple[_Number, _Number],
+    Field(description="Places read at once: in every step, and in turn. They decide which samples form a step."),
+]
+
+
+def library(name: str, extra: str) -> ModuleType:
+    """An optional library, imported; raises EnvironmentProblem that says which extra of ddpforge brings it."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise
+        raise EnvironmentProblem(
+            f"{error.name} is not installed", hints=[f"install it: pip install 'ddpforge[{extra}]'"]
+        ) from error
+
+
+def find_files(path: str, suffix: str) -> list[Path]:
+    """The files that `path` names, sorted: one, those of a folder that end in `suffix`, or those a pattern matches.
+
+    A pattern has `*`, or braces as "train-{000..099}.tar" (all of which must be there).
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", path):
+        raise UsageError(f"path: {path} is an address; only files are read", hints=["copy or mount it first"])
+    if "{" in path:
+        found = [Path(one) for one in library("braceexpand", "webdataset").braceexpand(path)]
+    elif Path(path).is_dir():
+        found = sorted(Path(path).glob(f"*{suffix}"))
+    else:
+        found = sorted(map(Path, glob(path))) if "*" in path else [Path(path)]
+    missing = [one for one in found if not one.is_file()]
+    if missing or not found:
+        what = f"no such file: {missing[0]}" if missing else f"no file matches {path}"
+        raise EnvironmentProblem(f"path: {what}", hints=[f"looked in {Path.cwd()}"])
+    return found

@@ -1,0 +1,61 @@
+"""A small convolutional network that tells the noise in small images at a time."""
+
+import math
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+_Count = Annotated[int, Field(ge=1, le=2**16)]
+
+
+class Denoiser(nn.Module):
+    """Images [B, channels, H, W] and times [B] from 0 to 1 → the noise in them, of the images' shape.
+
+    Residual blocks of two convolutions each, with the time added between them. There is no pooling: what is farther
+    apart than four pixels a block is not seen together.
+    """
+
+    def __init__(
+        self,
+        *,
+        channels: Annotated[_Count, Field(description="Channels of an image.")] = 1,
+        width: Annotated[int, Field(ge=8, le=2**16, multiple_of=8, description="Channels within.")] = 32,
+        layers: Annotated[_Count, Field(description="Residual blocks.")] = 3,
+    ) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU())
+        self.first = nn.Conv2d(channels, width, 3, padding=1)
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(layers))
+        self.last = nn.Sequential(nn.GroupNorm(8, width), nn.SiLU(), nn.Conv2d(width, channels, 3, padding=1))
+
+    def forward(self, images: Tensor, times: Tensor) -> Tensor:
+        """The predicted noise."""
+        when = self.time(_waves(times, self.first.out_channels))
+        x = self.first(images)
+        for block in self.blocks:
+            x = block(x, when)
+        found: Tensor = self.last(x)
+        return found
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.GroupNorm(8, width) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
+        self.time = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, when: Tensor) -> Tensor:
+        y = self.layers[0](F.silu(self.norms[0](x))) + self.time(when)[..., None, None]
+        out: Tensor = x + self.layers[1](F.silu(self.norms[1](y)))
+        return out
+
+
+def _waves(times: Tensor, width: int) -> Tensor:
+    """Sines and cosines of the times, [B, width]: from one wave to about a thousand."""
+    rates = torch.exp(torch.linspace(0, math.log(1000), width // 2, device=times.device))
+    angles = times[:, None] * rates
+    return torch.cat([angles.sin(), angles.cos()], dim=1)

@@ -1,0 +1,75 @@
+"""Low-rank adapters in any model, through peft."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from importlib import import_module
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from ddpforge.errors import EnvironmentProblem, UsageError
+
+
+class _OnMeta(UsageError, NotImplementedError):
+    """Adapters begin at zero; initialised like other layers, on the meta device, they would not."""
+
+
+def lora(
+    *,
+    base: Annotated[nn.Module, Field(description="The model to adapt, with the weights that it is to keep.")],
+    r: Annotated[int, Field(ge=1, le=65536, description="Rank of the adapters.")] = 8,
+    alpha: Annotated[float, Field(gt=0, le=1e6, description="What adapters add is multiplied by alpha / r.")] = 16,
+    dropout: Annotated[float, Field(ge=0, lt=1, description="Dropout before the adapters.")] = 0.0,
+    targets: Annotated[
+        Sequence[Annotated[str, Field(min_length=1)]],
+        Field(min_length=1, description='Linear layers to adapt, by the ends of their names, e.g. ["q_proj"].'),
+    ],
+    train: Annotated[
+        Sequence[str], Field(description='Parameters to train as they are, as globs, e.g. a new head: ["score.*"].')
+    ] = (),
+) -> nn.Module:
+    """The base model, frozen, in which a linear layer W x becomes W x + alpha / r * B A x; A and B are trained.
+
+    A layer's weight is then called `….base_layer.weight`; `ddpforge export --merge` folds the adapters into it and
+    gives it its old name. See Hu et al., "LoRA" (2021), and https://huggingface.co/docs/peft.
+
+    Raises ValueError for targets that are not there or not linear, and for a glob that names nothing.
+    """
+    peft = _peft()
+    if any(parameter.is_meta for parameter in base.parameters()):
+        raise _OnMeta("the model `lora` cannot be built on the meta device", hints=["set strategy.meta = false"])
+    config = peft.LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(targets))
+    try:
+        model: nn.Module = peft.inject_adapter_in_model(config, base)
+    except ValueError as error:
+        raise ValueError(f"peft cannot adapt {', '.join(targets)}: {error}") from error
+    for name, module in model.named_modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            _note_scaling(name, module)
+    for glob in train:
+        named = [parameter for name, parameter in model.named_parameters() if fnmatchcase(name, glob)]
+        if not named:
+            raise ValueError(f"train: `{glob}` matches no parameter")
+        for parameter in named:
+            parameter.requires_grad_(True)
+    return model
+
+
+def _note_scaling(name: str, layer: Any) -> None:
+    """Puts into the layer's state what is needed to fold its adapter into its weight."""
+    if "default" not in layer.lora_A:
+        raise ValueError(f"{name} is a {type(layer.get_base_layer()).__name__}, and only linear layers are adapted")
+    layer.register_buffer("lora_scaling", torch.tensor(float(layer.scaling["default"])))
+    if getattr(layer, "fan_in_fan_out", False):  # the linear layers of GPT-2 have [inputs, outputs]
+        layer.register_buffer("lora_transposed", torch.tensor(1, dtype=torch.uint8))
+
+
+def _peft() -> Any:
+    try:
+        return import_module("peft")
+    except ModuleNotFoundError as error:
+        raise EnvironmentProblem(
+            "the model `lora` needs peft, which is not installed", hints=["pip install 'ddpforge[lora]'"]
+        ) from error

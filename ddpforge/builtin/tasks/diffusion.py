@@ -1,0 +1,53 @@
+"""Denoising diffusion: images out of noise, by a model that tells the noise in an image."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ddpforge.interfaces import Task
+
+__all__ = ["Diffusion", "sample"]
+
+
+class Diffusion(Task):
+    """Predicts the noise in images [B, C, H, W] with values 0 to 1, at a time drawn for each; what else a batch has is
+    not used.
+
+    The model takes noisy images and times [B] and returns the noise. At time t in (0, 1) an image x, scaled to -1 to 1,
+    is √a·x + √(1 - a)·noise with a = cos²(πt / 2): Ho et al., "Denoising Diffusion Probabilistic Models" (2020), with
+    the schedule of Nichol and Dhariwal (2021) in continuous time. The loss of an image is the mean squared error over
+    its values.
+    """
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """The summed loss, and the predicted noise."""
+        images = batch[0] if isinstance(batch, tuple | list) else batch
+        time, noise = torch.rand(len(images), device=images.device), torch.randn_like(images)
+        signal = _signal(time).view(-1, 1, 1, 1)
+        found = model(signal.sqrt() * (2 * images - 1) + (1 - signal).sqrt() * noise, time)
+        return F.mse_loss(found.float(), noise, reduction="none").flatten(1).mean(1).sum(), found
+
+
+def _signal(time: Tensor) -> Tensor:
+    """The share of the variance that is the image's."""
+    return torch.cos(time * math.pi / 2).square().clamp(1e-4, 1 - 1e-4)
+
+
+@torch.no_grad()
+def sample(model: nn.Module, noise: Tensor, steps: int) -> Tensor:
+    """Makes images with values 0 to 1 out of `noise` [N, C, H, W], in so many steps of the ancestral sampler."""
+    times = torch.linspace(1, 0, steps + 1, device=noise.device)
+    x = noise
+    for now, then in zip(_signal(times[:-1]), _signal(times[1:]), strict=True):
+        time = torch.acos(now.sqrt()) * 2 / math.pi
+        predicted = model(x, time.expand(len(x))).float()
+        image = ((x - (1 - now).sqrt() * predicted) / now.sqrt()).clamp(-1, 1)
+        kept, spread = now / then, (1 - then) / (1 - now)
+        x = kept.sqrt() * spread * x + then.sqrt() * (1 - kept) / (1 - now) * image
+        x = x + ((1 - kept) * spread).sqrt() * torch.randn_like(x) if then < 0.999 else image
+    return (x + 1) / 2

@@ -1,0 +1,53 @@
+"""Choosing one class per sequence of tokens."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ddpforge.builtin.tasks.classification import Classification
+from ddpforge.builtin.tasks.forms import pair, refuse_targets
+from ddpforge.builtin.tasks.sequences import check_sizes, logits_of, tokens_of
+from ddpforge.interfaces import Data, Rows, Total
+
+
+class SequenceClassification(Classification):
+    """Classification of tokens [B, T]: a batch is (tokens, classes).
+
+    For a model of transformers it is {input_ids, attention_mask, labels [B]}.
+    """
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """The summed cross-entropy, and the logits [B, C]."""
+        logits = logits_of(model, *tokens_of(batch, "sequence_classification"), "sequence_classification")
+        classes = _classes(batch)
+        try:
+            loss = F.cross_entropy(logits.float(), classes, reduction="sum", label_smoothing=self.label_smoothing)
+        except (IndexError, RuntimeError, ValueError) as error:
+            refuse_targets(error, "sequence_classification", logits, classes)
+        return loss, logits
+
+    def metrics(self, outputs: Tensor, batch: Any) -> Mapping[str, Total | Rows]:
+        """The metrics that the recipe names."""
+        return super().metrics(outputs, (outputs, _classes(batch)))
+
+    def check(self, model: nn.Module, data: Data) -> None:
+        """Compares the sizes of data and model, and refuses a decoder that cannot tell padding from text."""
+        super().check(model, data)
+        check_sizes(model, data)
+        config, tokenizer = getattr(model, "config", None), getattr(data, "tokenizer", None)
+        if config is not None and tokenizer is not None and getattr(config, "pad_token_id", None) is None:
+            raise ValueError(
+                "the config has no pad_token_id, so that the end of a text cannot be found;"
+                f" set model.options.pad_token_id = {tokenizer.pad_token_id}"
+            )
+        if tokenizer is not None and getattr(data, "classes", None) is None:
+            raise ValueError("the data has no classes; set data.train.classes (and data.eval.classes)")
+
+
+def _classes(batch: Any) -> Tensor:
+    if isinstance(batch, Mapping):
+        classes: Tensor = batch["labels"]
+        return classes
+    return pair(batch, "sequence_classification", "(tokens, classes)")[1]

@@ -1,0 +1,94 @@
+"""Code beside a recipe: turns a file into a module, and finds the neighbours that it imports."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+__all__ = ["PREFIX", "import_file", "module_name", "neighbours"]
+
+PREFIX = "ddpforge_local_"
+"""The names of modules that are files beside a recipe begin with it."""
+
+
+def module_name(file: Path) -> str:
+    """The name of a file's module: in a package that is the file's folder, so that `from .layers import X` works.
+
+    One name per path, whatever other recipes call their files, and in sys.modules, so that the file's classes pickle
+    into forked loader workers. A spawned worker starts without it and could not unpickle them: it needs an
+    installed package.
+    """
+    stem = file.stem
+    if not stem.isidentifier():
+        stem = re.sub(r"\W", "_", stem) + _digest(file)
+    return f"{PREFIX}{_digest(file.parent)}.{stem}"
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
+
+
+def import_file(file: Path) -> ModuleType:
+    """Imports a file, once; raises what its code raises."""
+    name = module_name(file)
+    if name in sys.modules:
+        return sys.modules[name]
+    package, _, _ = name.partition(".")
+    if package not in sys.modules:
+        sys.modules[package] = ModuleType(package, "A recipe's folder.")
+        sys.modules[package].__path__ = [str(file.parent)]
+
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None  # both are there for every file that ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def neighbours(file: Path) -> list[Path]:
+    """The files below the folder of `file` that it imports relatively, and those that these import; without itself.
+
+    Read from the source: nothing is imported. What cannot be parsed imports nothing.
+    """
+    found: dict[Path, None] = {file: None}
+    waiting = [file]
+    while waiting:
+        for other in _imports(waiting.pop(), file.parent):
+            if other not in found:
+                found[other] = None
+                waiting.append(other)
+    return [other for other in found if other != file]
+
+
+def _imports(file: Path, top: Path) -> Iterator[Path]:
+    """The files that one file imports itself; packages' `__init__.py` on the way count, as they are run."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level and len(file.relative_to(top).parts) >= node.level:
+            start = file.parents[node.level - 1]
+            for name in ("", *(f".{alias.name}" for alias in node.names)):
+                yield from _files(start, f"{node.module or ''}{name}".strip(".").split("."), top)
+
+
+def _files(start: Path, parts: list[str], top: Path) -> Iterator[Path]:
+    place = start
+    for part in filter(None, parts):
+        place = place / part
+        candidates = (place / "__init__.py", place.with_name(f"{part}.py"))
+        yield from (path for path in candidates if path.is_file() and path.is_relative_to(top))

@@ -1,0 +1,208 @@
+"""Iterable datasets in parts of known length: which process reads what of them, as arithmetic on the step.
+
+In each epoch the parts, in the order of the epoch, are one row of samples. It is cut into lanes, P × T of them: step s
+takes its samples from the P lanes of turn s mod T, from each a run of neighbours. A lane is as long as what all steps
+take from it, so that every sample is taken once, whatever the lengths of parts, and the incomplete last step included.
+Who computes a sample reads it, and nothing else: a step's places are dealt out like those of any other data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils import worker as loader_process
+
+from ddpforge.builtin.orders.permutation import key, permute
+from ddpforge.data.nests import digest
+from ddpforge.data.order import MicroBatch, Terms
+from ddpforge.data.randomness import seed_all
+from ddpforge.errors import PluginError
+from ddpforge.interfaces import PartedData, mix
+
+__all__ = ["Layout", "PartedStream", "Reader"]
+
+_PARTS, _WINDOW, _SAMPLE = 0x9A27, 0x31D0, 0x5A3E  # keep the random numbers of different uses apart
+
+Numbers = NDArray[np.uint64]
+_Read = tuple[int, int, Any]  # a part, a place in there, the sample
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The places of one epoch: in which lane each is, and where in the row of all parts."""
+
+    samples: int
+    global_batch: int
+    drop_last: bool
+    lanes: tuple[int, int]
+
+    @cached_property
+    def steps(self) -> int:
+        """Steps of the epoch, the incomplete last one included unless it is dropped."""
+        full, rest = divmod(self.samples, self.global_batch)
+        return full + (rest > 0 and not self.drop_last)
+
+    def size(self, step: int) -> int:
+        """The number of samples in a step of the epoch."""
+        return min(self.global_batch, self.samples - step * self.global_batch)
+
+    @cached_property
+    def lengths(self) -> Numbers:
+        """The number of samples that all steps take from each lane."""
+        across, turns = self.lanes
+        steps = np.arange(turns)
+        full, rest = divmod(self.samples, self.global_batch)
+        often = full // turns + (steps < full % turns)  # full steps in each turn
+        found: NDArray[np.int64] = np.diff(self._edges(self.global_batch))[:, None] * often
+        if rest and not self.drop_last:
+            found[:, full % turns] += np.diff(self._edges(rest))
+        assert found.shape == (across, turns)
+        return found.ravel().astype(np.uint64)
+
+    @cached_property
+    def begins(self) -> Numbers:
+        """The place of each lane's first sample in the row of all parts."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    def find(self, step: int, places: range) -> tuple[NDArray[Any], NDArray[Any]]:
+        """For places of a step: their lanes, and how far each is in its lane."""
+        across, turns = self.lanes
+        size, wanted = self.size(step), np.arange(places.start, places.stop)
+        blocks = ((wanted + 1) * across - 1) // size
+        earlier = step // turns * np.diff(self._edges(self.global_batch))[blocks]  # only the last step is not full
+        return blocks * turns + step % turns, earlier + wanted - self._edges(size)[blocks]
+
+    def _edges(self, size: int) -> NDArray[np.int64]:
+        """The places of a step of `size` at which the samples of each lane begin, and the end."""
+        return np.arange(self.lanes[0] + 1) * size // self.lanes[0]
+
+
+class Reader:
+    """Reads the samples that one process keeps, each lane from where it stands."""
+
+    def __init__(self, data: PartedData, terms: Terms) -> None:
+        self.data, self._seed = data, terms.seed
+        self._lengths = np.array(data.parts, dtype=np.int64)
+        samples = int(self._lengths.sum())
+        self.layout = Layout(samples, terms.global_batch, terms.drop_last, data.lanes)
+        self._epoch: int | None = None
+
+    def read(self, epoch: int, step: int, places: range) -> list[Any]:
+        """The samples at these places of a step of an epoch."""
+        if epoch != self._epoch:
+            self._begin(epoch)
+        lanes, along = self.layout.find(step, places)
+        return [self._take(lane, place) for lane, place in zip(lanes.tolist(), along.tolist(), strict=True)]
+
+    def _begin(self, epoch: int) -> None:
+        parts = np.arange(len(self._lengths), dtype=np.uint64)
+        if self.data.shuffle:
+            parts = permute(parts, np.full_like(parts, epoch), len(parts), mix(self._seed, _PARTS))
+        self._order = parts.astype(np.int64)
+        self._ends = np.cumsum(self._lengths[self._order])
+        self._epoch = epoch
+        self._cursors: dict[int, _Cursor] = {}
+        self._windows: dict[int, tuple[int, list[_Read]]] = {}
+
+    def _take(self, lane: int, place: int) -> Any:
+        """One sample of a lane, prepared; a window is read as a whole."""
+        number, within = divmod(place, self.data.window)
+        if self._windows.get(lane, (-1,))[0] != number:
+            begin, length = number * self.data.window, int(self.layout.lengths[lane])
+            samples = self._neighbours(lane, begin, min(begin + self.data.window, length))
+            self._windows[lane] = number, self._shuffled(samples, lane, number)
+        part, place, sample = self._windows[lane][1][within]
+        if getattr(self.data, "random", True):
+            assert self._epoch is not None
+            seed_all(mix(self._seed, _SAMPLE, self._epoch, part, place))
+        return self.data.prepare(sample)
+
+    def _shuffled(self, samples: list[_Read], lane: int, window: int) -> list[_Read]:
+        if len(samples) < 2:
+            return samples
+        which = key(*(np.full(len(samples), part, dtype=np.uint64) for part in (self._epoch, lane, window)))
+        places = permute(np.arange(len(samples), dtype=np.uint64), which, len(samples), mix(self._seed, _WINDOW))
+        return [samples[place] for place in places.tolist()]
+
+    def _neighbours(self, lane: int, begin: int, end: int) -> list[tuple[int, int, Any]]:
+        """The samples from `begin` up to `end` of a lane, each with its part and its place in there."""
+        first = int(self.layout.begins[lane])
+        if lane not in self._cursors:
+            self._cursors[lane] = _Cursor(self.data)
+        return [
+            self._cursors[lane].sample(*self._where(first + place), self._epoch or 0) for place in range(begin, end)
+        ]
+
+    def _where(self, place: int) -> tuple[int, int]:
+        """The part in which a place of the row is, and how far."""
+        turn = int(np.searchsorted(self._ends, place, side="right"))
+        part = int(self._order[turn])
+        return part, place - int(self._ends[turn] - self._lengths[part])
+
+
+class _Cursor:
+    """An open part, and how far it is read."""
+
+    def __init__(self, data: PartedData) -> None:
+        self._data = data
+        self._part, self._place = -1, 0
+        self._samples: Iterator[Any] = iter(())
+
+    def sample(self, part: int, place: int, epoch: int) -> _Read:
+        """The sample at a place of a part; goes on from where it stands, jumps, or reads over what lies between."""
+        gap = place - self._place
+        if part != self._part or gap < 0 or (gap > 0 and self._data.jumps):
+            self._samples, gap = iter(self._data.open(part, epoch=epoch, skip=place)), 0
+        for _ in range(gap):
+            next(self._samples, None)
+        self._part, self._place = part, place + 1
+        for sample in self._samples:
+            return part, place, sample
+        raise PluginError(
+            f"part {part} of {type(self._data).__name__} ended before its sample {place}, and `parts` says that it has "
+            f"{self._data.parts[part]}",
+            hints=["`parts` must hold the number of samples that `open` gives for each part"],
+        )
+
+
+class PartedStream(IterableDataset[MicroBatch]):
+    """Data in parts, dealt out: every rank and every loader process reads what it keeps."""
+
+    def __init__(self, data: PartedData, terms: Terms, start: int, stop_after_epoch: bool) -> None:
+        self.data, self.terms = data, terms
+        self.start, self.stop_after_epoch = start, stop_after_epoch
+        self.collate = getattr(data, "collate", default_collate)
+        self.random: bool = getattr(data, "random", True)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        worker = get_worker_info()
+        if worker:
+            loader_process._worker_info = None  # a dataset that knew it would deal itself out among the processes
+        yield from self.batches(worker.id if worker else 0, worker.num_workers if worker else 1)
+
+    def batches(self, mine: int, workers: int) -> Iterator[MicroBatch]:
+        """The micro-batches of loader process `mine` of `workers`, which take turns."""
+        reader, turn, share = Reader(self.data, self.terms), count(), self.terms.share
+        read = int(digest([*map(int, self.data.parts)])[:5], 16) or 1  # ranks that see other parts are told so
+        kept: list[Any] = []
+        for step in count(self.start):
+            epoch, within = divmod(step, reader.layout.steps)
+            if self.stop_after_epoch and epoch:
+                return
+            size = reader.layout.size(within)
+            micro = share.deal(size)
+            for number, part in enumerate(micro):
+                if next(turn) % workers == mine:
+                    # A stand-in is what was read last, so that nothing is read twice.
+                    kept = reader.read(epoch, within, part or range(1)) if part or not kept else kept[:1]
+                    if self.random:
+                        seed_all(mix(self.terms.seed, step, part.start))
+                    whose, last = share.whose(number, len(micro)), number + 1 == len(micro)
+                    yield MicroBatch(self.collate(kept), len(part), size, last, *whose, read)

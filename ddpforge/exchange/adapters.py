@@ -1,0 +1,69 @@
+"""Folds low-rank adapters, as peft names them, into the weights that they adapt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+from torch import Tensor
+
+from ddpforge.checkpoint.safetensors_writer import LazyTensor
+from ddpforge.errors import UsageError
+
+__all__ = ["merged"]
+
+_A, _B = "lora_A.default.weight", "lora_B.default.weight"
+_SCALING, _TRANSPOSED, _BASE = "lora_scaling", "lora_transposed", "base_layer."
+
+
+def merged(model: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """A model's tensors and the further names of tied ones, as they would be without adapters.
+
+    The weight of a linear layer becomes W + s·B A, with the scaling s that the model `lora` keeps, and its own name
+    again. Raises UsageError where there are no adapters, or some that cannot be folded.
+    """
+    layers = [name.removesuffix(_A) for name in model if name.endswith(_A)]
+    if not layers:
+        raise UsageError("--merge: the checkpoint holds no adapters", hints=["leave --merge out"])
+    found: dict[str, LazyTensor] = {}
+    for name, tensor in model.items():
+        layer = next((each for each in layers if name.startswith(each)), None)
+        if layer is None:
+            found[name] = tensor
+        elif name.startswith(layer + _BASE):
+            found[name.replace(layer + _BASE, layer, 1)] = tensor
+    for layer in layers:
+        found[f"{layer}weight"] = _folded(layer, model)
+    for name in found:
+        if "lora_" in name:
+            raise UsageError(f"--merge: `{name}` is an adapter that cannot be folded into a weight")
+    names = {old: new for layer in layers for old, new in _renamed(layer, model)}
+    return found, {names.get(alias, alias): names.get(name, name) for alias, name in aliases.items()}
+
+
+def _renamed(layer: str, model: Mapping[str, LazyTensor]) -> Iterator[tuple[str, str]]:
+    for name in model:
+        if name.startswith(layer + _BASE):
+            yield name, name.replace(layer + _BASE, layer, 1)
+
+
+def _folded(layer: str, model: Mapping[str, LazyTensor]) -> LazyTensor:
+    """The weight of a layer with its adapter in it."""
+    needed = {part: model.get(layer + part) for part in (f"{_BASE}weight", _A, _B, _SCALING)}
+    for part, tensor in needed.items():
+        if tensor is None:
+            raise UsageError(
+                f"--merge: the checkpoint has no `{layer}{part}`",
+                hints=['checkpoints with checkpoint.contents = "trained" hold adapters only: --only "*lora_*"']
+                if part == f"{_BASE}weight"
+                else ["adapters are folded in that the model `lora` has made"],
+            )
+    base, a, b, scaling = (tensor for tensor in needed.values() if tensor is not None)
+    fold = partial(_fold, base, a, b, scaling, transposed=layer + _TRANSPOSED in model)
+    return LazyTensor(base.dtype, base.shape, fold)
+
+
+def _fold(base: LazyTensor, a: LazyTensor, b: LazyTensor, scaling: LazyTensor, *, transposed: bool) -> Tensor:
+    weight = base.fetch()
+    update = (b.fetch().float() @ a.fetch().float()) * scaling.fetch().float()
+    return (weight.float() + (update.T if transposed else update)).to(weight.dtype)

@@ -1,0 +1,95 @@
+"""Starts a recipe's ranks on this machine: checks the recipe first, and tells afterwards what ranks could not."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpforge import launchers
+from ddpforge.errors import ForgeError, RecipeError
+from ddpforge.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from ddpforge.recipe import LoadedRecipe
+
+__all__ = ["Started", "check_world", "start_ranks"]
+
+
+@dataclass(frozen=True)
+class Started:
+    """The end of a launch; `untold` names a rank that a signal ended before it could say anything."""
+
+    ended: launchers.Ended
+    folder: RunFolder
+    untold: ForgeError | None
+
+
+def start_ranks(
+    recipe: str,
+    *,
+    nproc: int | None,
+    sets: Sequence[str],
+    out: str | None,
+    fresh: bool,
+    allow_change: Sequence[str],
+    flags: Sequence[str],
+    as_json: bool = False,
+) -> Started:
+    """Trains `recipe` in `nproc` processes, by default one per GPU, or one; `flags` go to torchrun.
+
+    Raises RecipeError before anything is started; what goes wrong later, ranks say themselves.
+    """
+    from ddpforge.recipe import load_recipe
+
+    loaded = load_recipe(recipe, sets=sets)
+    nproc = nproc or (loaded.recipe.train.device != "cpu" and _gpus()) or 1
+    if not any(flag.startswith("--nnodes") for flag in flags):
+        check_world(loaded, nproc)
+
+    arguments = [recipe, *(f"--set={value}" for value in sets), *(f"--allow-change={key}" for key in allow_change)]
+    arguments += [f"--out={out}"] if out else []
+    arguments += ["--fresh"] if fresh else []
+    arguments += ["--json"] if as_json else []
+    ended = launchers.start(launchers.torchrun_command(arguments, nproc=nproc, flags=flags), nproc=nproc)
+    folder = RunFolder(Path(out or loaded.recipe.output_dir) / loaded.recipe.name)
+    return Started(ended, folder, _untold(ended, folder))
+
+
+def check_world(loaded: LoadedRecipe, nproc: int) -> None:
+    """Raises RecipeError where the batch cannot be dealt to the ranks that see different data.
+
+    Only a strategy knows how many these are, and importing one takes seconds. A batch that all ranks can share out can
+    be shared out by fewer, which divide them; so a strategy is asked where the batch is refused.
+    """
+    from ddpforge.recipe.load import check_world
+
+    try:
+        check_world(loaded, nproc)
+    except RecipeError:
+        from ddpforge.components.building import build
+        from ddpforge.components.registry import Registry
+
+        strategy = build(Registry.installed(), "strategy", loaded.recipe.strategy)
+        check_world(loaded, strategy.data_ranks(nproc))
+
+
+def _untold(ended: launchers.Ended, folder: RunFolder) -> ForgeError | None:
+    """A rank that a signal ended has said nothing: notes it in the run's status."""
+    from ddpforge.ranks.failures import told_causes
+
+    if ended.death is None or told_causes(folder.logs):
+        return None
+    named = f"rank {ended.death.rank} was {ended.death}"
+    out_of_memory = ["was there not enough memory? `dmesg` says so"] if ended.death.signal == signal.SIGKILL else []
+    if folder.exists():
+        folder.amend_failure(named, ended.code)
+    return ForgeError(named, hints=out_of_memory)
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,41 @@
+"""Freezes the parameters, and statistics of BatchNorm, that a recipe names in `train.freeze`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from types import MethodType
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddpforge.training.parameter_groups import covered
+
+__all__ = ["freeze", "hold_statistics"]
+
+
+def freeze(model: nn.Module, globs: Sequence[str]) -> None:
+    """Freezes the parameters that a glob names, `*` matching dots too; raises ValueError for one that names none."""
+    for glob in globs:
+        for parameter in covered(model, glob, "train.freeze"):
+            parameter.requires_grad_(False)
+
+
+def hold_statistics(model: nn.Module, globs: Sequence[str]) -> None:
+    """Lets every BatchNorm whose parameters the globs all name stay in evaluation mode, in training too.
+
+    It normalises by the statistics that it has, and they stay what they are.
+    """
+    for prefix, module in model.named_modules():
+        names = [name for name, _ in module.named_parameters(prefix, recurse=False)]
+        if isinstance(module, _BatchNorm) and names and all(_is_named(name, globs) for name in names):
+            module.eval()
+            module.train = MethodType(_stay, module)  # type: ignore[method-assign]
+
+
+def _is_named(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module

@@ -1,0 +1,295 @@
+"""Data in files of other libraries: tar files, token files, parquet and Hugging Face datasets, written here."""
+
+import io
+import pickle
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ddpforge.builtin.datasets import files
+from ddpforge.builtin.datasets.files import find_files, library
+from ddpforge.builtin.datasets.hugging_face import hugging_face
+from ddpforge.builtin.datasets.parquet import Parquet
+from ddpforge.builtin.datasets.tar import Tar
+from ddpforge.builtin.datasets.tokens import Tokens
+from ddpforge.data import MicroBatch, RankShare, open_data
+from ddpforge.data.order import Terms
+from ddpforge.data.parted import PartedStream
+from ddpforge.errors import EnvironmentProblem, UsageError
+
+
+def png(shade: int, size: int = 4) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (size, size), (shade, 0, 255)).save(file, "png")
+    return file.getvalue()
+
+
+def write_tar(path: Path, samples: list[dict[str, bytes]], first: int = 0) -> None:
+    with tarfile.open(path, "w") as archive:
+        for number, sample in enumerate(samples, start=first):
+            for ending, data in sample.items():
+                about = tarfile.TarInfo(f"part/{number:05d}.{ending}")
+                about.size = len(data)
+                archive.addfile(about, io.BytesIO(data))
+
+
+SIZES = [30, 0, 47, 13, 25, 45]  # 160 samples
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Six tar files; the class of each sample is its number."""
+    first = 0
+    for number, size in enumerate(SIZES):
+        samples = [{"png": png(one % 256), "cls": str(one).encode()} for one in range(first, first + size)]
+        write_tar(tmp_path / f"data-{number:02d}.tar", samples, first)
+        first += size
+    return tmp_path
+
+
+def numbers(micro: MicroBatch) -> list[int]:
+    found: list[int] = micro.data[-1].tolist()
+    return found[: micro.samples]
+
+
+def opened(data: Any, *, batch: int = 16, workers: int = 0) -> Any:
+    options: dict[str, Any] = {"seed": 1, "drop_last": False, "workers": workers, "prefetch": 2, "pin": False}
+    return open_data(data, global_batch=batch, share=RankShare(0, 1, batch), **options)
+
+
+def hand(data: Any, *, rank: int, ranks: int, worker: int, workers: int, start: int = 0) -> Iterator[MicroBatch]:
+    """What one loader process of one rank is given, with one micro-batch of four samples a step."""
+    terms = Terms(global_batch=4 * ranks, share=RankShare(rank, ranks, 4), seed=1, drop_last=False)
+    return PartedStream(data, terms, start, stop_after_epoch=True).batches(worker, workers)
+
+
+# ---------------------------------------------------------------------------------------------- tar
+def test_images_and_classes_of_tar_files(shards: Path) -> None:
+    data = Tar(path=str(shards), fields=["jpg;png", "cls"], classes=160)
+    assert (len(data), data.parts, data.classes) == (160, SIZES, 160)
+    image, number = data.prepare(next(data.open(2, epoch=0, skip=5)))
+    assert number == 35
+    assert torch.equal(image[:, 0, 0], torch.tensor([35 / 255, 0.0, 1.0]))
+    grey, _ = Tar(path=str(shards), fields=["png", "cls"], images="l").prepare(next(iter(data)))
+    assert grey.shape == (1, 4, 4)
+    (batch, *_) = [micro.data for micro in opened(data).evaluation()]
+    assert [(part.shape, part.dtype) for part in batch] == [
+        (torch.Size([16, 3, 4, 4]), torch.float32),
+        (torch.Size([16]), torch.int64),
+    ]
+
+
+def test_a_tar_stream_is_read_once_over_4_ranks_and_2_loader_processes(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """160 samples are read 160 times in all, not 4 × 2 × 160 times."""
+    read: Counter[int] = Counter()
+    seen: Counter[int] = Counter()
+    prepare = Tar.prepare
+
+    def counting(self: Tar, sample: Any) -> Any:
+        found = prepare(self, sample)
+        read[found[-1]] += 1
+        return found
+
+    monkeypatch.setattr(Tar, "prepare", counting)
+    for rank in range(4):
+        for worker in range(2):
+            data = Tar(path=str(shards), fields=["cls"], shuffle=True)
+            opened_parts, original = [], data.open
+
+            def noted(part: int, *, epoch: int, skip: int, original: Any = original, to: Any = opened_parts) -> Any:
+                to.append(part)
+                for sample in original(part, epoch=epoch, skip=skip):
+                    read[-1] += 1
+                    yield sample
+
+            data.open = noted  # type: ignore[method-assign]
+            for micro in hand(data, rank=rank, ranks=4, worker=worker, workers=2):
+                seen.update(numbers(micro))
+            assert len(opened_parts) <= 4 * 2 + 2  # its lanes, of which each spans two files or three
+    assert seen == Counter(range(160))
+    assert read.pop(-1) == 160
+    assert read == seen
+
+
+@pytest.mark.parametrize("start", [1, 6, 9])
+def test_a_resume_in_the_middle_reads_no_more_than_it_uses(shards: Path, start: int) -> None:
+    data = Tar(path=str(shards), fields=["cls"])
+    straight = [numbers(micro) for micro in hand(data, rank=0, ranks=1, worker=0, workers=1)]
+    bytes_read, original = [], data.open
+
+    def noted(part: int, *, epoch: int, skip: int) -> Any:
+        for sample in original(part, epoch=epoch, skip=skip):
+            bytes_read.append(len(sample[0][1]))
+            yield sample
+
+    data.open = noted  # type: ignore[method-assign]
+    found = [numbers(micro) for micro in hand(data, rank=0, ranks=1, worker=0, workers=1, start=start)]
+    assert found == straight[start:]
+    assert len(bytes_read) == sum(map(len, found)) == 160 - 4 * start
+
+
+def test_transforms_are_seeded_by_epoch_and_sample(shards: Path) -> None:
+    data = Tar(path=str(shards / "data-0*.tar"), fields=["png", "cls"], transforms=[{"use": "RandomCrop", "size": 2}])
+    assert data.random
+    batches = [micro.data for micro in opened(data).evaluation()]
+    assert batches[0][0].shape == (16, 3, 2, 2)
+    again = [micro.data for micro in opened(pickle.loads(pickle.dumps(data))).evaluation()]
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(batches, again, strict=True))
+
+
+def test_other_endings_are_decoded_and_pickles_are_not(tmp_path: Path) -> None:
+    array = io.BytesIO()
+    np.save(array, np.arange(3))
+    sample = {"a.npy": array.getvalue(), "json": b'{"x": 1}', "txt": b"words", "bin": b"\x00\x01", "pkl": b""}
+    write_tar(tmp_path / "one.tar", [sample])
+    data = Tar(path=str(tmp_path / "one.tar"), fields=["a.npy", "json", "txt", "bin"])
+    array_, *rest = data.prepare(next(iter(data)))
+    assert array_.tolist() == [0, 1, 2]
+    assert rest == [{"x": 1}, "words", b"\x00\x01"]
+    with pytest.raises(UsageError, match="fields: pkl is a pickle"):
+        Tar(path=str(tmp_path), fields=["pkl"])
+
+
+def test_tar_files_that_cannot_be_are_refused(shards: Path) -> None:
+    with pytest.raises(UsageError, match=r"sample part/00000 of .*data-00\.tar has cls, png, and no jpg or jpeg"):
+        Tar(path=str(shards), fields=["jpg;jpeg"])
+    with pytest.raises(EnvironmentProblem, match=r"no such file: .*data-06\.tar"):
+        Tar(path=str(shards / "data-{00..06}.tar"), fields=["cls"])
+    with pytest.raises(EnvironmentProblem, match="no file matches"):
+        find_files(str(shards / "*.zip"), ".tar")
+    with pytest.raises(UsageError, match="is an address; only files are read"):
+        find_files("s3://bucket/x.tar", ".tar")
+    (shards / "data-07.tar").write_bytes(b"nonsense" * 100)
+    with pytest.raises(EnvironmentProblem, match=r"data-07\.tar is not a tar file"):
+        Tar(path=str(shards), fields=["cls"])
+
+
+def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EnvironmentProblem, match="nolibrary is not installed") as told:
+        library("nolibrary.inner", "webdataset")
+    assert told.value.hints == ("install it: pip install 'ddpforge[webdataset]'",)
+    assert files.library("json", "none").dumps([1]) == "[1]"
+
+
+# ---------------------------------------------------------------------------------------------- tokens
+@pytest.mark.parametrize("form", ["npy", "bin"])
+def test_token_files_are_mapped_and_cut_into_blocks(tmp_path: Path, form: str) -> None:
+    tokens = np.arange(100, dtype=np.uint16)
+    path = tmp_path / f"tokens.{form}"
+    np.save(path, tokens) if form == "npy" else tokens.tofile(path)
+    data = Tokens(path=path, block_size=8, vocab_size=100)
+    assert len(data) == 12
+    inputs, targets = data.__getitems__([0, 11])
+    assert inputs.tolist() == [list(range(8)), list(range(88, 96))]
+    assert (targets - inputs).unique().tolist() == [1]
+    assert inputs.dtype == targets.dtype == torch.int64
+    packed = pickle.dumps(data)
+    assert len(packed) < 1000  # the file, not what is in it
+    assert pickle.loads(packed)[3][0].tolist() == list(range(24, 32))
+    with pytest.raises(ValueError, match=r"holds the token 99, and vocab_size is 90"):
+        Tokens(path=path, block_size=9, vocab_size=90).__getitems__([10])
+
+
+def test_token_files_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match="no such file"):
+        Tokens(path=tmp_path / "none.bin")
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    with pytest.raises(ValueError, match="3 bytes, which are no uint16 numbers of 2 bytes"):
+        Tokens(path=tmp_path / "odd.bin")
+    np.save(tmp_path / "floats.npy", np.zeros((3, 2)))
+    with pytest.raises(ValueError, match=r"holds float64 of shape \[3, 2\]"):
+        Tokens(path=tmp_path / "floats.npy")
+    np.save(tmp_path / "few.npy", np.zeros(8, dtype=np.int32))
+    with pytest.raises(ValueError, match="holds 8 tokens; one sample of block_size = 8 needs 9"):
+        Tokens(path=tmp_path / "few.npy", block_size=8)
+
+
+# ---------------------------------------------------------------------------------------------- parquet, hugging face
+@pytest.fixture
+def tables(tmp_path: Path) -> Path:
+    """Two parquet files of 50 rows, in row groups of 20, 20 and 10."""
+    import pyarrow
+    from pyarrow import parquet
+
+    for number in (0, 1):
+        rows = range(number * 50, number * 50 + 50)
+        table = pyarrow.table({"x": [[row / 2, 1.0] for row in rows], "y": list(rows), "word": ["w"] * 50})
+        parquet.write_table(table, tmp_path / f"part-{number}.parquet", row_group_size=20)
+    return tmp_path
+
+
+def test_rows_of_parquet_files_are_used_once(tables: Path) -> None:
+    data = Parquet(path=str(tables), columns=["x", "y"], shuffle=True, window=3, lanes=(2, 2))
+    assert list(data.parts) == [20, 20, 10] * 2
+    micro_batches = list(opened(data).evaluation())
+    assert sorted(one for micro in micro_batches for one in numbers(micro)) == list(range(100))
+    x, y = micro_batches[0].data
+    assert torch.equal(x, torch.stack([y / 2, torch.ones(16)], dim=1).double())
+    assert [row[1] for row in data.open(1, epoch=0, skip=17)] == [37, 38, 39]
+
+
+def test_parquet_files_that_cannot_be_are_refused(tables: Path) -> None:
+    with pytest.raises(UsageError, match="has no `z`") as told:
+        Parquet(path=str(tables), columns=["z"])
+    assert told.value.hints == ("it has x, y, word",)
+    (tables / "part-2.parquet").write_bytes(b"nonsense")
+    with pytest.raises(EnvironmentProblem, match=r"part-2\.parquet is not a parquet file"):
+        Parquet(path=str(tables), columns=["x"])
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+    datasets.disable_progress_bars()
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_dataset_of_hugging_face_from_files(tables: Path) -> None:
+    files = str(tables / "*.parquet")
+    data: Any = hugging_face(path="parquet", data_files=files, split="train", columns=["x", "y"])
+    assert len(data) == 100
+    assert data.y.tolist() == list(range(100))  # for an order
+    x, y = data.collate(data.__getitems__([3, 7]))
+    assert (x.tolist(), y.tolist()) == ([[1.5, 1.0], [3.5, 1.0]], [3, 7])
+    assert data[3] == {"x": [1.5, 1.0], "y": 3}
+    with pytest.raises(UsageError, match="columns: parquet has no `z`"):
+        hugging_face(path="parquet", data_files=files, split="train", columns=["z"])
+    with pytest.raises(UsageError, match="are for streaming = true"):
+        hugging_face(path="parquet", data_files=files, split="train", columns=["y"], shuffle=True)
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_stream_of_hugging_face_with_and_without_known_shards(tables: Path) -> None:
+    given: dict[str, Any] = {
+        "path": "parquet",
+        "data_files": str(tables / "*.parquet"),
+        "split": "train",
+        "columns": ["x", "y"],
+        "streaming": True,
+    }
+    plain: Any = hugging_face(**given)
+    assert not hasattr(plain, "__len__")
+    assert [one for micro in opened(plain).evaluation() for one in numbers(micro)] == list(range(100))
+
+    (tables / "lengths.txt").write_text("50\n50\n")
+    shards: Any = hugging_face(**given, shard_lengths=tables / "lengths.txt", lanes=(2, 1))
+    assert list(shards.parts) == [50, 50]
+    found = [numbers(micro) for micro in opened(shards).evaluation()]
+    assert sorted(one for step in found for one in step) == list(range(100))
+    assert found[0] == [*range(8), *range(50, 58)]
+    assert numbers(next(opened(shards).training(3))) == found[3]
+    (tables / "lengths.txt").write_text("50\n")
+    with pytest.raises(UsageError, match="holds 1 numbers, and the dataset has 2 shards"):
+        hugging_face(**given, shard_lengths=tables / "lengths.txt")

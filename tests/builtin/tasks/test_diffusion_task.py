@@ -1,0 +1,66 @@
+"""Diffusion: the noise at any time, and images out of noise."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from doubles import Elsewhere, run_of
+from torch import Tensor, nn
+
+from ddpforge.builtin.callbacks.samples import DiffusionSamples
+from ddpforge.builtin.models.denoiser import Denoiser
+from ddpforge.builtin.tasks.diffusion import Diffusion, sample
+from ddpforge.interfaces import World
+
+
+class Knows(nn.Module):
+    """Knows that all images are `value` everywhere, and so which noise is in them."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.x, self.times = 2 * value - 1, list[float]()
+
+    def forward(self, images: Tensor, times: Tensor) -> Tensor:
+        self.times += times.tolist()
+        signal = torch.cos(times * math.pi / 2).square().clamp(1e-4, 1 - 1e-4).view(-1, 1, 1, 1)
+        return (images - signal.sqrt() * self.x) / (1 - signal).sqrt()
+
+
+def test_who_knows_the_image_has_no_loss_at_any_time() -> None:
+    images, knows = torch.full((200, 1, 4, 4), 0.75), Knows(0.75)
+    loss, outputs = Diffusion().loss(knows, [images, torch.zeros(200)])
+    assert loss.item() == pytest.approx(0.0, abs=1e-3)
+    assert (outputs.mean().item(), outputs.std().item()) == pytest.approx((0.0, 1.0), abs=0.05)
+    assert min(knows.times) < 0.05 < 0.95 < max(knows.times)
+
+
+def test_the_loss_of_an_image_is_a_mean_over_its_values_and_that_of_a_batch_their_sum() -> None:
+    """Who says that there is no noise is wrong by its variance: one for each image."""
+    loss, _ = Diffusion().loss(lambda x, t: torch.zeros_like(x), torch.rand(400, 1, 8, 8))  # type: ignore[arg-type]
+    assert loss.item() / 400 == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize("steps", [1, 10, 50])
+def test_noise_becomes_the_image_that_the_model_knows(steps: int) -> None:
+    found = sample(Knows(0.75), torch.randn(3, 1, 4, 4), steps)
+    assert torch.allclose(found, torch.full((3, 1, 4, 4), 0.75), atol=0.02)
+
+
+def test_the_denoiser_answers_in_the_form_of_the_images_and_looks_at_the_time() -> None:
+    model = Denoiser(channels=2, width=8, layers=1)
+    x = torch.rand(3, 2, 6, 5)
+    early, late = model(x, torch.zeros(3)), model(x, torch.ones(3))
+    assert early.shape == x.shape
+    assert not torch.allclose(early, late)
+
+
+def test_samples_are_shown_at_every_evaluation() -> None:
+    ranks, shown = Elsewhere(), list[tuple[str, Tensor, str]]()
+    world = World(all=ranks, data=ranks, device=torch.device("cpu"), local_rank=0)
+    callback = DiffusionSamples(shape=[1, 4, 4], images=5, steps=3)
+    callback.on_start(run_of(Knows(0.25), world, show=lambda *one: shown.append(one), folder=Path()))
+    assert callback.while_evaluating(7) == {}
+    ((name, images, kind),) = shown
+    assert (name, kind, images.shape) == ("samples", "image", (5, 1, 4, 4))
+    assert torch.allclose(images, torch.full((5, 1, 4, 4), 0.25), atol=0.05)

@@ -1,0 +1,219 @@
+"""Data in parts: each sample is read once, by whoever keeps it, and a resume enters the parts where the run stood."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddpforge.data import Batches, MicroBatch, RankShare, open_data
+from ddpforge.data.order import Terms
+from ddpforge.data.parted import Layout, PartedStream
+from ddpforge.errors import PluginError
+from ddpforge.interfaces import PartedData
+
+PARTS = [7, 0, 31, 1, 18, 12, 25, 3, 40, 6]  # 143 samples
+
+
+class Shards(PartedData):
+    """Each sample is its part and its place in there; notes what is read, and how often a part is opened."""
+
+    random = False
+
+    def __init__(self, parts: list[int] = PARTS, **more: Any) -> None:
+        self.parts = parts
+        self.read: list[tuple[int, int]] = []
+        self.opened = 0
+        for name, value in more.items():
+            setattr(self, name, value)
+
+    def open(self, part: int, *, epoch: int, skip: int) -> Iterator[tuple[int, int]]:
+        self.opened += 1
+        for place in range(skip, self.parts[part]):
+            self.read.append((part, place))
+            yield part, place
+
+    def collate(self, samples: list[Any]) -> list[Any]:
+        return list(samples)
+
+
+EVERY = [(part, place) for part, length in enumerate(PARTS) for place in range(length)]
+
+
+def terms(rank: int, ranks: int, *, batch: int = 16, micro: int = 4, drop: bool = False, seed: int = 3) -> Terms:
+    return Terms(global_batch=batch, share=RankShare(rank, ranks, micro), seed=seed, drop_last=drop)
+
+
+def epoch(data: Shards, *, rank: int, ranks: int, worker: int = 0, workers: int = 1, **more: Any) -> list[MicroBatch]:
+    """What one loader process of one rank gives for one epoch."""
+    stream = PartedStream(data, terms(rank, ranks, **more), 0, stop_after_epoch=True)
+    return list(stream.batches(worker, workers))
+
+
+def steps(data: Shards, ranks: int, workers: int, number: int, start: int = 0, **more: Any) -> list[list[Any]]:
+    """The samples of each step over all ranks, as loader processes that take turns give them."""
+    found: list[list[Any]] = [[] for _ in range(number)]
+    for rank in range(ranks):
+        stream = PartedStream(data, terms(rank, ranks, **more), start, stop_after_epoch=False)
+        sources = [stream.batches(worker, workers) for worker in range(workers)]
+        step = turn = 0
+        while step < number:
+            micro = next(sources[turn % workers])
+            found[step] += micro.data[: micro.samples]
+            turn, step = turn + 1, step + micro.last
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- exactly once
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("window", [1, 5])
+def test_every_sample_is_read_once_over_all_ranks_and_loader_processes(ranks: int, workers: int, window: int) -> None:
+    """With windows and processes that share lanes some are read by several; each is used once in any case."""
+    data = Shards(shuffle=True, window=window, lanes=(12, 6))
+    used: Counter[Any] = Counter()
+    for rank in range(ranks):
+        for worker in range(max(1, workers)):
+            micro_batches = epoch(
+                data, rank=rank, ranks=ranks, worker=worker, workers=max(1, workers), batch=12, micro=3
+            )
+            used.update(one for micro in micro_batches for one in micro.data[: micro.samples])
+    assert used == Counter(EVERY)
+    extra = len(data.read) - len(EVERY)
+    assert extra <= (ranks * max(1, workers) if window == 1 else 0.5 * len(EVERY))  # stand-ins; ends of windows
+
+
+@pytest.mark.parametrize("lanes", [(1, 1), (8, 4), (3, 5), (40, 2)])
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("batch", [1, 10, 16, 143, 200])
+def test_lanes_hold_every_place_of_the_row_once(lanes: tuple[int, int], drop: bool, batch: int) -> None:
+    layout = Layout(143, batch, drop, lanes)
+    assert layout.steps == (143 // batch if drop else -(-143 // batch))
+    found = []
+    for step in range(layout.steps):
+        lane, along = layout.find(step, range(layout.size(step)))
+        assert (along < layout.lengths[lane].astype(np.int64)).all()
+        found += (layout.begins[lane].astype(np.int64) + along).tolist()
+    assert sorted(found) == list(range(143 // batch * batch if drop else 143))
+
+
+@pytest.mark.parametrize("more", [{}, {"shuffle": True}, {"shuffle": True, "window": 4}, {"jumps": False, "window": 3}])
+def test_ranks_and_loader_processes_do_not_change_which_samples_form_a_step(more: dict[str, Any]) -> None:
+    alone = steps(Shards(**more), 1, 1, 20)
+    for ranks, workers in ((1, 3), (2, 1), (2, 2), (4, 2), (4, 5)):
+        assert steps(Shards(**more), ranks, workers, 20) == alone
+    for start in (1, 4, 8, 9, 13):
+        assert steps(Shards(**more), 2, 2, 3, start=start) == alone[start : start + 3]
+
+
+def test_epochs_have_their_own_order_where_parts_are_shuffled() -> None:
+    found = steps(Shards(shuffle=True), 1, 1, 18)  # 9 steps per epoch
+    one, two = sum(found[:9], []), sum(found[9:], [])
+    assert sorted(one) == sorted(two) == EVERY
+    assert one != two
+    assert steps(Shards(), 1, 1, 9) == steps(Shards(), 1, 1, 9, start=9)
+    assert steps(Shards(shuffle=True), 1, 1, 2, seed=4) != found[:2]
+
+
+def test_a_window_shuffles_neighbours() -> None:
+    data = Shards([1000], window=50, lanes=(1, 1))
+    places = [place for step in steps(data, 1, 1, 62) for _, place in step]
+    assert sorted(places[:50]) == list(range(50))
+    assert places[:50] != list(range(50)) != [place - 50 for place in places[50:100]]
+
+
+# ---------------------------------------------------------------------------------------------- what is read
+def test_a_lane_is_read_by_one_process_and_a_part_opened_once_by_each_that_needs_it() -> None:
+    """4 ranks and 2 loader processes each, over (8, 4) lanes: 8 × 4 places in the row of 10 parts."""
+    opened = []
+    for rank in range(4):
+        for worker in range(2):
+            data = Shards([100] * 10)
+            epoch(data, rank=rank, ranks=4, worker=worker, workers=2, batch=16, micro=4)
+            assert len(data.read) == len(set(data.read)) in range(110, 140)
+            opened.append(data.opened)
+    assert max(opened) <= 2 * 4  # each of its four lanes spans two parts at most
+
+
+@pytest.mark.parametrize(("start", "jumps"), [(1, True), (55, True), (55, False)])
+def test_a_resume_opens_each_lane_where_it_stands(start: int, jumps: bool) -> None:
+    """A step of 16 samples reads 16, wherever it is, and opens no more than there are lanes in a step."""
+    data = Shards([100] * 10, jumps=jumps)
+    (found,) = steps(data, 1, 1, 1, start=start)
+    assert len(data.read) == len(found) == 16
+    assert data.opened <= 8
+
+
+def test_data_that_cannot_jump_is_read_over_where_that_is_shorter() -> None:
+    """Two processes share one lane: each reads what lies between, from where it stands."""
+    opened = {}
+    for jumps in (True, False):
+        data = Shards([64], lanes=(1, 1), jumps=jumps)
+        epoch(data, rank=0, ranks=1, worker=1, workers=2, batch=8, micro=8)
+        opened[jumps] = data.opened, len(data.read)
+    assert opened == {True: (4, 32), False: (1, 56)}
+
+
+def test_a_part_that_is_shorter_than_it_says_is_named() -> None:
+    class Short(Shards):
+        def open(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
+            return iter([(part, place) for place in range(skip, min(5, self.parts[part]))])
+
+    with pytest.raises(PluginError, match="part 1 of Short ended before its sample 5, and `parts` says that it has 9"):
+        steps(Short([5, 9], lanes=(1, 1)), 1, 1, 1, batch=14)
+
+
+# ---------------------------------------------------------------------------------------------- opened as any data
+class Draws(Shards):
+    """Random where samples are prepared, and where batches are made."""
+
+    random = True
+
+    def prepare(self, sample: Any) -> Any:
+        return sample, float(torch.rand(()))
+
+
+def opened(data: Any, *, rank: int = 0, ranks: int = 1, workers: int = 0, batch: int = 16) -> Batches:
+    share = RankShare(rank, ranks, 4)
+    options: dict[str, Any] = {"seed": 3, "drop_last": False, "workers": workers, "prefetch": 2, "pin": False}
+    return open_data(data, global_batch=batch, share=share, **options)
+
+
+def test_what_is_drawn_for_a_sample_depends_on_the_epoch_and_the_sample_alone() -> None:
+    alone = {tuple(one): drawn for micro in opened(Draws()).evaluation() for one, drawn in micro.data}
+    hands = [opened(Draws(), rank=rank, ranks=3, batch=12).evaluation() for rank in range(3)]
+    together = {tuple(one): drawn for hand in hands for micro in hand for one, drawn in micro.data[: micro.samples]}
+    assert together == alone
+    assert len(set(alone.values())) == len(EVERY)
+    assert opened(Draws()).steps_per_epoch == 9
+
+
+@pytest.mark.slow
+def test_loader_processes_give_what_this_process_does() -> None:
+    def seen(workers: int) -> list[Any]:
+        source = opened(Draws(shuffle=True, window=4), workers=workers).training(4)
+        return [next(source).data for _ in range(30)]
+
+    assert seen(3) == seen(0)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (Shards([]), "Shards is empty"),
+        (Shards([3, -1]), r"Shards\.parts must hold the number of samples of each part"),
+        (Shards(lanes=(8,)), "lanes must be two whole numbers of at least 1"),
+        (Shards(window=0), "window must be at least 1, not 0"),
+    ],
+)
+def test_parts_that_cannot_be_are_refused(data: Any, said: str) -> None:
+    with pytest.raises(PluginError, match=said):
+        opened(data)
+
+
+def test_ranks_that_see_other_parts_are_told_apart() -> None:
+    one, other = (next(iter(opened(Shards(parts)).evaluation())).read for parts in ([10, 20], [20, 10]))
+    assert one != other
+    assert all(0 < read < 2**20 for read in (one, other))

@@ -1,0 +1,91 @@
+"""What `train.freeze` does to a model before it is trained, and what checkpoints may leave out of one."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from doubles import Elsewhere, Plain
+from saved import Saved
+from torch import nn
+
+from ddpforge.errors import CheckpointError
+from ddpforge.interfaces import CanonicalState, Part
+from ddpforge.ranks.collectives import Alone
+from ddpforge.training.freezing import freeze, hold_statistics
+from ddpforge.training.left_out import complete, measure, without_frozen
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1), nn.BatchNorm1d(1))
+
+
+def test_globs_name_parameters_and_those_alone_are_frozen() -> None:
+    model = net()
+    freeze(model, ["0.*", "1.weight"])
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained == ["1.bias", "2.weight", "2.bias", "3.weight", "3.bias"]
+    with pytest.raises(ValueError, match=r"train.freeze: `4.\*` matches no parameter; near it are"):
+        freeze(model, ["4.*"])
+
+
+def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
+    model = net()
+    model.tied = model[0].weight
+    freeze(model, ["tied"])
+    assert not model[0].weight.requires_grad  # type: ignore[union-attr]
+
+
+def test_statistics_are_held_where_all_of_a_batchnorm_is_frozen() -> None:
+    """In a copy, too, of which the task's first batches are tried with."""
+    model = net()
+    hold_statistics(model, ["0.*", "1.*", "3.weight"])
+    for held in (model, copy.deepcopy(model)):
+        held.train()
+        held(torch.tensor([[1.0, 2.0], [3.0, 5.0]]))
+        assert held[1].running_mean.tolist() == [0.0, 0.0]  # type: ignore[union-attr, operator]
+        assert held[3].running_mean.item() != 0.0  # type: ignore[union-attr, operator]
+        assert [module.training for module in held] == [True, False, True, True]
+
+
+# ---------------------------------------------------------------------------------------------- left out
+def state_of(model: nn.Module) -> tuple[Plain, CanonicalState[Any]]:
+    replica = Plain().holding(model, torch.optim.SGD(model.parameters()))
+    return replica, without_frozen(replica.state(), replica, Alone())
+
+
+def frozen(value: float = 1.0) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
+    with torch.no_grad():
+        model[0].weight.fill_(value)
+    freeze(model, ["0.*"])
+    return model
+
+
+def test_what_is_not_trained_is_left_out_and_stays_as_it_is() -> None:
+    replica, state = state_of(frozen())
+    assert set(state.model) == {"1.weight"}
+    assert state.numbers == {"scale": 3.0, "left_out.magnitude": 2.0, "left_out.squares": 2.0}
+    on_disk: Any = CanonicalState({name: Saved(x) for name, x in state.model.items()}, {}, numbers=state.numbers)
+    found = complete(on_disk, replica, Alone())
+    assert set(found.model) == {"0.weight", "1.weight"}
+    own = torch.ones(1, 2)
+    found.model["0.weight"].read_into(Part.whole(own).region, own)
+    assert own.tolist() == [[1.0, 1.0]]
+    with pytest.raises(CheckpointError, match="has left out weights that are not trained, and the model's are not"):
+        complete(on_disk, state_of(frozen(1.001))[0], Alone())
+
+
+def test_a_checkpoint_that_holds_everything_is_as_it_is() -> None:
+    replica, _ = state_of(frozen())
+    state: Any = CanonicalState({"0.weight": Saved(torch.zeros(1, 2))}, {}, numbers={"scale": 3.0})
+    assert complete(state, replica, Alone()) is state
+
+
+def test_weights_are_measured_alike_whole_and_in_parts() -> None:
+    """The second of two ranks has what the first has, or another half: counted once in either case."""
+    weight = torch.tensor([1.0, -2.0])
+    whole = measure({"w": Part.whole(weight, replica=1, replicas=2)}, Elsewhere(2, 1))
+    assert whole == {"magnitude": 1.5, "squares": 2.5}
+    assert measure({"w": weight}, Elsewhere(2, 1)) == whole
+    assert measure({"w": weight}, Alone()) == {"magnitude": 3.0, "squares": 5.0}

@@ -1,0 +1,83 @@
+"""The optimizer that the groups of a recipe make: settings of their own, or another optimizer beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.optim import SGD, AdamW, Muon
+
+from ddpforge.components.registry import Registry
+from ddpforge.recipe.schema import OptimizerComponent
+from ddpforge.strategies.several import members
+from ddpforge.training.optimizers import build_optimizer
+from ddpforge.training.rates import Rates
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body, self.norm, self.head = (
+            nn.Embedding(5, 4),
+            nn.Linear(4, 4),
+            nn.LayerNorm(4),
+            nn.Linear(4, 2),
+        )
+
+
+def built(no_decay: tuple[str, ...] = (), **groups: Any) -> Any:
+    options = {"lr": 0.1, "weight_decay": 0.5}
+    named = {
+        name: {"use": "adamw", "parameters": at} | more | {"options": more.get("options", {}) | {}}
+        for name, (at, more) in groups.items()
+    }
+    component = OptimizerComponent.model_validate(
+        {"use": "adamw", "options": options, "no_decay": no_decay, "groups": named}
+    )
+    return build_optimizer(Registry.installed(), component, Net(), ())
+
+
+def summary(optimizer: Any) -> list[tuple[str, list[str], float, float]]:
+    return [(g["group"], g["names"], g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
+
+
+def test_a_group_has_settings_of_its_own_and_the_rest_those_of_the_optimizer() -> None:
+    optimizer = built(("bias",), head=(("head.*",), {"options": {"lr": 0.7, "weight_decay": 0.25}}))
+    assert type(optimizer) is AdamW
+    assert summary(optimizer) == [
+        ("", ["table.weight", "body.weight", "norm.weight"], 0.1, 0.5),
+        ("", ["body.bias", "norm.bias"], 0.1, 0.0),
+        ("head", ["head.weight"], 0.7, 0.25),
+        ("head", ["head.bias"], 0.7, 0.0),
+    ]
+
+
+def test_a_group_may_have_another_optimizer() -> None:
+    at = ("2d", "!embedding", "!head.*")
+    optimizer = built(
+        matrices=(at, {"use": "muon", "options": {"lr": 0.02}}), head=(("head.*",), {"options": {"lr": 1.0}})
+    )
+    found = dict(members(optimizer))
+    assert isinstance(found["matrices"], Muon)
+    assert isinstance(found[""], AdamW)
+    assert [group["names"] for group in found["matrices"].param_groups] == [["body.weight"]]
+    assert [group["group"] for group in optimizer.param_groups] == ["", "head", "matrices"]
+    rates = Rates(optimizer, lambda step: 0.5, {})
+    rates.set(0)
+    assert rates.named() == {"head": 0.5, "matrices": 0.01}
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_where_one_group_has_all_parameters_there_is_one_optimizer() -> None:
+    assert type(built(all=(("*",), {"use": "sgd", "options": {"lr": 0.1}}))) is SGD
+
+
+def test_a_rate_that_is_that_of_all_is_not_told_twice() -> None:
+    optimizer = built(head=(("head.*",), {"options": {"weight_decay": 0.0}}))
+    assert Rates(optimizer, lambda step: 1.0, {}).named() == {}
+
+
+def test_muon_for_what_is_no_matrix_is_refused_by_name() -> None:
+    with pytest.raises(Exception, match=r"`norm.weight` has the shape \[4\]"):
+        built(matrices=(("norm",), {"use": "muon", "options": {"lr": 0.02}}))
