@@ -207,7 +207,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 given={"params": _parameters},
                 tables=(("optimizer",),),
                 framework_keys=("no_decay", "groups", "turns"),
-                settings=lambda: {"elementwise": bool},
+                settings=lambda: {"elementwise": bool, "matrices": bool},
             ),
             KindSpec(
                 name="schedule",

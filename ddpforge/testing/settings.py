@@ -13,7 +13,7 @@ tested:
 In texts, `{here}` stands for the folder of the file, so that options can name files in the package.
 
 Further keys declare what is unusual about a component: `unused` and `meta` of a model, `duplicates` of data,
-`elementwise` of an optimizer, `horizon` of a schedule, `ranks` of a strategy, `raises` of a tracker.
+`elementwise` and `matrices` of an optimizer, `horizon` of a schedule, `ranks` of a strategy, `raises` of a tracker.
 """
 
 from __future__ import annotations

@@ -24,12 +24,20 @@ SAMPLES = 6  # a number with several divisors: batches are split
 
 @dataclass(frozen=True)
 class Trial:
-    """Components that belong together; `batch` holds SAMPLES samples, or as many as the data has."""
+    """Components that belong together; `batch` holds SAMPLES samples, or as many as the data has.
+
+    `turns` is the task as each of its turns sees it, or the task alone, and `task` the first of them.
+    """
 
     model: nn.Module
     data: Any
-    task: Task
+    turns: list[Task]
     batch: Any
+
+    @property
+    def task(self) -> Task:
+        """The task, as its first turn sees it."""
+        return self.turns[0]
 
 
 def fresh(case: Case, seed: int = 0) -> nn.Module:
@@ -110,7 +118,7 @@ def _try(case: Case) -> Trial:
         _, outputs = _pair(task, one.loss(model, batch))
     if case.kind == "metric":
         case.build()(outputs.detach(), batch[1])
-    return Trial(model, data, turns[0], batch)
+    return Trial(model, data, turns, batch)
 
 
 class _WrongLoss(Breach):

@@ -15,12 +15,13 @@ from ddpforge.testing.settings import SETTINGS
 from ddpforge.testing.worlds import Worlds
 
 _SHAPES = ((6, 4), (4,), (3, 2))
+_MATRICES = ((6, 4), (4, 2), (3, 2))
 
 
 @check("parameter-groups", "optimizer")
 def parameter_groups(case: Case, worlds: Worlds) -> None:
     """Each group keeps its own settings, and a learning rate of 0 leaves its weights alone."""
-    weights = _weights()
+    weights = _weights(case)
     groups: list[dict[str, Any]] = [{"params": weights[:1]}, {"params": weights[1:], "weight_decay": 0.0}]
     optimizer = _build(case, groups)
     if len(optimizer.param_groups) != 2:
@@ -43,7 +44,7 @@ def parameter_groups(case: Case, worlds: Worlds) -> None:
 @check("state-by-parameter", "optimizer")
 def state_by_parameter(case: Case, worlds: Worlds) -> None:
     """State is kept for each parameter, in tensors and plain numbers."""
-    weights = _weights()
+    weights = _weights(case)
     optimizer = _build(case, [{"params": weights}])
     _step(case, optimizer, weights, 1)
     for key, entry in optimizer.state.items():
@@ -60,7 +61,7 @@ def state_by_parameter(case: Case, worlds: Worlds) -> None:
 @check("resumes-exactly", "optimizer")
 def resumes_exactly(case: Case, worlds: Worlds) -> None:
     """From its state and the weights it goes on as if it had not been interrupted."""
-    straight = _weights()
+    straight = _weights(case)
     optimizer = _build(case, [{"params": straight}])
     for step in range(1, 4):
         _step(case, optimizer, straight, step)
@@ -89,7 +90,7 @@ def element_wise(case: Case, worlds: Worlds) -> None:
     """It updates each element by itself, as sharding strategies need, or is declared not to."""
     if case.settings.get("elementwise", True) is False:
         raise NotApplicable("declared: elementwise = false")
-    whole = _weights()[:1]
+    whole = _weights(case)[:1]
     pieces = [nn.Parameter(piece.clone()) for piece in torch.split(whole[0].detach().reshape(-1), [10, 14])]
     one, other = _build(case, [{"params": whole}]), _build(case, [{"params": pieces}])
     for step in range(1, 4):
@@ -112,9 +113,10 @@ def element_wise(case: Case, worlds: Worlds) -> None:
         )
 
 
-def _weights() -> list[nn.Parameter]:
+def _weights(case: Case) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in _SHAPES]
+    shapes = _MATRICES if case.settings.get("matrices", False) else _SHAPES
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
 
 
 def _gradients(weights: list[nn.Parameter], step: int) -> None:
