@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+import secrets
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,8 +34,8 @@ class Tar(PartedData):
     them make the tuple that a batch is collated of. Images become float32 [C, H, W] in [0, 1], `cls` and `index` int,
     `npy` an array, `json` and `txt` what they hold, by webdataset's decoders; pickles are not read.
 
-    At the start the headers of all files are read, which tells how many samples there are and where; their data is
-    not. Every sample is then read once, by the process that keeps it.
+    At the start the headers of all files are read, which tells how many samples there are and where, or what `index`
+    keeps of them; their data is not. Every sample is then read once, by the process that keeps it.
 
     Raises EnvironmentProblem where there is no such file or it is no tar file, and UsageError for a sample without one
     of the fields.
@@ -65,6 +68,12 @@ class Tar(PartedData):
         shuffle: Shuffle = False,
         window: Window = 1,
         lanes: Lanes = (8, 4),
+        index: Annotated[
+            str | None,
+            Field(
+                description="A folder that keeps what headers say, so that those of a file are read once, not always."
+            ),
+        ] = None,
     ) -> None:
         library("webdataset", "webdataset")
         self._images = images
@@ -72,7 +81,7 @@ class Tar(PartedData):
         if pickled := sorted(_PICKLES & {ending.rpartition(".")[2] for one in self._fields for ending in one}):
             raise UsageError(f"fields: {pickled[0]} is a pickle, which may run code when it is read; write npy or json")
         self._files = find_files(path, ".tar")
-        self._members = [_index(file, self._fields) for file in self._files]
+        self._members = [_indexed(file, self._fields, index) for file in self._files]
         self.parts = [len(found) for found in self._members]
         self.shuffle, self.window, self.lanes = shuffle, window, lanes
         self.random = bool(transforms)
@@ -114,6 +123,22 @@ class Tar(PartedData):
                     return pipeline(transforms, (), (), image)
             break
         raise UsageError("transforms: none of the fields is an image")
+
+
+def _indexed(file: Path, fields: Sequence[Sequence[str]], folder: str | None) -> NDArray[np.int64]:
+    """What `_index` finds, or has found of the file as it is now and kept in `folder`."""
+    if folder is None:
+        return _index(file, fields)
+    now = file.stat()
+    facts = json.dumps([str(file.resolve()), now.st_size, now.st_mtime_ns, fields])
+    kept = Path(folder) / f"{file.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.npy"
+    if not kept.is_file():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        draft = kept.with_name(f"{secrets.token_hex(8)}.npy")  # every rank may write one, and it appears whole
+        np.save(draft, _index(file, fields))
+        draft.rename(kept)
+    found: NDArray[np.int64] = np.load(kept, mmap_mode="r")
+    return found
 
 
 def _index(file: Path, fields: Sequence[Sequence[str]]) -> NDArray[np.int64]:

@@ -137,6 +137,29 @@ def test_a_resume_in_the_middle_reads_no_more_than_it_uses(shards: Path, start: 
     assert len(bytes_read) == sum(map(len, found)) == 160 - 4 * start
 
 
+def test_headers_are_read_once_where_an_index_is_kept(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that was written anew is read anew, alone."""
+    opened_files: list[str] = []
+    real = tarfile.open
+
+    def spy(path: Any, *arguments: Any) -> Any:
+        opened_files.append(Path(path).name)
+        return real(path, *arguments)
+
+    monkeypatch.setattr(tarfile, "open", spy)
+    kept = str(shards / "index")
+    first = Tar(path=str(shards), fields=["cls"], index=kept)
+    assert len(opened_files) == len(SIZES)
+    again = Tar(path=str(shards), fields=["cls"], index=kept)
+    assert len(opened_files) == len(SIZES)
+    assert (again.parts, list(again)) == (first.parts, list(first))
+
+    write_tar(shards / "data-03.tar", [{"cls": b"7"}])
+    opened_files.clear()
+    assert Tar(path=str(shards), fields=["cls"], index=kept).parts == [30, 0, 47, 1, 25, 45]
+    assert opened_files == ["data-03.tar"]
+
+
 def test_transforms_are_seeded_by_epoch_and_sample(shards: Path) -> None:
     data = Tar(path=str(shards / "data-0*.tar"), fields=["png", "cls"], transforms=[{"use": "RandomCrop", "size": 2}])
     assert data.random
