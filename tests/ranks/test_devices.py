@@ -243,10 +243,10 @@ def test_ddp_takes_the_gpu_that_a_rank_sees(monkeypatch: pytest.MonkeyPatch) -> 
     class Told(Exception):
         pass
 
-    def wrapped(model: nn.Module, **options: Any) -> None:
+    def wrapped(wrapper: object, model: nn.Module, **options: Any) -> None:
         raise Told(options.get("device_ids"))
 
-    monkeypatch.setattr(ddp, "DistributedDataParallel", wrapped)
+    monkeypatch.setattr(ddp.DistributedDataParallel, "__init__", wrapped)
     monkeypatch.setattr(DDP, "_share_constants", lambda self, model: None)
     strategy = DDP()
     strategy.setup(train(), SEES_ONE)

@@ -126,7 +126,7 @@ class Tar(PartedData):
 
 
 def _indexed(file: Path, fields: Sequence[Sequence[str]], folder: str | None) -> NDArray[np.int64]:
-    """What `_index` finds, or has found of the file as it is now and kept in `folder`."""
+    """The index of a file, or what `folder` keeps of it, if the file has not changed since."""
     if folder is None:
         return _index(file, fields)
     now = file.stat()
