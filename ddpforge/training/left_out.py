@@ -62,17 +62,16 @@ def complete(state: CanonicalState[SavedTensor], replica: Replica, ranks: Ranks)
     """
     if not has_left_out(state.numbers):
         return state
-    frozen = replica.weights.frozen()
+    weights = {**replica.weights.frozen(), **replica.weights.parts()}  # what is frozen now may have been trained then
+    absent = {name: part for name, part in weights.items() if name not in state.model}
     known = {name.removeprefix(_PREFIX): x for name, x in state.numbers.items() if name.startswith(_PREFIX)}
-    if not same(known, measure(frozen, ranks)):
+    if not same(known, measure(absent, ranks)):
         raise CheckpointError(
             "the checkpoint has left out weights that are not trained, and the model's are not those that it was "
             "trained with",
             hints=["let the model, or checkpoint.init_from, give the weights that it gave then"],
         )
-    stay: dict[str, SavedTensor] = {
-        name: _Stays(part.shape, part.tensor.dtype) for name, part in frozen.items() if name not in state.model
-    }
+    stay: dict[str, SavedTensor] = {name: _Stays(part.shape, part.tensor.dtype) for name, part in absent.items()}
     return replace(state, model={**stay, **state.model})
 
 
