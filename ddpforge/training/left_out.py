@@ -13,7 +13,7 @@ from torch import Tensor
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState, Part, Ranks, Region, Replica, SavedTensor
 
-__all__ = ["complete", "has_left_out", "measure", "refuse_others", "same", "without_frozen"]
+__all__ = ["complete", "has_left_out", "measure", "refuse_others", "same", "without_frozen", "without_state_of_frozen"]
 
 _PREFIX = "left_out."  # of the numbers by which a checkpoint knows the weights that it does not hold
 
@@ -67,6 +67,12 @@ def complete(state: CanonicalState[SavedTensor], replica: Replica, ranks: Ranks)
     refuse_others(state.numbers, absent, ranks)
     stay: dict[str, SavedTensor] = {name: _Stays(part.shape, part.tensor.dtype) for name, part in absent.items()}
     return replace(state, model={**stay, **state.model})
+
+
+def without_state_of_frozen(state: CanonicalState[SavedTensor], replica: Replica) -> CanonicalState[SavedTensor]:
+    """The state of a checkpoint less what its optimizer knew of weights that are not trained any more."""
+    frozen = replica.weights.frozen()
+    return replace(state, optimizer={name: one for name, one in state.optimizer.items() if name not in frozen})
 
 
 def refuse_others(numbers: Mapping[str, Any], absent: Mapping[str, Tensor | Part], ranks: Ranks) -> None:

@@ -13,7 +13,7 @@ from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState, Part
 from ddpforge.ranks.collectives import Alone
 from ddpforge.training.freezing import freeze, hold_statistics
-from ddpforge.training.left_out import complete, measure, without_frozen
+from ddpforge.training.left_out import complete, measure, without_frozen, without_state_of_frozen
 
 
 def net() -> nn.Sequential:
@@ -93,6 +93,14 @@ def test_what_is_frozen_may_change(trained: list[bool]) -> None:
     for parameter, trains in zip(model.parameters(), trained, strict=True):
         parameter.requires_grad_(trains)
     assert set(complete(on_disk, replica, Alone()).model) == {"0.weight", "1.weight"}
+
+
+def test_what_is_frozen_on_resume_has_no_optimizer_state() -> None:
+    """That of an unknown parameter stays, to be refused."""
+    replica, _ = state_of(frozen())
+    known: Any = {"0.weight": {"step": 1}, "1.weight": {"step": 2}, "gone": {"step": 3}}
+    found = without_state_of_frozen(CanonicalState({}, known), replica)
+    assert found.optimizer == {"1.weight": {"step": 2}, "gone": {"step": 3}}
 
 
 def test_a_checkpoint_that_holds_everything_is_as_it_is() -> None:
