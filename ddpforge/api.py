@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,15 +16,22 @@ from ddpforge.attempt import Outcome
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.building import build
 from ddpforge.components.registry import Registry
+from ddpforge.data import mix
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.errors import CheckpointError, ExitCode, ForgeError, UsageError
 from ddpforge.exchange.export import chosen_weights
+from ddpforge.exchange.initial import load_initial
+from ddpforge.interfaces import SavedTensor
+from ddpforge.ranks.collectives import Alone
 from ddpforge.recipe import Recipe, load_recipe
 from ddpforge.runner import Evaluation
 from ddpforge.runs.checkpoints import choose, is_checkpoint
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.metrics import read_metrics
 from ddpforge.starting import start_ranks
+from ddpforge.strategies.named_state import tensors
+from ddpforge.training.left_out import has_left_out, refuse_others
+from ddpforge.training.parts import WEIGHTS
 
 __all__ = ["TrainedRun", "evaluate", "launch", "load"]
 
@@ -134,6 +141,7 @@ class TrainedRun:
         """
         recipe = self.recipe
         with own_random_numbers():
+            torch.manual_seed(mix(recipe.train.seed, WEIGHTS))  # what a checkpoint has left out may be drawn
             model: nn.Module = build(Registry.installed(), "model", recipe.model)
         model.load_state_dict(self._state(weights or self._evaluated(), model), strict=True)
         return model.to(device).eval()
@@ -152,6 +160,22 @@ class TrainedRun:
         reader = self._reader
         held = chosen_weights(reader, weights)
         wanted = {name: reader.aliases.get(name, name) for name in model.state_dict()}
-        if missing := sorted(name for name, kept in wanted.items() if kept not in held):
+        own = self._left_out(model, held) if has_left_out(reader.facts.loop) else {}
+        if missing := sorted(name for name, kept in wanted.items() if kept not in held and name not in own):
             raise CheckpointError(f"{self.checkpoint} is of another model: it lacks {', '.join(missing[:5])}")
-        return {name: held[kept].fetch() for name, kept in wanted.items()}
+        return {name: held[kept].fetch() if kept in held else own[name] for name, kept in wanted.items()}
+
+    def _left_out(self, model: nn.Module, held: Collection[str]) -> dict[str, Tensor]:
+        """The model's tensors, of which those that the checkpoint has left out are what they were in training."""
+        given, ranks = self.recipe.checkpoint, Alone(torch.device("cpu"))
+        found, aliases = tensors(model)
+        if given.init_from:
+
+            def take(saved: Mapping[str, SavedTensor]) -> None:
+                for name, tensor in saved.items():
+                    found[name].detach().copy_(tensor.read())
+
+            load_initial(given.init_from, found, aliases, take, ranks, skip=given.init_skip)
+        frozen = {name: parameter.detach() for name, parameter in model.named_parameters() if name not in held}
+        refuse_others(self._reader.facts.loop, frozen, ranks)
+        return {name: own for name, own in model.state_dict().items() if aliases.get(name, name) in frozen}

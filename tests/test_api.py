@@ -81,6 +81,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         os.chdir(folder)
         outcome = ddpforge.run("run.toml")
         again = ddpforge.run("run.toml", fresh=True, sets=["train.seed=1"], out="other")
+        ddpforge.run("run.toml", sets=["name=part", "train.freeze=['one.*']", "checkpoint.contents=trained"])
         evaluated = {step: ddpforge.evaluate("run", step=step).metrics["eval/loss"] for step in (2, 4)}
         return {"outcomes": [outcome.sentence(), again.sentence()], "evaluated": evaluated, "code": outcome.exit_code}
 
@@ -132,6 +133,12 @@ def test_a_loaded_model_is_the_one_that_was_evaluated(run: Path) -> None:
     live = newest.model(weights="model")
     assert loss_of(live) != pytest.approx(rows[4], rel=1e-5)
     assert loss_of(newest.model(weights="ema")) == pytest.approx(rows[4], rel=1e-5)
+
+
+def test_weights_that_a_checkpoint_has_left_out_come_from_the_model(run: Path) -> None:
+    loaded = ddpforge.load(run.with_name("part"))
+    measured = loaded.metrics()[-1]["eval/loss"]
+    assert loss_of(loaded.model()) == pytest.approx(measured, rel=1e-5)
 
 
 def test_a_checkpoint_may_be_chosen_by_what_was_best_or_by_its_folder(run: Path) -> None:

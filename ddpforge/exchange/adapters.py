@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -25,6 +25,7 @@ def merged(model: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> tuple
     layers = [name.removesuffix(_A) for name in model if name.endswith(_A)]
     if not layers:
         raise UsageError("--merge: the checkpoint holds no adapters", hints=["leave --merge out"])
+    _refuse_ties(layers, aliases)
     found: dict[str, LazyTensor] = {}
     for name, tensor in model.items():
         layer = next((each for each in layers if name.startswith(each)), None)
@@ -39,6 +40,18 @@ def merged(model: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> tuple
             raise UsageError(f"--merge: `{name}` is an adapter that cannot be folded into a weight")
     names = {old: new for layer in layers for old, new in _renamed(layer, model)}
     return found, {names.get(alias, alias): names.get(name, name) for alias, name in aliases.items()}
+
+
+def _refuse_ties(layers: Sequence[str], aliases: Mapping[str, str]) -> None:
+    """Raises UsageError for a weight that is also another layer's, without the adapter: folded it would change both."""
+    for pair in aliases.items():
+        for one, other in (pair, pair[::-1]):
+            layer, twin = (name.removesuffix(f"{_BASE}weight") for name in (one, other))
+            if layer in layers and aliases.get(twin + _A) != layer + _A:
+                raise UsageError(
+                    f"--merge: `{layer}weight` is tied to `{other}`, which has no such adapter",
+                    hints=['--only "*lora_*" writes the adapters'],
+                )
 
 
 def _renamed(layer: str, model: Mapping[str, LazyTensor]) -> Iterator[tuple[str, str]]:

@@ -55,6 +55,13 @@ def _check_sources(beside: Beside, model: nn.Module, where: str) -> None:
         return
     if beside.weights is not None:
         raise PluginError(f"{where} follows the model and has weights of its own", hints=["leave one of both out"])
+    if not (callable(beside.momentum) or 0 <= beside.momentum <= 1):
+        raise PluginError(f"{where} has the momentum {beside.momentum}", hints=["give a number from 0 to 1"])
+    if beside.momentum != 1.0 and not beside.is_saved:
+        raise PluginError(
+            f"{where} moves with the model, and with `saved = False` a resumed run would begin it anew",
+            hints=["leave `saved` out"],
+        )
     try:
         leader = model.get_submodule(beside.follows)
     except AttributeError:
@@ -140,7 +147,8 @@ class BesideModule(Callback):
                 hints=["the strategy's `beside` must spread a module as its `wrap` does the model"],
             ) from error
         mine = [part.tensor.view(-1) for part in parts.values()]
-        torch._foreach_lerp_(mine, leaders, 1.0 - momentum)
+        if mine:
+            torch._foreach_lerp_(mine, leaders, 1.0 - momentum)
         self._weights.changed()
         if not self.beside.training:
             theirs = dict(self._replica.bare.get_submodule(self.beside.follows).named_buffers())

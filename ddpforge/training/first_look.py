@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.forms import described
 from ddpforge.components.local_code import PREFIX
+from ddpforge.components.registry import where_raised
 from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.interfaces import Rows, Task, Total
 from ddpforge.training.one_turn import OneTurn
 
-__all__ = ["FirstLook", "checked_loss", "checked_metrics", "checked_quantity", "explain", "name_of"]
+__all__ = ["FirstLook", "checked_loss", "checked_metrics", "checked_quantity", "explain", "first_metrics", "name_of"]
 
 
 class FirstLook:
@@ -43,11 +44,19 @@ class FirstLook:
 
     def metrics(self, outputs: Any, batch: Any, use: str) -> Mapping[str, Total | Rows]:
         """Calls the task's `metrics`, and checks what it returns."""
-        found = self._task.metrics(outputs, batch)
-        if ("metrics", use) not in self._seen:
-            self._seen.add(("metrics", use))
-            checked_metrics(self._task, found)
+        if ("metrics", use) in self._seen:
+            return self._task.metrics(outputs, batch)
+        found = checked_metrics(self._task, first_metrics(self._task, outputs, batch))
+        self._seen.add(("metrics", use))
         return found
+
+
+def first_metrics(task: Task, outputs: Any, batch: Any) -> Mapping[str, Total | Rows]:
+    """Calls a task's `metrics`, where a metric may find that outputs and targets are not what it takes."""
+    try:
+        return task.metrics(outputs, batch)
+    except ValueError as error:
+        raise UsageError(f"{name_of(task)}.metrics: {error}", hints=where_raised(error)) from error
 
 
 def explain(error: Exception, task: Task, batch: str, use: str) -> None:

@@ -17,7 +17,7 @@ __all__ = ["freeze", "hold_statistics"]
 def freeze(model: nn.Module, globs: Sequence[str]) -> None:
     """Freezes the parameters that a glob names, `*` matching dots too; raises ValueError for one that names none."""
     for glob in globs:
-        for parameter in covered(model, glob, "train.freeze"):
+        for parameter in covered(model, glob, "train.freeze", words=False):
             parameter.requires_grad_(False)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState, Part, Ranks, Region, Replica, SavedTensor
 
-__all__ = ["complete", "has_left_out", "measure", "same", "without_frozen"]
+__all__ = ["complete", "has_left_out", "measure", "refuse_others", "same", "without_frozen", "without_state_of_frozen"]
 
 _PREFIX = "left_out."  # of the numbers by which a checkpoint knows the weights that it does not hold
 
@@ -62,18 +62,28 @@ def complete(state: CanonicalState[SavedTensor], replica: Replica, ranks: Ranks)
     """
     if not has_left_out(state.numbers):
         return state
+    weights = {**replica.weights.frozen(), **replica.weights.parts()}  # what is frozen now may have been trained then
+    absent = {name: part for name, part in weights.items() if name not in state.model}
+    refuse_others(state.numbers, absent, ranks)
+    stay: dict[str, SavedTensor] = {name: _Stays(part.shape, part.tensor.dtype) for name, part in absent.items()}
+    return replace(state, model={**stay, **state.model})
+
+
+def without_state_of_frozen(state: CanonicalState[SavedTensor], replica: Replica) -> CanonicalState[SavedTensor]:
+    """The state of a checkpoint less what its optimizer knew of weights that are not trained any more."""
     frozen = replica.weights.frozen()
-    known = {name.removeprefix(_PREFIX): x for name, x in state.numbers.items() if name.startswith(_PREFIX)}
-    if not same(known, measure(frozen, ranks)):
+    return replace(state, optimizer={name: one for name, one in state.optimizer.items() if name not in frozen})
+
+
+def refuse_others(numbers: Mapping[str, Any], absent: Mapping[str, Tensor | Part], ranks: Ranks) -> None:
+    """Raises CheckpointError unless `absent` is what the checkpoint with these numbers has left out."""
+    known = {name.removeprefix(_PREFIX): x for name, x in numbers.items() if name.startswith(_PREFIX)}
+    if not same(known, measure(absent, ranks)):
         raise CheckpointError(
             "the checkpoint has left out weights that are not trained, and the model's are not those that it was "
             "trained with",
             hints=["let the model, or checkpoint.init_from, give the weights that it gave then"],
         )
-    stay: dict[str, SavedTensor] = {
-        name: _Stays(part.shape, part.tensor.dtype) for name, part in frozen.items() if name not in state.model
-    }
-    return replace(state, model={**stay, **state.model})
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from ddpforge.training.cadence import Alarm, Cadence, Stopwatch
 from ddpforge.training.callbacks import reads_gradients
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import Fingerprint
-from ddpforge.training.left_out import complete
+from ddpforge.training.left_out import complete, without_state_of_frozen
 from ddpforge.training.norms import GradientNorms
 from ddpforge.training.one_turn import finished, of_turn, of_turns, reports_of
 from ddpforge.training.progress import Progress
@@ -156,6 +156,7 @@ class Trainer:
         optimizers = [(path, one.use) for path, one in components if path[0] == "optimizer" and len(path) != 4]
         if any(is_another(facts, use, *path, world=self.world) for path, use in optimizers):
             state = replace(state, optimizer={}, shared={})
+        state = without_state_of_frozen(state, self.replica)
         self.replica.load_state(complete(state, self.replica, self.world.all))
         restore_callbacks(self._recipe, self.callbacks, checkpoint, self.world)
         checkpoint.finish()

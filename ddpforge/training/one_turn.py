@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from typing import Any, cast
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Metric, Task
 
-__all__ = ["OneTurn", "finished", "of_turn", "of_turns", "reports_of", "turns_of", "with_sum"]
+__all__ = ["OneTurn", "finished", "of_turn", "of_turns", "reports_of", "takes_turn", "turns_of", "with_sum"]
 
 
 def turns_of(task: Task) -> tuple[str, ...]:
@@ -23,6 +24,15 @@ def turns_of(task: Task) -> tuple[str, ...]:
             hints=['e.g. turns = ("discriminator", "generator")'],
         )
     return tuple(turns)
+
+
+def takes_turn(task: Task) -> bool:
+    """True if the loss of a task can be told the turn that it computes."""
+    try:
+        inspect.signature(task.loss).bind(None, None, "")
+    except TypeError:
+        return False
+    return True
 
 
 def of_turns(task: Task) -> dict[str, Task]:

@@ -105,14 +105,15 @@ def _group(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
     return {"params": list(parameters.values()), "names": list(parameters)}
 
 
-def covered(model: nn.Module, pattern: str, key: str) -> list[nn.Parameter]:
-    """The parameters that one entry of a key means."""
-    test = _WORDS.get(pattern) or (lambda name, owner, parameter: fnmatchcase(name, pattern))
+def covered(model: nn.Module, pattern: str, key: str, *, words: bool = True) -> list[nn.Parameter]:
+    """The parameters that one entry of a key means: a glob over full names or, where the key takes `words`, a word."""
+    known = _WORDS if words else {}
+    test = known.get(pattern) or (lambda name, owner, parameter: fnmatchcase(name, pattern))
     owned = list(_owned(model))
     found = [parameter for name, owner, parameter in owned if test(name, owner, parameter)]
 
-    if not found and pattern not in _WORDS:
-        near = get_close_matches(pattern, [*_WORDS, *(name for name, *_ in owned)], n=3, cutoff=0)
+    if not found and pattern not in known:
+        near = get_close_matches(pattern, [*known, *(name for name, *_ in owned)], n=3, cutoff=0)
         raise ValueError(f"{key}: `{pattern}` matches no parameter; near it are {', '.join(near)}")
     return found
 

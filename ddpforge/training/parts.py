@@ -50,10 +50,11 @@ from ddpforge.training.blocks import check_blocks, find_blocks
 from ddpforge.training.callbacks import check_callback, overriding
 from ddpforge.training.contract import Size, contract_of, count_parameters
 from ddpforge.training.evaluation import prefix
+from ddpforge.training.first_look import name_of
 from ddpforge.training.fitness import check_model
 from ddpforge.training.freezing import freeze
 from ddpforge.training.judging import settled, unsettled
-from ddpforge.training.one_turn import turns_of
+from ddpforge.training.one_turn import takes_turn, turns_of
 from ddpforge.training.optimizer_trial import check_optimizer
 from ddpforge.training.optimizers import check_parameters, shares
 from ddpforge.training.parameter_groups import parameter_groups
@@ -152,6 +153,11 @@ class Parts:
     def _check_turns(self) -> None:
         """The task's turns must be those of the recipe."""
         turns, given = turns_of(self.task), self.recipe.optimizer.turns
+        if turns and not takes_turn(self.task):
+            raise PluginError(
+                f"{name_of(self.task)} has the turns {', '.join(turns)}, and its `loss` is not told which it computes",
+                hints=['def loss(self, model, batch, turn: str = "")'],
+            )
         there = [f"it has {', '.join(turns)}"] if turns else ["it makes one update a step: take [optimizer.turns] out"]
         for name in given.keys() - set(turns):
             error = UsageError(
@@ -501,8 +507,10 @@ class Parts:
         return any(frame.f_code is forward for frame, _ in walk_tb(error.__traceback__))
 
     def _may_call_model(self) -> bool:
+        if not self._fits:
+            return False
         models = [self.model, *self._modules_beside()]
-        if not self._fits or sum(count_parameters(model).all for model in models) > SMALL:
+        if sum(count_parameters(model).all for model in models) > SMALL:
             return False
         local = any(type(module).__module__.startswith(PREFIX) for model in models for module in model.modules())
         return not local and not any(parameter.is_meta for parameter in self.model.parameters())

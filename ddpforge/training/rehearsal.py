@@ -18,7 +18,7 @@ from ddpforge.data.nests import size
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.interfaces import Task, Total, World
 from ddpforge.ranks.collectives import Alone
-from ddpforge.training.first_look import checked_loss, checked_metrics, explain
+from ddpforge.training.first_look import checked_loss, checked_metrics, explain, first_metrics
 from ddpforge.training.one_turn import of_turns, with_sum
 from ddpforge.training.sums import refuse_mean
 
@@ -110,7 +110,7 @@ def _rehearse(
         with _autocast(precision, place.type), own_random_numbers():
             loss, outputs = checked_loss(task, task.loss(model, batch), gradients=use == "training")
             with torch.no_grad():
-                found = checked_metrics(task, task.metrics(outputs, batch))
+                found = checked_metrics(task, first_metrics(task, outputs, batch))
     except Exception as error:
         explain(error, task, form, use)
         raise

@@ -79,6 +79,12 @@ def test_a_module_is_frozen_and_in_evaluation_mode_unless_it_is_to_train() -> No
         (lambda model: {"it": Beside(module=model)}, PluginError, "its `0.weight` is the model's own `0.weight`"),
         (lambda model: {"it": Beside(module=net(), momentum=0.9)}, PluginError, "a momentum, and follows nothing"),
         (lambda model: {"it": Beside(module=net(), weights="x", follows="")}, PluginError, "weights of its own"),
+        (lambda model: {"it": Beside(module=net(), follows="", momentum=1.5)}, PluginError, "the momentum 1.5"),
+        (
+            lambda model: {"it": Beside(module=net(), follows="", momentum=0.9, saved=False)},
+            PluginError,
+            "a resumed run would begin it anew",
+        ),
         (lambda model: {"it": Beside(module=net(), follows="trunk")}, UsageError, "follows `trunk`, which the model"),
         (
             lambda model: {"it": Beside(module=nn.Linear(2, 1), follows="0")},
@@ -118,6 +124,14 @@ def test_it_may_follow_a_part_of_the_model_and_stays_a_copy_of_the_beginning_wit
         model[0].weight.fill_(5.0)
     beside.on_step(step(1))
     assert numbers(other) == [1.0, 2.0]
+
+
+def test_a_module_without_parameters_may_follow() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(1, affine=False), nn.Linear(1, 1))
+    beside = placed(model, Beside(module=(other := nn.BatchNorm1d(1, affine=False)), follows="0", momentum=0.9))
+    model[0].running_mean.fill_(3.0)  # type: ignore[operator, union-attr]
+    beside.on_step(step(1))
+    assert [buffer.item() for name, buffer in other.named_buffers() if name == "running_mean"] == [3.0]
 
 
 def test_a_module_in_training_mode_keeps_its_own_statistics_and_is_evaluated_like_the_model() -> None:

@@ -51,6 +51,15 @@ def test_an_evaluation_needs_no_gradients() -> None:
         FirstLook(Returning((torch.ones(()), None))).loss(nn.Linear(2, 1), BATCH, "training")
 
 
+def test_a_metric_that_cannot_take_the_outputs_says_so_in_words() -> None:
+    class Tops(Returning):
+        def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total]:
+            raise ValueError("top11 needs at least 11 classes")
+
+    with pytest.raises(UsageError, match=r"Tops\.metrics: top11 needs at least 11 classes"):
+        FirstLook(Tops()).metrics(None, BATCH, "training")
+
+
 def test_an_error_of_the_model_says_which_batch_it_was_given() -> None:
     look = FirstLook(Returning(RuntimeError("mat1 and mat2"), RuntimeError("again")))
     with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:

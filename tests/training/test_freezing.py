@@ -13,7 +13,7 @@ from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState, Part
 from ddpforge.ranks.collectives import Alone
 from ddpforge.training.freezing import freeze, hold_statistics
-from ddpforge.training.left_out import complete, measure, without_frozen
+from ddpforge.training.left_out import complete, measure, without_frozen, without_state_of_frozen
 
 
 def net() -> nn.Sequential:
@@ -27,6 +27,13 @@ def test_globs_name_parameters_and_those_alone_are_frozen() -> None:
     assert trained == ["1.bias", "2.weight", "2.bias", "3.weight", "3.bias"]
     with pytest.raises(ValueError, match=r"train.freeze: `4.\*` matches no parameter; near it are"):
         freeze(model, ["4.*"])
+
+
+@pytest.mark.parametrize("word", ["norm", "bias", "1d", "2d", "embedding"])
+def test_the_words_for_parameters_are_no_globs(word: str) -> None:
+    """A BatchNorm that one of them names would be frozen, and its statistics would move."""
+    with pytest.raises(ValueError, match=f"train.freeze: `{word}` matches no parameter; near it are [0-3]"):
+        freeze(net(), [word])
 
 
 def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
@@ -74,6 +81,26 @@ def test_what_is_not_trained_is_left_out_and_stays_as_it_is() -> None:
     assert own.tolist() == [[1.0, 1.0]]
     with pytest.raises(CheckpointError, match="has left out weights that are not trained, and the model's are not"):
         complete(on_disk, state_of(frozen(1.001))[0], Alone())
+
+
+@pytest.mark.parametrize("trained", [[True, True], [False, False]])
+def test_what_is_frozen_may_change(trained: list[bool]) -> None:
+    """What the checkpoint has left out is trained now, or what it holds is frozen: it is completed all the same."""
+    _, state = state_of(frozen())
+    on_disk: Any = CanonicalState({name: Saved(x) for name, x in state.model.items()}, {}, numbers=state.numbers)
+    model = frozen()
+    replica = Plain().holding(model, torch.optim.SGD(model.parameters()))
+    for parameter, trains in zip(model.parameters(), trained, strict=True):
+        parameter.requires_grad_(trains)
+    assert set(complete(on_disk, replica, Alone()).model) == {"0.weight", "1.weight"}
+
+
+def test_what_is_frozen_on_resume_has_no_optimizer_state() -> None:
+    """That of an unknown parameter stays, to be refused."""
+    replica, _ = state_of(frozen())
+    known: Any = {"0.weight": {"step": 1}, "1.weight": {"step": 2}, "gone": {"step": 3}}
+    found = without_state_of_frozen(CanonicalState({}, known), replica)
+    assert found.optimizer == {"1.weight": {"step": 2}, "gone": {"step": 3}}
 
 
 def test_a_checkpoint_that_holds_everything_is_as_it_is() -> None:

@@ -159,6 +159,11 @@ def test_a_run_tries_a_task_of_its_own_files_with_a_model_that_only_computes(
     assert all(said in message for message in found.values())
 
 
+def test_a_model_that_cannot_be_built_says_why(parts: Callable[..., Parts]) -> None:
+    Path("mine.py").write_text(CODE + "\ndef broken():\n    raise ValueError('no wheels')\n")
+    assert "no wheels" in told(parts("model={use='./mine.py:broken'}"))["model"]
+
+
 def test_a_sum_is_no_mean(parts: Callable[..., Parts]) -> None:
     assert told(parts("task={use='./mine.py:Odd', how='sum'}"), strict=True) == {}
 
@@ -451,6 +456,12 @@ def test_turns_that_do_not_fit(parts: Callable[..., Parts], sets: list[str], key
     Path("mine.py").write_text(CODE + TURNS)
     found = told(parts("~task.metrics", "task.use=./mine.py:Duel", *sets))
     assert any(place.startswith(key) and said in message for place, message in found.items()), found
+
+
+def test_a_loss_is_told_its_turn(parts: Callable[..., Parts]) -> None:
+    Path("mine.py").write_text(CODE + TURNS.replace(', turn=""', ""))
+    found = told(parts("~task.metrics", "task.use=./mine.py:Duel", UP, DOWN))
+    assert "mine.py:Duel has the turns up, down, and its `loss` is not told which" in found["task"]
 
 
 def test_turns_of_a_task_that_has_none(parts: Callable[..., Parts]) -> None:

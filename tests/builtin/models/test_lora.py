@@ -132,3 +132,23 @@ def test_what_cannot_be_folded_is_refused(tmp_path: Path, drop: str, complaint: 
     checkpoint = write(tmp_path / "checkpoints", checkpoint_of(7, state=CanonicalState(kept, {})))
     with pytest.raises(UsageError, match=complaint):
         export(checkpoint, tmp_path / "merged.safetensors", merge=True)
+
+
+class Tied(nn.Module):
+    """An embedding, and a layer with its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.scores = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
+        self.scores.weight = self.tokens.weight
+
+
+@pytest.mark.parametrize("first", ["tokens.weight", "scores.base_layer.weight"])
+def test_a_weight_that_others_use_without_the_adapter_is_not_folded(tmp_path: Path, first: str) -> None:
+    model, aliases = tensors(lora(base=Tied(), targets=["scores"]))
+    (alias, name) = aliases.popitem()
+    state = {(first if key == name else key): x.detach() for key, x in model.items()}
+    saved = CanonicalState(state, {}, {name if first == alias else alias: first})
+    checkpoint = write(tmp_path / "checkpoints", checkpoint_of(7, state=saved))
+    with pytest.raises(UsageError, match=r"`scores.weight` is tied to `tokens.weight`, which has no such adapter"):
+        export(checkpoint, tmp_path / "merged.safetensors", merge=True)
