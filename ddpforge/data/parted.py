@@ -164,12 +164,21 @@ class _Cursor:
             next(self._samples, None)
         self._part, self._place = part, place + 1
         for sample in self._samples:
+            self._refuse_more(part, place)
             return part, place, sample
         raise PluginError(
             f"part {part} of {type(self._data).__name__} ended before its sample {place}, and `parts` says that it has "
             f"{self._data.parts[part]}",
             hints=["`parts` must hold the number of samples that `open` gives for each part"],
         )
+
+    def _refuse_more(self, part: int, place: int) -> None:
+        """Raises PluginError for a sample after the last one of a part, which would never be used."""
+        if place + 1 == self._data.parts[part] and any(True for _ in self._samples):
+            raise PluginError(
+                f"part {part} of {type(self._data).__name__} has more samples than the {place + 1} that `parts` says",
+                hints=["`parts` must hold the number of samples that `open` gives for each part"],
+            )
 
 
 class PartedStream(IterableDataset[MicroBatch]):
