@@ -8,9 +8,10 @@ from itertools import chain
 from numbers import Integral
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from ddpforge.builtin.orders.plain import Sequential
+from ddpforge.data.collating import collate_of
 from ddpforge.data.order import Dealer, MicroBatch, RankShare, Request, Terms
 from ddpforge.data.parted import PartedStream
 from ddpforge.data.randomness import seed_all
@@ -34,7 +35,7 @@ class _Fetcher(Dataset[MicroBatch]):
         self.random: bool = getattr(data, "random", True)
         self.once = once
         self.batched = hasattr(data, "__getitems__")
-        self.collate = getattr(data, "collate", default_collate)
+        self.collate = collate_of(data)
         self._set_epoch = getattr(data, "set_epoch", None)
         self._set_step = getattr(data, "set_step", None) if tells_steps else None
         self._epoch: int | None = None

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as loader_process
 
 from ddpforge.builtin.orders.permutation import key, permute
+from ddpforge.data.collating import collate_of
 from ddpforge.data.nests import digest
 from ddpforge.data.order import MicroBatch, Terms
 from ddpforge.data.randomness import seed_all
@@ -187,7 +188,7 @@ class PartedStream(IterableDataset[MicroBatch]):
     def __init__(self, data: PartedData, terms: Terms, start: int, stop_after_epoch: bool) -> None:
         self.data, self.terms = data, terms
         self.start, self.stop_after_epoch = start, stop_after_epoch
-        self.collate = getattr(data, "collate", default_collate)
+        self.collate = collate_of(data)
         self.random: bool = getattr(data, "random", True)
 
     def __iter__(self) -> Iterator[MicroBatch]:

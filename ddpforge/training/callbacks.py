@@ -23,7 +23,7 @@ def reads_gradients(callbacks: Mapping[str, Callback]) -> bool:
 
 
 def numbers(name: str, method: str, returned: Any) -> dict[str, float]:
-    """What a `method` of the callback `name` returned; raises PluginError unless it is numbers by name."""
+    """The numbers that a `method` of the callback `name` returned; raises PluginError unless it is numbers by name."""
     try:
         return {key: value if isinstance(value, int) else float(value) for key, value in returned.items()}
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from numbers import Real
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -271,7 +271,7 @@ class Trainer:
         """Multiplies the factors of all callbacks; raises PluginError for one that is no factor."""
         factor = 1.0
         for name, callback in self.callbacks.items():
-            asked = callback.lr_factor()
+            asked: Any = callback.lr_factor()
             if not (isinstance(asked, Real) and 0 <= asked < math.inf):
                 raise PluginError(
                     f"callback `{name}` multiplies the learning rate of step {self.progress.step + 1} with {asked!r}",

@@ -131,8 +131,8 @@ def _grid(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def _histogram(name: str, value: Any) -> Histogram:
     if isinstance(value, Histogram):
         if len(value.edges) != len(value.counts) + 1 or not np.isfinite(value.edges).all():
-            found = f"a Histogram of {len(value.counts)} counts and {len(value.edges)} edges"
-            _refuse(name, found, "one finite edge more than counts")
+            form = f"a Histogram of {len(value.counts)} counts and {len(value.edges)} edges"
+            _refuse(name, form, "one finite edge more than counts")
         return value
     found = _array(name, value, "histogram").ravel().astype(np.float64)
     finite = found[np.isfinite(found)]

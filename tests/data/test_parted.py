@@ -181,6 +181,21 @@ def test_a_part_that_is_longer_than_it_says_is_named() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- opened as any data
+def test_samples_that_cannot_be_stacked_are_told_whose_they_are() -> None:
+    batches = open_data(
+        [torch.zeros(1), torch.zeros(2)],
+        global_batch=2,
+        share=RankShare(0, 1, 2),
+        seed=0,
+        drop_last=False,
+        workers=0,
+        prefetch=2,
+        pin=False,
+    )
+    with pytest.raises(PluginError, match="the samples of list cannot be stacked to a batch: stack expects"):
+        batches.first()
+
+
 class Draws(Shards):
     """Random where samples are prepared, and where batches are made."""
 

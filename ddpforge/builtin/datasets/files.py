@@ -43,11 +43,18 @@ def library(name: str, extra: str) -> ModuleType:
 
 def numeric(value: Any) -> Any:
     """A value of a table as `default_collate` takes it: lists and images as arrays; floats as models take them."""
+    if value is None:
+        raise UsageError("columns: a row has no value (null) in one of them", hints=["fill it, or leave the row out"])
     if isinstance(value, float):
         return np.float32(value)
     if not (isinstance(value, list) or hasattr(value, "__array_interface__")):
         return value
-    found = np.asarray(value)
+    try:
+        found = np.asarray(value)
+    except ValueError as error:
+        raise UsageError(f"columns: a list in one of them is not rectangular: {error}") from error
+    if found.dtype == object:
+        raise UsageError("columns: a list in one of them holds nulls, or other things than numbers and text")
     return found.astype(np.float32) if found.dtype == np.float64 else found
 
 

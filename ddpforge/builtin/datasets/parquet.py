@@ -20,7 +20,8 @@ class Parquet(PartedData):
     """Rows of parquet files; a sample is the tuple of the chosen columns.
 
     Lists of numbers (of any depth, if they are rectangular) become arrays; integers, text and bytes stay what they are.
-    Floats of any size become float32. The parts are row groups: writing small ones (some thousand rows) lets more processes read at once.
+    Floats of any size become float32. The parts are row groups: writing small ones (some thousand rows) lets more
+    processes read at once.
 
     Raises EnvironmentProblem where there is no such file or it is no parquet file, and UsageError for columns that it
     does not have.

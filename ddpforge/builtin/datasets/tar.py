@@ -129,7 +129,7 @@ class Tar(PartedData):
 
 
 def _indexed(file: Path, fields: Sequence[Sequence[str]], folder: str | None) -> NDArray[np.int64]:
-    """What `_index` finds, or has found of the file as it is now and kept in `folder`."""
+    """The index of a file as `_index` makes it, from `folder` if it is kept there for the file as it is now."""
     if folder is None:
         return _index(file, fields)
     now = file.stat()

@@ -277,6 +277,12 @@ def test_floats_of_tables_are_as_models_take_them(tmp_path: Path, kind: str) -> 
         assert batch[0].tolist() == [[0.5, 1.5], [2.5, 3.5]]
 
 
+@pytest.mark.parametrize("value", [None, [0.5, None], [[1], [1, 2]]])
+def test_what_makes_no_batch_of_a_table_is_named(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"columns: a (row|list)"):
+        files.numeric(value)
+
+
 def test_parquet_files_that_cannot_be_are_refused(tables: Path) -> None:
     with pytest.raises(UsageError, match="has no `z`") as told:
         Parquet(path=str(tables), columns=["z"])
