@@ -272,7 +272,8 @@ class Trainer:
         factor = 1.0
         for name, callback in self.callbacks.items():
             asked: Any = callback.lr_factor()
-            if not (isinstance(asked, Real) and 0 <= asked < math.inf):
+            is_number = isinstance(asked, Real)
+            if not (is_number and 0 <= asked < math.inf):
                 raise PluginError(
                     f"callback `{name}` multiplies the learning rate of step {self.progress.step + 1} with {asked!r}",
                     hints=["return a finite number of 0 or more from `lr_factor`"],
