@@ -11,11 +11,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from weakref import WeakKeyDictionary
 
 __all__ = ["PREFIX", "import_file", "module_name", "neighbours"]
 
 PREFIX = "ddpforge_local_"
 """The names of modules that are files beside a recipe begin with it."""
+
+_sources: WeakKeyDictionary[ModuleType, bytes | None] = WeakKeyDictionary()
 
 
 def module_name(file: Path) -> str:
@@ -36,11 +39,16 @@ def _digest(path: Path) -> str:
 
 
 def import_file(file: Path) -> ModuleType:
-    """Imports a file, once; raises what its code raises."""
+    """Imports a file; raises what its code raises.
+
+    Once, unless it or a file of its folder that was imported has changed since: a later run of this process is to train
+    what its folder keeps a copy of.
+    """
     name = module_name(file)
+    package, _, _ = name.partition(".")
+    _forget_changed(package)
     if name in sys.modules:
         return sys.modules[name]
-    package, _, _ = name.partition(".")
     if package not in sys.modules:
         sys.modules[package] = ModuleType(package, "A recipe's folder.")
         sys.modules[package].__path__ = [str(file.parent)]
@@ -55,7 +63,25 @@ def import_file(file: Path) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
+    finally:
+        _forget_changed(package)  # nothing has: takes note of what was imported
     return module
+
+
+def _forget_changed(package: str) -> None:
+    """Lets all modules of a package be imported anew if the source of one is another than when it was noted first."""
+    loaded = [one for name, one in sys.modules.items() if name.startswith(f"{package}.")]
+    now = {one: _source(one) for one in loaded}
+    if any(_sources.setdefault(one, source) != source for one, source in now.items()):
+        for one in loaded:
+            del sys.modules[one.__name__]
+
+
+def _source(module: ModuleType) -> bytes | None:
+    try:
+        return Path(module.__file__ or "").read_bytes()
+    except OSError:
+        return None  # gone, or a folder without __init__.py
 
 
 def neighbours(file: Path) -> list[Path]:

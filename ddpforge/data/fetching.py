@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
+from numbers import Integral
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from ddpforge.builtin.orders.plain import Sequential
+from ddpforge.data.collating import collate_of
 from ddpforge.data.order import Dealer, MicroBatch, RankShare, Request, Terms
 from ddpforge.data.parted import PartedStream
 from ddpforge.data.randomness import seed_all
@@ -33,7 +35,7 @@ class _Fetcher(Dataset[MicroBatch]):
         self.random: bool = getattr(data, "random", True)
         self.once = once
         self.batched = hasattr(data, "__getitems__")
-        self.collate = getattr(data, "collate", default_collate)
+        self.collate = collate_of(data)
         self._set_epoch = getattr(data, "set_epoch", None)
         self._set_step = getattr(data, "set_step", None) if tells_steps else None
         self._epoch: int | None = None
@@ -196,9 +198,13 @@ def check_data(data: Any) -> None:
 
 def _check_parts(data: PartedData) -> None:
     name = type(data).__name__
-    if not all(isinstance(part, int) and part >= 0 for part in data.parts):
+    if not _whole_numbers(getattr(data, "parts", None), least=0):
         raise PluginError(f"{name}.parts must hold the number of samples of each part, whole numbers of at least 0")
-    if not (len(data.lanes) == 2 and all(isinstance(one, int) and one >= 1 for one in data.lanes)):
+    if not _whole_numbers(data.lanes, least=1) or len(data.lanes) != 2:
         raise PluginError(f"{name}.lanes must be two whole numbers of at least 1, not {data.lanes}")
-    if data.window < 1:
+    if not _whole_numbers([data.window], least=1):
         raise PluginError(f"{name}.window must be at least 1, not {data.window}")
+
+
+def _whole_numbers(found: Any, *, least: int) -> bool:
+    return isinstance(found, Iterable) and all(isinstance(one, Integral) and int(one) >= least for one in found)

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as loader_process
 
 from ddpforge.builtin.orders.permutation import key, permute
+from ddpforge.data.collating import collate_of
 from ddpforge.data.nests import digest
 from ddpforge.data.order import MicroBatch, Terms
 from ddpforge.data.randomness import seed_all
@@ -164,12 +165,21 @@ class _Cursor:
             next(self._samples, None)
         self._part, self._place = part, place + 1
         for sample in self._samples:
+            self._refuse_more(part, place)
             return part, place, sample
         raise PluginError(
             f"part {part} of {type(self._data).__name__} ended before its sample {place}, and `parts` says that it has "
             f"{self._data.parts[part]}",
             hints=["`parts` must hold the number of samples that `open` gives for each part"],
         )
+
+    def _refuse_more(self, part: int, place: int) -> None:
+        """Raises PluginError for a sample after the last one of a part, which would never be used."""
+        if place + 1 == self._data.parts[part] and any(True for _ in self._samples):
+            raise PluginError(
+                f"part {part} of {type(self._data).__name__} has more samples than the {place + 1} that `parts` says",
+                hints=["`parts` must hold the number of samples that `open` gives for each part"],
+            )
 
 
 class PartedStream(IterableDataset[MicroBatch]):
@@ -178,7 +188,7 @@ class PartedStream(IterableDataset[MicroBatch]):
     def __init__(self, data: PartedData, terms: Terms, start: int, stop_after_epoch: bool) -> None:
         self.data, self.terms = data, terms
         self.start, self.stop_after_epoch = start, stop_after_epoch
-        self.collate = getattr(data, "collate", default_collate)
+        self.collate = collate_of(data)
         self.random: bool = getattr(data, "random", True)
 
     def __iter__(self) -> Iterator[MicroBatch]:

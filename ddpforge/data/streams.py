@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as loader_process
 
+from ddpforge.data.collating import collate_of
 from ddpforge.data.nests import digest
 from ddpforge.data.order import MicroBatch, Terms
 from ddpforge.data.randomness import RandomState, seed_all
@@ -52,7 +53,7 @@ class Stream(IterableDataset[MicroBatch]):
     def __init__(self, data: Any, terms: Terms, start: int, stop_after_epoch: bool) -> None:
         self.data, self.terms = data, terms
         self.start, self.stop_after_epoch = start, stop_after_epoch
-        self.collate = getattr(data, "collate", default_collate)
+        self.collate = collate_of(data)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         worker = get_worker_info()

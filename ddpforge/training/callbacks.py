@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Callback, Contract
 
-__all__ = ["check_callback", "overriding", "reads_gradients"]
+__all__ = ["check_callback", "numbers", "overriding", "reads_gradients"]
 
 
 def overriding(callbacks: Mapping[str, Callback], method: str) -> list[str]:
@@ -19,6 +20,17 @@ def overriding(callbacks: Mapping[str, Callback], method: str) -> list[str]:
 def reads_gradients(callbacks: Mapping[str, Callback]) -> bool:
     """True if one of them is to be told of gradients."""
     return bool(overriding(callbacks, "on_gradient"))
+
+
+def numbers(name: str, method: str, returned: Any) -> dict[str, float]:
+    """The numbers that a `method` of the callback `name` returned; raises PluginError unless it is numbers by name."""
+    try:
+        return {key: value if isinstance(value, int) else float(value) for key, value in returned.items()}
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise PluginError(
+            f"callback `{name}` returned {returned!r:.200} from `{method}`",
+            hints=["return a mapping with one number for each name; `{}` where there is nothing to report"],
+        ) from error
 
 
 def check_callback(name: str, callback: Callback, contract: Contract | None, others: Iterable[str]) -> None:

@@ -8,7 +8,8 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from ddpforge.training.agreement import Agreement, Ballot
 from ddpforge.training.batchnorm import BatchNormAverager
 from ddpforge.training.beside import with_statistics
 from ddpforge.training.cadence import Alarm, Cadence, Stopwatch
-from ddpforge.training.callbacks import reads_gradients
+from ddpforge.training.callbacks import numbers, reads_gradients
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.left_out import complete, without_state_of_frozen
@@ -271,8 +272,9 @@ class Trainer:
         """Multiplies the factors of all callbacks; raises PluginError for one that is no factor."""
         factor = 1.0
         for name, callback in self.callbacks.items():
-            asked = callback.lr_factor()
-            if not 0 <= asked < math.inf:
+            asked: Any = callback.lr_factor()
+            is_number = isinstance(asked, Real)
+            if not (is_number and 0 <= asked < math.inf):
                 raise PluginError(
                     f"callback `{name}` multiplies the learning rate of step {self.progress.step + 1} with {asked!r}",
                     hints=["return a finite number of 0 or more from `lr_factor`"],
@@ -370,8 +372,8 @@ class Trainer:
                 wishes = [callback.on_step(info) for callback in self.callbacks.values()]
         if info.metrics:
             row = {**info.metrics}
-            for callback in self.callbacks.values():
-                row |= callback.on_log(replace(info, metrics=row))
+            for name, callback in self.callbacks.items():
+                row |= numbers(name, "on_log", callback.on_log(replace(info, metrics=row)))
             self._log(info.step, row)
             self._stopwatch.restart()
         return any(wishes)

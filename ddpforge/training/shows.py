@@ -80,7 +80,7 @@ def _array(name: str, value: Any, kind: str) -> NDArray[Any]:
         plain = (value.detach().float() if small else value.detach()).cpu().numpy()
     try:
         found = np.asarray(plain)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RuntimeError):  # torch's, of a list of tensors that have gradients
         found = np.asarray(None)
     if found.dtype.kind not in "biuf":
         _refuse(name, f"a {type(value).__name__} of {found.dtype}", _FORMS[kind])
@@ -105,6 +105,8 @@ def _bytes(images: NDArray[Any]) -> NDArray[np.uint8]:
     least, most = images.min(), images.max()
     if images.dtype == np.uint8:
         return images
+    if images.dtype == np.bool_:
+        return images * np.uint8(255)
     if images.dtype.kind == "f":
         if not (least >= 0 and most <= 1):
             raise _Odd(f"its values go from {least:.4g} to {most:.4g}; scale or clamp floats to 0 to 1")
@@ -128,10 +130,16 @@ def _grid(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def _histogram(name: str, value: Any) -> Histogram:
     if isinstance(value, Histogram):
+        if len(value.edges) != len(value.counts) + 1 or not np.isfinite(value.edges).all():
+            form = f"a Histogram of {len(value.counts)} counts and {len(value.edges)} edges"
+            _refuse(name, form, "one finite edge more than counts")
         return value
     found = _array(name, value, "histogram").ravel().astype(np.float64)
     finite = found[np.isfinite(found)]
-    counts, edges = np.histogram(finite, _BINS)
+    try:
+        counts, edges = np.histogram(finite, _BINS)
+    except ValueError as error:  # float64 cannot cut so narrow, or so wide, a range
+        raise _Odd(f"its values go from {finite.min()} to {finite.max()}: {error}") from error
     return Histogram(tuple(counts.tolist()), tuple(edges.tolist()), found.size - finite.size)
 
 
@@ -140,7 +148,7 @@ def _text(name: str, value: Any) -> str:
         _refuse(name, f"a {type(value).__name__}", _FORMS["text"])
     if len(value) > _LARGEST["text"]:
         _refuse(name, f"text of {len(value):,} characters", f"at most {_LARGEST['text']:,}")
-    return value
+    return value.encode(errors="replace").decode()  # half a surrogate pair is in no file
 
 
 def _table(name: str, value: Any) -> Table:

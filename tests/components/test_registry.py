@@ -428,6 +428,18 @@ def test_a_local_file_that_fails_can_be_mended_and_loaded_again(folder: Path) ->
     assert Registry().load("model", "./net.py:Net", folder).__name__ == "Net"
 
 
+def test_a_local_file_that_has_changed_is_imported_anew_and_so_is_who_imports_it(folder: Path) -> None:
+    """Else a later run of the process would train other code than what its folder keeps."""
+    write(folder / "net.py", "from .size import SIZE\nclass Net:\n    size = SIZE")
+    found = []
+    for size in (1, 22, 333):
+        write(folder / "size.py", f"SIZE = {size}")
+        net = Registry().load("model", "./net.py:Net", folder)
+        assert Registry().load("model", "./net.py:Net", folder) is net
+        found.append(net.size)  # type: ignore[attr-defined]
+    assert found == [1, 22, 333]
+
+
 def test_a_local_file_that_imports_its_neighbour_without_a_dot_is_told_how(folder: Path) -> None:
     write(folder / "helper_next_door.py", "")
     write(folder / "net.py", "import helper_next_door")

@@ -156,6 +156,10 @@ def test_data_that_cannot_jump_is_read_over_where_that_is_shorter() -> None:
     assert opened == {True: (4, 32), False: (1, 56)}
 
 
+def test_lengths_may_be_numbers_of_numpy() -> None:
+    assert len(list(opened(Shards(np.array(PARTS))).evaluation())) == len(list(opened(Shards()).evaluation()))  # type: ignore[arg-type]
+
+
 def test_a_part_that_is_shorter_than_it_says_is_named() -> None:
     class Short(Shards):
         def open(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
@@ -165,7 +169,33 @@ def test_a_part_that_is_shorter_than_it_says_is_named() -> None:
         steps(Short([5, 9], lanes=(1, 1)), 1, 1, 1, batch=14)
 
 
+def test_a_part_that_is_longer_than_it_says_is_named() -> None:
+    """Its last samples would never be used, and nobody would know."""
+
+    class Long(Shards):
+        def open(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
+            return iter([(part, place) for place in range(skip, 10)])
+
+    with pytest.raises(PluginError, match="part 1 of Long has more samples than the 9 that `parts` says"):
+        steps(Long([10, 9], lanes=(1, 1)), 1, 1, 1, batch=19)
+
+
 # ---------------------------------------------------------------------------------------------- opened as any data
+def test_samples_that_cannot_be_stacked_are_told_whose_they_are() -> None:
+    batches = open_data(
+        [torch.zeros(1), torch.zeros(2)],
+        global_batch=2,
+        share=RankShare(0, 1, 2),
+        seed=0,
+        drop_last=False,
+        workers=0,
+        prefetch=2,
+        pin=False,
+    )
+    with pytest.raises(PluginError, match="the samples of list cannot be stacked to a batch: stack expects"):
+        batches.first()
+
+
 class Draws(Shards):
     """Random where samples are prepared, and where batches are made."""
 
@@ -204,6 +234,8 @@ def test_loader_processes_give_what_this_process_does() -> None:
     [
         (Shards([]), "Shards is empty"),
         (Shards([3, -1]), r"Shards\.parts must hold the number of samples of each part"),
+        (Shards(None), r"Shards\.parts must hold the number of samples of each part"),  # type: ignore[arg-type]
+        (Shards(lanes=8), "lanes must be two whole numbers of at least 1"),  # type: ignore[arg-type]
         (Shards(lanes=(8,)), "lanes must be two whole numbers of at least 1"),
         (Shards(window=0), "window must be at least 1, not 0"),
     ],

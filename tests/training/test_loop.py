@@ -465,8 +465,8 @@ def test_factors_of_callbacks_multiply_the_rate_of_the_next_step() -> None:
     assert loop.model.w.item() == pytest.approx(1.0 - 0.001 * (0.5 + 0.1))  # type: ignore[union-attr, operator]
 
 
-@pytest.mark.parametrize("factor", [float("nan"), float("inf"), -0.1])
-def test_what_is_no_factor_is_refused(factor: float) -> None:
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), -0.1, None, "0.1", torch.tensor(0.1)])
+def test_what_is_no_factor_is_refused(factor: Any) -> None:
     loop = Loop(callbacks={"odd": Does(lr_factor=lambda: factor)})
     with pytest.raises(PluginError, match="callback `odd` multiplies the learning rate of step 1 with"):
         loop.fit()
@@ -517,6 +517,20 @@ def test_a_measure_that_the_evaluation_has_already_is_refused() -> None:
     loop = Loop(callbacks={"again": Does(while_evaluating=lambda step: {"loss": 1.0})})
     with pytest.raises(PluginError, match="callback `again` reports eval/loss, which the evaluation reports already"):
         loop.fit()
+
+
+@pytest.mark.parametrize("method", ["while_evaluating", "on_log"])
+@pytest.mark.parametrize("returned", [None, {"x": "many"}, {"x": None}, {"x": torch.ones(2)}])
+def test_a_callback_that_returns_no_numbers_is_named(method: str, returned: Any) -> None:
+    loop = Loop(callbacks={"odd": Does(**{method: lambda _: returned})})
+    with pytest.raises(PluginError, match=f"callback `odd` returned .* from `{method}`"):
+        loop.fit()
+
+
+def test_a_column_may_be_a_tensor_of_one_number() -> None:
+    loop = Loop(callbacks={"odd": Does(on_log=lambda info: {"x": torch.tensor(0.5)})})
+    loop.fit()
+    assert [type(row["x"]) for _, row in loop.tracker.rows if "x" in row][:1] == [float]
 
 
 def test_callbacks_hear_that_training_went_back() -> None:

@@ -61,7 +61,7 @@ def test_several_images_become_a_grid_in_rows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.int64])
 def test_images_of_any_dtype(dtype: torch.dtype) -> None:
-    expected = 255 if dtype.is_floating_point else 1
+    expected = 1 if dtype == torch.int64 else 255
     assert shown(torch.ones(2, 2, dtype=dtype), "image").max() == expected
 
 
@@ -78,6 +78,7 @@ def test_a_histogram_counts_what_is_finite() -> None:
 
 def test_text_and_tables_are_shown_as_they_are() -> None:
     assert shown("once upon a time", "text") == "once upon a time"
+    assert shown("half \udcff", "text") == "half ?"
     rows = [{"a": 1, "b": torch.tensor(0.5)}, {"b": None, "a": "x"}]
     assert shown(rows, "table") == [{"a": 1, "b": 0.5}, {"a": "x", "b": None}]
 
@@ -92,6 +93,8 @@ def test_text_and_tables_are_shown_as_they_are() -> None:
         ("picture", "image", "a str of <U7"),
         (torch.zeros(2, dtype=torch.complex64), "histogram", "a Tensor of complex64 | expected a tensor, array or"),
         ([[1], [1, 2]], "histogram", "a list of object"),
+        ([torch.ones(1, requires_grad=True)], "histogram", "a list of object"),
+        (Histogram((1, 2), (0.0, 1.0)), "histogram", "a Histogram of 2 counts and 2 edges"),
         (3.5, "text", "a float | expected a string"),
         ("a" * 1_000_001, "text", "text of 1,000,001 characters | expected at most 1,000,000"),
         ("rows", "table", "a str | expected a list of mappings with the same columns"),
@@ -125,6 +128,12 @@ def test_numbers_that_no_image_has_are_left_out_with_one_warning(
     assert screen.all == []
     (record,) = caplog.records
     assert record.getMessage().startswith("step 3: image `samples` is not shown: its values go from ")
+
+
+def test_a_range_that_cannot_be_cut_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    Shows(screen := Screen(), is_main=True)("weights", [1.0, 1.0000000000000002], "histogram")
+    (message,) = caplog.messages
+    assert (screen.all, message[:60]) == ([], "step 0: histogram `weights` is not shown: its values go from")
 
 
 def test_a_table_without_rows_is_left_out(caplog: pytest.LogCaptureFixture) -> None:

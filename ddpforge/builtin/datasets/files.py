@@ -7,13 +7,14 @@ from glob import glob
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field
 
 from ddpforge.errors import EnvironmentProblem, UsageError
 
-__all__ = ["Classes", "Lanes", "Shuffle", "Window", "find_files", "library"]
+__all__ = ["Classes", "Lanes", "Shuffle", "Window", "find_files", "library", "numeric"]
 
 _Number = Annotated[int, Field(ge=1, le=4096)]
 
@@ -38,6 +39,23 @@ def library(name: str, extra: str) -> ModuleType:
         raise EnvironmentProblem(
             f"{error.name} is not installed", hints=[f"install it: pip install 'ddpforge[{extra}]'"]
         ) from error
+
+
+def numeric(value: Any) -> Any:
+    """A value of a table as `default_collate` takes it: lists and images as arrays; floats as models take them."""
+    if value is None:
+        raise UsageError("columns: a row has no value (null) in one of them", hints=["fill it, or leave the row out"])
+    if isinstance(value, float):
+        return np.float32(value)
+    if not (isinstance(value, list) or hasattr(value, "__array_interface__")):
+        return value
+    try:
+        found = np.asarray(value)
+    except ValueError as error:
+        raise UsageError(f"columns: a list in one of them is not rectangular: {error}") from error
+    if found.dtype == object:
+        raise UsageError("columns: a list in one of them holds nulls, or other things than numbers and text")
+    return found.astype(np.float32) if found.dtype == np.float64 else found
 
 
 def find_files(path: str, suffix: str) -> list[Path]:

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 from torch.utils.data import default_collate
 
-from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, library
+from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, library, numeric
 from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.interfaces import PartedData
 
@@ -40,7 +40,8 @@ def hugging_face(
     window: Window = 1,
     lanes: Lanes = (8, 4),
 ) -> Rows | Streamed | Shards:
-    """A dataset of `datasets.load_dataset`; a sample is the tuple of the chosen columns, in numpy's form.
+    """A dataset of `datasets.load_dataset`; a sample is the tuple of the chosen columns: lists and images
+    are arrays, and floats of any size float32.
 
     Without `streaming` it is on disk and mapped, and any order can be had of it; its columns are what `by` of an order
     names. With `streaming` and `shard_lengths` each rank and loader process reads its own shards, and a resume enters
@@ -81,7 +82,7 @@ class _Tuples:
 
     def collate(self, samples: list[Mapping[str, Any]]) -> Any:
         """A batch: tensors where samples hold numbers."""
-        return default_collate([tuple(_numeric(row[column]) for column in self._columns) for row in samples])
+        return default_collate([tuple(numeric(row[column]) for column in self._columns) for row in samples])
 
 
 class Rows(_Tuples):
@@ -148,10 +149,3 @@ def _lengths(path: Path, shards: int) -> list[int]:
     if len(lengths) != shards:
         raise UsageError(f"shard_lengths: {path} holds {len(lengths)} numbers, and the dataset has {shards} shards")
     return lengths
-
-
-def _numeric(value: Any) -> Any:
-    """A value as `default_collate` takes it: lists and images as arrays."""
-    if isinstance(value, list) or hasattr(value, "__array_interface__"):
-        return np.asarray(value)
-    return value

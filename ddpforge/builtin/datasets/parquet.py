@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import Field
 
-from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, find_files, library
+from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, find_files, library, numeric
 from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.interfaces import PartedData
 
@@ -20,8 +19,9 @@ _AT_ONCE = 256  # rows that are turned into numbers together
 class Parquet(PartedData):
     """Rows of parquet files; a sample is the tuple of the chosen columns.
 
-    Numbers stay numbers, lists of numbers (of any depth, if they are rectangular) become arrays, text and bytes stay
-    what they are. The parts are row groups: writing small ones (some thousand rows) lets more processes read at once.
+    Lists of numbers (of any depth, if they are rectangular) become arrays; integers, text and bytes stay what they are.
+    Floats of any size become float32. The parts are row groups: writing small ones (some thousand rows) lets more
+    processes read at once.
 
     Raises EnvironmentProblem where there is no such file or it is no parquet file, and UsageError for columns that it
     does not have.
@@ -61,7 +61,7 @@ class Parquet(PartedData):
 
     def prepare(self, sample: tuple[Any, ...]) -> tuple[Any, ...]:
         """Lists as arrays."""
-        return tuple(np.array(value) if isinstance(value, list) else value for value in sample)
+        return tuple(map(numeric, sample))
 
     def _look(self, file: str) -> None:
         """Takes note of a file's row groups; reads its footer only."""

@@ -110,7 +110,10 @@ class Tar(PartedData):
         image = handlers.imagehandler(form + self._images)(f".{kind}", data)
         if image is not None:
             return self._pipeline(image) if self._pipeline else image.reshape(-1, *image.shape[-2:])  # grey is [H, W]
-        found = handlers.basichandlers(kind, data)
+        try:
+            found = handlers.basichandlers(kind, data)
+        except ValueError as error:
+            raise UsageError(f"fields: `{ending}` of a sample cannot be decoded: {error}") from error
         return data if found is None else found
 
     def _try(self, transforms: Sequence[str | Mapping[str, Any]]) -> Any:
@@ -133,7 +136,10 @@ def _indexed(file: Path, fields: Sequence[Sequence[str]], folder: str | None) ->
     facts = json.dumps([str(file.resolve()), now.st_size, now.st_mtime_ns, fields])
     kept = Path(folder) / f"{file.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.npy"
     if not kept.is_file():
-        kept.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise EnvironmentProblem(f"index: {folder} cannot be made a folder: {error}") from error
         draft = kept.with_name(f"{secrets.token_hex(8)}.npy")  # every rank may write one, and it appears whole
         np.save(draft, _index(file, fields))
         draft.rename(kept)

@@ -27,7 +27,7 @@ class CSVTracker(Tracker):
     def __init__(
         self,
         file: Annotated[
-            str, Field(min_length=1, pattern=r"^[\w.-]+$", description="The file's name, within the run's folder.")
+            str, Field(pattern=r"^[\w.-]+\.csv$", description="The file's name, within the run's folder.")
         ] = "metrics.csv",
     ) -> None:
         self._name = file

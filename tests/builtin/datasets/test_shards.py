@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import default_collate
 
 from ddpforge.builtin.datasets import files
 from ddpforge.builtin.datasets.files import find_files, library
@@ -256,8 +257,30 @@ def test_rows_of_parquet_files_are_used_once(tables: Path) -> None:
     micro_batches = list(opened(data).evaluation())
     assert sorted(one for micro in micro_batches for one in numbers(micro)) == list(range(100))
     x, y = micro_batches[0].data
-    assert torch.equal(x, torch.stack([y / 2, torch.ones(16)], dim=1).double())
+    assert torch.equal(x, torch.stack([y / 2, torch.ones(16)], dim=1))
     assert [row[1] for row in data.open(1, epoch=0, skip=17)] == [37, 38, 39]
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
+def test_floats_of_tables_are_as_models_take_them(tmp_path: Path, kind: str) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    column = list(np.array([[0.5, 1.5], [2.5, 3.5]], kind))
+    table = pa.table({"x": column, "y": [0.25, 0.75], "z": pa.array([[1], [2]], pa.list_(pa.int16()))})
+    parquet.write_table(table, tmp_path / "one.parquet")
+    columns, files = ["x", "y", "z"], str(tmp_path / "one.parquet")
+    data: Any = hugging_face(path="parquet", data_files=files, split="train", columns=columns)
+    read = Parquet(path=files, columns=columns)
+    for batch in (default_collate([read.prepare(row) for row in read]), data.collate(data.__getitems__([0, 1]))):
+        assert [part.dtype for part in batch] == [torch.float32, torch.float32, torch.int64]
+        assert batch[0].tolist() == [[0.5, 1.5], [2.5, 3.5]]
+
+
+@pytest.mark.parametrize("value", [None, [0.5, None], [[1], [1, 2]]])
+def test_what_makes_no_batch_of_a_table_is_named(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"columns: a (row|list)"):
+        files.numeric(value)
 
 
 def test_parquet_files_that_cannot_be_are_refused(tables: Path) -> None:

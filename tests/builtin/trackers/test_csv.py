@@ -3,7 +3,12 @@
 import csv
 from pathlib import Path
 
+import pytest
+from pydantic import ValidationError
+
 from ddpforge.builtin.trackers.csv import CSVTracker
+from ddpforge.components.options import options_model
+from ddpforge.components.registry import Registry
 
 
 def started(folder: Path, resumed_at: int | None = None) -> CSVTracker:
@@ -54,3 +59,10 @@ def test_a_run_that_begins_anew_has_none_of_the_earlier_rows(tmp_path: Path) -> 
     started(tmp_path).log(1, {"train/loss": 1.0})
     started(tmp_path)
     assert rows(tmp_path) == []
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "status.json", "recipe.toml", "..", ".csv", "../a.csv"])
+def test_a_file_of_the_run_itself_cannot_be_named(file: str, tmp_path: Path) -> None:
+    model = options_model(CSVTracker, frozenset(), Registry(), tmp_path)
+    with pytest.raises(ValidationError, match="file"):
+        model.model_validate({"file": file})

@@ -1,0 +1,28 @@
+"""Batches out of samples, for datasets that have no `collate` of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from ddpforge.errors import PluginError
+
+__all__ = ["collate_of"]
+
+
+def collate_of(data: Any) -> Callable[[Sequence[Any]], Any]:
+    """The dataset's own `collate`, or torch's `default_collate`, which then says whose samples do not fit together."""
+    return getattr(data, "collate", None) or partial(_stacked, type(data).__name__)
+
+
+def _stacked(name: str, samples: Sequence[Any]) -> Any:
+    try:
+        return default_collate(list(samples))
+    except (RuntimeError, TypeError) as error:
+        raise PluginError(
+            f"the samples of {name} cannot be stacked to a batch: {error}",
+            hints=["give samples of one form, or give the dataset a method `collate(samples)` that pads them"],
+        ) from error
