@@ -154,6 +154,7 @@ class Trainer:
         facts = checkpoint.facts
         state = checkpoint.state()
         components = self._recipe.components().items()
+        # Of four keys is ("optimizer", "turns", NAME, "schedule"), which has no state.
         optimizers = [(path, one.use) for path, one in components if path[0] == "optimizer" and len(path) != 4]
         if any(is_another(facts, use, *path, world=self.world) for path, use in optimizers):
             state = replace(state, optimizer={}, shared={})

@@ -31,9 +31,9 @@ class Stepper:
     """Runs one rank's optimizer steps; returns this rank's sums and counts, which the trainer reduces over ranks.
 
     Totals are the loss and, where they are measured, the task's metrics. `stateful` has the buffers that forward passes
-    change, by default the model. `skips` says that training goes on after a
-    step whose gradient is not finite: such a step leaves buffers as they were, too. `compares` has the first loss of
-    all compared with those of its halves: a mean for a sum is refused.
+    change, by default the model. `skips` says that training goes on after a step whose gradient is not finite: such a
+    step leaves buffers as they were, too. `compares` has the first loss of all compared with those of its halves: a
+    mean for a sum is refused.
     """
 
     def __init__(

@@ -19,6 +19,8 @@ optimizer = { use = "sgd", lr = 0.1 }
 train = { length = "2st", global_batch = 8 }
 """
 
+_BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  # not longer than the tests
+
 
 @pytest.mark.parametrize("runs", [pytest.param(25, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.full)])
 def test_finished_runs_of_two_ranks_all_end_with_zero(tmp_path: Path, zygote: Zygote, runs: int) -> None:
@@ -34,7 +36,7 @@ def test_finished_runs_of_two_ranks_all_end_with_zero(tmp_path: Path, zygote: Zy
 @pytest.fixture
 def load() -> Iterator[None]:
     """Four processes that are always busy."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    busy = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(4)]
     yield
     for process in busy:
         process.kill()
