@@ -18,7 +18,7 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.confidential import redacted
 from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed, UsageError
 from ddpforge.interfaces import Tracker, World
-from ddpforge.launchers import record_verdict
+from ddpforge.launchers.verdict import record_verdict
 from ddpforge.ranks import leaving
 from ddpforge.ranks.failures import Failures, Peer, Report, phrase
 from ddpforge.ranks.join import leave
