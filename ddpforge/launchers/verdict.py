@@ -1,4 +1,4 @@
-"""How a launch ended: what its ranks and its launcher said of that, each a line in a file that only they know."""
+"""The end of a launch, from what its ranks and its launcher said: each a line in a file that only they know."""
 
 from __future__ import annotations
 
