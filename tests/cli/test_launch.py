@@ -1,6 +1,7 @@
 """`ddpforge launch`: what it starts, and when it starts nothing. tests/launch really starts processes."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ class Launcher:
 
     def __init__(self) -> None:
         self.started: list[tuple[list[str], int]] = []
+        self.patience = 0.0
         self.ended = Ended(ExitCode.STOPPED)
 
-    def __call__(self, command: list[str], *, nproc: int) -> Ended:
+    def __call__(self, command: list[str], *, nproc: int, patience: float, variables: Mapping[str, str]) -> Ended:
+        assert variables.keys() == {"DDPFORGE_STARTED"}
+        self.patience = patience
         self.started.append((command, nproc))
         return self.ended
 

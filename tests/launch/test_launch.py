@@ -350,7 +350,7 @@ def pretend(script: str) -> list[str]:
     """A launcher that only does what `script` says; `verdict(*codes)` writes what its ranks would."""
     prelude = """
 import os, signal, sys
-from ddpforge.launchers.verdict import record_death, record_verdict
+from ddpforge.launchers.verdict import record_death, record_halt, record_start, record_verdict
 def verdict(*codes):
     for rank, code in enumerate(codes):
         os.environ["RANK"] = str(rank)
@@ -399,8 +399,17 @@ signal.pause()
     assert launch([*pretend(script), str(int(number))], nproc=1) == ExitCode.STOPPED
 
 
-def test_a_stop_before_there_is_anything_to_save() -> None:
-    assert launch(pretend("os.kill(os.getppid(), signal.SIGTERM); signal.pause()"), nproc=1) == 128 + signal.SIGTERM
+@pytest.mark.parametrize(
+    ("asked", "began", "expected"),
+    [
+        ("SIGTERM", False, ExitCode.STOPPED),  # nothing is lost: a scheduler may start it again
+        ("SIGINT", False, 128 + signal.SIGINT),
+        ("SIGTERM", True, 128 + signal.SIGTERM),
+    ],
+)
+def test_a_stop_before_there_is_anything_to_save(asked: str, began: bool, expected: int) -> None:
+    script = f"os.kill(os.getppid(), signal.{asked}); signal.pause()"
+    assert launch(pretend("record_start();" * began + script), nproc=1) == expected
 
 
 def test_a_second_ctrl_c_ends_the_launcher_and_all_that_it_started(tmp_path: Path) -> None:
@@ -442,7 +451,7 @@ def _nohup() -> Iterator[None]:
 def test_under_nohup_a_launch_outlives_its_terminal() -> None:
     """Of the two signals only the second is a request to stop, and the launch ends as if it had been the first."""
     script = "os.kill(os.getppid(), signal.SIGHUP); os.kill(os.getppid(), signal.SIGUSR1); signal.pause()"
-    assert launch(pretend(script), nproc=1) == 128 + signal.SIGUSR1
+    assert launch(pretend(script), nproc=1) == ExitCode.STOPPED
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
