@@ -13,6 +13,7 @@ import torch
 from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Callback, Pass, Replica, Rows, Task, Total, World
+from ddpforge.ranks import phases
 from ddpforge.training.callbacks import numbers
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.one_turn import finished, of_turn, of_turns, reports_of
@@ -56,6 +57,7 @@ class Evaluator:
         """Means over each set, as of the weights after `step`; called on every rank. `prefix` begins their names."""
         if not self.sets:
             raise UsageError("the recipe has no [data.eval] to evaluate on")
+        phases.mark(phases.EVAL)
         self._replica.sync_buffers()
         self._replica.module.eval()
         found: dict[str, float] = {}
@@ -98,6 +100,7 @@ class Evaluator:
 
         def passes() -> Iterator[Pass]:
             for number, micro in enumerate(micro_batches):
+                phases.mark(phases.EVAL)
                 check_whole(self._task, micro)
                 batch = to_device(micro.data, self._world.device)
                 running.append((micro, batch))
