@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpforge import launchers
 from ddpforge.errors import ForgeError, RecipeError
+from ddpforge.launchers import process
+from ddpforge.launchers.command import torchrun_command
+from ddpforge.launchers.verdict import Ended
 from ddpforge.runs.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ __all__ = ["Started", "check_world", "start_ranks"]
 class Started:
     """The end of a launch; `untold` names a rank that a signal ended before it could say anything."""
 
-    ended: launchers.Ended
+    ended: Ended
     folder: RunFolder
     untold: ForgeError | None
 
@@ -53,7 +55,7 @@ def start_ranks(
     arguments += [f"--out={out}"] if out else []
     arguments += ["--fresh"] if fresh else []
     arguments += ["--json"] if as_json else []
-    ended = launchers.start(launchers.torchrun_command(arguments, nproc=nproc, flags=flags), nproc=nproc)
+    ended = process.start(torchrun_command(arguments, nproc=nproc, flags=flags), nproc=nproc)
     folder = RunFolder(Path(out or loaded.recipe.output_dir) / loaded.recipe.name)
     return Started(ended, folder, _untold(ended, folder))
 
@@ -76,7 +78,7 @@ def check_world(loaded: LoadedRecipe, nproc: int) -> None:
         check_world(loaded, strategy.data_ranks(nproc))
 
 
-def _untold(ended: launchers.Ended, folder: RunFolder) -> ForgeError | None:
+def _untold(ended: Ended, folder: RunFolder) -> ForgeError | None:
     """A rank that a signal ended has said nothing: notes it in the run's status."""
     from ddpforge.ranks.failures import told_causes
 

@@ -16,7 +16,7 @@ import click
 from ddpforge.cli import complain
 from ddpforge.confidential import redact
 from ddpforge.errors import ExitCode, ForgeError
-from ddpforge.launchers import record_verdict
+from ddpforge.launchers.verdict import record_verdict
 from ddpforge.ranks import leaving
 
 

@@ -6,7 +6,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
-from ddpforge.launchers import record_death
+from ddpforge.launchers.verdict import record_death
 
 if __name__ == "__main__":
     try:

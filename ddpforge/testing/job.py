@@ -29,7 +29,7 @@ from ddpforge.components.registry import Registry
 from ddpforge.data.nests import close, digest, size, take
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, Part, RunContext, StepInfo, Strategy, Tracker, Weights, World
-from ddpforge.launchers import record_verdict
+from ddpforge.launchers.verdict import record_verdict
 from ddpforge.ranks.failures import is_symptom
 from ddpforge.ranks.join import join, leave
 from ddpforge.ranks.writers import Peers

@@ -13,10 +13,11 @@ from shutil import copy
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ddpforge import launchers
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.local_code import neighbours
 from ddpforge.errors import ExitCode, PluginError
+from ddpforge.launchers import process
+from ddpforge.launchers.command import NO_GPUS, torchrun_command
 from ddpforge.parity.compare import TOLERANCES, Point, Quantity, Record, compare, first_drift
 from ddpforge.testing.cases import Case
 from ddpforge.testing.register import checks_of
@@ -109,11 +110,11 @@ class Worlds:
         self.say(f"starting {nproc} rank{'s' * (nproc > 1)} for {names}")
         written = self.folder / "orders.json"
         written.write_text(json.dumps([order.write() for order in orders]))
-        run = launchers.torchrun_command([], nproc=nproc)
+        run = torchrun_command([], nproc=nproc)
         output = self.folder / "output.log"
         with output.open("wb") as file:
             command = [*run[: run.index("ddpforge")], "ddpforge.testing.job", str(written)]
-            stopped(launchers.launch(command, nproc=nproc, output=file, variables=launchers.NO_GPUS))
+            stopped(process.launch(command, nproc=nproc, output=file, variables=NO_GPUS))
 
         for order in orders:
             order.outcome = _outcome(order, nproc)

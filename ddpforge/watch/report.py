@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddpforge.errors import ExitCode, ForgeError
-from ddpforge.launchers import record_verdict
+from ddpforge.launchers.verdict import record_verdict
 from ddpforge.ranks.failures import Failures, Report
 from ddpforge.runs.folder import RunFolder, Status
 from ddpforge.watch.blame import Blame

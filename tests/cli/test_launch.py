@@ -10,12 +10,12 @@ from click.testing import CliRunner, Result
 
 from ddpforge.cli import main
 from ddpforge.errors import ExitCode
-from ddpforge.launchers import Death, Ended
+from ddpforge.launchers.verdict import Death, Ended
 from ddpforge.runs.folder import RunFolder, Status
 
 
 class Launcher:
-    """Stands in for `ddpforge.launchers.start`; every run that it starts is stopped."""
+    """Stands in for `ddpforge.launchers.process.start`; every run that it starts is stopped."""
 
     def __init__(self) -> None:
         self.started: list[tuple[list[str], int]] = []
@@ -29,7 +29,7 @@ class Launcher:
 @pytest.fixture(autouse=True)
 def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launcher:
     launcher = Launcher()
-    monkeypatch.setattr("ddpforge.launchers.start", launcher)
+    monkeypatch.setattr("ddpforge.launchers.process.start", launcher)
     monkeypatch.chdir(tmp_path)
     return launcher
 

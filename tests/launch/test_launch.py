@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 from launched import Zygote
 
-from ddpforge import launchers as launcher
 from ddpforge.errors import ExitCode
-from ddpforge.launchers import Death, Ended, launch, threads_per_process, torchrun_command
+from ddpforge.launchers.command import threads_per_process, torchrun_command
+from ddpforge.launchers.process import launch
+from ddpforge.launchers.process import start as begin
+from ddpforge.launchers.verdict import Death, Ended
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = """
@@ -348,7 +350,7 @@ def pretend(script: str) -> list[str]:
     """A launcher that only does what `script` says; `verdict(*codes)` writes what its ranks would."""
     prelude = """
 import os, signal, sys
-from ddpforge.launchers import record_death, record_verdict
+from ddpforge.launchers.verdict import record_death, record_verdict
 def verdict(*codes):
     for rank, code in enumerate(codes):
         os.environ["RANK"] = str(rank)
@@ -380,7 +382,7 @@ def test_a_launcher_that_was_killed_is_reported_like_a_shell_does() -> None:
 
 def test_a_launch_knows_which_rank_a_signal_ended_and_which_ranks_spoke() -> None:
     script = "record_death(1, signal.SIGKILL); verdict(1); sys.exit(1)"
-    ended = launcher.start(pretend(script), nproc=2)
+    ended = begin(pretend(script), nproc=2)
     assert ended == Ended(1, Death(1, signal.SIGKILL), frozenset({0}))
     assert str(ended.death) == "ended by signal 9 (SIGKILL)"
     assert str(Death(1, 99)) == "ended by signal 99"

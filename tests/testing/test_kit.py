@@ -99,7 +99,7 @@ def test_nothing_to_test_is_an_error_of_usage(arguments: list[str], says: str) -
 
 
 def test_quick_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpforge.launchers.launch", None)
+    monkeypatch.setattr("ddpforge.launchers.process.launch", None)
     assert invoke("ddpforge", "--quick", "--kind", "callback").exit_code == 0
 
 
@@ -121,7 +121,7 @@ def test_ranks_are_not_started_for_checks_that_are_left_out(monkeypatch: pytest.
         "[callback.LeftOut.skip]\nagrees-on-all-ranks = 'not today'\nstate-round-trip = 'nor this'\n",
     )
     said: list[str] = []
-    monkeypatch.setattr("ddpforge.launchers.launch", lambda *_, **__: 1)
+    monkeypatch.setattr("ddpforge.launchers.process.launch", lambda *_, **__: 1)
     with Kit(find_cases("parts.py"), say=said.append) as kit:
         skipped = [result.check for result in kit.run() if result.text().startswith("left out")]
     assert skipped == ["agrees-on-all-ranks", "state-round-trip"]
@@ -130,7 +130,7 @@ def test_ranks_are_not_started_for_checks_that_are_left_out(monkeypatch: pytest.
 
 @pytest.mark.parametrize("code", [75, 130, 143])
 def test_stopping_its_ranks_stops_the_kit(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    monkeypatch.setattr("ddpforge.launchers.launch", lambda *_, **__: code)
+    monkeypatch.setattr("ddpforge.launchers.process.launch", lambda *_, **__: code)
     result = invoke("ddpforge", "--kind", "callback", "--name", "ema")
     assert result.exit_code == 130
     assert "stopped; not all checks were made" in result.stderr

@@ -9,10 +9,11 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
-from ddpforge import launchers
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.interfaces import Contract, Replica, Strategy
+from ddpforge.launchers import process
+from ddpforge.launchers.command import NO_GPUS, torchrun_command
 from ddpforge.parity.compare import TOLERANCES, Record, compare, first_drift
 from ddpforge.recipe import load_recipe
 from ddpforge.runs.folder import RunFolder, snapshot
@@ -177,10 +178,10 @@ class _TrialRun:
             kept = self._folder(worlds)
             kept.create(**snapshot(load_recipe(recipe, registry=self.case.registry)))
             copytree(self.start, kept.checkpoints / self.start.name)
-        command = launchers.torchrun_command([str(recipe), f"--out={worlds.folder / 'runs'}"], nproc=self.ranks)
+        command = torchrun_command([str(recipe), f"--out={worlds.folder / 'runs'}"], nproc=self.ranks)
         output = worlds.folder / f"{self.name}.log"
         with output.open("wb") as file:
-            code = stopped(launchers.launch(command, nproc=self.ranks, output=file, variables=launchers.NO_GPUS))
+            code = stopped(process.launch(command, nproc=self.ranks, output=file, variables=NO_GPUS))
         if code:
             said = output.read_text(errors="replace").replace(str(folder), str(self.case.base.resolve()))
             lines = said.rstrip().splitlines()[-_LINES:]
