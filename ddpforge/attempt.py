@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from os import getpid
 from pathlib import Path
 from socket import gethostname
@@ -17,6 +16,7 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.confidential import redacted
 from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed, UsageError
 from ddpforge.interfaces import Tracker, World
+from ddpforge.launchers.verdict import is_launched
 from ddpforge.ranks import leaving, phases
 from ddpforge.ranks.failures import Failures, Report, phrase
 from ddpforge.ranks.join import leave
@@ -276,10 +276,12 @@ class Attempt:
         """The error for a rank that failed because another did; one rank shows it."""
         cause = failed.report
         file = self.folder.logs / f"rank-{cause.rank}.log"
-        shown = self.world.is_main or (failed.speaks and cause.rank == 0)
-        told = ForgeError if shown else partial(PeerFailed, ExitCode(cause.exit_code))
         words = f"rank {cause.rank} failed first: {cause.error}" if cause.told else str(cause)
-        error = told(words, hints=[f"see {file}" if cause.told else f"where all ranks stood: {self.folder.failure}"])
+        hints = [f"see {file}" if cause.told else f"where all ranks stood: {self.folder.failure}"]
+        launcher_says = is_launched() and not cause.told  # it has the last word, after what torchrun prints
+        if launcher_says or not (self.world.is_main or (failed.speaks and cause.rank == 0)):
+            return PeerFailed(ExitCode(cause.exit_code), words, hints=hints, launcher_says=launcher_says)
+        error = ForgeError(words, hints=hints)
         error.exit_code = ExitCode(cause.exit_code)
         return error
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddpforge.errors import ForgeError, RecipeError
 from ddpforge.launchers import process
@@ -22,7 +22,7 @@ __all__ = ["Started", "check_world", "start_ranks"]
 
 @dataclass(frozen=True)
 class Started:
-    """The end of a launch; `untold` names a rank that a signal ended before it could say anything."""
+    """The end of a launch; `untold` names a rank that could not say anything."""
 
     ended: Ended
     folder: RunFolder
@@ -55,9 +55,11 @@ def start_ranks(
     arguments += [f"--out={out}"] if out else []
     arguments += ["--fresh"] if fresh else []
     arguments += ["--json"] if as_json else []
-    ended = process.start(torchrun_command(arguments, nproc=nproc, flags=flags), nproc=nproc)
     folder = RunFolder(Path(out or loaded.recipe.output_dir) / loaded.recipe.name)
-    return Started(ended, folder, _untold(ended, folder))
+    before = folder.read_failure()
+    ended = process.start(torchrun_command(arguments, nproc=nproc, flags=flags), nproc=nproc)
+    failure = folder.read_failure()
+    return Started(ended, folder, _untold(ended, folder, failure if failure != before else None))
 
 
 def check_world(loaded: LoadedRecipe, nproc: int) -> None:
@@ -78,10 +80,12 @@ def check_world(loaded: LoadedRecipe, nproc: int) -> None:
         check_world(loaded, strategy.data_ranks(nproc))
 
 
-def _untold(ended: Ended, folder: RunFolder) -> ForgeError | None:
-    """A rank that a signal ended has said nothing: notes it in the run's status."""
+def _untold(ended: Ended, folder: RunFolder, failure: Mapping[str, Any] | None) -> ForgeError | None:
+    """The failure of a rank that could not say anything; that of one which nobody watched goes into the status."""
     from ddpforge.ranks.failures import told_causes
 
+    if ended.code and failure and failure["told_by"] == "watch":
+        return ForgeError(failure["error"], hints=[f"where all ranks stood: {folder.failure}"])
     if ended.death is None or told_causes(folder.logs):
         return None
     named = f"rank {ended.death.rank} was {ended.death}"

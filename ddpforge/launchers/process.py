@@ -13,6 +13,7 @@ from types import FrameType, MappingProxyType
 from typing import IO
 
 from ddpforge.launchers.command import threads_per_process
+from ddpforge.launchers.store import ADDRESS, serving
 from ddpforge.launchers.verdict import VERDICT, Ended, conclude
 
 __all__ = ["launch", "start"]
@@ -61,7 +62,8 @@ def start(
     before = {number: signal.signal(number, stop) for number in heard}
     defaults = {"OMP_NUM_THREADS": str(threads_per_process(nproc)), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE}
     try:
-        with tempfile.NamedTemporaryFile(prefix="ddpforge-") as verdict:
+        with tempfile.NamedTemporaryFile(prefix="ddpforge-") as verdict, serving() as port:
+            defaults[ADDRESS] = f"127.0.0.1:{port}"
             environment = {**defaults, **os.environ, **variables, VERDICT: verdict.name}
             # A session of its own: a terminal would send Ctrl-C to the launcher too, which gives up at the second.
             process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=output, stderr=output)

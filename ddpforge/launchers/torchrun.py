@@ -1,5 +1,7 @@
-"""torchrun without the traceback with which it ends every run that failed or was stopped: the ranks have said why."""
+"""torchrun without what it says at the end of every run that failed or was stopped: the ranks have said why."""
 
+import logging
+import os
 import sys
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -8,7 +10,16 @@ from torch.distributed.run import main
 
 from ddpforge.launchers.verdict import record_death
 
+
+def be_quiet() -> None:
+    """Leaves out torchrun's own account of each process that failed or is ended, unless LOGLEVEL asks for it."""
+    if "LOGLEVEL" not in os.environ:
+        for name in ("multiprocessing.api", "agent.server.api"):
+            logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+
+
 if __name__ == "__main__":
+    be_quiet()
     try:
         main()
     except ChildFailedError as error:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["VERDICT", "Death", "Ended", "conclude", "record_death", "record_verdict"]
+__all__ = ["VERDICT", "Death", "Ended", "conclude", "is_launched", "record_death", "record_verdict"]
 
 VERDICT = "DDPFORGE_VERDICT"  # the variable that names the file
 
@@ -35,6 +35,11 @@ class Ended:
     code: int
     death: Death | None = None
     ranks: frozenset[int] = frozenset()  # those that said how they ended
+
+
+def is_launched() -> bool:
+    """True in a rank that `start` has started, which says in the end what ranks could not."""
+    return VERDICT in os.environ
 
 
 def record_verdict(code: int, *, spoke: bool = True) -> None:

@@ -329,6 +329,12 @@ class RunFolder:
         with _writing(self.path):
             self._write_json(self.failure.name, facts)
 
+    def read_failure(self) -> dict[str, Any] | None:
+        """Reads what `write_failure` wrote; None where there is none."""
+        with suppress(EnvironmentProblem):
+            return _read(self.failure, json.loads, ["rank", "error", "told_by"])
+        return None
+
     def _overwrite_status(self, status: Status) -> bool:
         """Writes into the blocks that the file has already; False where there is none, or it does not fit."""
         path = self.path / "status.json"

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddpforge.errors import ExitCode, ForgeError
-from ddpforge.launchers.verdict import record_verdict
+from ddpforge.launchers.verdict import is_launched, record_verdict
 from ddpforge.ranks.failures import Failures, Report
 from ddpforge.runs.folder import RunFolder, Status
 from ddpforge.watch.blame import Blame
@@ -69,7 +69,7 @@ class Told:
     def _say(self, cause: Report, found: Blame, rows: Mapping[int, Row]) -> None:
         lines = [f"  {row}{'  <-' if rank in found.ranks else ''}" for rank, row in sorted(rows.items())]
         lines += [f"  stacks of all threads: {self._folder.logs / 'stacks-rank-N.txt'}"]
-        lines += [f"error: {cause}"]
+        lines += [] if is_launched() else [f"error: {cause}"]
         print("\n".join(lines), file=sys.stderr, flush=True)
 
 

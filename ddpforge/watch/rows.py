@@ -71,6 +71,12 @@ def here(rank: int) -> Row:
 def described(cause: Report, rows: Sequence[Row], waited_for: Sequence[int] = ()) -> dict[str, Any]:
     """The contents of `failure.json`."""
     mine = next((row for row in rows if row.rank == cause.rank), None)
-    place = {"phase": mine and mine.phase, "step": mine and mine.step, "seconds": mine and mine.seconds}
-    ranks = [row._asdict() for row in rows]
-    return {**cause.facts(), **place, "waited_for": [*(waited_for or [cause.rank])], "ranks": ranks}
+    return {
+        **cause.facts(),
+        "told_by": "rank" if cause.told else "watch",
+        "phase": mine and mine.phase,
+        "step": mine and mine.step,
+        "seconds": mine and mine.seconds,
+        "waited_for": [*(waited_for or [cause.rank])],
+        "ranks": [row._asdict() for row in rows],
+    }
