@@ -6,9 +6,9 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddpforge.errors import ExitCode, ForgeError, RecipeError, UsageError
 from ddpforge.launchers import process
@@ -39,7 +39,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Started:
-    """The end of a launch; `untold` names a rank that a signal ended before it could say anything."""
+    """The end of a launch; `untold` names a rank that could not say anything."""
 
     ended: Ended
     folder: RunFolder
@@ -59,13 +59,14 @@ class Start:
     def run(self) -> Started:
         """Starts the ranks, and waits for their end."""
         folder = RunFolder.of(self.recipe, self.out)
-        before = folder.status_version()
+        before, failed = folder.status_version(), folder.read_failure()
         ended = process.start(
             self.command, nproc=self.nproc, patience=self.patience, variables={STARTED: str(time.time())}
         )
         if folder.status_version() != before:
             ended = _as_written(ended, folder)
-        return Started(ended, folder, _untold(ended, folder))
+        failure = folder.read_failure()
+        return Started(ended, folder, _untold(ended, folder, failure if failure != failed else None))
 
     def shown(self) -> str:
         """The command and its variables for a shell."""
@@ -150,10 +151,12 @@ def _as_written(ended: Ended, folder: RunFolder) -> Ended:
     return ended
 
 
-def _untold(ended: Ended, folder: RunFolder) -> ForgeError | None:
-    """A rank that a signal ended has said nothing: notes it in the run's status."""
+def _untold(ended: Ended, folder: RunFolder, failure: Mapping[str, Any] | None) -> ForgeError | None:
+    """The failure of a rank that could not say anything; that of one which nobody watched goes into the status."""
     from ddpforge.ranks.failures import told_causes
 
+    if ended.code and failure and failure["told_by"] == "watch":
+        return ForgeError(failure["error"], hints=[f"where all ranks stood: {folder.failure}"])
     if ended.death is None or told_causes(folder.logs):
         return None
     named = f"rank {ended.death.rank} was {ended.death}"

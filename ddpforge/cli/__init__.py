@@ -67,6 +67,8 @@ def complain(error: ForgeError) -> None:
 
     said = redact(render(error))
     rank = int(os.environ.get("RANK", "0"))
+    if isinstance(error, PeerFailed) and error.launcher_says:
+        return
     if rank == 0:
         click.echo(said, err=True)
     elif error.exit_code != ExitCode.USAGE and not isinstance(error, PeerFailed):

@@ -15,6 +15,7 @@ from types import FrameType, MappingProxyType
 from typing import IO, Any
 
 from ddpforge.launchers.command import variables_for
+from ddpforge.launchers.store import ADDRESS, serving
 from ddpforge.launchers.verdict import VERDICT, Ended, Words
 
 __all__ = ["PATIENCE", "launch", "start"]
@@ -54,9 +55,10 @@ def start(
     finish their step and save. A second one of the same kills launcher and ranks; so does a launcher's own failure to
     end within `patience` seconds of its ranks.
     """
-    with tempfile.NamedTemporaryFile(prefix="ddpforge-") as file:
+    with tempfile.NamedTemporaryFile(prefix="ddpforge-") as file, serving() as port:
         said = Path(file.name)
-        environment = {**variables_for(nproc), **os.environ, **variables, VERDICT: file.name}
+        ours = {**variables_for(nproc), ADDRESS: f"127.0.0.1:{port}"}
+        environment = {**ours, **os.environ, **variables, VERDICT: file.name}
         running = _Running(lambda: Words(said, nproc))
         with _heard(running.ask):
             # A session of its own: a terminal would send Ctrl-C to the launcher too, which gives up at the second.

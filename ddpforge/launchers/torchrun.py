@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -25,6 +26,13 @@ def _listen_to_the_launch_alone() -> None:
     for number in (signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, _let_pass)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1, signal.SIGHUP))
+
+
+def be_quiet() -> None:
+    """Leaves out torchrun's own account of each process that failed or is ended, unless LOGLEVEL asks for it."""
+    if "LOGLEVEL" not in os.environ:
+        for name in ("multiprocessing.api", "agent.server.api"):
+            logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
 
 
 def _agent() -> Any:
@@ -72,6 +80,7 @@ def main() -> None:
     """Runs torchrun with this process' arguments; a traceback would only repeat that a rank has failed."""
     if VERDICT in os.environ:
         _listen_to_the_launch_alone()
+    be_quiet()
 
     import torch.distributed.launcher.api as launcher
     from torch.distributed.elastic.multiprocessing import SignalException

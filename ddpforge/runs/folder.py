@@ -4,6 +4,7 @@ runs/<name>/
   recipe.toml              as it was given          recipe.resolved.toml     with every default; runs as it is
   env.json                 where the last attempt ran                run.json   id, attempts, lineage
   status.json              how the run stands: see `Status`          metrics.jsonl
+  failure.json             which rank failed first, and where all of them stood
   logs/                    checkpoints/
 """
 
@@ -122,6 +123,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """One JSON object a line: the record that trackers mirror."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def failure(self) -> Path:
+        """The failure of the last attempt, and where all ranks stood."""
+        return self.path / "failure.json"
 
     @property
     def logs(self) -> Path:
@@ -322,6 +328,17 @@ class RunFolder:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._overwrite_status(status):
                     raise
+
+    def write_failure(self, facts: Mapping[str, Any]) -> None:
+        """Writes `failure.json`: the rank that failed first, and where all of them stood."""
+        with _writing(self.path):
+            self._write_json(self.failure.name, facts)
+
+    def read_failure(self) -> dict[str, Any] | None:
+        """Reads what `write_failure` wrote; None where there is none."""
+        with suppress(EnvironmentProblem):
+            return _read(self.failure, json.loads, ["rank", "error", "told_by"])
+        return None
 
     def _overwrite_status(self, status: Status) -> bool:
         """Writes into the blocks that the file has already; False where there is none, or it does not fit."""

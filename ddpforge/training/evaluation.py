@@ -13,6 +13,7 @@ import torch
 from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Callback, Pass, Replica, Rows, Task, Total, World
+from ddpforge.ranks import phases
 from ddpforge.training.agreement import Interrupted, Looks
 from ddpforge.training.callbacks import numbers
 from ddpforge.training.fingerprint import Fingerprint
@@ -61,6 +62,7 @@ class Evaluator:
         """
         if not self.sets:
             raise UsageError("the recipe has no [data.eval] to evaluate on")
+        phases.mark(phases.EVAL)
         self._replica.sync_buffers()
         self._replica.module.eval()
         found: dict[str, float] = {}
@@ -110,6 +112,7 @@ class Evaluator:
 
         def passes() -> Iterator[Pass]:
             for number, micro in enumerate(micro_batches):
+                phases.mark(phases.EVAL)
                 check_whole(self._task, micro)
                 batch = to_device(micro.data, self._world.device)
                 running.append((micro, batch))

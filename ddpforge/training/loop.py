@@ -22,6 +22,7 @@ from ddpforge.errors import Diverged, PluginError
 from ddpforge.interfaces import Callback, Replica, Schedule, StepInfo, Task, Total, Tracker, World
 from ddpforge.launchers.verdict import record_halt
 from ddpforge.plan import Plan
+from ddpforge.ranks import phases
 from ddpforge.ranks.halt import Halt, NoHalt
 from ddpforge.ranks.signals import StopRequests
 from ddpforge.recipe.schema import Recipe
@@ -254,6 +255,7 @@ class Trainer:
     def _step(self, step: int, source: Iterator[MicroBatch], *, measure: bool) -> dict[str, Total]:
         """One step. Returns this rank's totals: the losses and, when `measure`, the task's metrics."""
         self._shows.step = step
+        phases.enter_step(step)
         self._rates.set(step - 1, self._wanted_factor())
 
         drawn: list[MicroBatch] = []
@@ -301,6 +303,7 @@ class Trainer:
     ) -> Iterator[tuple[MicroBatch, Iterator[MicroBatch]]]:
         """The global batches of a step, each to be used up before the next; the first of each goes into `drawn`."""
         for _ in range(self._turns.draws):
+            phases.mark(phases.DATA)
             drawn.append(next(source))
             yield drawn[-1], _until_last(drawn[-1], source)
 
@@ -310,6 +313,7 @@ class Trainer:
         pace = self._stopwatch.seconds / self._stopwatch.steps
         ballot = self._ballot.totals(self._wishes(alarms), seconds=pace, saved=self.saving.ready)
 
+        phases.mark(phases.REDUCE)
         means = self.world.all.mean({**totals, **ballot, **self._read.totals()}, reports_of(self.task))
         self._read.refuse_another(means, step=self.progress.step)
         self._count(means)
@@ -370,6 +374,7 @@ class Trainer:
 
     def _go_back(self, bad: list[int]) -> None:
         """Restores the newest checkpoint and leaves the bad steps out from now on."""
+        phases.mark(phases.START)
         self._rollbacks += 1
         checkpoint = self.saving.newest()
         if checkpoint is None or self._rollbacks > _MOST_ROLLBACKS:
@@ -392,6 +397,7 @@ class Trainer:
 
     def _report(self, info: StepInfo) -> bool:
         """Tells callbacks and tracker about the step; True when a callback wants the run to end."""
+        phases.mark(phases.CALLBACKS)
         wishes: list[bool | None] = []
         if self.callbacks:
             with self.replica.weights.observing():
@@ -479,5 +485,6 @@ def _until_last(first: MicroBatch, source: Iterator[MicroBatch]) -> Iterator[Mic
     micro = first
     while not micro.last:
         yield micro
+        phases.mark(phases.DATA)
         micro = next(source)
     yield micro
