@@ -11,7 +11,6 @@ from torch import nn
 
 from ddpforge.errors import EnvironmentProblem, UsageError
 
-
 _Rank = Annotated[int, Field(ge=1, le=65536, description="Rank of the adapters.")]
 _Alpha = Annotated[float, Field(gt=0, le=1e6, description="What adapters add is multiplied by alpha / r.")]
 _Dropout = Annotated[float, Field(ge=0, lt=1, description="Dropout before the adapters.")]
