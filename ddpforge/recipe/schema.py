@@ -155,6 +155,13 @@ class OptimizerComponent(Component):
         description='Parameters without weight decay: "bias", "norm", "embedding", "1d", "2d", or a glob over full'
         " names.",
     )
+    layer_decay: Annotated[float | None, Resume.TUNABLE] = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="What the learning rate is multiplied with for each block further from the output; absent: all"
+        " layers have the same.",
+    )
     groups: Annotated[dict[str, GroupComponent], Resume.TUNABLE] = Field(
         default={}, description="A table for each group of parameters with settings of its own, see below."
     )
