@@ -8,17 +8,17 @@ from contextlib import contextmanager
 import click
 
 from ddpforge.cli import complain
-from ddpforge.cli.options import json_option, out_option, recipe_argument, run_options, sets_option
-from ddpforge.errors import ForgeError, UsageError
+from ddpforge.cli.options import before_flags, json_option, out_option, recipe_argument, run_options, set_option
+from ddpforge.errors import ForgeError
 
 
 @click.command()
 @recipe_argument
 @click.option("-n", "--nproc", type=click.IntRange(1, 1024), help="Processes to start; default: one per GPU, or one.")
-@sets_option
+@set_option
 @out_option
 @run_options
-@click.argument("torchrun_flags", nargs=-1, type=click.UNPROCESSED)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]... [-- TORCHRUN_FLAGS...]")
 @json_option
 def launch(
     recipe: str,
@@ -27,7 +27,7 @@ def launch(
     out: str | None,
     fresh: bool,
     allow_change: tuple[str, ...],
-    torchrun_flags: tuple[str, ...],
+    words: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Train RECIPE in several processes on this machine; flags after `--` go to torchrun.
@@ -36,20 +36,16 @@ def launch(
     """
     from ddpforge.starting import start_ranks
 
-    if torchrun_flags and not torchrun_flags[0].startswith("-"):
-        raise UsageError(
-            f"`{torchrun_flags[0]}` is one argument too many", hints=["flags for torchrun follow after `--`"]
-        )
-
+    assigned, flags = before_flags(words)
     with _told_as_json(as_json):
         started = start_ranks(
             recipe,
             nproc=nproc,
-            sets=sets,
+            sets=(*sets, *assigned),
             out=out,
             fresh=fresh,
             allow_change=allow_change,
-            flags=torchrun_flags,
+            flags=flags,
             as_json=as_json,
         )
     if started.untold:

@@ -5,12 +5,12 @@ import json
 import click
 
 from ddpforge.cli.ending import ending, leave, results_alone
-from ddpforge.cli.options import json_option, out_option, recipe_argument, run_options, sets_option
+from ddpforge.cli.options import json_option, out_option, recipe_argument, run_options, sets_options
 
 
 @click.command()
 @recipe_argument
-@sets_option
+@sets_options
 @out_option
 @run_options
 @json_option
