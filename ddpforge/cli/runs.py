@@ -1,4 +1,4 @@
-"""`ddpforge runs`: list runs with how they stand and what tells them apart; resume and delete them."""
+"""`ddpforge runs`: list runs with how they stand and what tells them apart; compare, resume and delete them."""
 
 import json
 import time
@@ -13,6 +13,7 @@ from ddpforge.cli.tables import age, counted, number, print_table, printable
 from ddpforge.errors import UsageError
 
 if TYPE_CHECKING:
+    from ddpforge.runs.comparison import Comparison, Point
     from ddpforge.runs.folder import RunFolder
     from ddpforge.runs.overview import Standing
 
@@ -127,6 +128,66 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}…"
 
 
+# ---------------------------------------------------------------------------------------------- compare
+@runs.command("compare")
+@click.argument("names", metavar="RUN RUN...", nargs=-1, required=True, type=click.Path())
+@click.option("--curve", "drawn", multiple=True, metavar="METRIC", help="Draw this metric; repeatable.")
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw the curves into FILE (.png, .svg, .pdf) and not here; without --curve those of the notable metrics.",
+)
+@json_option
+def compare(names: tuple[str, ...], drawn: tuple[str, ...], picture: Path | None, as_json: bool) -> None:
+    """Compare each RUN with the others: recipe, code, environment, metrics, and curves where they are asked for.
+
+    Shown are the keys of the resolved recipes that differ, local files with other code, what differs about machines and
+    packages, and all metrics. Curves need the extra `plot`.
+    """
+    from ddpforge.runs.comparison import compare as compared
+    from ddpforge.runs.comparison import curves
+    from ddpforge.runs.folder import RunFolder
+    from ddpforge.runs.overview import notable, standing
+
+    folders = list(dict.fromkeys(map(RunFolder.find, names)))
+    if len(folders) < 2:
+        raise UsageError("one run alone cannot be compared", hints=["name another one: ddpforge runs compare A B"])
+    found = compared(folders)
+    wanted = drawn or (notable([standing(folder) for folder in folders]) if picture else ())
+    lines = curves(folders, wanted)
+    if as_json:
+        click.echo(json.dumps(found.as_dict() | {"curves": lines}, default=str))
+    else:
+        _print_comparison(found)
+    if picture and lines:
+        from ddpforge.cli.plots import as_picture
+
+        as_picture(picture, lines)
+        click.echo(f"curves: {picture}", err=True)
+    elif not as_json:
+        _draw(lines)
+
+
+def _print_comparison(found: "Comparison") -> None:
+    sections = {"recipe": found.recipe, "code": found.code, "environment": found.environment}
+    for title, table in sections.items():
+        if not table:
+            click.echo(f"{title}: alike\n")
+            continue
+        rows = [[key, *("-" if value is None else _toml(value) for value in values)] for key, values in table.items()]
+        print_table((title, *found.runs), rows)
+        click.echo()
+    print_table(("metric", *found.runs), [[name, *map(number, values)] for name, values in found.metrics.items()])
+
+
+def _draw(curves: "Mapping[str, Mapping[str, Sequence[Point]]]") -> None:
+    from ddpforge.cli.plots import in_terminal
+
+    for metric, lines in curves.items():
+        click.echo(f"\n{in_terminal(metric, lines)}")
+
+
 # ---------------------------------------------------------------------------------------------- rm, resume
 @runs.command("rm")
 @click.argument("names", metavar="RUN...", nargs=-1, required=True, type=click.Path())
@@ -136,7 +197,7 @@ def rm(names: tuple[str, ...], yes: bool) -> None:
     from ddpforge.runs.folder import RunFolder
     from ddpforge.runs.overview import standing
 
-    folders = [RunFolder.find(name) for name in dict.fromkeys(names)]
+    folders = list(dict.fromkeys(map(RunFolder.find, names)))
     found = [standing(folder) for folder in folders]
     if busy := [str(run.folder.path) for run in found if run.state in ("running", "starting")]:
         raise UsageError(f"being trained now: {', '.join(busy)}", hints=["stop it first, e.g. with Ctrl-C"])

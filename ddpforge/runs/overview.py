@@ -28,8 +28,9 @@ Metrics = Mapping[str, float | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """The state of a run, seen from outside. `state` is that of `status.json`, or one of those that only a look at its processes tells:
+    """The state of a run, seen from outside.
 
+    `state` is that of `status.json`, or one of those that only a look at its processes tells:
     "new" before it has trained, "starting" before its first step, "killed" where it was training and no process is
     left, "unreadable" where its folder is damaged, which `error` describes.
     """

@@ -55,6 +55,66 @@ def test_nothing_to_list_is_no_error() -> None:
     assert "there is no state 'dead'" in refused.stderr
 
 
+# ---------------------------------------------------------------------------------------------- compare
+@pytest.fixture
+def two() -> None:
+    for name, lr in (("a", 0.1), ("b", 0.01)):
+        rows = [{"step": step, "train/loss": lr / step, "eval/loss": lr} for step in range(1, 9)]
+        made(Path("runs") / name, recipe={"optimizer": {"lr": lr}}, rows=rows, metrics={"eval/loss": lr})
+
+
+@pytest.mark.usefixtures("two")
+def test_runs_are_compared_side_by_side() -> None:
+    said = invoke("runs", "compare", "a", "b").stdout
+    lines = [line.split() for line in said.splitlines() if line]
+    assert lines[:4] == [
+        ["recipe", "runs/a", "runs/b"],
+        ["optimizer.lr", "0.1", "0.01"],
+        ["code:", "alike"],
+        ["environment:", "alike"],
+    ]
+    assert ["train/loss", "0.0125", "0.00125"] in lines
+    told = json.loads(invoke("runs", "compare", "a", "b", "--json", "--curve", "train/loss").stdout)
+    assert told["recipe"] == {"optimizer.lr": [0.1, 0.01]}
+    assert told["curves"]["train/loss"]["runs/a"][:2] == [[1, 0.1], [2, 0.05]]
+
+
+@pytest.mark.usefixtures("two")
+def test_curves_are_drawn_in_the_terminal_and_as_a_picture() -> None:
+    drawn = invoke("runs", "compare", "a", "b", "--curve", "train/loss").stdout.partition("train/loss  ")[2]
+    assert "runs/a" in drawn
+    assert "runs/b" in drawn
+    assert "\x1b" not in drawn  # no colours in a pipe
+    assert "┤" in drawn
+    assert max(map(len, drawn.splitlines())) <= 80
+    for name in ("curves.png", "curves.svg"):
+        assert invoke("runs", "compare", "a", "b", "--picture", name).stderr == f"curves: {name}\n"
+    assert Path("curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in Path("curves.svg").read_text()
+    refused = invoke("runs", "compare", "a", "b", "--picture", "curves.docx")
+    assert refused.exit_code == ExitCode.USAGE
+    assert "cannot write curves.docx" in refused.stderr
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize(("library", "option"), [("plotext", "--curve=lr"), ("matplotlib", "--picture=x.png")])
+def test_a_drawing_library_that_is_missing_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, library: str, option: str
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    refused = invoke("runs", "compare", "a", "b", option.replace("=lr", "=eval/loss"))
+    assert refused.exit_code == ExitCode.ENVIRONMENT
+    assert library in refused.stderr
+    assert "pip install 'ddpforge[plot]'" in refused.stderr
+
+
+def test_one_run_alone_is_not_compared() -> None:
+    made(Path("runs/a"))
+    refused = invoke("runs", "compare", "a", "runs/a")
+    assert refused.exit_code == ExitCode.USAGE
+    assert "one run alone" in refused.stderr
+
+
 # ---------------------------------------------------------------------------------------------- rm
 def test_a_run_is_deleted_after_a_question_with_all_that_it_has() -> None:
     for name in ("a", "b", "c"):
@@ -156,7 +216,9 @@ def test_watching_a_run_that_has_ended_is_one_line() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- speed
-@pytest.mark.parametrize("arguments", [["runs", "ls"], ["status", "a"], ["runs", "rm", "a", "--yes"]])
+@pytest.mark.parametrize(
+    "arguments", [["runs", "ls"], ["runs", "compare", "a", "b"], ["status", "a"], ["runs", "rm", "a", "--yes"]]
+)
 def test_looking_at_runs_imports_no_torch(arguments: list[str]) -> None:
     made(Path("runs/a"), recipe={"optimizer": {"lr": 0.1}})
     made(Path("runs/b"))
