@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ddpforge.cli.options import out_option, recipe_argument, sets_option
+from ddpforge.cli.options import out_option, recipe_argument, sets_options
 from ddpforge.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _INDEX = "SLURM_ARRAY_TASK_ID"
 @click.option("--sbatch", multiple=True, metavar="KEY[=VALUE]", help="One more option of sbatch's; repeatable.")
 @click.option("--to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the script there.")
 @click.option("--submit", is_flag=True, help="Submit the job.")
-@sets_option
+@sets_options
 @out_option
 @click.argument("more", nargs=-1, type=click.UNPROCESSED)
 def slurm(
