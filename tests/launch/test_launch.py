@@ -383,7 +383,7 @@ def test_a_launcher_that_was_killed_is_reported_like_a_shell_does() -> None:
 def test_a_launch_knows_which_rank_a_signal_ended_and_which_ranks_spoke() -> None:
     script = "record_death(1, signal.SIGKILL); verdict(1); sys.exit(1)"
     ended = begin(pretend(script), nproc=2)
-    assert ended == Ended(1, Death(1, signal.SIGKILL), frozenset({0}))
+    assert ended == Ended(1, Death(1, signal.SIGKILL), frozenset({0}), told=True)
     assert str(ended.death) == "ended by signal 9 (SIGKILL)"
     assert str(Death(1, 99)) == "ended by signal 99"
 
