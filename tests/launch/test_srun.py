@@ -41,7 +41,7 @@ def test_each_task_of_a_step_becomes_a_rank() -> None:
         ("n[1-2,5],m3", "n1"),
         ("n[007,9]", "n007"),
         ("a,b", "a"),
-        ("r[1-2]n[3-4]", "r1n"),
+        ("r[1-2]n[3-4]", "r1n3"),
         ("g[1-2]-ib", "g1-ib"),
     ],
 )
