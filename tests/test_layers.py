@@ -56,7 +56,11 @@ LIGHT = {
     "starting",
     "watch",
 }
+<<<<<<< HEAD
 LIGHT |= {f"ranks.{name}" for name in ("failures", "leaving", "logs", "phases", "signals")}
+=======
+LIGHT |= {f"ranks.{name}" for name in ("failures", "halt", "leaving", "logs", "signals", "watch")}
+>>>>>>> launch
 LIGHT |= {f"checkpoint.{name}" for name in ("manifest", "retention", "schema", "untrusted", "verify")}
 
 

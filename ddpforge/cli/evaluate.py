@@ -5,7 +5,12 @@ import json
 import click
 
 from ddpforge.cli.ending import ending, results_alone
+<<<<<<< HEAD
 from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_options
+=======
+from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_option
+from ddpforge.launchers.srun import adopt_slurm
+>>>>>>> launch
 
 
 @click.command("eval")
@@ -25,6 +30,8 @@ def evaluate(
     no state of the optimizer is loaded.
     """
     with ending():
+        adopt_slurm()
+
         from ddpforge.runner import evaluate as evaluate_run
         from ddpforge.runs.checkpoints import choose
         from ddpforge.runs.folder import RunFolder

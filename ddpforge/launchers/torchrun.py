@@ -80,7 +80,12 @@ def main() -> None:
     """Runs torchrun with this process' arguments; a traceback would only repeat that a rank has failed."""
     if VERDICT in os.environ:
         _listen_to_the_launch_alone()
+<<<<<<< HEAD
     be_quiet()
+=======
+        if "LOGLEVEL" not in os.environ:  # torchrun's own variable
+            logging.disable(logging.ERROR)  # ranks say why they end, and nobody else knows better
+>>>>>>> launch
 
     import torch.distributed.launcher.api as launcher
     from torch.distributed.elastic.multiprocessing import SignalException
