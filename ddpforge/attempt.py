@@ -315,7 +315,7 @@ class Attempt:
 
 
 def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> Unwatched:
-    """What sees that a rank stands still or dies, where others wait for it."""
+    """The watch over this rank, where others wait for it."""
     if world.all.size == 1:
         return Unwatched()
     train = recipe.train
