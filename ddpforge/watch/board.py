@@ -116,7 +116,7 @@ class Board:
 
 
 def within(seconds: float, action: Callable[[], T]) -> T | None:
-    """Gives what `action` does, in a thread of its own; None where it fails, or takes longer: a disk may never answer."""
+    """Runs `action` in a thread of its own; None where it fails, or takes longer: a disk may never answer."""
     found: list[T] = []
 
     def run() -> None:

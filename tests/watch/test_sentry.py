@@ -14,7 +14,7 @@ from ddpforge.watch.sentry import Limits, Sentry
 
 
 class Job:
-    """Ranks without processes, whose watchers see each other at once; `told` is what was said, `ended` who was ended."""
+    """Ranks without processes, whose watchers see each other at once."""
 
     def __init__(self, ranks: int = 2, stall: float = 80.0, compiles: bool = False) -> None:
         self.clock = Clock()
