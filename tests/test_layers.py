@@ -24,7 +24,7 @@ LAYERS = [
     {"testing"},
     {"api"},
     {"parity", "runner", "starting"},
-    {"attempt"},
+    {"attempt", "hosts"},
     {"training"},
     {"exchange"},
     {"data", "runs", "strategies"},
