@@ -18,6 +18,7 @@ from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, PeerFailed, Postponed, StrategyError
 from ddpforge.hosts import refuse_differences, share_folder
 from ddpforge.interfaces import World
+from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.launchers.verdict import has_begun, record_begun
 from ddpforge.ranks import leaving
 from ddpforge.ranks.halt import seconds_of
@@ -55,6 +56,7 @@ def run(
     earlier run of this name aside instead of continuing it. After `max_time`, e.g. "4h", it stops as if asked to.
     Raises ForgeError for everything that can be expected to go wrong; a RecipeError comes before anything is started.
     """
+    adopt_slurm()
     seconds_of(max_time)  # raises UsageError
     fresh = fresh and not has_begun()
     parts = _load(source, sets)
@@ -109,6 +111,7 @@ def evaluate(folder: RunFolder, checkpoint: Path, *, sets: Sequence[str] = (), o
     callbacks evaluate with them. Only the model, evaluation data and callbacks are built, and only weights are read.
     Writes nothing.
     """
+    adopt_slurm()
     parts = _load(folder.resolved, sets, trains=False, only=only)
     world = _join(parts)
     parts.build()

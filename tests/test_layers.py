@@ -54,7 +54,7 @@ LIGHT = {
     "runs",
     "starting",
 }
-LIGHT |= {f"ranks.{name}" for name in ("failures", "leaving", "logs", "signals", "watch")}
+LIGHT |= {f"ranks.{name}" for name in ("failures", "halt", "leaving", "logs", "signals", "watch")}
 LIGHT |= {f"checkpoint.{name}" for name in ("manifest", "retention", "schema", "untrusted", "verify")}
 
 

@@ -11,7 +11,8 @@ import click
 
 from ddpforge.cli import complain
 from ddpforge.cli.options import json_option, out_option, recipe_argument, run_options, sets_option
-from ddpforge.errors import ForgeError, UsageError
+from ddpforge.errors import ForgeError, Postponed, UsageError
+from ddpforge.ranks.signals import StopRequests
 
 if TYPE_CHECKING:
     from ddpforge.starting import Ranks
@@ -62,7 +63,7 @@ def launch(
 
     from ddpforge.starting import prepare
 
-    with _told_as_json(as_json):
+    with _told_as_json(as_json), StopRequests() as stop:
         given = {"nproc": nproc, "nnodes": nnodes, "node_rank": node_rank, "endpoint": endpoint, "run_id": run_id}
         start = prepare(
             recipe,
@@ -74,6 +75,8 @@ def launch(
             max_time=max_time,
             as_json=as_json,
         )
+        if stop.requested:
+            raise Postponed("asked to stop before anything was started", hints=["the same command begins again"])
     if dry_run:
         click.echo(start.shown())
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -72,6 +73,8 @@ def main() -> None:
     """Runs torchrun with this process' arguments; a traceback would only repeat that a rank has failed."""
     if VERDICT in os.environ:
         _listen_to_the_launch_alone()
+        if "LOGLEVEL" not in os.environ:  # torchrun's own variable
+            logging.disable(logging.ERROR)  # ranks say why they end, and nobody else knows better
 
     import torch.distributed.launcher.api as launcher
     from torch.distributed.elastic.multiprocessing import SignalException
