@@ -16,6 +16,7 @@ from ddpforge.attempt import Attempt, Outcome, build_parts, on_every_rank
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, PeerFailed, Postponed, StrategyError
+from ddpforge.hosts import refuse_differences, share_folder
 from ddpforge.interfaces import World
 from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.launchers.verdict import has_begun, record_begun
@@ -64,6 +65,7 @@ def run(
         world = _join(parts, folder=None if fresh else folder)
         peers = _peers(parts.recipe, world)
         _leave_if_asked(stop, world, peers)
+        share_folder(folder.path.parent, peers.ranks)
         fresh = all(peers.ranks.everyone(fresh))
         is_new = fresh or not folder.exists()
         if is_new:
@@ -152,8 +154,8 @@ def _join(parts: Parts, *, folder: RunFolder | None = None) -> World:
     joined = join(parts.recipe.train, parts.strategy)
     leaving.at_once()
     setup_logging(joined.all.rank)
-    # What comes next may be refused on every rank: one that left now would end those that are still joining.
-    joined.all.barrier()
+    # This waits for all. What comes next may be refused on every rank: one that left would end those still joining.
+    refuse_differences(joined.all, parts.loaded, parts.registry)
     world = parts.strategy.setup(parts.recipe.train, joined)
     if parts.trains and world.data.size != parts.batch.data_ranks:
         raise StrategyError(

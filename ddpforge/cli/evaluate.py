@@ -5,12 +5,8 @@ import json
 import click
 
 from ddpforge.cli.ending import ending, results_alone
-<<<<<<< HEAD
 from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_options
-=======
-from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_option
 from ddpforge.launchers.srun import adopt_slurm
->>>>>>> launch
 
 
 @click.command("eval")

@@ -10,14 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ddpforge.cli import complain
-<<<<<<< HEAD
 from ddpforge.cli.options import before_flags, json_option, out_option, recipe_argument, run_options, set_option
-from ddpforge.errors import ForgeError, UsageError
-=======
-from ddpforge.cli.options import json_option, out_option, recipe_argument, run_options, sets_option
 from ddpforge.errors import ForgeError, Postponed, UsageError
 from ddpforge.ranks.signals import StopRequests
->>>>>>> launch
 
 if TYPE_CHECKING:
     from ddpforge.starting import Ranks
@@ -63,12 +58,8 @@ def launch(
     """
     from ddpforge.starting import prepare
 
-<<<<<<< HEAD
     assigned, flags = before_flags(words)
-    with _told_as_json(as_json):
-=======
     with _told_as_json(as_json), StopRequests() as stop:
->>>>>>> launch
         given = {"nproc": nproc, "nnodes": nnodes, "node_rank": node_rank, "endpoint": endpoint, "run_id": run_id}
         start = prepare(
             recipe,

@@ -7,12 +7,8 @@ import time
 import click
 
 from ddpforge.cli.ending import ending, leave, results_alone
-<<<<<<< HEAD
 from ddpforge.cli.options import json_option, out_option, recipe_argument, run_options, sets_options
-=======
-from ddpforge.cli.options import json_option, out_option, recipe_argument, run_options, sets_option
 from ddpforge.launchers.srun import adopt_slurm
->>>>>>> launch
 from ddpforge.launchers.verdict import STARTED, record_start
 from ddpforge.ranks.signals import StopRequests
 
