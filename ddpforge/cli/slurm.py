@@ -141,10 +141,6 @@ def _as_task(numbers: Sequence[int]) -> Iterator[None]:
 
 def _refuse(more: Sequence[str], sbatch: Sequence[str], recipe: Recipe, ranks: int, gpus: int) -> None:
     """Refuses what would fail as soon as the job begins, or again and again."""
-    if more and not more[0].startswith("-"):
-        raise UsageError(
-            f"`{more[0]}` is one argument too many", hints=["flags for `ddpforge launch` follow after `--`"]
-        )
     if "--fresh" in more:
         raise UsageError("--fresh would begin anew each time that the job is queued again")
     if gpus and ranks > gpus:
