@@ -63,8 +63,8 @@ def start(
     defaults = {"OMP_NUM_THREADS": str(threads_per_process(nproc)), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE}
     try:
         with tempfile.NamedTemporaryFile(prefix="ddpforge-") as verdict, serving() as port:
-            defaults[ADDRESS] = f"127.0.0.1:{port}"
-            environment = {**defaults, **os.environ, **variables, VERDICT: verdict.name}
+            ours = {ADDRESS: f"127.0.0.1:{port}", **variables, VERDICT: verdict.name}
+            environment = {**defaults, **os.environ, **ours}
             # A session of its own: a terminal would send Ctrl-C to the launcher too, which gives up at the second.
             process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=output, stderr=output)
             if asked:

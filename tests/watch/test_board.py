@@ -91,11 +91,14 @@ def test_rubbish_is_not_shown(tmp_path: Path) -> None:
     assert board.rows() == {}
 
 
-def test_a_store_forgets_an_earlier_attempt_and_survives_what_it_cannot_read() -> None:
+def test_a_store_keeps_attempts_apart_forgets_the_oldest_and_survives_what_it_cannot_read() -> None:
     store = Attempts()
     store.answer({"attempt": "a", "row": {"rank": 0}, "alarm": True})
     assert store.answer({"attempt": "a", "ask": True}) == {"alarm": True, "rows": [{"rank": 0}]}
     assert store.answer({"attempt": "b", "ask": True}) == {"alarm": False, "rows": []}
+    for number in range(8):
+        store.answer({"attempt": str(number)})
+    assert store.answer({"attempt": "a", "ask": True}) == {"alarm": False, "rows": []}
     with serving() as port:
         for text in (b"no json\n", b"{}\n", b"[1]\n", b"x" * 100_000 + b"\n"):
             with socket.create_connection(("127.0.0.1", port)) as talk:
