@@ -19,6 +19,7 @@ from ddpforge.interfaces import Tracker, World
 from ddpforge.launchers.verdict import is_launched
 from ddpforge.ranks import leaving, phases
 from ddpforge.ranks.failures import Failures, Report, phrase
+from ddpforge.ranks.halt import Halt, NoHalt
 from ddpforge.ranks.join import leave
 from ddpforge.ranks.logs import setup_logging
 from ddpforge.ranks.rank_zero import on_rank_zero
@@ -97,6 +98,7 @@ class Attempt:
         *,
         claims: ExitStack,
         is_built: bool,
+        max_time: str | None = None,
     ) -> None:
         """`claims` holds the folder; the attempt takes it over when it runs."""
         self.folder, self.opened = folder, opened
@@ -104,6 +106,7 @@ class Attempt:
         self.world, self._peers, self._claims, self._is_built = world, peers, claims, is_built
         self.tracker = trackers_of(parts) if world.is_main else Tracker()
         self.trainer: Trainer | None = None
+        self._halt = Halt(folder.path, max_time) if world.is_main else NoHalt()
         self._state: State = "failed"
         self._begun = False  # whether the run's folder knows of this attempt
         self._failures = Failures(folder.logs, opened.token, world.all.rank, world.all.size)
@@ -130,6 +133,7 @@ class Attempt:
                     signals.enter_context(trainer.stop)
                     self._state = trainer.fit()
                     phases.mark(phases.END)
+                    trainer.stop.over()
             except BaseException as error:
                 self._tell(error)  # before anything else is ended: other ranks wait for a word
                 raise
@@ -156,6 +160,7 @@ class Attempt:
             init_from=init_from,
             begins=checkpoint is None,
         )
+        trainer.halt = self._halt
         if checkpoint:
             trainer.restore(checkpoint)
             self._refuse_nothing_to_do(trainer)

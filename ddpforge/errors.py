@@ -4,6 +4,7 @@
     ├── UsageError             2   the command line, or a path it names, is wrong
     │   └── RecipeError        2   the recipe is wrong; carries every problem that was found
     ├── OutOfMemory            1   of a GPU, or of the host
+    ├── Postponed              75  asked to stop before training began
     ├── PeerFailed             …   another rank failed and has reported it
     ├── EnvironmentProblem     3   launcher, devices, disk or an installed package
     │   ├── PluginError        3   a component cannot be loaded, or breaks its contract
@@ -124,6 +125,12 @@ class Diverged(ForgeError):
 
 class OutOfMemory(ForgeError):
     """Training needs more memory than there is on a GPU, or on the host."""
+
+
+class Postponed(ForgeError):
+    """A request to stop came before training began: nothing is lost, and the same command begins again."""
+
+    exit_code = ExitCode.STOPPED
 
 
 class PeerFailed(ForgeError):

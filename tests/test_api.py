@@ -169,7 +169,7 @@ def ranks(zygote: Zygote, run: Path, monkeypatch: pytest.MonkeyPatch) -> list[in
     """How many ranks were started; forked, where a launcher would start them anew."""
     started: list[int] = []
 
-    def start(arguments: list[str], *, nproc: int) -> Ended:
+    def start(arguments: list[str], *, nproc: int, **_: Any) -> Ended:
         started.append(nproc)
         ended = zygote.run(["run", *arguments], nproc=nproc, cwd=run.parents[1])
         return Ended(max(ended.codes))

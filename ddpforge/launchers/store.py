@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import socketserver
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-__all__ = ["ADDRESS", "Attempts", "serving"]
+__all__ = ["ADDRESS", "Attempts", "serving", "store_at"]
 
 ADDRESS = "DDPFORGE_STORE"
 LONGEST = 1 << 16  # bytes of a question
@@ -59,6 +60,22 @@ class _Talk(socketserver.StreamRequestHandler):
             with suppress(BrokenPipeError, ConnectionResetError):
                 answer = self.server.attempts.answer(json.loads(line))
                 self.wfile.write(json.dumps(answer).encode() + b"\n")
+
+
+@contextmanager
+def store_at(address: str | None, *, here: bool) -> Iterator[Mapping[str, str]]:
+    """The variables with which ranks find a store: one for this machine, or that at `address`, which may be `here`."""
+    if address and not here:
+        yield {ADDRESS: address}
+        return
+    with ExitStack() as life:
+        variables: dict[str, str] = {}
+        try:
+            port = life.enter_context(serving("", int(address.rpartition(":")[2])) if address else serving())
+            variables[ADDRESS] = address or f"127.0.0.1:{port}"
+        except OSError as error:  # ranks then write files for each other
+            print(f"warning: the watch over ranks has no store at {address}: {error}", file=sys.stderr)
+        yield variables
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -310,6 +310,11 @@ class RunFolder:
         path = self.path / "status.json"
         return cast(Status, _read(path, json.loads, Status.__annotations__)) if path.exists() else None
 
+    def status_version(self) -> int | None:
+        """A number that changes whenever the status is written; None where there is none."""
+        path = self.path / "status.json"
+        return path.stat().st_mtime_ns if path.exists() else None
+
     def write_status(self, status: Status) -> None:
         """Replaces `status.json` in one instant.
 
@@ -350,10 +355,10 @@ class RunFolder:
                 return True
         return False
 
-    def amend_failure(self, error: str, code: int) -> None:
-        """Replaces what `status.json` says of a failure, unless a run is going on here, or has ended well."""
+    def amend_failure(self, error: str, code: int, states: Collection[State] = ("running", "failed")) -> None:
+        """Replaces what `status.json` says of a failure, unless a run is going on here, or is in none of the states."""
         with suppress(EnvironmentProblem), self.claim():
-            if (status := self.status()) and status["state"] in ("running", "failed"):
+            if (status := self.status()) and status["state"] in states:
                 self.write_status({**status, "state": "failed", "exit_code": code, "error": error})
 
     def sync_metrics(self) -> None:
