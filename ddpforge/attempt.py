@@ -132,8 +132,8 @@ class Attempt:
                     # A launcher ends the others of a rank that failed: not mid-word.
                     signals.enter_context(trainer.stop)
                     self._state = trainer.fit()
-                    trainer.stop.over()
                     phases.mark(phases.END)
+                    trainer.stop.over()
             except BaseException as error:
                 self._tell(error)  # before anything else is ended: other ranks wait for a word
                 raise

@@ -14,6 +14,7 @@ from ddpforge.errors import ExitCode, ForgeError, RecipeError, UsageError
 from ddpforge.launchers import process
 from ddpforge.launchers.command import names_rendezvous, torchrun_command, variables_for
 from ddpforge.launchers.nodes import Nodes, default_id
+from ddpforge.launchers.store import store_at
 from ddpforge.launchers.verdict import STARTED, Ended
 from ddpforge.ranks.halt import seconds_of
 from ddpforge.runs.folder import RunFolder
@@ -53,20 +54,25 @@ class Start:
     recipe: Recipe
     command: list[str]
     nproc: int
+    nodes: Nodes
     patience: float
     out: str | None
 
     def run(self) -> Started:
         """Starts the ranks, and waits for their end."""
         folder = RunFolder.of(self.recipe, self.out)
-        before, failed = folder.status_version(), folder.read_failure()
+        before = folder.status_version()
         ended = process.start(
-            self.command, nproc=self.nproc, patience=self.patience, variables={STARTED: str(time.time())}
+            self.command,
+            nproc=self.nproc,
+            patience=self.patience,
+            variables={STARTED: str(time.time())},
+            store=store_at(self.nodes.store, here=self.nodes.is_first),
         )
+        failure = None
         if folder.status_version() != before:
-            ended = _as_written(ended, folder)
-        failure = folder.read_failure()
-        return Started(ended, folder, _untold(ended, folder, failure if failure != failed else None))
+            ended, failure = _as_written(ended, folder), folder.read_failure()
+        return Started(ended, folder, _untold(ended, folder, failure))
 
     def shown(self) -> str:
         """The command and its variables for a shell."""
@@ -117,7 +123,7 @@ def prepare(
     command = torchrun_command(arguments, nproc=nproc, flags=flags)
     restarts = any("restarts" in flag for flag in flags) or ranks.nodes.fewest < ranks.nodes.most
     # Where ranks are restarted, the launcher waits for other machines to meet it again, which is no fault.
-    return Start(loaded.recipe, command, nproc, process.PATIENCE + (_MEETING if restarts else 0.0), out)
+    return Start(loaded.recipe, command, nproc, nodes, process.PATIENCE + (_MEETING if restarts else 0.0), out)
 
 
 def check_world(loaded: LoadedRecipe, nproc: int) -> None:

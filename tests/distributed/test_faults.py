@@ -154,7 +154,14 @@ def told(folder: Path, name: str) -> dict[str, Any]:
 
 
 def left(folder: Path) -> list[str]:
-    """The processes that still have to do with a run in `folder`."""
+    """The processes that, after a moment, still have to do with a run in `folder`."""
+    deadline = time.monotonic() + 5
+    while (found := _processes(folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+def _processes(folder: Path) -> list[str]:
     found = []
     for process in psutil.process_iter():
         try:

@@ -74,14 +74,19 @@ def test_a_file_is_written_by_a_rank_that_stands_still_and_seldom_by_one_that_ge
 
 
 def test_a_store_out_of_reach_is_no_error_and_is_known(tmp_path: Path) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        clock = Clock()
-        board = Board(str(tmp_path), "now", f"127.0.0.1:{closed.getsockname()[1]}", seldom=10.0, clock=clock)
-        clock.now += 7
+    clock = Clock()
+    with serving() as port:
+        board = Board(str(tmp_path), "now", f"127.0.0.1:{port}", seldom=10.0, clock=clock)
         board.show(row(0))
-        assert board.cut_off == 7.0
-        assert list(board.rows()) == [0]  # from its file
+        assert board.cut_off == 0.0
+        board._talk.close()
+    later = Board(str(tmp_path), "now", f"127.0.0.1:{port}", seldom=10.0, clock=clock)
+    clock.now += 7
+    for one in (board, later):
+        one.show(row(0, marks=2))
+        assert list(one.rows()) == [0]  # from its file
+    assert board.cut_off == 7.0
+    assert later.cut_off == 0.0  # there may never have been one
 
 
 def test_rubbish_is_not_shown(tmp_path: Path) -> None:
@@ -91,11 +96,14 @@ def test_rubbish_is_not_shown(tmp_path: Path) -> None:
     assert board.rows() == {}
 
 
-def test_a_store_forgets_an_earlier_attempt_and_survives_what_it_cannot_read() -> None:
+def test_a_store_keeps_attempts_apart_forgets_the_oldest_and_survives_what_it_cannot_read() -> None:
     store = Attempts()
     store.answer({"attempt": "a", "row": {"rank": 0}, "alarm": True})
     assert store.answer({"attempt": "a", "ask": True}) == {"alarm": True, "rows": [{"rank": 0}]}
     assert store.answer({"attempt": "b", "ask": True}) == {"alarm": False, "rows": []}
+    for number in range(8):
+        store.answer({"attempt": str(number)})
+    assert store.answer({"attempt": "a", "ask": True}) == {"alarm": False, "rows": []}
     with serving() as port:
         for text in (b"no json\n", b"{}\n", b"[1]\n", b"x" * 100_000 + b"\n"):
             with socket.create_connection(("127.0.0.1", port)) as talk:
