@@ -47,7 +47,8 @@ class Nodes:
         if self.endpoint is None:
             return ["--standalone"]
         number = f"{self.fewest}:{self.most}" if self.fewest < self.most else str(self.most)
-        hosts = is_mine(self.endpoint.rpartition(":")[0]) if self.rank is None else self.rank == 0
+        host, _, port = self.endpoint.rpartition(":")
+        hosts = is_mine(host) and not _answers(host, int(port)) if self.rank is None else self.rank == 0
         return [
             *(f"--nnodes={number}", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={run_id}"),
             # By itself torchrun compares names, and where /etc/hosts has 127.0.1.1 for this one nobody hosts the store.
@@ -111,6 +112,15 @@ def is_mine(host: str) -> bool:
         ) from error
     mine = {one.address.partition("%")[0] for each in psutil.net_if_addrs().values() for one in each}
     return not addresses.isdisjoint(mine) or any(address.startswith("127.") for address in addresses)
+
+
+def _answers(host: str, port: int) -> bool:
+    """True if somebody is there already: another launch on this machine, which all others meet."""
+    try:
+        socket.create_connection((host.strip("[]"), port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _with_port(endpoint: str) -> str:
