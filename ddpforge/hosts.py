@@ -27,7 +27,7 @@ from ddpforge.runs.folder import Change, recipe_changes, snapshot
 if TYPE_CHECKING:
     from ddpforge.recipe import LoadedRecipe
 
-__all__ = ["refuse_differences", "share_folder"]
+__all__ = ["holds_locks", "refuse_differences", "share_folder"]
 
 log = logging.getLogger("ddpforge")
 
@@ -122,12 +122,18 @@ def _raise(ranks: Ranks, message: str, *hints: str) -> None:
 
 # ---------------------------------------------------------------------------------------------- the folder
 def share_folder(place: Path, ranks: Ranks) -> None:
-    """Raises on every rank unless all see a file that rank 0 writes in `place`; says so if locks do not hold there.
+    """Raises on every rank unless all see what rank 0 writes in `place`; says so where locks do not hold there.
 
     What rank 0 makes is gone afterwards. Two small exchanges.
     """
+    if not holds_locks(place, ranks) and ranks.is_main:
+        log.warning("file locks do not hold in %s: see that no second run trains there", place)
+
+
+def holds_locks(place: Path, ranks: Ranks) -> bool:
+    """True where all see that what rank 0 writes in `place` is locked; raises on every rank where one sees nothing."""
     if ranks.size == 1:
-        return
+        return True
     with ExitStack() as held:
         name = on_rank_zero(ranks, lambda: held.enter_context(_word(place)))
         # Rank 0 does not look: a process that closes a file loses its locks of it.
@@ -141,8 +147,7 @@ def share_folder(place: Path, ranks: Ranks) -> None:
             "all hosts must share the run's folder: --out DIR, or output_dir in the recipe",
             "start all ranks in the same folder if its path is relative",
         )
-    if ranks.is_main and any(sight == "free" for _, _, sight in told[1:]):
-        log.warning("file locks do not hold in %s: see that no second run trains there", place)
+    return all(sight == "locked" for _, _, sight in told)
 
 
 @contextmanager

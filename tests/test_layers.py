@@ -23,7 +23,7 @@ LAYERS = [
     {"cli"},
     {"testing"},
     {"api"},
-    {"parity", "runner", "starting"},
+    {"doctor", "parity", "runner", "starting"},
     {"attempt", "hosts"},
     {"watch"},
     {"training"},
