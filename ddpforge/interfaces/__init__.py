@@ -6,7 +6,7 @@ step. Nothing in here imports torch when it runs.
 
 from ddpforge.direction import lower_is_better
 from ddpforge.interfaces.beside import Beside
-from ddpforge.interfaces.callback import Callback, RunContext, StepInfo
+from ddpforge.interfaces.callback import Callback, GoBack, RunContext, StepInfo
 from ddpforge.interfaces.data import Data, PartedData
 from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.interfaces.metric import Metric, Rows, Total
@@ -43,6 +43,7 @@ __all__ = [
     "EpochOrder",
     "Explores",
     "Exploring",
+    "GoBack",
     "Histogram",
     "Horizon",
     "Metric",
