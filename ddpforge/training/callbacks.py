@@ -14,7 +14,11 @@ __all__ = ["check_callback", "numbers", "overriding", "reads_gradients", "state_
 
 def overriding(callbacks: Mapping[str, Callback], method: str) -> list[str]:
     """Names the callbacks that have a `method` of their own."""
-    return [name for name, one in callbacks.items() if getattr(type(one), method) is not getattr(Callback, method)]
+    return [
+        name
+        for name, one in callbacks.items()
+        if method in vars(one) or getattr(type(one), method) is not getattr(Callback, method)
+    ]
 
 
 def reads_gradients(callbacks: Mapping[str, Callback]) -> bool:
