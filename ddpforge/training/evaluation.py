@@ -12,7 +12,7 @@ import torch
 
 from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import PluginError, UsageError
-from ddpforge.interfaces import Callback, Pass, Replica, Rows, Task, Total, World
+from ddpforge.interfaces import Callback, Draws, Pass, Replica, Rows, Task, Total, World
 from ddpforge.training.callbacks import numbers
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.one_turn import finished, of_turn, of_turns, reports_of
@@ -101,12 +101,20 @@ class Evaluator:
                 check_whole(self._task, micro)
                 batch = to_device(micro.data, self._world.device)
                 running.append((micro, batch))
-                seed = mix(self._seed, _EVALUATION, number, self._world.data.rank)
-                yield Pass(batch=batch, seed=partial(seed_all, seed, self._world.device))
+                yield Pass(batch=batch, seed=partial(self._seed_pass, number, micro))
 
-        for result in self._replica.passes(passes(), meter.compute, trains=False):
-            add(found, meter.quantities(*running.popleft(), result, metrics=True))
+        try:
+            for result in self._replica.passes(passes(), meter.compute, trains=False):
+                add(found, meter.quantities(*running.popleft(), result, metrics=True))
+        finally:
+            self._task.draws = Draws()
         return found
+
+    def _seed_pass(self, number: int, micro: MicroBatch) -> None:
+        """Seeds what a pass draws: of each sample by its place, of all else by the pass."""
+        seed_all(mix(self._seed, _EVALUATION, number, self._world.data.rank), self._world.device)
+        places = [] if micro.places is None else micro.places.tolist()
+        self._task.draws = Draws([mix(self._seed, _EVALUATION, place) for place in places])
 
     @contextmanager
     def _wrapped(self) -> Iterator[None]:
