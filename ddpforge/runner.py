@@ -22,6 +22,7 @@ from ddpforge.ranks.logs import setup_logging
 from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe, load_recipe
+from ddpforge.recipe.load import refuse_text
 from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.opening import open_folder
@@ -49,6 +50,7 @@ def run(
     earlier run of this name aside instead of continuing it. Raises ForgeError for everything that can be expected
     to go wrong; a RecipeError comes before anything is started.
     """
+    refuse_text("allow_change", allow_change)
     parts = _load(source, sets)
     folder = RunFolder.of(parts.recipe, out)
     is_new = fresh or not folder.exists()
@@ -116,6 +118,7 @@ def _what_is_evaluated(checkpoint: Path, parts: Parts) -> str:
 
 
 def _load(source: str | Path, sets: Sequence[str], *, trains: bool = True, only: Sequence[str] = ()) -> Parts:
+    refuse_text("only", only)
     registry = Registry.installed()
     return Parts(load_recipe(source, sets=sets, registry=registry), registry, trains=trains, only=only)
 

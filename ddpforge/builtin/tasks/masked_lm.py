@@ -33,7 +33,7 @@ class MaskedLM(Task):
         metrics: Annotated[Sequence[Metric], Field(description="What to report of the chosen tokens.")] = (),
     ) -> None:
         self.mask_token, self.share, self.keep = mask_token, share, keep
-        self.reports = by_name(metrics)
+        self.reports = by_name(metrics, "perplexity")
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The cross-entropy summed over chosen tokens; the logits, and the targets, -100 where nothing is chosen."""

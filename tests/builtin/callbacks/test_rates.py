@@ -186,3 +186,8 @@ def test_where_every_way_leads_to_a_spike_the_run_ends() -> None:
 
     with pytest.raises(Diverged, match="the loss of step 3 is high, after 10 rollbacks"):
         Loop(steps=4, evaluation=False, callbacks={"always": Always()}).fit()
+
+
+def test_a_metric_of_training_is_refused_before_training() -> None:
+    with pytest.raises(ValueError, match="metric: train/loss is no metric of an evaluation"):
+        ReduceOnPlateau(metric="train/loss")
