@@ -628,3 +628,14 @@ def test_trackers_hear_of_checkpoints() -> None:
     loop.tracker.checkpoint = lambda step, folder: heard.append(step)  # type: ignore[method-assign]
     loop.fit()
     assert heard == [2, 4]
+
+
+@pytest.mark.parametrize("returned", [None, 3, ["x"]])
+def test_a_callback_without_a_state_is_named_when_it_is_saved(returned: Any) -> None:
+    class Stateless(Callback):
+        def state(self) -> Any:
+            return returned
+
+    with pytest.raises(PluginError, match=r"callback `it`: Stateless.state returned") as told:
+        Loop(steps=1, callbacks={"it": Stateless()}).fit()
+    assert "`{}` where there is nothing to keep" in told.value.hints[0]

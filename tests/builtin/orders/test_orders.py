@@ -326,3 +326,12 @@ def test_weights_and_lengths_are_finite_numbers() -> None:
         Bucketed(data, 0, 2, False, by="labels")
     with pytest.raises(UsageError, match="2h is a wall time"):
         Curriculum(data, 0, 2, False, until=Duration(2, "h"))
+
+
+def test_a_sample_without_a_class_cannot_be_balanced(tmp_path: Path) -> None:
+    """NaN would be a class of its own, as often as all others."""
+    labels = np.arange(103) % 3.0
+    labels[[7, 11]] = np.nan
+    np.save(tmp_path / "labels.npy", labels)
+    with pytest.raises(UsageError, match=r"sample 7 has no class in .*, but NaN, and so have 2 in all"):
+        made("balanced", by=str(tmp_path / "labels.npy"))
