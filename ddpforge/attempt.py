@@ -284,7 +284,8 @@ class Attempt:
         words = f"rank {cause.rank} failed first: {cause.error}" if cause.told else str(cause)
         hints = [f"see {file}" if cause.told else f"where all ranks stood: {self.folder.failure}"]
         launcher_says = is_launched() and not cause.told  # it has the last word, after what torchrun prints
-        if launcher_says or not (self.world.is_main or (failed.speaks and cause.rank == 0)):
+        stands_in = cause.rank == 0 and (failed.speaks or (not cause.told and self.world.all.rank == 1))
+        if launcher_says or not (self.world.is_main or stands_in):
             return PeerFailed(ExitCode(cause.exit_code), words, hints=hints, launcher_says=launcher_says)
         error = ForgeError(words, hints=hints)
         error.exit_code = ExitCode(cause.exit_code)
@@ -311,6 +312,7 @@ class Attempt:
             state=state,
             exit_code=report.exit_code if report else codes.get(state, ExitCode.FAILED),
             step=trainer.progress.step if trainer else earlier["step"] if earlier else 0,
+            total_steps=trainer.plan.horizon.total if trainer else earlier.get("total_steps") if earlier else None,
             samples=trainer.progress.samples if trainer else earlier["samples"] if earlier else 0,
             world_size=self.world.all.size,
             strategy=self.recipe.strategy.use,
@@ -320,7 +322,7 @@ class Attempt:
 
 
 def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> Unwatched:
-    """What sees that a rank stands still or dies, where others wait for it."""
+    """The watch over this rank, where others wait for it."""
     if world.all.size == 1:
         return Unwatched()
     train = recipe.train

@@ -155,9 +155,11 @@ def _untold(ended: Ended, folder: RunFolder, failure: Mapping[str, Any] | None) 
     """The failure of a rank that could not say anything; that of one which nobody watched goes into the status."""
     from ddpforge.ranks.failures import told_causes
 
-    if ended.code and failure and failure["told_by"] == "watch":
+    watched = bool(ended.code and failure and failure["told_by"] == "watch")
+    died = ended.death is not None and failure is not None and failure["rank"] == ended.death.rank
+    if watched and failure and not (died and "without a word" in failure["error"]):
         return ForgeError(failure["error"], hints=[f"where all ranks stood: {folder.failure}"])
-    if ended.death is None or told_causes(folder.logs):
+    if ended.death is None or (told_causes(folder.logs) and not watched):
         return None
     named = f"rank {ended.death.rank} was {ended.death}"
     out_of_memory = ["was there not enough memory? `dmesg` says so"] if ended.death.signal == signal.SIGKILL else []

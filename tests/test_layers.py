@@ -24,7 +24,7 @@ LAYERS = [
     {"testing"},
     {"api"},
     {"parity", "runner", "starting"},
-    {"attempt"},
+    {"attempt", "hosts"},
     {"watch"},
     {"training"},
     {"exchange"},
@@ -56,7 +56,7 @@ LIGHT = {
     "starting",
     "watch",
 }
-LIGHT |= {f"ranks.{name}" for name in ("failures", "leaving", "logs", "phases", "signals")}
+LIGHT |= {f"ranks.{name}" for name in ("failures", "halt", "leaving", "logs", "phases", "signals")}
 LIGHT |= {f"checkpoint.{name}" for name in ("manifest", "retention", "schema", "untrusted", "verify")}
 
 

@@ -17,6 +17,8 @@ _COMMANDS = {
     "parity": ("parity", "Train a recipe under several strategies and report where they diverge."),
     "check": ("check", "Validate a recipe without starting anything."),
     "show": ("show", "Print the resolved recipe and where each value came from."),
+    "runs": ("runs", "List, compare, resume and delete runs."),
+    "status": ("status", "Print how a run stands, also while it trains."),
     "eval": ("evaluate", "Evaluate a run's checkpoint."),
     "export": ("export", "Write a run's weights as plain safetensors."),
     "ckpt": ("ckpt", "List, inspect, verify, compare, export and import checkpoints."),

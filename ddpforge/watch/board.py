@@ -19,7 +19,7 @@ _WAIT = 2.0  # seconds that a store, or a disk, may take
 
 
 class Board:
-    """Where the process beside a rank shows its row, and reads those of others; nothing here hangs or raises.
+    """Shows the row of one rank, and reads those of the others; nothing here hangs or raises.
 
     `store` is HOST:PORT of the launcher's, or empty. `attempt` is that of the rows which count; `seldom` is how many
     seconds lie between two files of a rank that gets on.
@@ -116,7 +116,7 @@ class Board:
 
 
 def within(seconds: float, action: Callable[[], T]) -> T | None:
-    """What `action` gives, from a thread of its own; None where it fails, or takes longer: a disk may never answer."""
+    """Runs `action` in a thread of its own; None where it fails, or takes longer: a disk may never answer."""
     found: list[T] = []
 
     def run() -> None:
