@@ -28,7 +28,7 @@ from ddpforge.training.agreement import Agreement, Ballot
 from ddpforge.training.batchnorm import BatchNormAverager
 from ddpforge.training.beside import with_statistics
 from ddpforge.training.cadence import Alarm, Cadence, Stopwatch
-from ddpforge.training.callbacks import numbers, reads_gradients
+from ddpforge.training.callbacks import add_numbers, reads_gradients
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.left_out import complete, without_state_of_frozen
@@ -374,7 +374,7 @@ class Trainer:
         if info.metrics:
             row = {**info.metrics}
             for name, callback in self.callbacks.items():
-                row |= numbers(name, "on_log", callback.on_log(replace(info, metrics=row)))
+                add_numbers(row, name, "on_log", callback.on_log(replace(info, metrics=dict(row))))
             self._log(info.step, row)
             self._stopwatch.restart()
         return any(wishes)
