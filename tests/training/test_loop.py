@@ -504,6 +504,7 @@ def test_callbacks_measure_within_the_evaluation_of_all() -> None:
         return {"noise": torch.rand(()).item()}
 
     measures.while_evaluating = measure  # type: ignore[method-assign]
+    measures.on_log = lambda info: {}  # type: ignore[method-assign]
     loop = Loop(steps=2, train={"eval_every": "1st"}, callbacks={"measures": measures, "averages": averages})
     loop.fit()
     measured = "measure 1, training False, gradients False"
