@@ -24,7 +24,8 @@ LAYERS = [
     {"testing"},
     {"api"},
     {"parity", "runner", "starting"},
-    {"attempt"},
+    {"attempt", "hosts"},
+    {"watch"},
     {"training"},
     {"exchange"},
     {"data", "runs", "strategies"},
@@ -53,8 +54,9 @@ LIGHT = {
     "recipe",
     "runs",
     "starting",
+    "watch",
 }
-LIGHT |= {f"ranks.{name}" for name in ("failures", "leaving", "logs", "signals", "watch")}
+LIGHT |= {f"ranks.{name}" for name in ("failures", "halt", "leaving", "logs", "phases", "signals")}
 LIGHT |= {f"checkpoint.{name}" for name in ("manifest", "retention", "schema", "untrusted", "verify")}
 
 

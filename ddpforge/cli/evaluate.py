@@ -5,7 +5,8 @@ import json
 import click
 
 from ddpforge.cli.ending import ending, results_alone
-from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_option
+from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_options
+from ddpforge.launchers.srun import adopt_slurm
 
 
 @click.command("eval")
@@ -14,7 +15,7 @@ from ddpforge.cli.options import checkpoint_options, json_option, run_argument, 
 @click.option(
     "--only", metavar="NAME", multiple=True, help="Evaluate on [data.eval.NAME] alone; may be given several times."
 )
-@sets_option
+@sets_options
 @json_option
 def evaluate(
     run: str, step: int | None, best: bool, only: tuple[str, ...], sets: tuple[str, ...], as_json: bool
@@ -25,6 +26,8 @@ def evaluate(
     no state of the optimizer is loaded.
     """
     with ending():
+        adopt_slurm()
+
         from ddpforge.runner import evaluate as evaluate_run
         from ddpforge.runs.checkpoints import choose
         from ddpforge.runs.folder import RunFolder

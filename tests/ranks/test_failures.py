@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ddpforge.ranks.watch import Watch
 
 from ddpforge.errors import CheckpointError, ExitCode, PeerFailed, StrategyError
 from ddpforge.ranks.failures import Failures, Peer, is_symptom, phrase, told_causes
-from ddpforge.ranks.watch import Watch
 from ddpforge.ranks.writers import OutOfTouch
 
 GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"

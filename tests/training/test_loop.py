@@ -6,16 +6,19 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from doubles import Loop, Plain, Saved, noting
+from doubles import Loop, Numbers, Plain, Saved, noting
 
 import ddpforge.training.loop
 from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.errors import CheckpointError, Diverged, PluginError
 from ddpforge.interfaces import Callback, StepInfo
+from ddpforge.launchers.verdict import Words
+from ddpforge.ranks.halt import NoHalt
 from ddpforge.training.cadence import Stopwatch
 
 
@@ -68,7 +71,7 @@ def _looks_cost(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _agrees_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks agree at steps that log, and every thousand."""
-    monkeypatch.setattr(ddpforge.training.loop, "_AGREE_SECONDS", 1e9)
+    monkeypatch.setattr(ddpforge.training.agreement, "_AGREE_SECONDS", 1e9)
 
 
 # ---------------------------------------------------------------------------------------------- what happens when
@@ -161,8 +164,8 @@ def test_between_rows_ranks_do_not_talk() -> None:
     loop = Loop(steps=50, track="25st", evaluation=False)
     loop.trainer._agree_every = 1000
     loop.fit()
-    names = 1  # the first reduction meets names that ranks have not agreed on: there is a second one
-    assert len(loop.replica.ranks.asked) == 3 + names
+    names = 2  # a reduction that meets names which ranks have not agreed on is followed by a second one
+    assert len(loop.replica.ranks.asked) == 1 + 3 + names  # one before the first step: whether to begin at all
 
 
 def test_ranks_agree_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +207,77 @@ def test_a_request_to_stop_saves_and_does_not_wait_for_an_evaluation() -> None:
     assert loop.trainer.progress.step == 4
     assert loop.tracker.steps("eval/loss") == [1, 2, 3]
     assert loop.checkpoints.steps() == [4]
+
+
+def test_a_request_that_came_while_the_run_started_is_met_before_its_first_step() -> None:
+    loop = Loop(steps=9)
+    loop.trainer.stop.requested = True
+    assert loop.fit() == "stopped"
+    assert (loop.trainer.progress.step, loop.checkpoints.steps()) == (0, [])  # nothing is lost
+    assert loop.events == []
+
+    resumed = Loop(steps=9, train={"eval_every": "3st"})
+    resumed.trainer.restore(saved(3))  # type: ignore[arg-type]
+    resumed.trainer.stop.requested = True
+    assert resumed.fit() == "stopped"
+    assert (resumed.trainer.progress.step, resumed.checkpoints.steps(), resumed.tracker.rows) == (3, [], [])
+
+
+class Stopping(Numbers):
+    """Numbers of which one, when it is fetched, has somebody ask for a stop."""
+
+    def __init__(self, size: int, at: int) -> None:
+        super().__init__(size)
+        self.at = at
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.at:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("at", "steps"), [("2st", 4), ("4st", 4)])
+def test_a_request_during_an_evaluation_leaves_it_for_the_next_attempt(
+    monkeypatch: pytest.MonkeyPatch, at: str, steps: int
+) -> None:
+    """Also the last one, after which the run would be done; callbacks leave it as they leave any."""
+    monkeypatch.setattr(ddpforge.training.agreement, "_AGREE_SECONDS", 0.0)  # ranks agree after every batch
+    watcher = Watcher()
+    loop = Loop(steps=steps, train={"eval_every": at}, callbacks={"watch": watcher}, evaluation={"": 9})
+    watcher.events = loop.events
+    object.__setattr__(loop.evaluator.sets[""], "_data", Stopping(9, at=3))
+    assert loop.fit() == "stopped"
+    stopped = int(at.removesuffix("st"))
+    assert (loop.trainer.progress.step, loop.checkpoints.steps()) == (stopped, [stopped])
+    assert loop.events[-3:] == ["evaluation begins", "evaluation ends", "save"]
+    assert loop.tracker.steps("eval/loss") == []
+    assert not any(name.startswith("eval/") for name in loop.checkpoints.saved[-1].facts.metrics)
+    assert loop.model.training
+
+
+class Owner(NoHalt):
+    """Asks for the end of the run after so many looks, and notes that it is obeyed."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks, self.heard = looks, 0
+
+    def asked(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def obeyed(self) -> None:
+        self.heard += 1
+
+
+def test_the_owner_of_a_run_stops_it_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch hears that its ranks are not to be started again, which they would be when only a node leaves."""
+    verdict = tmp_path / "verdict"
+    monkeypatch.setenv("DDPFORGE_VERDICT", str(verdict))
+    loop = Loop(steps=9, evaluation=False)
+    loop.trainer.halt = owner = Owner(looks=3)
+    assert loop.fit() == "stopped"
+    assert (loop.trainer.progress.step, loop.checkpoints.steps(), owner.heard) == (3, [3], 1)
+    assert Words(verdict, 1).halted
 
 
 def test_a_run_by_the_clock_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
