@@ -9,7 +9,7 @@ from typing import Any
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Callback, Contract
 
-__all__ = ["check_callback", "numbers", "overriding", "reads_gradients", "state_of"]
+__all__ = ["add_numbers", "check_callback", "overriding", "reads_gradients", "state_of"]
 
 
 def overriding(callbacks: Mapping[str, Callback], method: str) -> list[str]:
@@ -26,8 +26,18 @@ def reads_gradients(callbacks: Mapping[str, Callback]) -> bool:
     return bool(overriding(callbacks, "on_gradient"))
 
 
-def numbers(name: str, method: str, returned: Any) -> dict[str, float]:
-    """The numbers that a `method` of the callback `name` returned; raises PluginError unless it is numbers by name."""
+def add_numbers(found: dict[str, float], name: str, method: str, returned: Any, prefix: str = "") -> None:
+    """Adds what a `method` of the callback `name` returned; raises PluginError unless it is new numbers by name."""
+    for key, value in _numbers(name, method, returned).items():
+        if (full := prefix + key) in found:
+            raise PluginError(
+                f"callback `{name}` reports {full}, which is reported already",
+                hints=[f"return it from `{method}` under another name"],
+            )
+        found[full] = value
+
+
+def _numbers(name: str, method: str, returned: Any) -> dict[str, float]:
     try:
         return {key: value if isinstance(value, int) else float(value) for key, value in returned.items()}
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
-from ddpforge.errors import PluginError, UsageError
+from ddpforge.errors import UsageError
 from ddpforge.interfaces import Callback, Draws, Pass, Replica, Rows, Task, Total, World
 from ddpforge.ranks import phases
 from ddpforge.training.agreement import Interrupted, Looks
-from ddpforge.training.callbacks import numbers
+from ddpforge.training.callbacks import add_numbers
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.one_turn import finished, of_turn, of_turns, reports_of
 from ddpforge.training.totals import Meter, add
@@ -85,13 +85,7 @@ class Evaluator:
     def _ask(self, name: str, callback: Callback, step: int, found: dict[str, float]) -> None:
         """Adds to `found` what a callback measures of the weights that are evaluated."""
         seed_all(mix(self._seed, _EVALUATION, _CALLBACKS, self._world.data.rank), self._world.device)
-        for metric, value in numbers(name, "while_evaluating", callback.while_evaluating(step)).items():
-            if (key := f"eval/{metric}") in found:
-                raise PluginError(
-                    f"callback `{name}` reports {key}, which the evaluation reports already",
-                    hints=["return it from `while_evaluating` under another name"],
-                )
-            found[key] = value
+        add_numbers(found, name, "while_evaluating", callback.while_evaluating(step), prefix="eval/")
 
     def _means(self, micro_batches: Iterable[MicroBatch], step: int) -> dict[str, float]:
         """Evaluates one set; returns its means over all ranks, finished by the task."""

@@ -31,7 +31,7 @@ from ddpforge.training.agreement import HALT, STOP, Agreement, Ballot, Interrupt
 from ddpforge.training.batchnorm import BatchNormAverager
 from ddpforge.training.beside import with_statistics
 from ddpforge.training.cadence import Alarm, Cadence, Stopwatch
-from ddpforge.training.callbacks import numbers, overriding, reads_gradients
+from ddpforge.training.callbacks import add_numbers, overriding, reads_gradients
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.left_out import complete, without_state_of_frozen
@@ -410,7 +410,7 @@ class Trainer:
         if info.metrics:
             row = {**info.metrics}
             for name in self._adding_columns:
-                row |= numbers(name, "on_log", self.callbacks[name].on_log(replace(info, metrics=row)))
+                add_numbers(row, name, "on_log", self.callbacks[name].on_log(replace(info, metrics=dict(row))))
             self._log(info.step, row)
             self._stopwatch.restart()
         for wish in wishes:

@@ -399,6 +399,10 @@ schedule = {{ use = "cosine" }}
     [
         ("lrr = 0.1", "unknown key `lrr` in [optimizer.turns.d], which uses"),
         ("repeats = 0", "`optimizer.turns.d.repeats` must be at least 1, not 0"),
+        ("repeats = true", "`optimizer.turns.d.repeats` must be an integer, not a boolean"),
+        ('repeats = "2"', "`optimizer.turns.d.repeats` must be an integer, not a string"),
+        ("fresh = 1", "`optimizer.turns.d.fresh` must be true or false, not an integer"),
+        ('clip_norm = "1"', "`optimizer.turns.d.clip_norm` must be a number, not a string"),
         ('schedule = "cosine"', "[optimizer.turns.d.schedule] must be a table, not a string"),
         ('use = "sgdd"', "there is no optimizer named `sgdd`"),
     ],

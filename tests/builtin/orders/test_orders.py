@@ -294,6 +294,8 @@ def test_values_come_from_an_attribute_a_method_or_a_file(tmp_path: Path) -> Non
     assert column(data, f"{tmp_path}/a.npy").tolist() == [0, 1, 2, 3, 4]
     assert column(data, f"{tmp_path}/b.txt").tolist() == [1.5, 2, 3, 4, 5]
     assert column(data, f"{tmp_path}/c.csv").tolist() == ["cat", "dog", "cat", "cat", "dog"]
+    (tmp_path / "c.csv").write_text("New York\nRome\nRome\nBad Ems\nRome\n")
+    assert column(data, f"{tmp_path}/c.csv").tolist() == ["New York", "Rome", "Rome", "Bad Ems", "Rome"]
 
 
 def test_values_that_are_not_there_or_do_not_fit_are_refused(tmp_path: Path) -> None:
