@@ -28,7 +28,7 @@ from ddpforge.runner import Evaluation
 from ddpforge.runs.checkpoints import choose, is_checkpoint
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.metrics import read_metrics
-from ddpforge.starting import start_ranks
+from ddpforge.starting import Ranks, prepare
 from ddpforge.strategies.named_state import tensors
 from ddpforge.training.left_out import has_left_out, refuse_others
 from ddpforge.training.parts import WEIGHTS
@@ -44,6 +44,8 @@ def launch(
     out: str | Path | None = None,
     fresh: bool = False,
     allow_change: Sequence[str] = (),
+    max_time: str | None = None,
+    max_restarts: int | None = None,
 ) -> Outcome:
     """Trains a recipe in `nproc` processes of this machine, as `ddpforge launch` does; returns how that ended.
 
@@ -51,26 +53,29 @@ def launch(
     outcome as well, whose `exit_code` is not 0 and whose `status["error"]` says why. Raises ForgeError where it was
     refused before it could train; the ranks have said why on stderr.
     """
-    folder = None if out is None else str(out)
-    before = _version(RunFolder.of(load_recipe(recipe, sets=sets).recipe, out))
-    started = start_ranks(
-        str(recipe), nproc=nproc, sets=sets, out=folder, fresh=fresh, allow_change=allow_change, flags=()
+    if nproc is not None and nproc < 1:
+        raise UsageError(f"nproc={nproc}: there must be 1 process or more", hints=["leave it out for one per GPU"])
+    start = prepare(
+        str(recipe),
+        Ranks(nproc, max_restarts=max_restarts),
+        sets=sets,
+        out=None if out is None else str(out),
+        fresh=fresh,
+        allow_change=allow_change,
+        max_time=max_time,
     )
+    before = RunFolder.of(start.recipe, out).status_version()
+    started = start.run()
     if started.untold and not started.folder.exists():
         raise started.untold
-    if started.ended.code and _version(started.folder) == before:
+    if started.ended.code and started.folder.status_version() == before:
         error = ForgeError(f"the ranks ended with exit code {started.ended.code} before training; they have said why")
-        error.exit_code = ExitCode(started.ended.code)
+        known = {int(code): code for code in ExitCode}
+        error.exit_code = known.get(started.ended.code, ExitCode.FAILED)
         raise error
     status = started.folder.status()
     assert status is not None  # a run that has trained has one
     return Outcome(started.folder.path, status, is_main=True)
-
-
-def _version(folder: RunFolder) -> int | None:
-    """A number that changes whenever the status of a run is written; None where there is none."""
-    path = folder.path / "status.json"
-    return path.stat().st_mtime_ns if path.exists() else None
 
 
 def evaluate(

@@ -4,6 +4,7 @@
     ├── UsageError             2   the command line, or a path it names, is wrong
     │   └── RecipeError        2   the recipe is wrong; carries every problem that was found
     ├── OutOfMemory            1   of a GPU, or of the host
+    ├── Postponed              75  asked to stop before training began
     ├── PeerFailed             …   another rank failed and has reported it
     ├── EnvironmentProblem     3   launcher, devices, disk or an installed package
     │   ├── PluginError        3   a component cannot be loaded, or breaks its contract
@@ -126,9 +127,25 @@ class OutOfMemory(ForgeError):
     """Training needs more memory than there is on a GPU, or on the host."""
 
 
-class PeerFailed(ForgeError):
-    """Another rank failed and has said why; this rank ends with the same exit code and says nothing."""
+class Postponed(ForgeError):
+    """A request to stop came before training began: nothing is lost, and the same command begins again."""
 
-    def __init__(self, exit_code: ExitCode, message: str = "rank 0 failed", *, hints: Sequence[str] = ()) -> None:
+    exit_code = ExitCode.STOPPED
+
+
+class PeerFailed(ForgeError):
+    """Another rank failed and has said why; this rank ends with the same exit code and says nothing.
+
+    Where the other one could not say it, rank 0 does, or (`launcher_says`) who started the ranks.
+    """
+
+    def __init__(
+        self,
+        exit_code: ExitCode,
+        message: str = "rank 0 failed",
+        *,
+        hints: Sequence[str] = (),
+        launcher_says: bool = False,
+    ) -> None:
         super().__init__(message, hints=hints)
-        self.exit_code = exit_code
+        self.exit_code, self.launcher_says = exit_code, launcher_says

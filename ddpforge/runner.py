@@ -8,18 +8,22 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ddpforge.attempt import Attempt, Outcome, build_parts, on_every_rank
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.registry import Registry
-from ddpforge.errors import StrategyError
+from ddpforge.errors import ExitCode, PeerFailed, Postponed, StrategyError
 from ddpforge.interfaces import World
+from ddpforge.launchers.verdict import has_begun, record_begun
 from ddpforge.ranks import leaving
+from ddpforge.ranks.halt import seconds_of
 from ddpforge.ranks.join import join, leave
 from ddpforge.ranks.logs import setup_logging
 from ddpforge.ranks.rank_zero import on_rank_zero
+from ddpforge.ranks.signals import StopRequests
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe, load_recipe
 from ddpforge.runs.environment import world_size
@@ -42,29 +46,44 @@ def run(
     out: str | Path | None = None,
     fresh: bool = False,
     allow_change: Sequence[str] = (),
+    max_time: str | None = None,
 ) -> Outcome:
     """Trains a recipe in the world that the launcher's environment describes; called on every rank.
 
     `source` is a recipe file or the name of a bundled recipe, `out` replaces its `output_dir`, and `fresh` sets an
-    earlier run of this name aside instead of continuing it. Raises ForgeError for everything that can be expected
-    to go wrong; a RecipeError comes before anything is started.
+    earlier run of this name aside instead of continuing it. After `max_time`, e.g. "4h", it stops as if asked to.
+    Raises ForgeError for everything that can be expected to go wrong; a RecipeError comes before anything is started.
     """
+    seconds_of(max_time)  # raises UsageError
+    fresh = fresh and not has_begun()
     parts = _load(source, sets)
     folder = RunFolder.of(parts.recipe, out)
-    is_new = fresh or not folder.exists()
-    world = _join(parts, folder=None if fresh else folder)
-    peers = _peers(parts.recipe, world)
-    if is_new:
-        on_every_rank(peers, lambda: build_parts(parts, world, rehearses=True))
-    taken = snapshot(parts.loaded)
-    with ExitStack() as claims:
+    with StopRequests() as stop, ExitStack() as claims:
+        world = _join(parts, folder=None if fresh else folder)
+        peers = _peers(parts.recipe, world)
+        _leave_if_asked(stop, world, peers)
+        fresh = all(peers.ranks.everyone(fresh))
+        is_new = fresh or not folder.exists()
+        if is_new:
+            on_every_rank(peers, lambda: build_parts(parts, world, rehearses=True))
+        taken = snapshot(parts.loaded)
         opened = on_rank_zero(
             world.all,
             lambda: open_folder(folder, taken, claims, fresh=fresh, allow_change=allow_change),
         )
+        record_begun()
         if opened.result:
             return Outcome(folder.path, opened.result, world.is_main)
-        return Attempt(folder, opened, parts, taken, world, peers, claims=claims, is_built=is_new).run()
+        attempt = Attempt(folder, opened, parts, taken, world, peers, claims=claims, is_built=is_new, max_time=max_time)
+        return attempt.run()
+
+
+def _leave_if_asked(stop: StopRequests, world: World, peers: Peers) -> None:
+    """Raises on all ranks where one was asked to stop already: nothing has begun, so nothing is lost."""
+    if any(peers.ranks.everyone(stop.requested)):
+        leave(world)
+        told = Postponed if world.is_main else partial(PeerFailed, ExitCode.STOPPED)
+        raise told("asked to stop before training began", hints=["nothing is lost: the same command begins again"])
 
 
 @dataclass(frozen=True)

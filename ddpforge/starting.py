@@ -2,60 +2,122 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from ddpforge import launchers
-from ddpforge.errors import ForgeError, RecipeError
+from ddpforge.errors import ExitCode, ForgeError, RecipeError, UsageError
+from ddpforge.launchers import process
+from ddpforge.launchers.command import names_rendezvous, torchrun_command, variables_for
+from ddpforge.launchers.nodes import Nodes, default_id
+from ddpforge.launchers.verdict import STARTED, Ended
+from ddpforge.ranks.halt import seconds_of
 from ddpforge.runs.folder import RunFolder
 
 if TYPE_CHECKING:
-    from ddpforge.recipe import LoadedRecipe
+    from ddpforge.recipe import LoadedRecipe, Recipe
 
-__all__ = ["Started", "check_world", "start_ranks"]
+__all__ = ["Ranks", "Start", "Started", "check_world", "prepare"]
+
+_MEETING = 600.0  # seconds that torchrun lets machines take to meet
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks to start: `nproc` on each of the `nodes`, by default one per GPU, or one; `flags` go to torchrun."""
+
+    nproc: int | None = None
+    nodes: Nodes = field(default_factory=Nodes)
+    run_id: str | None = None
+    max_restarts: int | None = None
+    flags: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Started:
-    """The end of a launch; `untold` names a rank that a signal ended before it could say anything."""
+    """The end of a launch; `untold` names a rank that could not say anything."""
 
-    ended: launchers.Ended
+    ended: Ended
     folder: RunFolder
     untold: ForgeError | None
 
 
-def start_ranks(
+@dataclass(frozen=True)
+class Start:
+    """A recipe that was checked, and the launcher's command that trains it."""
+
+    recipe: Recipe
+    command: list[str]
+    nproc: int
+    patience: float
+    out: str | None
+
+    def run(self) -> Started:
+        """Starts the ranks, and waits for their end."""
+        folder = RunFolder.of(self.recipe, self.out)
+        before, failed = folder.status_version(), folder.read_failure()
+        ended = process.start(
+            self.command, nproc=self.nproc, patience=self.patience, variables={STARTED: str(time.time())}
+        )
+        if folder.status_version() != before:
+            ended = _as_written(ended, folder)
+        failure = folder.read_failure()
+        return Started(ended, folder, _untold(ended, folder, failure if failure != failed else None))
+
+    def shown(self) -> str:
+        """The command and its variables for a shell."""
+        variables = {name: os.environ.get(name, value) for name, value in variables_for(self.nproc).items()}
+        return " ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(self.command)])
+
+
+def prepare(
     recipe: str,
+    ranks: Ranks,
     *,
-    nproc: int | None,
     sets: Sequence[str],
     out: str | None,
     fresh: bool,
     allow_change: Sequence[str],
-    flags: Sequence[str],
+    max_time: str | None = None,
     as_json: bool = False,
-) -> Started:
-    """Trains `recipe` in `nproc` processes, by default one per GPU, or one; `flags` go to torchrun.
+) -> Start:
+    """Checks everything that can be checked before a process is started.
 
-    Raises RecipeError before anything is started; what goes wrong later, ranks say themselves.
+    Raises RecipeError, or whatever else stands in the way.
     """
     from ddpforge.recipe import load_recipe
 
+    seconds_of(max_time)  # raises UsageError
     loaded = load_recipe(recipe, sets=sets)
-    nproc = nproc or (loaded.recipe.train.device != "cpu" and _gpus()) or 1
-    if not any(flag.startswith("--nnodes") for flag in flags):
-        check_world(loaded, nproc)
+    nproc = ranks.nproc or (loaded.recipe.train.device != "cpu" and _gpus()) or 1
+    flags = list(ranks.flags)
+    if not names_rendezvous(flags):
+        flags = [*ranks.nodes.flags(ranks.run_id or default_id(loaded.recipe.name)), *flags]
+    if not any(flag.startswith("--nnodes") for flag in ranks.flags):
+        for world in ranks.nodes.worlds(nproc):
+            check_world(loaded, world)
+    if ranks.max_restarts is not None:
+        flags.append(f"--max-restarts={ranks.max_restarts}")
 
+    nodes = ranks.nodes
+    if fresh and nodes.fewest < nodes.most:
+        raise UsageError(
+            f"--fresh and --nnodes {nodes.fewest}:{nodes.most}: a machine that joins later would begin anew",
+            hints=["give the run another name with --set name=…, or rename the earlier run's folder"],
+        )
     arguments = [recipe, *(f"--set={value}" for value in sets), *(f"--allow-change={key}" for key in allow_change)]
     arguments += [f"--out={out}"] if out else []
     arguments += ["--fresh"] if fresh else []
+    arguments += [f"--max-time={max_time}"] if max_time else []
     arguments += ["--json"] if as_json else []
-    ended = launchers.start(launchers.torchrun_command(arguments, nproc=nproc, flags=flags), nproc=nproc)
-    folder = RunFolder(Path(out or loaded.recipe.output_dir) / loaded.recipe.name)
-    return Started(ended, folder, _untold(ended, folder))
+    command = torchrun_command(arguments, nproc=nproc, flags=flags)
+    restarts = any("restarts" in flag for flag in flags) or ranks.nodes.fewest < ranks.nodes.most
+    # Where ranks are restarted, the launcher waits for other machines to meet it again, which is no fault.
+    return Start(loaded.recipe, command, nproc, process.PATIENCE + (_MEETING if restarts else 0.0), out)
 
 
 def check_world(loaded: LoadedRecipe, nproc: int) -> None:
@@ -76,10 +138,25 @@ def check_world(loaded: LoadedRecipe, nproc: int) -> None:
         check_world(loaded, strategy.data_ranks(nproc))
 
 
-def _untold(ended: launchers.Ended, folder: RunFolder) -> ForgeError | None:
-    """A rank that a signal ended has said nothing: notes it in the run's status."""
+def _as_written(ended: Ended, folder: RunFolder) -> Ended:
+    """The run's status counts where no rank could say how it ended, and hears of what ranks refused later."""
+    status = folder.status()
+    if status is None or ended.code == 0:
+        return ended
+    if ended.told and ended.code == ExitCode.USAGE and status["exit_code"] != ended.code:
+        error = ended.error or "the ranks refused to go on"
+        folder.amend_failure(error, ended.code, states=("running", "failed", "stopped"))
+    if not ended.told and ended.death is None and status["exit_code"]:
+        return replace(ended, code=status["exit_code"])
+    return ended
+
+
+def _untold(ended: Ended, folder: RunFolder, failure: Mapping[str, Any] | None) -> ForgeError | None:
+    """The failure of a rank that could not say anything; that of one which nobody watched goes into the status."""
     from ddpforge.ranks.failures import told_causes
 
+    if ended.code and failure and failure["told_by"] == "watch":
+        return ForgeError(failure["error"], hints=[f"where all ranks stood: {folder.failure}"])
     if ended.death is None or told_causes(folder.logs):
         return None
     named = f"rank {ended.death.rank} was {ended.death}"

@@ -15,10 +15,10 @@ from launched import Zygote
 from torch import nn
 
 import ddpforge
-from ddpforge import launchers
 from ddpforge.cli.run import run as command
 from ddpforge.errors import CheckpointError, ExitCode, ForgeError, RecipeError, UsageError
-from ddpforge.launchers import Death, Ended
+from ddpforge.launchers import process
+from ddpforge.launchers.verdict import Death, Ended
 from ddpforge.recipe import load_recipe
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "search"
@@ -169,13 +169,13 @@ def ranks(zygote: Zygote, run: Path, monkeypatch: pytest.MonkeyPatch) -> list[in
     """How many ranks were started; forked, where a launcher would start them anew."""
     started: list[int] = []
 
-    def start(arguments: list[str], *, nproc: int) -> Ended:
+    def start(arguments: list[str], *, nproc: int, **_: Any) -> Ended:
         started.append(nproc)
         ended = zygote.run(["run", *arguments], nproc=nproc, cwd=run.parents[1])
         return Ended(max(ended.codes))
 
-    monkeypatch.setattr(launchers, "torchrun_command", lambda arguments, **_: arguments)
-    monkeypatch.setattr(launchers, "start", start)
+    monkeypatch.setattr("ddpforge.starting.torchrun_command", lambda arguments, **_: arguments)
+    monkeypatch.setattr(process, "start", start)
     return started
 
 
@@ -192,10 +192,10 @@ def test_a_launch_that_is_refused_raises(ranks: list[int], monkeypatch: pytest.M
     with pytest.raises(RecipeError):
         ddpforge.launch("run.toml", nproc=2, sets=["train.global_batch=7"])
     assert ranks == []
-    monkeypatch.setattr(launchers, "start", lambda *_, **__: Ended(3))
+    monkeypatch.setattr(process, "start", lambda *_, **__: Ended(3))
     error = refused(ForgeError, lambda: ddpforge.launch("run.toml", nproc=2, sets=["name=new"]))
     assert error == "the ranks ended with exit code 3 before training; they have said why"
-    monkeypatch.setattr(launchers, "start", lambda *_, **__: Ended(137, Death(1, 9)))
+    monkeypatch.setattr(process, "start", lambda *_, **__: Ended(137, Death(1, 9)))
     assert refused(ForgeError, lambda: ddpforge.launch("run.toml", nproc=2, sets=["name=new"])).startswith(
         "rank 1 was ended by signal 9 (SIGKILL)"
     )

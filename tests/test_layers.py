@@ -25,6 +25,7 @@ LAYERS = [
     {"api"},
     {"parity", "runner", "starting"},
     {"attempt"},
+    {"watch"},
     {"training"},
     {"exchange"},
     {"data", "runs", "strategies"},
@@ -53,8 +54,9 @@ LIGHT = {
     "recipe",
     "runs",
     "starting",
+    "watch",
 }
-LIGHT |= {f"ranks.{name}" for name in ("failures", "leaving", "logs", "signals", "watch")}
+LIGHT |= {f"ranks.{name}" for name in ("failures", "leaving", "logs", "phases", "signals")}
 LIGHT |= {f"checkpoint.{name}" for name in ("manifest", "retention", "schema", "untrusted", "verify")}
 
 

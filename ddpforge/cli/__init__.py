@@ -13,6 +13,7 @@ from ddpforge.errors import ExitCode, ForgeError, PeerFailed
 _COMMANDS = {
     "run": ("run", "Train a recipe; continues an interrupted run by itself."),
     "launch": ("launch", "Start several processes on this machine and train a recipe in them."),
+    "slurm": ("slurm", "Write a Slurm job's script that trains a recipe, or submit it."),
     "parity": ("parity", "Train a recipe under several strategies and report where they diverge."),
     "check": ("check", "Validate a recipe without starting anything."),
     "show": ("show", "Print the resolved recipe and where each value came from."),
@@ -68,6 +69,8 @@ def complain(error: ForgeError) -> None:
 
     said = redact(render(error))
     rank = int(os.environ.get("RANK", "0"))
+    if isinstance(error, PeerFailed) and error.launcher_says:
+        return
     if rank == 0:
         click.echo(said, err=True)
     elif error.exit_code != ExitCode.USAGE and not isinstance(error, PeerFailed):

@@ -15,8 +15,8 @@ import click
 
 from ddpforge.cli import complain
 from ddpforge.confidential import redact
-from ddpforge.errors import ExitCode, ForgeError
-from ddpforge.launchers import record_verdict
+from ddpforge.errors import ExitCode, ForgeError, Postponed
+from ddpforge.launchers.verdict import record_verdict
 from ddpforge.ranks import leaving
 
 
@@ -36,7 +36,7 @@ def ending(*, status: bool = False) -> Iterator[None]:
             click.echo(f"[rank {os.environ.get('RANK', '0')}] {redact(traceback.format_exc())}", err=True)
         if status and os.environ.get("RANK", "0") == "0":
             click.echo(json.dumps(failure(error)))
-        leave(_exit_code(error))
+        leave(_exit_code(error), str(failure(error)["error"]))
     leave(ExitCode.DONE)
 
 
@@ -62,7 +62,7 @@ def failure(error: BaseException) -> dict[str, Any]:
     if outcome := getattr(error, "outcome", None):
         return dict(outcome.status)
     return {
-        "state": "failed",
+        "state": "stopped" if isinstance(error, Postponed) else "failed",
         "exit_code": _exit_code(error),
         "step": 0,
         "total_steps": None,
@@ -86,9 +86,9 @@ def _speak_to_the_end() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def leave(code: ExitCode) -> NoReturn:
+def leave(code: ExitCode, error: str | None = None) -> NoReturn:
     """Ends the process at once, for everything is on disk by now."""
-    record_verdict(code)
+    record_verdict(code, error=error)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

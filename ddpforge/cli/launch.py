@@ -1,20 +1,33 @@
 """`ddpforge launch`: check a recipe, start its processes on this machine, and pass their verdict on."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ddpforge.cli import complain
 from ddpforge.cli.options import before_flags, json_option, out_option, recipe_argument, run_options, set_option
-from ddpforge.errors import ForgeError
+from ddpforge.errors import ForgeError, UsageError
+
+if TYPE_CHECKING:
+    from ddpforge.starting import Ranks
 
 
 @click.command()
 @recipe_argument
 @click.option("-n", "--nproc", type=click.IntRange(1, 1024), help="Processes to start; default: one per GPU, or one.")
+@click.option("--nnodes", metavar="N|A:B", help="Machines that train together, each with this command; A:B may vary.")
+@click.option("--node-rank", type=click.IntRange(min=0), help="This machine's number, from 0; not needed.")
+@click.option("--endpoint", metavar="HOST[:PORT]", help="Where the machines meet: one of them, the same for all.")
+@click.option("--run-id", help="A name for the meeting, the same on all machines; default: the run's and the user's.")
+@click.option(
+    "--max-restarts", type=click.IntRange(min=0), help="Start ranks again so often after a failure; default: never."
+)
+@click.option("--dry-run", is_flag=True, help="Print the command that would be run here, and start nothing.")
 @set_option
 @out_option
 @run_options
@@ -23,36 +36,70 @@ from ddpforge.errors import ForgeError
 def launch(
     recipe: str,
     nproc: int | None,
+    nnodes: str | None,
+    node_rank: int | None,
+    endpoint: str | None,
+    run_id: str | None,
+    max_restarts: int | None,
+    dry_run: bool,
     sets: tuple[str, ...],
     out: str | None,
     fresh: bool,
     allow_change: tuple[str, ...],
+    max_time: str | None,
     words: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Train RECIPE in several processes on this machine; flags after `--` go to torchrun.
+    """Train RECIPE in several processes on this machine, or on several machines; flags after `--` go to torchrun.
 
-    The recipe is checked before anything is started, and the exit code is the run's own.
+    The recipe is checked before anything is started, and the exit code is the run's own. What is not said is taken from
+    the variables of SkyPilot and Kubeflow, where there are any.
     """
-    from ddpforge.starting import start_ranks
+    from ddpforge.starting import prepare
 
     assigned, flags = before_flags(words)
     with _told_as_json(as_json):
-        started = start_ranks(
+        given = {"nproc": nproc, "nnodes": nnodes, "node_rank": node_rank, "endpoint": endpoint, "run_id": run_id}
+        start = prepare(
             recipe,
-            nproc=nproc,
+            _ranks({**given, "max_restarts": max_restarts}, flags),
             sets=(*sets, *assigned),
             out=out,
             fresh=fresh,
             allow_change=allow_change,
-            flags=flags,
+            max_time=max_time,
             as_json=as_json,
         )
+    if dry_run:
+        click.echo(start.shown())
+        return
+    started = start.run()
     if started.untold:
         complain(started.untold)
         if as_json and started.folder.exists() and 0 not in started.ended.ranks:
             click.echo(json.dumps(started.folder.status()))
     sys.exit(started.ended.code)
+
+
+def _ranks(given: dict[str, Any], flags: tuple[str, ...]) -> "Ranks":
+    """The ranks that options and variables ask for; flags of torchrun that say where machines meet stand alone."""
+    from ddpforge.launchers.command import names_rendezvous
+    from ddpforge.launchers.nodes import Nodes, announced
+    from ddpforge.starting import Ranks
+
+    meeting = ("nnodes", "node_rank", "endpoint", "run_id")
+    if names_rendezvous(flags):
+        if twice := [key for key in meeting if given[key] is not None]:
+            option = f"--{twice[0].replace('_', '-')}"
+            raise UsageError(
+                f"{option} is here, and a rendezvous among torchrun's flags", hints=["say it in one place"]
+            )
+        meet = Nodes()
+    else:
+        given = announced(os.environ) | {key: value for key, value in given.items() if value is not None}
+        meet = Nodes.of(*(given.get(key) for key in ("nnodes", "node_rank", "endpoint")))
+    number = {key: None if given.get(key) is None else int(given[key]) for key in ("nproc", "max_restarts")}
+    return Ranks(nodes=meet, run_id=given.get("run_id"), flags=flags, **number)
 
 
 @contextmanager

@@ -79,7 +79,12 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="KEY",
         help="Resume even though KEY, normally fixed for the life of a run, has changed; repeatable.",
     )
-    return fresh(allow_change(command))
+    max_time = click.option(
+        "--max-time",
+        metavar="DURATION",
+        help="Stop after so long, e.g. 90m or 4h, with a checkpoint and exit code 75: the same command goes on.",
+    )
+    return fresh(allow_change(max_time(command)))
 
 
 def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,11 +1,15 @@
 """`ddpforge run`: train a recipe; under a launcher this process is one rank."""
 
 import json
+import os
+import time
 
 import click
 
 from ddpforge.cli.ending import ending, leave, results_alone
 from ddpforge.cli.options import json_option, out_option, recipe_argument, run_options, sets_options
+from ddpforge.launchers.verdict import STARTED, record_start
+from ddpforge.ranks.signals import StopRequests
 
 
 @click.command()
@@ -15,19 +19,28 @@ from ddpforge.cli.options import json_option, out_option, recipe_argument, run_o
 @run_options
 @json_option
 def run(
-    recipe: str, sets: tuple[str, ...], out: str | None, fresh: bool, allow_change: tuple[str, ...], as_json: bool
+    recipe: str,
+    sets: tuple[str, ...],
+    out: str | None,
+    fresh: bool,
+    allow_change: tuple[str, ...],
+    max_time: str | None,
+    as_json: bool,
 ) -> None:
     """Train RECIPE: a TOML file, or the name of a bundled recipe.
 
     An interrupted run goes on from its last checkpoint. Exit codes: 0 done, 1 failed, 2 usage or recipe,
     3 environment or plugin, 4 diverged, 75 stopped with a checkpoint saved, 130 interrupted before one.
     """
-    with ending(status=as_json):
+    with ending(status=as_json), StopRequests():  # which notes them while torch is imported
+        os.environ.setdefault(STARTED, str(time.time()))
+        record_start()
+
         from ddpforge.runner import run as train
         from ddpforge.runs.folder import RunFolder
 
         with results_alone(as_json):
-            outcome = train(recipe, sets=sets, out=out, fresh=fresh, allow_change=allow_change)
+            outcome = train(recipe, sets=sets, out=out, fresh=fresh, allow_change=allow_change, max_time=max_time)
         if outcome.is_main:
             click.echo(json.dumps(RunFolder(outcome.folder).status()) if as_json else outcome.sentence())
         leave(outcome.exit_code)

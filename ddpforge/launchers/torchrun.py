@@ -1,16 +1,96 @@
-"""torchrun without the traceback with which it ends every run that failed or was stopped: the ranks have said why."""
+"""torchrun as a launch needs it: deaf to what is not meant for it, no noise of its own, and no restart in vain."""
 
+from __future__ import annotations
+
+import logging
+import os
+import signal
 import sys
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
+from ddpforge.errors import ExitCode
+from ddpforge.launchers.verdict import VERDICT, Words, is_final, record_death
 
-from ddpforge.launchers import record_death
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 
-if __name__ == "__main__":
+
+def _let_pass(number: int, frame: FrameType | None) -> None:
+    """Handles a signal; unlike SIG_IGN, the ranks do not inherit it."""
+
+
+def _listen_to_the_launch_alone() -> None:
+    """Schedulers signal every process of a job; the one that has started this passes on what concerns it."""
+    for number in (signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, _let_pass)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1, signal.SIGHUP))
+
+
+def be_quiet() -> None:
+    """Leaves out torchrun's own account of each process that failed or is ended, unless LOGLEVEL asks for it."""
+    if "LOGLEVEL" not in os.environ:
+        for name in ("multiprocessing.api", "agent.server.api"):
+            logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+
+
+def _agent() -> Any:
+    """torchrun's agent, with an eye for what the ranks' exit codes mean."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    base: Any = LocalElasticAgent  # whose inner methods have no types
+
+    class Agent(base):  # type: ignore[misc]
+        _remaining_restarts: int
+
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            result: RunResult = super()._monitor_workers(worker_group)
+            codes = [failure.exitcode for failure in result.failures.values()] if result.is_failed() else []
+            if codes and set(codes) == {ExitCode.STOPPED} and _is_elastic(worker_group) and not _halted(codes):
+                self._remaining_restarts += 1  # another node has left: no failure, and torchrun is about to count one
+            elif ExitCode.STOPPED in codes or is_final(codes):
+                self._remaining_restarts = 0
+            return result
+
+        def _shutdown(self, *signals: signal.Signals, **options: Any) -> None:
+            if signals:  # asked to stop; a second signal would raise here, and end ranks that are saving
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+                    signal.signal(number, _let_pass)
+            super()._shutdown(*signals, **options)
+
+        def _exit_barrier(self) -> None:
+            # All ranks here are done. The agents now part; where one is quicker, C++ complains, and means nothing.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            super()._exit_barrier()
+
+    return Agent
+
+
+def _is_elastic(group: WorkerGroup) -> bool:
+    settings = getattr(group.spec.rdzv_handler, "settings", None)
+    return settings is not None and settings.min_nodes < settings.max_nodes
+
+
+def _halted(codes: list[int]) -> bool:
+    return VERDICT in os.environ and Words(Path(os.environ[VERDICT]), len(codes)).halted
+
+
+def main() -> None:
+    """Runs torchrun with this process' arguments; a traceback would only repeat that a rank has failed."""
+    if VERDICT in os.environ:
+        _listen_to_the_launch_alone()
+    be_quiet()
+
+    import torch.distributed.launcher.api as launcher
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.run import main as torchrun
+
+    vars(launcher)["LocalElasticAgent"] = _agent()
     try:
-        main()
+        torchrun()
     except ChildFailedError as error:
         rank, failure = next(iter(error.failures.items()))  # the first that it saw; later ones it has ended itself
         if failure.exitcode < 0:
@@ -18,3 +98,10 @@ if __name__ == "__main__":
         sys.exit(1)
     except SignalException:
         sys.exit(1)
+    except RendezvousError as error:
+        print(f"error: the nodes lost each other, or never met: {error.__cause__ or error}", file=sys.stderr)
+        sys.exit(ExitCode.ENVIRONMENT)
+
+
+if __name__ == "__main__":
+    main()

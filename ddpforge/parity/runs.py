@@ -11,11 +11,12 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
-from ddpforge import launchers
 from ddpforge.checkpoint import retention
 from ddpforge.components.building import build
 from ddpforge.components.registry import Registry
 from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PluginError, RecipeError, UsageError
+from ddpforge.launchers import process
+from ddpforge.launchers.command import NO_GPUS, torchrun_command
 from ddpforge.parity.compare import TOLERANCES, Point, Quantity, Record, Tolerances, compare, first_drift
 from ddpforge.parity.specs import Spec, parse, split
 from ddpforge.recipe import LoadedRecipe, Problem, check_world, load_recipe
@@ -154,7 +155,7 @@ def _variables(runs: Sequence[_ComparedRun], say: Callable[[str], None]) -> Mapp
     if not gpus or gpus >= most or runs[0].loaded.recipe.train.device != "auto":
         return {}
     say(f"comparing on the CPU: {most} processes need {most} GPUs, and there {'are' if gpus > 1 else 'is'} {gpus}")
-    return launchers.NO_GPUS
+    return NO_GPUS
 
 
 def _make_empty(folder: Path) -> None:
@@ -203,10 +204,10 @@ class _ComparedRun:
             self.folder.create(**snapshot(self.loaded))
             copytree(start, self.folder.checkpoints / start.name)
         arguments = [self.recipe, *(f"--set={one}" for one in self.sets), f"--out={self.out}"]
-        command = launchers.torchrun_command(arguments, nproc=self.spec.ranks)
+        command = torchrun_command(arguments, nproc=self.spec.ranks)
         output = self.out / f"{self.name}.log"
         with output.open("wb") as file:
-            code = launchers.launch(command, nproc=self.spec.ranks, output=file, variables=variables)
+            code = process.launch(command, nproc=self.spec.ranks, output=file, variables=variables)
         if code:
             raise RunFailed(self.spec, code, output.read_text(errors="replace"))
 

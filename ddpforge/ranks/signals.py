@@ -8,45 +8,66 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from functools import cache, partial
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 __all__ = ["StopRequests", "leave_stopping_to_the_rank"]
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_ONE_REQUEST = 5.0  # seconds in which the same signal is the same request: a scheduler sends it, and so does a launcher
 log = logging.getLogger("ddpforge")
 
 
 class StopRequests:
-    """While entered, SIGTERM, SIGINT and SIGUSR1 raise a flag; a second SIGINT interrupts at once.
+    """While entered, SIGTERM, SIGINT, SIGUSR1 and SIGHUP raise a flag; a second one of the same interrupts at once.
 
-    May be entered again while it is. A flag on one rank is enough: the trainer agrees on it with the others before
+    Signals that the process was started to ignore, as nohup does, stay ignored. One that is entered within another
+    hears of what that was asked before. A flag on one rank is enough: the trainer agrees on it with the others before
     anybody stops.
     """
 
-    def __init__(self) -> None:
+    _entered: ClassVar[list[StopRequests]] = []  # in this process, the innermost last
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.requested = False
-        self._entered = 0
+        self._clock = clock
+        self._depth = 0
+        self._over = False
+        self._heard: dict[int, float] = {}
         self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> StopRequests:
-        self._entered += 1
-        if self._entered == 1 and threading.current_thread() is threading.main_thread():
+        self._depth += 1
+        if self._depth == 1 and threading.current_thread() is threading.main_thread():
+            if self._entered:
+                self.requested, self._heard = self._entered[-1].requested, dict(self._entered[-1]._heard)
+            self._entered.append(self)
             for number in _SIGNALS:
-                self._before[number] = signal.signal(number, self._on_signal)
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._entered -= 1
-        if self._entered == 0:
+        self._depth -= 1
+        if self._depth == 0:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
             self._before.clear()
+            if self in self._entered:
+                self._entered.remove(self)
+
+    def over(self) -> None:
+        """Training has ended, and what is left takes a moment: nothing interrupts it any more."""
+        self._over = True
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if number == signal.SIGINT and self.requested:
+        now, before = self._clock(), self._heard.get(number)
+        self._heard.setdefault(number, now)
+        again = before is not None and (number == signal.SIGINT or now - before > _ONE_REQUEST)
+        if again and not self._over:
             raise KeyboardInterrupt
         if not self.requested:
             log.info("%s: finishing this step, then saving a checkpoint", signal.Signals(number).name)
@@ -72,7 +93,8 @@ def _ending() -> Any:
 
 def _leave_stopping(ending: Any, _: int) -> None:
     for number in _SIGNALS:
-        signal.signal(number, partial(_ignore_once, ending))
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, partial(_ignore_once, ending))
 
 
 def _ignore_once(ending: Any, number: int, _: FrameType | None) -> None:

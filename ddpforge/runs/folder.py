@@ -4,6 +4,7 @@ runs/<name>/
   recipe.toml              as it was given          recipe.resolved.toml     with every default; runs as it is
   env.json                 where the last attempt ran                run.json   id, attempts, lineage
   status.json              how the run stands: see `Status`          metrics.jsonl
+  failure.json             which rank failed first, and where all of them stood
   logs/                    checkpoints/
 """
 
@@ -16,7 +17,7 @@ import math
 import os
 import secrets
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -126,6 +127,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """One JSON object a line: the record that trackers mirror."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def failure(self) -> Path:
+        """The failure of the last attempt, and where all ranks stood."""
+        return self.path / "failure.json"
 
     @property
     def logs(self) -> Path:
@@ -336,6 +342,11 @@ class RunFolder:
         path = self.path / "env.json"
         return _read(path, json.loads, ["environment"])["environment"] if path.exists() else {}
 
+    def status_version(self) -> int | None:
+        """A number that changes whenever the status is written; None where there is none."""
+        path = self.path / "status.json"
+        return path.stat().st_mtime_ns if path.exists() else None
+
     def write_status(self, status: Status) -> None:
         """Replaces `status.json` in one instant.
 
@@ -349,6 +360,17 @@ class RunFolder:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._overwrite_status(status):
                     raise
+
+    def write_failure(self, facts: Mapping[str, Any]) -> None:
+        """Writes `failure.json`: the rank that failed first, and where all of them stood."""
+        with _writing(self.path):
+            self._write_json(self.failure.name, facts)
+
+    def read_failure(self) -> dict[str, Any] | None:
+        """Reads what `write_failure` wrote; None where there is none."""
+        with suppress(EnvironmentProblem):
+            return _read(self.failure, json.loads, ["rank", "error", "told_by"])
+        return None
 
     def _overwrite_status(self, status: Status) -> bool:
         """Writes into the blocks that the file has already; False where there is none, or it does not fit."""
@@ -365,10 +387,10 @@ class RunFolder:
                 return True
         return False
 
-    def amend_failure(self, error: str, code: int) -> None:
-        """Replaces what `status.json` says of a failure, unless a run is going on here, or has ended well."""
+    def amend_failure(self, error: str, code: int, states: Collection[State] = ("running", "failed")) -> None:
+        """Replaces what `status.json` says of a failure, unless a run is going on here, or is in none of the states."""
         with suppress(EnvironmentProblem), self.claim():
-            if (status := self.status()) and status["state"] in ("running", "failed"):
+            if (status := self.status()) and status["state"] in states:
                 self.write_status({**status, "state": "failed", "exit_code": code, "error": error})
 
     def sync_metrics(self) -> None:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpforge import disk
 from ddpforge.checkpoint.retention import check_folder
 from ddpforge.errors import CheckpointError
 from ddpforge.ranks.failures import Failures
@@ -65,6 +66,7 @@ def open_folder(
     claims.enter_context(folder.claim())
     _settle_changes(folder, changes, edited, allow_change)
     Failures.clear(folder.logs)
+    disk.remove(folder.failure)
     return Opened(token, earlier, changes=changes, edited=edited)
 
 

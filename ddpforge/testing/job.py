@@ -1,6 +1,6 @@
 """Runs the kit's jobs on every rank of a shared world, one after another, until one fails.
 
-Started as `python -m ddpforge.testing.job ORDERS.json` by torchrun. Each rank writes `done-RANK.json` or
+Started as `python -m ddpforge.testing.job ORDERS.json`. Each rank writes `done-RANK.json` or
 `failed-RANK.json` into a job's folder; after a failure it ends, for the ranks are no longer in step.
 """
 
@@ -29,7 +29,6 @@ from ddpforge.components.registry import Registry
 from ddpforge.data.nests import close, digest, size, take
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, Part, RunContext, StepInfo, Strategy, Tracker, Weights, World
-from ddpforge.launchers import record_verdict
 from ddpforge.ranks.failures import is_symptom
 from ddpforge.ranks.join import join, leave
 from ddpforge.ranks.writers import Peers
@@ -287,7 +286,6 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     code = main(sys.argv[1])
-    record_verdict(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # without waiting for ranks that may be gone

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ddpforge.interfaces import Total
 
-__all__ = ["Agreement", "Ballot"]
+__all__ = ["HALT", "STOP", "Agreement", "Ballot", "Interrupted", "Looks"]
+
+STOP = "stop"  # a signal asks this rank to stop
+HALT = "halt"  # the run's owner asks all of them
+_AGREE_SECONDS = 1.0
+
+
+class Interrupted(Exception):
+    """All ranks leave what they are doing, which the next attempt begins anew."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +28,16 @@ class Agreement:
     wanted: frozenset[str] = frozenset()  # wishes that any rank has
     seconds: float = 0.0  # that a step takes, on average over ranks
     all_saved: bool = False  # whether every rank has written its part of a checkpoint
+
+    @property
+    def stops(self) -> bool:
+        """True when anybody asked to stop."""
+        return not self.wanted.isdisjoint((STOP, HALT))
+
+    @property
+    def every(self) -> int:
+        """The number of steps after which to agree again, so that it costs nothing and nobody waits for long."""
+        return max(1, min(1000, int(_AGREE_SECONDS / max(self.seconds, 1e-9))))
 
 
 class Ballot:
@@ -40,3 +59,30 @@ class Ballot:
         """Takes the means of all ranks' ballots out of `means`."""
         wanted = frozenset(name for name in self._wishes if means.pop(f"?{name}") > 0)
         return Agreement(wanted, means.pop("?seconds"), means.pop("?saved") == 1.0)
+
+
+class Looks:
+    """Has all ranks agree about once a second during something that every rank does in equally many parts."""
+
+    def __init__(
+        self, ask: Callable[[float], Agreement] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`ask` has all ranks agree, given the seconds that a part takes here; without it nobody can interrupt."""
+        self._ask, self._clock = ask, clock
+        self._every = 1
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins to count, on all ranks alike."""
+        self._parts, self._began = 0, self._clock()
+
+    def after_part(self) -> None:
+        """One more part is done; raises Interrupted on all ranks when one was asked to stop."""
+        self._parts += 1
+        if self._ask is None or self._parts < self._every:
+            return
+        agreed = self._ask((self._clock() - self._began) / self._parts)
+        self._every = agreed.every
+        self.restart()
+        if agreed.stops:
+            raise Interrupted

@@ -13,6 +13,8 @@ import torch
 from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Callback, Pass, Replica, Rows, Task, Total, World
+from ddpforge.ranks import phases
+from ddpforge.training.agreement import Interrupted, Looks
 from ddpforge.training.callbacks import numbers
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.one_turn import finished, of_turn, of_turns, reports_of
@@ -50,22 +52,34 @@ class Evaluator:
         self.sets, self.callbacks = sets, callbacks
         self._world, self._replica, self._task = world, replica, task
         self._seed = seed
+        self.looks = Looks()  # whether to go on
         self._meters = {turn: Meter(one, "evaluation") for turn, one in of_turns(task).items()}
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Means over each set, as of the weights after `step`; called on every rank. `prefix` begins their names."""
+        """Means over each set, as of the weights after `step`; called on every rank. `prefix` begins their names.
+
+        Raises Interrupted where `looks` finds that ranks are to stop.
+        """
         if not self.sets:
             raise UsageError("the recipe has no [data.eval] to evaluate on")
+        phases.mark(phases.EVAL)
         self._replica.sync_buffers()
         self._replica.module.eval()
         found: dict[str, float] = {}
+        interrupted: Interrupted | None = None
+        self.looks.restart()
         with self._wrapped(), torch.no_grad():
-            for name, batches in self.sets.items():
-                means = self._means(batches.evaluation(), step)
-                found |= {f"{prefix(name)}{metric}": value for metric, value in means.items()}
-            for name, callback in self.callbacks.items():
-                self._ask(name, callback, step, found)
+            try:
+                for name, batches in self.sets.items():
+                    means = self._means(batches.evaluation(), step)
+                    found |= {f"{prefix(name)}{metric}": value for metric, value in means.items()}
+                for name, callback in self.callbacks.items():
+                    self._ask(name, callback, step, found)
+            except Interrupted as error:
+                interrupted = error  # callbacks are left as if all went well: they give weights back
         self._replica.module.train()
+        if interrupted:
+            raise interrupted
         return found
 
     def _ask(self, name: str, callback: Callback, step: int, found: dict[str, float]) -> None:
@@ -98,6 +112,7 @@ class Evaluator:
 
         def passes() -> Iterator[Pass]:
             for number, micro in enumerate(micro_batches):
+                phases.mark(phases.EVAL)
                 check_whole(self._task, micro)
                 batch = to_device(micro.data, self._world.device)
                 running.append((micro, batch))
@@ -106,6 +121,7 @@ class Evaluator:
 
         for result in self._replica.passes(passes(), meter.compute, trains=False):
             add(found, meter.quantities(*running.popleft(), result, metrics=True))
+            self.looks.after_part()
         return found
 
     @contextmanager

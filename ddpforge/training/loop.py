@@ -20,11 +20,14 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.data import Batches, MicroBatch
 from ddpforge.errors import Diverged, PluginError
 from ddpforge.interfaces import Callback, Replica, Schedule, StepInfo, Task, Total, Tracker, World
+from ddpforge.launchers.verdict import record_halt
 from ddpforge.plan import Plan
+from ddpforge.ranks import phases
+from ddpforge.ranks.halt import Halt, NoHalt
 from ddpforge.ranks.signals import StopRequests
 from ddpforge.recipe.schema import Recipe
 from ddpforge.strategies.several import InTurns
-from ddpforge.training.agreement import Agreement, Ballot
+from ddpforge.training.agreement import HALT, STOP, Agreement, Ballot, Interrupted, Looks
 from ddpforge.training.batchnorm import BatchNormAverager
 from ddpforge.training.beside import with_statistics
 from ddpforge.training.cadence import Alarm, Cadence, Stopwatch
@@ -46,7 +49,6 @@ __all__ = ["Trainer"]
 
 log = logging.getLogger("ddpforge")
 
-_AGREE_SECONDS = 1.0  # how long a stop request on one rank may go unnoticed by the others
 _MOST_SKIPS = 100  # steps in a row without a finite gradient, after which skipping is no longer training
 _MOST_ROLLBACKS = 10
 
@@ -123,9 +125,12 @@ class Trainer:
 
         # what ranks agree on
         self.stop = StopRequests()
-        self._ballot = Ballot(["stop", "end", *(cadence.key for cadence in self.cadences)])
+        self.halt: Halt = NoHalt()
+        self._ballot = Ballot([STOP, HALT, "end", *(cadence.key for cadence in self.cadences)])
         self._agreed = Agreement()
         self._agree_every = 1
+        evaluator.looks = Looks(self._look)
+        self._interrupted = False  # whether an evaluation was
 
         stateful = with_statistics(replica.bare, callbacks.values())
         statistics = BatchNormAverager(stateful if recipe.train.elastic_shards else None)
@@ -177,7 +182,8 @@ class Trainer:
         """
         for _ in self.steps():
             pass
-        return "stopped" if "stop" in self._agreed.wanted and self.progress.step < self.end else "done"
+        left = self.progress.step < self.end or self._interrupted
+        return "stopped" if self._agreed.stops and left else "done"
 
     def steps(self) -> Iterator[StepInfo]:
         """Trains one step after the other, each of which is complete when it is yielded; raises what `fit` does.
@@ -204,8 +210,9 @@ class Trainer:
         alarms = self._alarms()
         self.replica.module.train()
         self._stopwatch.restart()
-        ended = self.progress.step >= self.end
-        if self._owes_evaluation():
+        # Whoever asked while all this was starting does not wait for a step, which may have to be compiled.
+        ended = self._look(0.0).stops or self.progress.step >= self.end
+        if not self._agreed.stops and self._owes_evaluation():
             ended = self._evaluate_and_report(self.progress.step) or ended
 
         # The order is part of the contract: step, callbacks, log, evaluate, save. Callbacks come right after the
@@ -220,10 +227,12 @@ class Trainer:
                 self._look_at_norms(totals, logs=logs)
             means = self._agree(totals if logs else {}, alarms) if agrees else {}
             wanted = self._agreed.wanted if agrees else frozenset[str]()
+            stops = agrees and self._agreed.stops
 
             info = self._info(means)
-            ended = self._report(info) or step == self.end or not wanted.isdisjoint(("stop", "end"))
-            evaluates, saves = self._must_evaluate(step, wanted, ended=ended), self.save_cadence.due(step, wanted)
+            ended = self._report(info) or step == self.end or stops or "end" in wanted
+            evaluates = self._must_evaluate(step, wanted, ended=ended, stops=stops)
+            saves = self.save_cadence.due(step, wanted)
             if evaluates or saves or ended:
                 # What a bad step left behind is not evaluated, nor saved to go back to.
                 self._look_at_norms(totals, logs=False)
@@ -246,6 +255,7 @@ class Trainer:
     def _step(self, step: int, source: Iterator[MicroBatch], *, measure: bool) -> dict[str, Total]:
         """One step. Returns this rank's totals: the losses and, when `measure`, the task's metrics."""
         self._shows.step = step
+        phases.enter_step(step)
         self._rates.set(step - 1, self._wanted_factor())
 
         drawn: list[MicroBatch] = []
@@ -293,23 +303,42 @@ class Trainer:
     ) -> Iterator[tuple[MicroBatch, Iterator[MicroBatch]]]:
         """The global batches of a step, each to be used up before the next; the first of each goes into `drawn`."""
         for _ in range(self._turns.draws):
+            phases.mark(phases.DATA)
             drawn.append(next(source))
             yield drawn[-1], _until_last(drawn[-1], source)
 
     # ------------------------------------------------------------------------------------------ agreement
     def _agree(self, totals: Mapping[str, Total], alarms: Iterable[Alarm]) -> dict[str, float]:
         """One reduction over ranks: the means of `totals`, and whether anybody wants to stop or an alarm rang."""
-        wanted = {alarm.name for alarm in alarms if alarm.rings()} | ({"stop"} if self.stop.requested else set())
         pace = self._stopwatch.seconds / self._stopwatch.steps
-        ballot = self._ballot.totals(wanted, seconds=pace, saved=self.saving.ready)
+        ballot = self._ballot.totals(self._wishes(alarms), seconds=pace, saved=self.saving.ready)
 
+        phases.mark(phases.REDUCE)
         means = self.world.all.mean({**totals, **ballot, **self._read.totals()}, reports_of(self.task))
         self._read.refuse_another(means, step=self.progress.step)
-        self._agreed = self._ballot.count(means)
+        self._count(means)
         if self._agreed.all_saved:
             self.saving.settle()
-        self._agree_every = max(1, min(1000, int(_AGREE_SECONDS / max(self._agreed.seconds, 1e-9))))
+        self._agree_every = self._agreed.every
         return means
+
+    def _wishes(self, alarms: Iterable[Alarm] = ()) -> set[str]:
+        """This rank's."""
+        wanted = {alarm.name for alarm in alarms if alarm.rings()}
+        wanted |= {STOP} if self.stop.requested else set()
+        return wanted | ({HALT} if self.halt.asked() else set())
+
+    def _look(self, seconds: float) -> Agreement:
+        """The same agreement where no step is done, whose parts take so many seconds here: only about stopping."""
+        ballot = self._ballot.totals(self._wishes(), seconds=seconds, saved=False)
+        return self._count(self.world.all.mean(ballot, {}))
+
+    def _count(self, means: dict[str, float]) -> Agreement:
+        self._agreed = self._ballot.count(means)
+        if HALT in self._agreed.wanted:
+            record_halt()
+            self.halt.obeyed()
+        return self._agreed
 
     def _look_at_norms(self, totals: Mapping[str, Total], *, logs: bool) -> None:
         """Does what the recipe says where a gradient was not finite; `logs` says that the step is to have a row.
@@ -345,6 +374,7 @@ class Trainer:
 
     def _go_back(self, bad: list[int]) -> None:
         """Restores the newest checkpoint and leaves the bad steps out from now on."""
+        phases.mark(phases.START)
         self._rollbacks += 1
         checkpoint = self.saving.newest()
         if checkpoint is None or self._rollbacks > _MOST_ROLLBACKS:
@@ -367,6 +397,7 @@ class Trainer:
 
     def _report(self, info: StepInfo) -> bool:
         """Tells callbacks and tracker about the step; True when a callback wants the run to end."""
+        phases.mark(phases.CALLBACKS)
         wishes: list[bool | None] = []
         if self.callbacks:
             with self.replica.weights.observing():
@@ -394,8 +425,8 @@ class Trainer:
         self.metrics |= row
         self.tracker.log(step, row)
 
-    def _must_evaluate(self, step: int, wanted: Collection[str], *, ended: bool) -> bool:
-        if self.eval_cadence is None or ("stop" in wanted and step < self.end):
+    def _must_evaluate(self, step: int, wanted: Collection[str], *, ended: bool, stops: bool) -> bool:
+        if self.eval_cadence is None or (stops and step < self.end):
             return False  # whoever asked us to stop is waiting
         return ended or self.eval_cadence.due(step, wanted)
 
@@ -409,7 +440,11 @@ class Trainer:
 
     def _evaluate_and_report(self, step: int) -> bool:
         self._stopwatch.pause()
-        row = self.evaluator.evaluate(step)
+        try:
+            row = self.evaluator.evaluate(step)
+        except Interrupted:  # the next attempt evaluates
+            self._interrupted = True
+            return True
         self._evaluated = step
         self._log(step, row)
         keep = self._recipe.checkpoint.keep
@@ -450,5 +485,6 @@ def _until_last(first: MicroBatch, source: Iterator[MicroBatch]) -> Iterator[Mic
     micro = first
     while not micro.last:
         yield micro
+        phases.mark(phases.DATA)
         micro = next(source)
     yield micro

@@ -19,7 +19,7 @@ from ddpforge.components.building import build
 from ddpforge.components.local_code import PREFIX
 from ddpforge.components.options import Nested
 from ddpforge.components.registry import NotImported, Registry, where_raised
-from ddpforge.data import Batches, RankShare, check_data, mix, open_data
+from ddpforge.data import Batches, RankShare, check_data, end_of_epochs, mix, open_data
 from ddpforge.data.nests import size, take
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.data.streams import is_stream
@@ -322,7 +322,8 @@ class Parts:
             check_blocks(find_blocks(self.model, recipe.train.blocks), recipe.train)
         with self.noting("optimizer", faults=(ValueError,)):
             if self.trains:
-                check_parameters(self.registry, recipe.optimizer, self.model, list(self.turns))
+                turns, blocks = list(self.turns), recipe.train.blocks
+                check_parameters(self.registry, recipe.optimizer, self.model, turns, blocks)
             else:
                 parameter_groups(self.model, ())
 
@@ -340,7 +341,7 @@ class Parts:
             # A step that draws several batches may go on into the next epoch: an epoch is what has all of its samples.
             per_epoch = batches and math.ceil(batches / draws_of(self.turns))
             batch = getattr(self, "batch", None) or plan_batch(train, 1)
-            if plan := Plan.of(recipe, batch, per_epoch, noting=self.noting):
+            if plan := Plan.of(recipe, batch, per_epoch, noting=self.noting, ends=self._end_of_epochs):
                 self.plan = plan
         if hasattr(self, "plan"):
             with self.noting("schedule"):
@@ -351,6 +352,11 @@ class Parts:
                     if turn.schedule:
                         own = build(self.registry, "schedule", turn.schedule, horizon=self.plan.horizon)
                         self.schedules[name] = own
+
+    def _end_of_epochs(self, epochs: int) -> int | None:
+        """The step that so many epochs end with, where the order has epochs of different lengths."""
+        batches = end_of_epochs(self.order, epochs) if self.order else None
+        return batches and math.ceil(batches / draws_of(self.turns))
 
     def _order(self) -> Order | None:
         """The order of the training data: as the recipe says, or shuffled."""

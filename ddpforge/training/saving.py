@@ -11,6 +11,7 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, Ranks, Replica, Tracker
+from ddpforge.ranks import phases
 from ddpforge.recipe.schema import CheckpointSection
 from ddpforge.training.left_out import has_left_out, same, without_frozen
 from ddpforge.training.progress import Progress
@@ -52,6 +53,7 @@ class Saving:
 
     def save(self, progress: Progress, metrics: Mapping[str, float], *, last: bool) -> None:
         """Begins to save; see `settle` for the end of it."""
+        phases.mark(phases.SAVE)
         self.settle()
         self._replica.sync_buffers()
         state = self._replica.state()
@@ -90,6 +92,7 @@ class Saving:
         if not self.checkpoints.pending:
             return
         assert self.step is not None
+        phases.mark(phases.SAVE)
         try:
             folder = self.checkpoints.wait()
         except CheckpointError as error:

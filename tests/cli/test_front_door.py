@@ -59,7 +59,7 @@ assert callable(ddpforge.run) and callable(ddpforge.load_recipe)
         ("ddpforge.recipe", {"pydantic"}),
         ("ddpforge.recipe.json_schema", {"pydantic"}),
         ("ddpforge.runs.folder", set()),
-        ("ddpforge.launchers", set()),
+        ("ddpforge.launchers.process", set()),
         ("ddpforge.ranks.logs", set()),
     ],
 )

@@ -1,6 +1,7 @@
 """`ddpforge launch`: what it starts, and when it starts nothing. tests/launch really starts processes."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,21 @@ from click.testing import CliRunner, Result
 
 from ddpforge.cli import main
 from ddpforge.errors import ExitCode
-from ddpforge.launchers import Death, Ended
+from ddpforge.launchers.verdict import Death, Ended
 from ddpforge.runs.folder import RunFolder, Status
 
 
 class Launcher:
-    """Stands in for `ddpforge.launchers.start`; every run that it starts is stopped."""
+    """Stands in for `ddpforge.launchers.process.start`; every run that it starts is stopped."""
 
     def __init__(self) -> None:
         self.started: list[tuple[list[str], int]] = []
+        self.patience = 0.0
         self.ended = Ended(ExitCode.STOPPED)
 
-    def __call__(self, command: list[str], *, nproc: int) -> Ended:
+    def __call__(self, command: list[str], *, nproc: int, patience: float, variables: Mapping[str, str]) -> Ended:
+        assert variables.keys() == {"DDPFORGE_STARTED"}
+        self.patience = patience
         self.started.append((command, nproc))
         return self.ended
 
@@ -29,7 +33,7 @@ class Launcher:
 @pytest.fixture(autouse=True)
 def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launcher:
     launcher = Launcher()
-    monkeypatch.setattr("ddpforge.launchers.start", launcher)
+    monkeypatch.setattr("ddpforge.launchers.process.start", launcher)
     monkeypatch.chdir(tmp_path)
     return launcher
 

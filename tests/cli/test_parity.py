@@ -209,7 +209,7 @@ def test_a_run_that_failed_lends_its_words_and_its_exit_code(comparison: Compari
 def test_a_mistake_is_told_once_and_nothing_is_started(
     monkeypatch: pytest.MonkeyPatch, folder: Path, arguments: list[str], complaint: str
 ) -> None:
-    monkeypatch.setattr("ddpforge.launchers.launch", None)
+    monkeypatch.setattr("ddpforge.launchers.process.launch", None)
     result = invoke(*arguments)
     assert result.exit_code == ExitCode.USAGE
     assert result.stderr.count(complaint) == 1

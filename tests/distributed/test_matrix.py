@@ -26,8 +26,8 @@ def compare(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> 
         output.write((ranks.stdout + ranks.stderr).encode())
         return max(map(abs, ranks.codes))
 
-    monkeypatch.setattr("ddpforge.launchers.torchrun_command", lambda arguments, **_: arguments)
-    monkeypatch.setattr("ddpforge.launchers.launch", launch)
+    monkeypatch.setattr("ddpforge.parity.runs.torchrun_command", lambda arguments, **_: arguments)
+    monkeypatch.setattr("ddpforge.launchers.process.launch", launch)
 
     def run(kind: str, strategies: Sequence[str], train: str = "") -> ParityReport:
         parts = {"gpt": GPT, "cnn": CNN}[kind].format(model="")

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 from launched import Zygote
 
-from ddpforge import launchers as launcher
 from ddpforge.errors import ExitCode
-from ddpforge.launchers import Death, Ended, launch, threads_per_process, torchrun_command
+from ddpforge.launchers.command import threads_per_process, torchrun_command
+from ddpforge.launchers.process import launch
+from ddpforge.launchers.process import start as begin
+from ddpforge.launchers.verdict import Death, Ended
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = """
@@ -348,7 +350,7 @@ def pretend(script: str) -> list[str]:
     """A launcher that only does what `script` says; `verdict(*codes)` writes what its ranks would."""
     prelude = """
 import os, signal, sys
-from ddpforge.launchers import record_death, record_verdict
+from ddpforge.launchers.verdict import record_death, record_halt, record_start, record_verdict
 def verdict(*codes):
     for rank, code in enumerate(codes):
         os.environ["RANK"] = str(rank)
@@ -380,7 +382,7 @@ def test_a_launcher_that_was_killed_is_reported_like_a_shell_does() -> None:
 
 def test_a_launch_knows_which_rank_a_signal_ended_and_which_ranks_spoke() -> None:
     script = "record_death(1, signal.SIGKILL); verdict(1); sys.exit(1)"
-    ended = launcher.start(pretend(script), nproc=2)
+    ended = begin(pretend(script), nproc=2)
     assert ended == Ended(1, Death(1, signal.SIGKILL), frozenset({0}))
     assert str(ended.death) == "ended by signal 9 (SIGKILL)"
     assert str(Death(1, 99)) == "ended by signal 99"
@@ -397,8 +399,17 @@ signal.pause()
     assert launch([*pretend(script), str(int(number))], nproc=1) == ExitCode.STOPPED
 
 
-def test_a_stop_before_there_is_anything_to_save() -> None:
-    assert launch(pretend("os.kill(os.getppid(), signal.SIGTERM); signal.pause()"), nproc=1) == 128 + signal.SIGTERM
+@pytest.mark.parametrize(
+    ("asked", "began", "expected"),
+    [
+        ("SIGTERM", False, ExitCode.STOPPED),  # nothing is lost: a scheduler may start it again
+        ("SIGINT", False, 128 + signal.SIGINT),
+        ("SIGTERM", True, 128 + signal.SIGTERM),
+    ],
+)
+def test_a_stop_before_there_is_anything_to_save(asked: str, began: bool, expected: int) -> None:
+    script = f"os.kill(os.getppid(), signal.{asked}); signal.pause()"
+    assert launch(pretend("record_start();" * began + script), nproc=1) == expected
 
 
 def test_a_second_ctrl_c_ends_the_launcher_and_all_that_it_started(tmp_path: Path) -> None:
@@ -440,7 +451,7 @@ def _nohup() -> Iterator[None]:
 def test_under_nohup_a_launch_outlives_its_terminal() -> None:
     """Of the two signals only the second is a request to stop, and the launch ends as if it had been the first."""
     script = "os.kill(os.getppid(), signal.SIGHUP); os.kill(os.getppid(), signal.SIGUSR1); signal.pause()"
-    assert launch(pretend(script), nproc=1) == 128 + signal.SIGUSR1
+    assert launch(pretend(script), nproc=1) == ExitCode.STOPPED
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 

@@ -294,7 +294,7 @@ def compared(zygote: Zygote, folder: Path, monkeypatch: pytest.MonkeyPatch) -> C
     def run(*strategies: str, ranks: int = 2, steps: int = 4, **more: Any) -> ParityReport:
         return parity("tiny.toml", strategies, ranks=ranks, steps=steps, out=folder / "out", **more)
 
-    monkeypatch.setattr("ddpforge.launchers.launch", launch)
+    monkeypatch.setattr("ddpforge.launchers.process.launch", launch)
     return run
 
 
@@ -374,7 +374,7 @@ def test_all_are_compared_on_the_cpu_where_there_are_too_few_gpus(
     """One for each process of the largest run; what the recipe itself asks for, it gets, or a refusal."""
     told: list[Any] = []
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    monkeypatch.setattr("ddpforge.launchers.launch", lambda *_, variables, **__: told.append(variables) or 1)
+    monkeypatch.setattr("ddpforge.launchers.process.launch", lambda *_, variables, **__: told.append(variables) or 1)
     with pytest.raises(RunFailed):
         parity(
             "tiny.toml", ["single@1", "ddp@2"], ranks=1, steps=1, out=Path("out"), sets=[f"train.device={device}"],
@@ -385,7 +385,7 @@ def test_all_are_compared_on_the_cpu_where_there_are_too_few_gpus(
 
 
 def test_stopping_a_run_stops_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpforge.launchers.launch", lambda *_, **__: ExitCode.STOPPED)
+    monkeypatch.setattr("ddpforge.launchers.process.launch", lambda *_, **__: ExitCode.STOPPED)
     with pytest.raises(RunFailed) as caught:
         parity("tiny.toml", ["ddp", "single"], ranks=1, steps=1, out=Path("out"))
     assert caught.value.code == ExitCode.INTERRUPTED
@@ -395,7 +395,7 @@ def test_stopping_a_run_stops_the_comparison(monkeypatch: pytest.MonkeyPatch) ->
 # ---------------------------------------------------------------------------------------------- mistakes
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpforge.launchers.launch", None)
+    monkeypatch.setattr("ddpforge.launchers.process.launch", None)
 
 
 @pytest.mark.usefixtures("nothing_starts")

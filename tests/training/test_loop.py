@@ -68,7 +68,7 @@ def _looks_cost(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _agrees_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks agree at steps that log, and every thousand."""
-    monkeypatch.setattr(ddpforge.training.loop, "_AGREE_SECONDS", 1e9)
+    monkeypatch.setattr(ddpforge.training.agreement, "_AGREE_SECONDS", 1e9)
 
 
 # ---------------------------------------------------------------------------------------------- what happens when
@@ -161,8 +161,8 @@ def test_between_rows_ranks_do_not_talk() -> None:
     loop = Loop(steps=50, track="25st", evaluation=False)
     loop.trainer._agree_every = 1000
     loop.fit()
-    names = 1  # the first reduction meets names that ranks have not agreed on: there is a second one
-    assert len(loop.replica.ranks.asked) == 3 + names
+    names = 2  # a reduction that meets names which ranks have not agreed on is followed by a second one
+    assert len(loop.replica.ranks.asked) == 1 + 3 + names  # one before the first step: whether to begin at all
 
 
 def test_ranks_agree_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,43 @@
+"""Command lines that start a run's ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+__all__ = ["NO_GPUS", "names_rendezvous", "threads_per_process", "torchrun_command", "variables_for"]
+
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # for ranks that are to compute on the CPU whatever the recipe's parts think
+
+
+def torchrun_command(arguments: Sequence[str], *, nproc: int, flags: Sequence[str] = ()) -> list[str]:
+    """The command that runs `ddpforge run ARGUMENTS` in `nproc` processes on this machine.
+
+    `flags` go to torchrun (https://docs.pytorch.org/docs/stable/elastic/run.html); without a rendezvous among them the
+    machine stands alone.
+    """
+    alone = [] if names_rendezvous(flags) else ["--standalone"]
+    torchrun = [sys.executable, "-m", "ddpforge.launchers.torchrun", *alone, f"--nproc-per-node={nproc}", *flags]
+    return [*torchrun, "-m", "ddpforge", "run", *arguments]
+
+
+def names_rendezvous(flags: Sequence[str]) -> bool:
+    """True if flags of torchrun say where machines meet."""
+    wanted = ("--rdzv", "--master", "--nnodes", "--standalone")
+    return any(flag.startswith(wanted) for flag in flags)
+
+
+def variables_for(nproc: int) -> dict[str, str]:
+    """The variables that `nproc` ranks on this machine get where the environment does not say otherwise."""
+    return {
+        "OMP_NUM_THREADS": str(threads_per_process(nproc)),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds for the last checkpoint; torchrun's own 30 are short for it
+        # The store that torchrun would share keeps the addresses of dead ranks: those restarted would wait for them.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+
+
+def threads_per_process(nproc: int) -> int:
+    """CPU threads for each of `nproc` processes, so that together they have one per core."""
+    return max(1, len(os.sched_getaffinity(0)) // nproc)

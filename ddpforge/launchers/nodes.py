@@ -1,0 +1,124 @@
+"""The machines of a run: how many there are, which one this is, and where they meet."""
+
+from __future__ import annotations
+
+import getpass
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ddpforge.errors import UsageError
+
+__all__ = ["Nodes", "announced"]
+
+PORT = 29500  # torchrun's
+_RANGE = re.compile(r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """`fewest` to `most` machines that meet at `endpoint`, HOST:PORT; `rank` is this one's number, if it has one."""
+
+    fewest: int = 1
+    most: int = 1
+    rank: int | None = None
+    endpoint: str | None = None
+
+    @classmethod
+    def of(cls, number: str | int | None, rank: str | int | None, endpoint: str | None) -> Nodes:
+        """Checks what a command line says; raises UsageError where that cannot work."""
+        found = _RANGE.fullmatch(str(number or 1))
+        fewest, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 0 < fewest <= most:
+            raise UsageError(f"--nnodes {number} is no number of nodes", hints=["expected 2, or 1:3 for one to three"])
+        rank = None if rank is None else int(rank)
+        if rank is not None and not 0 <= rank < most:
+            raise UsageError(f"there is no node {rank} of {most}", hints=[f"expected --node-rank 0 to {most - 1}"])
+        if most > 1 and endpoint is None:
+            raise UsageError(
+                f"{most} nodes need a place to meet, the same on each",
+                hints=["--endpoint HOST, the first node's name or address as the others reach it"],
+            )
+        return cls(fewest, most, rank, None if endpoint is None or most == 1 else _with_port(endpoint))
+
+    def flags(self, run_id: str) -> list[str]:
+        """torchrun's flags."""
+        if self.endpoint is None:
+            return ["--standalone"]
+        number = f"{self.fewest}:{self.most}" if self.fewest < self.most else str(self.most)
+        hosts = is_mine(self.endpoint.rpartition(":")[0]) if self.rank is None else self.rank == 0
+        return [
+            *(f"--nnodes={number}", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={run_id}"),
+            # By itself torchrun compares names, and where /etc/hosts has 127.0.1.1 for this one nobody hosts the store.
+            f"--rdzv-conf=is_host={int(hosts)}",
+        ]
+
+    def worlds(self, nproc: int) -> Sequence[int]:
+        """All numbers of ranks that there may be with `nproc` on each machine."""
+        return [nodes * nproc for nodes in range(self.fewest, self.most + 1)]
+
+
+def announced(environ: Mapping[str, str]) -> dict[str, str]:
+    """The options of `ddpforge launch` that SkyPilot's variables stand for, and torchrun's own, as Kubeflow sets them.
+
+    What torchrun reads as PET_NNODES and so on, ours does too: the flags that it is given would hide them.
+    """
+    found = {
+        "nproc": environ.get("SKYPILOT_NUM_GPUS_PER_NODE"),
+        "nnodes": environ.get("SKYPILOT_NUM_NODES"),
+        "node_rank": environ.get("SKYPILOT_NODE_RANK"),
+        "endpoint": next(iter(environ.get("SKYPILOT_NODE_IPS", "").split()), None),
+        "run_id": environ.get("SKYPILOT_TASK_ID"),
+    }
+    address, port = environ.get("PET_MASTER_ADDR"), environ.get("PET_MASTER_PORT", str(PORT))
+    pet = {
+        "nproc": environ.get("PET_NPROC_PER_NODE"),
+        "nnodes": environ.get("PET_NNODES"),
+        "node_rank": environ.get("PET_NODE_RANK"),
+        "endpoint": environ.get("PET_RDZV_ENDPOINT") or (f"{address}:{port}" if address else None),
+        "run_id": environ.get("PET_RDZV_ID"),
+        "max_restarts": environ.get("PET_MAX_RESTARTS"),
+    }
+    if not environ.get("PET_NPROC_PER_NODE", "").isdecimal():
+        del pet["nproc"]  # "auto" or "gpu", which is what we do by ourselves
+    if found["nproc"] == "0":
+        found["nproc"] = None  # a machine without GPUs
+    return {key: value for key, value in [*pet.items(), *found.items()] if value}
+
+
+def default_id(name: str) -> str:
+    """A name for the meeting, which two runs at one endpoint do not share."""
+    try:
+        return f"{name}-{getpass.getuser()}"
+    except (KeyError, OSError):  # no such user, as in some containers
+        return name
+
+
+def is_mine(host: str) -> bool:
+    """True if `host` is a name or an address of this machine; raises UsageError for a name that nobody knows."""
+    import psutil
+
+    name = host.strip("[]")
+    if name in ("localhost", socket.gethostname(), socket.getfqdn()):
+        return True
+    try:
+        addresses = {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
+    except OSError as error:
+        raise UsageError(
+            f"--endpoint {host}: this machine does not know that name ({error.strerror or error})",
+            hints=["give an address as the other machines reach it, or say --node-rank, 0 on the machine itself"],
+        ) from error
+    mine = {one.address.partition("%")[0] for each in psutil.net_if_addrs().values() for one in each}
+    return not addresses.isdisjoint(mine) or any(address.startswith("127.") for address in addresses)
+
+
+def _with_port(endpoint: str) -> str:
+    bare = (endpoint.startswith("[") and endpoint.endswith("]")) or ":" not in endpoint
+    host, port = (endpoint, str(PORT)) if bare else endpoint.rsplit(":", 1)
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16 or (":" in host and not host.startswith("[")):
+        raise UsageError(
+            f"--endpoint {endpoint} is no address",
+            hints=["expected HOST or HOST:PORT; an IPv6 address in brackets"],
+        )
+    return f"{host}:{port}"

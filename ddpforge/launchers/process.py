@@ -1,0 +1,176 @@
+"""Runs a launcher to its end: passes requests to stop on to it, and ends it when it outlives its ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType, MappingProxyType
+from typing import IO, Any
+
+from ddpforge.launchers.command import variables_for
+from ddpforge.launchers.store import ADDRESS, serving
+from ddpforge.launchers.verdict import VERDICT, Ended, Words
+
+__all__ = ["PATIENCE", "launch", "start"]
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_ONE_REQUEST = 5.0  # seconds in which the same signal is the same request: schedulers send it to whole process trees
+PATIENCE = 15.0  # seconds that a launcher gets to notice that its ranks are gone
+_LOOK = 1.0
+_SAVING = 600.0  # seconds for ranks that outlive their launcher
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    nproc: int,
+    output: IO[bytes] | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> int:
+    """Runs `command`; returns 0, or the exit code of the first rank that failed; see `start`."""
+    return start(command, nproc=nproc, output=output, variables=variables).code
+
+
+def start(
+    command: Sequence[str],
+    *,
+    nproc: int,
+    output: IO[bytes] | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    patience: float = PATIENCE,
+) -> Ended:
+    """Runs `command` until it ends, which starts `nproc` ranks on this machine.
+
+    What it prints goes to `output`; by default, where this process prints. `variables` join those of the environment.
+
+    Launchers flatten every failure to 1, so the ranks also write their codes to a file that only this launch knows.
+    SIGTERM, SIGUSR1, SIGHUP and Ctrl-C each reach the launcher as one SIGTERM, which it passes on to the ranks: they
+    finish their step and save. A second one of the same kills launcher and ranks; so does a launcher's own failure to
+    end within `patience` seconds of its ranks.
+    """
+    with tempfile.NamedTemporaryFile(prefix="ddpforge-") as file, serving() as port:
+        said = Path(file.name)
+        ours = {**variables_for(nproc), ADDRESS: f"127.0.0.1:{port}"}
+        environment = {**ours, **os.environ, **variables, VERDICT: file.name}
+        running = _Running(lambda: Words(said, nproc))
+        with _heard(running.ask):
+            # A session of its own: a terminal would send Ctrl-C to the launcher too, which gives up at the second.
+            running.begin(command, env=environment, start_new_session=True, stdout=output, stderr=output)
+            code = running.wait(patience)
+        return Words(said, nproc).conclude(code, running.asked)
+
+
+class _Running:
+    """A launcher, and what it was asked."""
+
+    def __init__(self, words: Callable[[], Words]) -> None:
+        self._words = words
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked: dict[int, float] = {}
+
+    @property
+    def asked(self) -> int | None:
+        """The first signal that asked it to stop."""
+        return next(iter(self._asked), None)
+
+    def ask(self, number: int, _: FrameType | None) -> None:
+        """Handles a signal."""
+        now, before = time.monotonic(), self._asked.get(number)
+        if before is None:
+            self._asked[number] = now
+            if self._process and len(self._asked) == 1:
+                self._process.terminate()
+        elif self._process and (number == signal.SIGINT or now - before > _ONE_REQUEST):
+            self._kill()
+
+    def begin(self, command: Sequence[str], **options: Any) -> None:
+        with _held_back(signal.SIGUSR1, signal.SIGHUP):  # until it has handlers, these would be its end
+            self._process = subprocess.Popen(command, **options)
+        if self._asked:
+            self._process.terminate()
+
+    def wait(self, patience: float) -> int:
+        """Its exit code, when its ranks have ended too."""
+        assert self._process is not None
+        idle: float | None = None  # since when no rank has been alive, after one failed
+        while True:
+            try:
+                code = self._process.wait(_LOOK)
+                break
+            except subprocess.TimeoutExpired:
+                idle = (idle or time.monotonic()) if self._is_left_alone() else None
+                if idle and time.monotonic() - idle > patience:
+                    self._kill()
+        self._wait_for_ranks()
+        return code
+
+    def _is_left_alone(self) -> bool:
+        words = self._words()
+        return bool(words.pids) and not words.all_done and not any(map(_is_alive, words.pids))
+
+    def _wait_for_ranks(self) -> None:
+        """They may be saving, when a signal has ended their launcher at once."""
+        import psutil
+
+        psutil.wait_procs(self._ranks(), timeout=_SAVING)
+
+    def _ranks(self) -> list[Any]:
+        import psutil
+
+        found = []
+        for pid in filter(_is_alive, self._words().pids):
+            with suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(pid))
+        return found
+
+    def _kill(self) -> None:
+        """Ends it and all that it has started, at once."""
+        import psutil
+
+        assert self._process is not None
+        ranks = self._ranks()
+        with suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(self._process.pid)
+            ranks += [launcher, *launcher.children(recursive=True)]
+        for process in ranks:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _is_alive(pid: int) -> bool:
+    """True while the process runs; one that has ended and that nobody has waited for does not."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+@contextmanager
+def _heard(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handles the signals that ask to stop, but for those that nohup, say, has told this process to ignore."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python lets no other thread handle any
+        return
+    heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
+def _held_back(*numbers: signal.Signals) -> Iterator[None]:
+    """Signals wait, also in what is started here, which lets them in when it is ready."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
