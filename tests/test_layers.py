@@ -23,6 +23,7 @@ LAYERS = [
     {"cli"},
     {"testing"},
     {"api"},
+    {"sweeps"},
     {"parity", "runner", "starting"},
     {"attempt"},
     {"watch"},

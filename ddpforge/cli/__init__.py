@@ -17,6 +17,7 @@ _COMMANDS = {
     "parity": ("parity", "Train a recipe under several strategies and report where they diverge."),
     "check": ("check", "Validate a recipe without starting anything."),
     "show": ("show", "Print the resolved recipe and where each value came from."),
+    "sweep": ("sweep", "Train a recipe with many values: all of a grid, some at random, or a search."),
     "runs": ("runs", "List, compare, resume and delete runs."),
     "status": ("status", "Print how a run stands, also while it trains."),
     "eval": ("evaluate", "Evaluate a run's checkpoint."),
