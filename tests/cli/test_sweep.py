@@ -52,7 +52,7 @@ def sweep(*words: str) -> Result:
     [
         (["optimizer.lr=0.1"], "nothing varies in this sweep"),
         (["optimizer.lr=0.1,1e9"], "`optimizer.lr` must be at most 1000"),
-        (["optimizer.rl=0.1,0.2"], "did you mean `lr`?"),
+        (["optimizer.rl=0.1,0.2"], "unknown key `rl`"),
         (["optimizer.lr=1e-4..1e-1"], "draw some: --random N, or --optuna N"),
         (["train.global_batch=8,9", "--nproc=2"], "cannot be dealt out evenly to 2 ranks"),
         (["train.seed=0,1", "--random=2", "--optuna=2"], "each choose the runs"),
