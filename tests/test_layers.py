@@ -23,6 +23,7 @@ LAYERS = [
     {"cli"},
     {"testing"},
     {"api"},
+    {"sweeps"},
     {"doctor", "parity", "runner", "starting"},
     {"attempt", "hosts"},
     {"watch"},

@@ -18,6 +18,7 @@ _COMMANDS = {
     "doctor": ("doctor", "Look for what a run would trip over on this machine, or on all of a launcher's."),
     "check": ("check", "Validate a recipe without starting anything."),
     "show": ("show", "Print the resolved recipe and where each value came from."),
+    "sweep": ("sweep", "Train a recipe with many values: all of a grid, some at random, or a search."),
     "runs": ("runs", "List, compare, resume and delete runs."),
     "status": ("status", "Print how a run stands, also while it trains."),
     "eval": ("evaluate", "Evaluate a run's checkpoint."),

@@ -79,7 +79,7 @@ def ls(
         where_looked = ", ".join(folders) or "runs/"
         click.echo(f"{where_looked}: no runs{f' like that among {len(found)}' if found else ''}")
     else:
-        _print(shown, told, metrics or notable(shown))
+        print_runs(shown, told, metrics or notable(shown))
 
 
 def _default() -> list[str]:
@@ -94,7 +94,8 @@ def _refuse_unknown(states: Iterable[str]) -> None:
             raise UsageError(f"there is no state {state!r}", hints=[f"one of {', '.join(STATES)}"])
 
 
-def _print(shown: "Sequence[Standing]", told: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+def print_runs(shown: "Sequence[Standing]", told: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """A table of runs with these metrics, and how each differs from the others."""
     now = time.time()
     rows = [
         [

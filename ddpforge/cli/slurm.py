@@ -51,7 +51,7 @@ _INDEX = "SLURM_ARRAY_TASK_ID"
 @click.option("--submit", is_flag=True, help="Submit the job.")
 @set_option
 @out_option
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]... [-- FLAGS...]")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]... [-- LAUNCH_FLAGS...]")
 def slurm(
     recipe: str,
     nodes: int,

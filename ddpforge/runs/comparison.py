@@ -25,7 +25,7 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Differences between runs: by key, the value in each of them, None where one lacks it.
+    """The differences between runs: by key, the value in each of them, None where one lacks it.
 
     `metrics` are all that any of them has: the last value, and of a metric that evaluations give and whose name tells
     what is better, also the best, as "eval/loss (best)".
