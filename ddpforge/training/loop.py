@@ -49,6 +49,7 @@ log = logging.getLogger("ddpforge")
 _AGREE_SECONDS = 1.0  # how long a stop request on one rank may go unnoticed by the others
 _MOST_SKIPS = 100  # steps in a row without a finite gradient, after which skipping is no longer training
 _MOST_ROLLBACKS = 10
+_FACTOR = "callbacks/lr_factor"
 
 
 class _GoBack(Exception):
@@ -249,7 +250,8 @@ class Trainer:
     def _step(self, step: int, source: Iterator[MicroBatch], *, measure: bool) -> dict[str, Total]:
         """One step. Returns this rank's totals: the losses and, when `measure`, the task's metrics."""
         self._shows.step = step
-        self._rates.set(step - 1, self._wanted_factor())
+        self._factor = self._wanted_factor()
+        self._rates.set(step - 1, self._factor)
 
         drawn: list[MicroBatch] = []
         draws = self._draws(source, drawn)
@@ -306,13 +308,24 @@ class Trainer:
         pace = self._stopwatch.seconds / self._stopwatch.steps
         ballot = self._ballot.totals(wanted, seconds=pace, saved=self.saving.ready)
 
-        means = self.world.all.mean({**totals, **ballot, **self._read.totals()}, reports_of(self.task))
+        rates = {_FACTOR: Total(torch.tensor(self._factor, dtype=torch.float64), 1)} if self._setting_rates else {}
+        means = self.world.all.mean({**totals, **ballot, **self._read.totals(), **rates}, reports_of(self.task))
         self._read.refuse_another(means, step=self.progress.step)
+        self._refuse_another_factor(means.pop(_FACTOR, self._factor))
         self._agreed = self._ballot.count(means)
         if self._agreed.all_saved:
             self.saving.settle()
         self._agree_every = max(1, min(1000, int(_AGREE_SECONDS / max(self._agreed.seconds, 1e-9))))
         return means
+
+    def _refuse_another_factor(self, mean: float) -> None:
+        """Raises PluginError where callbacks of other ranks want other rates, which would part the weights."""
+        if not math.isclose(mean, self._factor, rel_tol=1e-9, abs_tol=1e-12):
+            raise PluginError(
+                f"callbacks {', '.join(self._setting_rates)} multiply the learning rate of step {self.progress.step} "
+                f"with {self._factor:g} on this rank and {mean:g} on average",
+                hints=["decide in `lr_factor` from what callbacks are told, which is the same on every rank"],
+            )
 
     def _look_at_norms(self, totals: Mapping[str, Total], *, logs: bool) -> None:
         """Does what the recipe says where a gradient was not finite; `logs` says that the step is to have a row.
