@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from hosts import Hosts, needs_root, new_hosts
 from launched import Ranks, Zygote
+from slurm import PROGRAMS, Slurm, new_slurm
 
 PLUGINS = ",".join(path.name for path in (Path(__file__).parents[1] / "plugins").glob("*"))
 
@@ -67,3 +69,19 @@ def _signals_arrive() -> None:
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """Two hosts, "a" and "b"; see `hosts.py`."""
+    needs_root()
+    with new_hosts("ab", tmp_path_factory.mktemp("hosts")) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """A Slurm of two nodes with two cores each; see `slurm.py`."""
+    needs_root(*PROGRAMS)
+    with new_slurm(tmp_path_factory.mktemp("slurm")) as slurm:
+        yield slurm
