@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,6 +187,27 @@ def test_launch_trains_on_several_processes_and_returns_the_outcome(ranks: list[
     failed = ddpforge.launch("run.toml", nproc=2, sets=["strategy.use=ddp", "name=bad", "model.bad=true"])
     assert (failed.exit_code, failed.status["state"]) == (ExitCode.DIVERGED, "diverged")
     assert ranks == [2, 2]
+
+
+@pytest.mark.parametrize("nproc", [0, -1])
+def test_no_processes_are_no_launch(ranks: list[int], nproc: int) -> None:
+    said = refused(UsageError, lambda: ddpforge.launch("run.toml", nproc=nproc))
+    assert said == f"nproc={nproc}: there must be 1 process or more | leave it out for one per GPU"
+    assert ranks == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["a program without a file", "another thread"])
+def test_launch_works_where_there_is_no_script_to_start_again(run: Path, way: str) -> None:
+    """As in a notebook, which has used torch before."""
+    train = "print(ddpforge.launch('run.toml', nproc=2, sets=['strategy.use=ddp', 'name=note']).sentence())"
+    if way == "another thread":
+        train = f"import threading; thread = threading.Thread(target=lambda: {train}); thread.start(); thread.join()"
+    program = f"import torch, ddpforge; torch.rand(3, 3) @ torch.rand(3, 3); {train}"
+    ended = subprocess.run(
+        [sys.executable, "-"], input=program, cwd=run.parents[1], capture_output=True, text=True, timeout=300
+    )
+    assert "runs/note: done at step 4" in ended.stdout, ended.stderr
 
 
 def test_a_launch_that_is_refused_raises(ranks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

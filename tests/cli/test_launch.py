@@ -24,7 +24,9 @@ class Launcher:
         self.patience = 0.0
         self.ended = Ended(ExitCode.STOPPED)
 
-    def __call__(self, command: list[str], *, nproc: int, patience: float, variables: Mapping[str, str]) -> Ended:
+    def __call__(
+        self, command: list[str], *, nproc: int, patience: float, variables: Mapping[str, str], store: object
+    ) -> Ended:
         assert variables.keys() == {"DDPFORGE_STARTED"}
         self.patience = patience
         self.started.append((command, nproc))

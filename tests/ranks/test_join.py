@@ -1,6 +1,7 @@
 """Processes that a launcher started become a world, or hear where the launcher and the recipe contradict each other."""
 
 import logging
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -169,3 +170,21 @@ def test_what_a_gpu_could_do_faster_is_said(
     with caplog.at_level(logging.INFO, "ddpforge"):
         join.join(train(precision=precision, device="cuda"), DDP())
     assert caplog.messages == said
+
+
+def test_ranks_that_a_bare_torchrun_starts_again_do_not_look_for_those_that_died() -> None:
+    """Its store outlives them, and has their addresses under the names that the next ones look up."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def attempt(count: int) -> list[Any]:
+        def rank(number: int) -> Any:
+            os.environ.update(
+                MASTER_PORT=str(store.port),
+                TORCHELASTIC_USE_AGENT_STORE="True",
+                TORCHELASTIC_RESTART_COUNT=str(count),
+            )
+            return joined().all.everyone(number)
+
+        return in_ranks(2, rank)
+
+    assert [attempt(count) for count in range(3)] == [[[0, 1], [0, 1]]] * 3

@@ -1,0 +1,129 @@
+"""A request to stop on one rank, or in the run's folder, stops all ranks at one step, and nothing shows in the end."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import in_ranks
+from launched import Ranks
+
+import ddpforge as package
+from ddpforge.errors import ExitCode, ForgeError
+from ddpforge.ranks.signals import StopRequests
+
+RECIPE = """
+recipe = 1
+name = "run"
+model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
+data.train = { use = "digits", split = "test" }
+data.eval = { use = "./asking.py:Asking" }
+task = { use = "classification" }
+optimizer = { use = "sgd", lr = 0.1 }
+train = { length = "6st", global_batch = 12, eval_every = "2st" }
+track.every = "1st"
+checkpoint.every = "9999ep"
+callbacks.touches = { use = "./asking.py:Touches", at = 0 }
+"""
+ASKING = """
+import os, signal
+from pathlib import Path
+from ddpforge.interfaces import Callback
+from ddpforge.builtin.datasets.digits import Digits
+
+
+class Asking(Digits):
+    def __init__(self, rank: int = -1):
+        super().__init__(split="test")
+        self.rank = rank
+
+    def __getitems__(self, ids):
+        if str(self.rank) == os.environ.get("RANK") and "TRAINS" in os.environ:  # no rehearsal
+            self.rank = -1
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().__getitems__(ids)
+
+
+class Touches(Callback):
+    def __init__(self, at: int):
+        self.at = at
+
+    def on_start(self, run):
+        self.file = run.folder / "STOP"
+
+    def on_step(self, info):
+        os.environ["TRAINS"] = "yes"
+        if info.step == self.at:
+            self.file.touch()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(RECIPE)
+    Path("asking.py").write_text(ASKING)
+    return tmp_path
+
+
+def status(name: str = "run") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(f"runs/{name}/status.json").read_text())
+    return found
+
+
+def rows(name: str = "run") -> dict[str, list[tuple[int, float]]]:
+    found = [json.loads(line) for line in Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+    return {key: [(row["step"], row[key]) for row in found if key in row] for key in ("train/loss", "eval/loss")}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
+def test_a_stop_in_an_evaluation_leaves_no_trace(ddpforge: Callable[..., Ranks], strategy: str) -> None:
+    """Rank 1 alone is asked, when it fetches its first samples to evaluate."""
+    given = ["run", "run.toml", f"--set=strategy.use={strategy}", "--allow-change=data.eval"]
+    ddpforge(*given, "--set=name=undisturbed", nproc=2)
+
+    stopped = ddpforge(*given, "--set=data.eval.rank=1", nproc=2, fails=True)
+    assert stopped.codes == [ExitCode.STOPPED] * 2, stopped.stderr
+    assert (status()["state"], status()["step"]) == ("stopped", 2)
+    assert rows()["eval/loss"] == []
+
+    ddpforge(*given, nproc=2)
+    assert status()["state"] == "done"
+    assert rows() == rows("undisturbed")
+
+
+@pytest.mark.parametrize("asked", ["--max-time=1s", "--set=callbacks.touches.at=4"])
+def test_the_owner_of_a_run_stops_it_by_the_clock_or_a_file(ddpforge: Callable[..., Ranks], asked: str) -> None:
+    """An old file, which was meant for that attempt, does not stop the next one."""
+    given = ["run", "run.toml", "--set=train.eval_every=99999ep"]
+    stopped = ddpforge(*given, "--set=train.length=99999ep", asked, nproc=2, fails=True)
+    assert stopped.codes == [ExitCode.STOPPED] * 2, stopped.stderr
+    assert status()["state"] == "stopped"
+    saved = len(list(Path("runs/run/checkpoints").glob("step-*")))
+    assert saved == (status()["step"] > 0)  # the time may be up before the first step
+    assert not Path("runs/run/STOP").exists()
+
+    Path("runs/run/STOP").touch()
+    os.utime("runs/run/STOP", (1, 1))
+    done = ddpforge(*given, f"--set=train.length={status()['step'] + 1}st", nproc=2)
+    assert status()["state"] == "done"
+    assert "STOP is older than this start: removed" in done.stderr
+    assert not Path("runs/run/STOP").exists()
+
+
+def test_a_request_before_ranks_have_met_ends_all_of_them_and_nothing_has_begun() -> None:
+    def rank(number: int) -> int:
+        with StopRequests():
+            if number == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            try:
+                package.run("run.toml")
+            except ForgeError as error:
+                return int(error.exit_code)
+        return 0
+
+    assert in_ranks(2, rank) == [ExitCode.STOPPED] * 2
+    assert not Path("runs").exists()
