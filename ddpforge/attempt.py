@@ -312,6 +312,7 @@ class Attempt:
             state=state,
             exit_code=report.exit_code if report else codes.get(state, ExitCode.FAILED),
             step=trainer.progress.step if trainer else earlier["step"] if earlier else 0,
+            total_steps=trainer.plan.horizon.total if trainer else earlier.get("total_steps") if earlier else None,
             samples=trainer.progress.samples if trainer else earlier["samples"] if earlier else 0,
             world_size=self.world.all.size,
             strategy=self.recipe.strategy.use,

@@ -53,6 +53,7 @@ _NODE = (
     "NodeName={name} NodeHostname=cluster NodeAddr={name} Port={port} CPUs={cores} Boards=1 SocketsPerBoard=1 "
     "CoresPerSocket={cores} ThreadsPerCore=1 RealMemory=1000 State=UNKNOWN\n"
 )
+_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 class Job:
@@ -79,13 +80,16 @@ class Job:
 
     def begin(self) -> None:
         """Starts a requeued job now: Slurm lets it wait for two minutes."""
-        self.slurm.run("scontrol", "update", f"jobid={self.number}", "starttime=now")
+        until(self._begins, 30, lambda: f"job {self.number} does not begin: {self.facts}")
 
-    def wait(self, *states: str, timeout: float = 120) -> str:
+    def _begins(self) -> bool:
+        if self.state == "PENDING":
+            self.slurm.try_to("scontrol", "update", f"jobid={self.number}", "starttime=now")
+        return self.state in ("RUNNING", *_ENDED)
+
+    def wait(self, *states: str, timeout: float = 20) -> str:
         """Waits until the job is in one of `states`, without any that it has ended, and says in which."""
-        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        wanted = states or ended
-        until(lambda: self.state in (*wanted, *ended), timeout, lambda: f"job {self.number}: {self.facts}")
+        until(lambda: self.state in (*states, *_ENDED), timeout, lambda: f"job {self.number}: {self.facts}")
         return self.state
 
 
@@ -122,7 +126,7 @@ class Slurm:
         self._daemon("slurmctld", "-c")
         for number in range(1, nodes + 1):
             self._daemon("slurmd", "-c", "-N", f"n{number}")
-        until(lambda: self._idle() == nodes, 20, lambda: (self.folder / "slurmctld.log").read_text())
+        until(lambda: self.idle() == nodes, 20, lambda: (self.folder / "slurmctld.log").read_text())
 
     def _daemon(self, *words: str) -> None:
         with (self.folder / f"{words[0]}.err").open("a") as errors:
@@ -135,15 +139,21 @@ class Slurm:
         ours = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
         return {**ours, "SLURM_CONF": str(self.folder / "slurm.conf")}
 
-    def _idle(self) -> int:
+    def idle(self) -> int:
         return len(set(self.run("sinfo", "-h", "-N", "-p", "low", "-t", "idle", "-o", "%N").split()))
 
     def run(self, *words: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
         """Prints of a command that must end well."""
-        command = self.host.command(words, cwd or self.folder)
-        ended = subprocess.run(command, env={**self.variables, **(env or {})}, text=True, capture_output=True)
+        ended = self.try_to(*words, cwd=cwd, env=env)
         assert ended.returncode == 0, f"{words} ended with {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
         return ended.stdout
+
+    def try_to(
+        self, *words: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command, which may fail, by default in Slurm's own folder."""
+        command = self.host.command(words, cwd or self.folder)
+        return subprocess.run(command, env={**self.variables, **(env or {})}, text=True, capture_output=True)
 
     def submit(self, script: Path, *flags: str, cwd: Path, env: Mapping[str, str] | None = None) -> Job:
         """Submits a script from `cwd`."""

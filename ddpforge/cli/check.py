@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ddpforge.cli.options import device_option, imports_option, json_option, ranks_option, recipe_argument, sets_option
+from ddpforge.cli.options import device_option, imports_option, json_option, ranks_option, recipe_argument, sets_options
 from ddpforge.errors import ForgeError, RecipeError, UsageError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @recipe_argument
-@sets_option
+@sets_options
 @ranks_option
 @device_option
 @click.option(
@@ -49,6 +49,15 @@ def check(
 
 def _check(recipe: str, sets: Sequence[str], ranks: int, device: str | None, builds: bool, imports: bool) -> str:
     """Describes the run that the recipe amounts to; raises ForgeError when it cannot be run."""
+    parts = foresee(recipe, sets, ranks, device, imports=imports)
+    built = _build(parts) if builds else ""
+    parts.report()
+    skipped = f"; not imported, nor checked: {', '.join(parts.not_imported)}" if parts.not_imported else ""
+    return f"{parts.batch}{skipped}{built}"
+
+
+def foresee(recipe: str, sets: Sequence[str], ranks: int, device: str | None, *, imports: bool = True) -> "Parts":
+    """Loads a recipe and asks what can be known of it on so many ranks; `report` of what it returns says that."""
     from ddpforge.components.registry import Registry
     from ddpforge.recipe import load_recipe
     from ddpforge.runs.folder import RunFolder
@@ -58,10 +67,7 @@ def _check(recipe: str, sets: Sequence[str], ranks: int, device: str | None, bui
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     parts = Parts(loaded, registry)
     parts.foresee(ranks=ranks, device=device, folder=RunFolder.of(loaded.recipe))
-    built = _build(parts) if builds else ""
-    parts.report()
-    skipped = f"; not imported, nor checked: {', '.join(parts.not_imported)}" if parts.not_imported else ""
-    return f"{parts.batch}{skipped}{built}"
+    return parts
 
 
 def _build(parts: "Parts") -> str:

@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ddpforge.errors import UsageError
 
@@ -42,12 +43,13 @@ class Nodes:
             )
         return cls(fewest, most, rank, None if endpoint is None or most == 1 else _with_port(endpoint))
 
-    @property
+    @cached_property  # asked before anything is started
     def is_first(self) -> bool:
-        """True on the machine where the others meet."""
+        """True for the launch that the others meet: on the endpoint's machine, and no other there was quicker."""
         if self.endpoint is None or self.rank is not None:
             return not self.rank
-        return is_mine(self.endpoint.rpartition(":")[0])
+        host, _, port = self.endpoint.rpartition(":")
+        return is_mine(host) and not _answers(host, int(port))
 
     @property
     def store(self) -> str | None:
@@ -123,6 +125,15 @@ def is_mine(host: str) -> bool:
         ) from error
     mine = {one.address.partition("%")[0] for each in psutil.net_if_addrs().values() for one in each}
     return not addresses.isdisjoint(mine) or any(address.startswith("127.") for address in addresses)
+
+
+def _answers(host: str, port: int) -> bool:
+    """True if somebody is there already: another launch on this machine, which all others meet."""
+    try:
+        socket.create_connection((host.strip("[]"), port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _with_port(endpoint: str) -> str:

@@ -20,6 +20,7 @@ from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Ranks, Strategy, World
 from ddpforge.ranks.collectives import Alone, Group
 from ddpforge.ranks.devices import DeviceCheck, choose_device, device_type, told_cpu
+from ddpforge.ranks.interface import choose_interface
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -57,6 +58,7 @@ def join(train: TrainSection, strategy: Strategy) -> World:
     launcher contradicts the recipe, or the world is not the one that was announced.
     """
     _refuse_contradictions(train, strategy.launcher)
+    choose_interface()
     device = choose_device(device_type(train), asked=train.device != "auto" or told_cpu())
     on_cpu = device.type == "cpu"
     timeout = timedelta(seconds=train.timeout.seconds)
@@ -107,7 +109,8 @@ def _meet_anew(device: torch.device, timeout: timedelta) -> None:
         return
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.PrefixStore(f"attempt-{attempt}", dist.TCPStore(host, port, is_master=False, timeout=timeout))
+    agents = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"attempt-{attempt}", agents)  # type: ignore[attr-defined]
     backend = "gloo" if device.type == "cpu" else _ON_GPUS
     if device.type == "cuda":
         torch.cuda.set_device(device)

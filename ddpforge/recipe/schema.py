@@ -103,7 +103,7 @@ class Section(BaseModel):
 class Component(BaseModel):
     """A table that names a component and holds its options, which the component's own signature validates."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
     use: str
     options: dict[str, Any] = {}
@@ -154,6 +154,13 @@ class OptimizerComponent(Component):
         default=(),
         description='Parameters without weight decay: "bias", "norm", "embedding", "1d", "2d", or a glob over full'
         " names.",
+    )
+    layer_decay: Annotated[float | None, Resume.TUNABLE] = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="What the learning rate is multiplied with for each block further from the output; absent: all"
+        " layers have the same.",
     )
     groups: Annotated[dict[str, GroupComponent], Resume.TUNABLE] = Field(
         default={}, description="A table for each group of parameters with settings of its own, see below."

@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from ddpforge.errors import UsageError
+from ddpforge.launchers import nodes
 from ddpforge.launchers.nodes import Nodes, announced, is_mine
 
 
@@ -68,6 +69,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "node01")
     monkeypatch.setattr(socket, "getfqdn", lambda: "node01")
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(nodes, "_answers", lambda host, port: port == 4711)
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [Card("127.0.0.1")], "eth0": [Card("10.0.0.1")]})
 
 
@@ -79,6 +81,11 @@ def test_a_machine_knows_its_own_addresses(host: str, mine: bool) -> None:
     """torchrun compares an address with what the machine's own name resolves to: 127.0.1.1, and nobody is the host."""
     assert is_mine(host) is mine
     assert Nodes.of("2", None, host).flags("x")[-1] == f"--rdzv-conf=is_host={int(mine)}"
+
+
+@pytest.mark.usefixtures("network")
+def test_a_second_launch_on_one_machine_meets_the_first() -> None:
+    assert Nodes.of("2", None, "node01:4711").flags("x")[-1] == "--rdzv-conf=is_host=0"
 
 
 @pytest.mark.usefixtures("network")

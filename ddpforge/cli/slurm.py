@@ -1,0 +1,170 @@
+"""`ddpforge slurm`: writes the script of a Slurm job that trains a recipe, or submits it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ddpforge.cli.options import before_flags, out_option, recipe_argument, set_option
+from ddpforge.errors import EnvironmentProblem, UsageError
+
+if TYPE_CHECKING:
+    from ddpforge.recipe import Recipe
+
+_INDEX = "SLURM_ARRAY_TASK_ID"
+
+
+@click.command()
+@recipe_argument
+@click.option("-N", "--nodes", type=click.IntRange(1, 2**16), default=1, show_default=True, help="Nodes of the job.")
+@click.option("--gpus-per-node", type=click.IntRange(0, 1024), default=0, help="GPUs of each node; default: none.")
+@click.option("-n", "--nproc", type=click.IntRange(1, 1024), help="Ranks on each node; default: one per GPU, or one.")
+@click.option("--time", metavar="TIME", help="Time limit, as sbatch takes it: 4:00:00, 1-12:00:00, or minutes.")
+@click.option(
+    "--signal",
+    type=click.IntRange(10, 65535),
+    default=120,
+    show_default=True,
+    metavar="SECONDS",
+    help="Ask the ranks to save this long before the time limit; Slurm may do so a minute earlier.",
+)
+@click.option("--max-requeues", type=click.IntRange(0), default=50, show_default=True, help="Queue it again as often.")
+@click.option("--array", metavar="INDICES", help="A job array, e.g. 0-7%2; name the run by ${env:SLURM_ARRAY_TASK_ID}.")
+@click.option("--one-task-per-rank", is_flag=True, help="Let srun start every rank, not a launcher on each node.")
+@click.option(
+    "--setup",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Shell commands that come first: modules, the environment that has ddpforge.",
+)
+@click.option("--sbatch", multiple=True, metavar="KEY[=VALUE]", help="One more option of sbatch's; repeatable.")
+@click.option("--to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the script there.")
+@click.option("--submit", is_flag=True, help="Submit the job.")
+@set_option
+@out_option
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]... [-- LAUNCH_FLAGS...]")
+def slurm(
+    recipe: str,
+    nodes: int,
+    gpus_per_node: int,
+    nproc: int | None,
+    time: str | None,
+    signal: int,
+    max_requeues: int,
+    array: str | None,
+    one_task_per_rank: bool,
+    setup: Path | None,
+    sbatch: tuple[str, ...],
+    to: Path | None,
+    submit: bool,
+    sets: tuple[str, ...],
+    out: str | None,
+    words: tuple[str, ...],
+) -> None:
+    """Write a Slurm job's script that trains RECIPE, to stdout; flags after `--` go to `ddpforge launch`.
+
+    The recipe is checked for that many ranks first. The job saves before its time is up and when it is preempted, and
+    queues itself again until the run is done.
+    """
+    from ddpforge.launchers.slurm import Job, script
+
+    assigned, more = before_flags(words)
+    sets = (*sets, *assigned)
+    ranks = nproc or gpus_per_node or 1
+    checked = _check(recipe, sets, out, ranks * nodes, gpus=bool(gpus_per_node), array=array)
+    _refuse(more, sbatch, checked, ranks, gpus_per_node)
+    job = Job(
+        name=re.sub(r"[^\w.-]", "-", checked.name),
+        arguments=[recipe, *(f"--set={value}" for value in sets), *([f"--out={out}"] if out else []), *more],
+        nodes=nodes,
+        ranks=ranks,
+        gpus=gpus_per_node,
+        cores=1 + checked.data.workers,
+        time=time,
+        signal=signal,
+        array=array,
+        max_requeues=max_requeues,
+        task_per_rank=one_task_per_rank,
+        setup=setup.read_text() if setup else "",
+        sbatch=sbatch,
+    )
+    text = script(job, ["ddpforge", *sys.argv[1:]])
+    if to:
+        to.write_text(text)
+    if submit:
+        click.echo(_submit(text), nl=False)
+    elif not to:
+        click.echo(text, nl=False)
+
+
+def _check(recipe: str, sets: Sequence[str], out: str | None, ranks: int, *, gpus: bool, array: str | None) -> Recipe:
+    """The recipe, which can be trained by so many ranks; the first of an array's."""
+    from ddpforge.cli.check import foresee
+    from ddpforge.launchers.slurm import indices
+    from ddpforge.recipe import load_recipe
+    from ddpforge.runs.folder import RunFolder
+
+    numbers = indices(array) if array else []
+    with _as_task(numbers[:1]):
+        parts = foresee(recipe, sets, ranks, "cuda" if gpus else None)
+        parts.report()
+        first = RunFolder.of(parts.recipe, out).path
+    with _as_task(numbers[1:2]):
+        if numbers[1:] and RunFolder.of(load_recipe(recipe, sets=sets).recipe, out).path == first:
+            raise UsageError(
+                f"all jobs of --array {array} would train in {first}",
+                hints=[f"name each by its number: --set 'name={first.name}-${{env:{_INDEX}}}'"],
+            )
+    return parts.recipe
+
+
+@contextmanager
+def _as_task(numbers: Sequence[int]) -> Iterator[None]:
+    """Lets recipes see the variable that tells a job of an array which it is."""
+    if numbers:
+        os.environ[_INDEX] = str(numbers[0])
+    try:
+        yield
+    finally:
+        if numbers:
+            del os.environ[_INDEX]
+
+
+def _refuse(more: Sequence[str], sbatch: Sequence[str], recipe: Recipe, ranks: int, gpus: int) -> None:
+    """Refuses what would fail as soon as the job begins, or again and again."""
+    if "--fresh" in more:
+        raise UsageError("--fresh would begin anew each time that the job is queued again")
+    if gpus and ranks > gpus:
+        raise UsageError(
+            f"--nproc {ranks}, and a node has {gpus} GPUs: every rank needs one", hints=[f"--nproc {gpus}"]
+        )
+    device, elsewhere = recipe.train.device, any(re.match("gres|gpus", option) for option in sbatch)
+    if device == "cuda" and not gpus and not elsewhere:
+        raise UsageError(
+            'the recipe says train.device = "cuda", and no GPUs are asked for', hints=["--gpus-per-node N"]
+        )
+    if device == "cpu" and gpus:
+        raise UsageError(
+            'the recipe says train.device = "cpu": GPUs would be idle', hints=["leave --gpus-per-node out"]
+        )
+
+
+def _submit(script: str) -> str:
+    """Hands the script to Slurm, which keeps a copy; returns what `sbatch` said."""
+    if shutil.which("sbatch") is None:
+        raise EnvironmentProblem(
+            "there is no `sbatch` here", hints=["submit the script on a login node: ddpforge slurm … --to job.sh"]
+        )
+    done = subprocess.run(["sbatch"], input=script, text=True, capture_output=True, check=False)
+    if done.returncode:
+        raise EnvironmentProblem(f"sbatch refused the job: {done.stderr.strip()}")
+    return done.stdout

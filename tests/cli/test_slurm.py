@@ -1,0 +1,141 @@
+"""`ddpforge slurm`: the script that it writes. tests/launch/test_slurm.py gives it to a real Slurm."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ddpforge.cli import main
+from ddpforge.errors import ExitCode
+from ddpforge.launchers.slurm import indices, seconds
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["slurm", *arguments])
+
+
+def written(*arguments: str) -> str:
+    """The script, which is one in bash's eyes too."""
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.stderr
+    subprocess.run(["bash", "-n"], input=result.stdout, text=True, check=True)
+    return result.stdout
+
+
+def directives(script: str) -> list[str]:
+    return re.findall(r"^#SBATCH --(.*)$", script, re.MULTILINE)
+
+
+def command(script: str) -> str:
+    """The line that starts ddpforge, without the path of the interpreter."""
+    text = script.replace("\\\n", " ")
+    (found,) = re.findall(r"^ +exec .*?-m (ddpforge .*)$", text, re.MULTILINE)
+    return " ".join(found.split())
+
+
+def test_a_job_of_several_nodes_has_a_launcher_on_each() -> None:
+    script = written(
+        *("digits", "--nodes=2", "--gpus-per-node=4", "--time=4:00:00", "--signal=300", "--set=data.workers=3"),
+        *("--out=my runs", "--sbatch", "account=me", "--sbatch=exclusive", "--", "--max-restarts=3"),
+    )
+    assert directives(script) == [
+        *("job-name=digits", "nodes=2", "ntasks-per-node=1", "cpus-per-task=16", "gpus-per-node=4", "time=4:00:00"),
+        *("signal=B:USR1@300", "requeue", "open-mode=append", "output=%x-%j.out", "account=me", "exclusive"),
+    ]
+    assert command(script) == (
+        "ddpforge launch digits --set=data.workers=3 '--out=my runs' --max-restarts=3 --nproc=4 "
+        '--nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" --endpoint="$head" '
+        '--run-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'
+    )
+
+
+def test_srun_can_start_every_rank() -> None:
+    script = written("digits", "--nodes=2", "--nproc=2", "--one-task-per-rank")
+    assert directives(script)[1:4] == ["nodes=2", "ntasks-per-node=2", "cpus-per-task=1"]
+    assert command(script) == "ddpforge run digits"
+
+
+def test_the_environment_that_setup_enters_has_a_ddpforge_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "setup.sh").write_text("module load cuda\nsource env/bin/activate\n")
+    script = written("digits", "--setup", "setup.sh")
+    assert "\n    exec ddpforge launch digits --nproc=1\n" in script
+    trap, setup, start = (script.index(text) for text in ("trap stop", "source env/bin/activate", "\ntask()"))
+    assert trap < setup < start
+
+
+def test_jobs_of_an_array_train_runs_of_their_own() -> None:
+    name = "name=digits-${env:SLURM_ARRAY_TASK_ID}"
+    script = written("digits", "--array=2-6:2%1", "--set", name)
+    assert {"array=2-6:2%1", "output=%x-%A_%a.out", "job-name=digits-2"} <= {*directives(script)}
+    assert command(script) == f"ddpforge launch digits '--set={name}' --nproc=1"
+    assert 'job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in script
+
+    result = invoke("digits", "--array=2-6:2")
+    assert result.exit_code == ExitCode.USAGE
+    assert "all jobs of --array 2-6:2 would train in runs/digits" in result.stderr
+    assert f"--set '{name}'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--nodes=3"], "cannot be dealt out evenly to 3 ranks"),
+        (["--set=train.lenght=1ep"], "unknown key `lenght` in [train]"),
+        (["--time=tomorrow"], "--time tomorrow is no time of Slurm's"),
+        (["--time=2"], "--time 2 is 120 s, and ranks are to be asked to save 120 s before its end"),
+        (["--array=a-b"], "--array a-b is no list of numbers"),
+        (["--sbatch=nodes=3"], "the script says that itself\n  = help: use --nodes"),
+        (["--sbatch=--exclusive"], "write it without dashes"),
+        (["--gpus-per-node=2", "--nproc=4"], "--nproc 4, and a node has 2 GPUs"),
+        (["--set=train.device=cuda"], "no GPUs are asked for\n  = help: --gpus-per-node N"),
+        (["--set=train.device=cpu", "--gpus-per-node=2"], "GPUs would be idle"),
+        (["--", "--fresh"], "--fresh would begin anew each time"),
+        (["cnn"], "Got unexpected extra argument (cnn)"),
+    ],
+)
+def test_what_could_not_work_is_refused(arguments: list[str], complaint: str) -> None:
+    result = invoke("digits", *arguments)
+    assert result.exit_code == ExitCode.USAGE
+    assert complaint in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_script_goes_to_a_file_and_to_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sbatch = tmp_path / "bin/sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text("#!/bin/bash\ncat > submitted.sh\necho Submitted batch job 7\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:/usr/bin:/bin")
+    assert invoke("digits", "--to", "job.sh", "--submit").stdout == "Submitted batch job 7\n"
+    assert Path("submitted.sh").read_text() == Path("job.sh").read_text() != ""
+
+    sbatch.write_text("#!/bin/bash\necho 'invalid partition' >&2\nexit 1\n")
+    result = invoke("digits", "--submit")
+    assert (result.exit_code, "sbatch refused the job: invalid partition" in result.stderr) == (3, True)
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = invoke("digits", "--submit")
+    assert (result.exit_code, "there is no `sbatch` here" in result.stderr) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("time", "expected"),
+    [("90", 5400), ("90:30", 5430), ("1:00:01", 3601), ("1-12", 129600), ("1-1:1", 90060), ("1-0:0:1", 86401)],
+)
+def test_times_as_slurm_writes_them(time: str, expected: int) -> None:
+    assert seconds(time) == expected
+    assert seconds("UNLIMITED") is None
+
+
+@pytest.mark.parametrize(
+    ("array", "expected"), [("0-3", [0, 1, 2, 3]), ("1,5", [1, 5]), ("0-7:4%2", [0, 4]), ("3", [3])]
+)
+def test_indices_of_an_array(array: str, expected: list[int]) -> None:
+    assert indices(array) == expected

@@ -1,0 +1,107 @@
+"""Jobs of `ddpforge slurm` on a real Slurm: told in time, queued again, and gone when somebody cancels them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slurm import Job, Slurm, until
+
+from ddpforge.launchers import slurm as scripts
+
+# Stands in for ddpforge: says what it was told, and trains until it is asked to stop, or until `go` says how it ends.
+_STAND_IN = """#!/bin/bash
+trap 'sleep 0.2; echo saved by "$SLURM_PROCID"; exit 75' USR1 TERM
+echo "job ${SLURM_ARRAY_TASK_ID:-alone}, attempt ${SLURM_RESTART_COUNT:-0}: $*"
+while [ ! -e go ]; do sleep 0.05; done
+exit "$(cat go)"
+"""
+
+
+def submitted(slurm: Slurm, folder: Path, *flags: str, setup: str = "", **options: Any) -> Job:
+    """A job of two nodes; what it prints goes to `out.txt`, or to `out-N.txt` in an array."""
+    (folder / "ddpforge").write_text(_STAND_IN)
+    (folder / "ddpforge").chmod(0o755)
+    job = scripts.Job(
+        name="test",
+        arguments=["recipe.toml"],
+        setup=f"export PATH={folder}:$PATH\n{setup}",
+        sbatch=["output=out-%a.txt" if "array" in options else "output=out.txt"],
+        nodes=2,
+        **options,
+    )
+    (folder / "job.sh").write_text(scripts.script(job, ["ddpforge", "slurm"]))
+    return slurm.submit(folder / "job.sh", *flags, cwd=folder)
+
+
+def says(folder: Path, text: str, times: int = 1, file: str = "out.txt") -> None:
+    """Waits until a job has printed `text` so often."""
+    path = folder / file
+    until(lambda: path.exists() and path.read_text().count(text) >= times, 20, lambda: path.read_text())
+
+
+def test_a_preempted_job_saves_is_queued_again_and_ends(slurm: Slurm, tmp_path: Path) -> None:
+    job = submitted(slurm, tmp_path, "--exclusive")
+    says(tmp_path, "attempt 0: launch recipe.toml --nproc=1 --nnodes=2", times=2)
+    (tmp_path / "urgent.sh").write_text("#!/bin/bash\ntrue\n")
+    slurm.submit(tmp_path / "urgent.sh", "--partition=high", "--nodes=2", "--exclusive", cwd=tmp_path).wait()
+    says(tmp_path, "saved by", times=2)
+
+    job.wait("PENDING")
+    (tmp_path / "go").write_text("0")
+    job.begin()
+    assert job.wait() == "COMPLETED"
+    assert job.restarts == 1
+    assert (tmp_path / "out.txt").read_text().count("attempt 1: launch") == 2
+
+
+def test_a_job_that_is_cancelled_saves_and_stays_away(slurm: Slurm, tmp_path: Path) -> None:
+    job = submitted(slurm, tmp_path)
+    says(tmp_path, "attempt 0", times=2)
+    slurm.run("scancel", job.number)
+    says(tmp_path, "saved by", times=2)
+    assert job.wait() == "CANCELLED"
+
+
+@pytest.mark.full
+def test_a_job_is_queued_again_before_its_time_is_up_but_not_for_ever(slurm: Slurm, tmp_path: Path) -> None:
+    job = submitted(slurm, tmp_path, max_requeues=1)
+    for attempt in (0, 1):
+        says(tmp_path, f"attempt {attempt}", times=2)
+        slurm.run("scancel", "--batch", "--signal=USR1", job.number)  # as --signal=B:USR1@120 does
+        job.wait("PENDING")
+        if attempt == 0:
+            job.begin()
+    assert job.wait() == "FAILED"
+    assert job.facts["ExitCode"] == "75:0"
+    assert "not queued again, which was done 1 times" in (tmp_path / "out.txt").read_text()
+
+
+@pytest.mark.full
+def test_a_job_that_is_asked_to_stop_while_it_sets_up_trains_later(slurm: Slurm, tmp_path: Path) -> None:
+    job = submitted(slurm, tmp_path, setup="echo setting up; while [ ! -e ready ]; do sleep 0.05; done")
+    says(tmp_path, "setting up")
+    slurm.run("scancel", "--batch", "--signal=USR1", job.number)
+    (tmp_path / "ready").touch()
+    job.wait("PENDING")
+    assert job.restarts == 1
+    assert "attempt" not in (tmp_path / "out.txt").read_text()
+
+
+@pytest.mark.full
+def test_a_failure_is_not_tried_again(slurm: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "go").write_text("3")
+    job = submitted(slurm, tmp_path)
+    assert job.wait() == "FAILED"
+    assert (job.facts["ExitCode"], job.restarts) == ("3:0", 0)
+
+
+@pytest.mark.full
+def test_one_job_of_an_array_is_queued_again_by_itself(slurm: Slurm, tmp_path: Path) -> None:
+    array = submitted(slurm, tmp_path, array="0-1", task_per_rank=True)
+    for number in (0, 1):
+        says(tmp_path, f"job {number}, attempt 0: run recipe.toml", times=2, file=f"out-{number}.txt")
+    first, second = Job(slurm, f"{array.number}_0"), Job(slurm, f"{array.number}_1")
+    slurm.run("scancel", "--batch", "--signal=USR1", second.number)
+    second.wait("PENDING")
+    assert (first.restarts, second.restarts) == (0, 1)
+    assert first.state == "RUNNING"
