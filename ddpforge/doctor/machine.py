@@ -1,4 +1,4 @@
-"""What one machine can say about itself: packages, devices, memory, limits, disk, names and variables."""
+"""Looks at one machine by itself: packages, devices, memory, limits, disk, names and variables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ _SLOW_LOOK_UP = 1.0  # seconds
 _WORTH_KNOWING = re.compile(
     "(NCCL|GLOO|TORCH|PYTORCH|ACCELERATE|CUDA|OMP|MKL|DDPFORGE|FI|UCX|HSA|PET|TORCHELASTIC|PYTHONHASH)(_.*|SEED)"
 )
-_BY_LAUNCHER = re.compile("TORCHELASTIC_.*|PET_.*|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|TORCH_NCCL_ASYNC_ERROR_HANDLING|OMP_NUM_THREADS")
+_BY_LAUNCHER = re.compile(
+    "TORCHELASTIC_.*|PET_.*|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|TORCH_NCCL_ASYNC_ERROR_HANDLING|OMP_NUM_THREADS"
+)
 _HARMFUL = {
     "CUDA_LAUNCH_BLOCKING": ("every kernel is waited for, which makes training slow", r"[^0]"),
     "TORCH_DISTRIBUTED_DEBUG": ("every collective is checked, which makes training slow", "DETAIL"),
