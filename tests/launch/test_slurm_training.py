@@ -73,10 +73,10 @@ def submitted(slurm: Slurm, folder: Path, *flags: str) -> Job:
     return slurm.submit(folder / "job.sh", cwd=folder, env={"OMP_NUM_THREADS": "1"})
 
 
-def says(folder: Path, text: str, times: int = 1) -> None:
+def says(job: Job, folder: Path, text: str, times: int = 1) -> None:
     """Waits until the job has printed `text` so often."""
     out = folder / "out.txt"
-    until(lambda: out.exists() and out.read_text().count(text) >= times, 150, lambda: out.read_text())
+    until(lambda: out.exists() and out.read_text().count(text) >= times, 200, lambda: f"{out.read_text()}\n{job.facts}")
 
 
 def trains(folder: Path) -> None:
@@ -123,7 +123,7 @@ def test_preempted(slurm: Slurm, folder: Path, flags: tuple[str, ...]) -> None:
 def test_out_of_time_twice_in_a_row(slurm: Slurm, folder: Path) -> None:
     job = submitted(slurm, folder, "--time=2", "--signal=20")
     for attempt in (1, 2):
-        says(folder, "queued again", times=attempt)
+        says(job, folder, "queued again", times=attempt)
         job.wait("PENDING", timeout=60)
         if attempt == 1:
             job.begin()
@@ -136,7 +136,7 @@ def test_asked_to_stop_while_it_starts(slurm: Slurm, folder: Path, flags: tuple[
     job = submitted(slurm, folder, *flags)
     until(lambda: f"{job.number}.0" in slurm.run("squeue", "--steps", "-h", "-o", "%i"), 20)
     slurm.run("scancel", "--batch", "--signal=USR1", job.number)  # ranks are about to import torch
-    says(folder, "queued again")
+    says(job, folder, "queued again")
     job.wait("PENDING", timeout=60)
     finishes(job, folder)
     assert job.restarts == 1
