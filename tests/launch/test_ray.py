@@ -12,7 +12,7 @@ from launched import Ranks
 
 pytestmark = pytest.mark.full
 
-SETS = ["--set=train.length=20st", "--set=train.device=cpu", "--set=checkpoint.every=10st"]
+SETS = ["--set=train.length=60st", "--set=train.device=cpu", "--set=checkpoint.every=30st"]
 TRAIN = """
 import sys
 
