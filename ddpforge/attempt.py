@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
-from os import _exit, getpid
+from os import getpid
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -18,14 +16,13 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.confidential import redacted
 from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed, UsageError
 from ddpforge.interfaces import Tracker, World
-from ddpforge.launchers.verdict import record_verdict
-from ddpforge.ranks import leaving
-from ddpforge.ranks.failures import Failures, Peer, Report, phrase
+from ddpforge.launchers.verdict import is_launched
+from ddpforge.ranks import leaving, phases
+from ddpforge.ranks.failures import Failures, Report, phrase
 from ddpforge.ranks.halt import Halt, NoHalt
 from ddpforge.ranks.join import leave
 from ddpforge.ranks.logs import setup_logging
 from ddpforge.ranks.rank_zero import on_rank_zero
-from ddpforge.ranks.watch import Watch
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe
 from ddpforge.runs.folder import (
@@ -43,6 +40,8 @@ from ddpforge.training.loop import Trainer
 from ddpforge.training.memory import explained
 from ddpforge.training.parts import Parts
 from ddpforge.training.trackers import TrackerGroup
+from ddpforge.watch.rows import described, here
+from ddpforge.watch.watch import Unwatched, Watch
 
 __all__ = ["Attempt", "Outcome", "build_parts", "checkpoints_of", "exit_code_of", "on_every_rank"]
 
@@ -110,8 +109,8 @@ class Attempt:
         self._halt = Halt(folder.path, max_time) if world.is_main else NoHalt()
         self._state: State = "failed"
         self._begun = False  # whether the run's folder knows of this attempt
-        self._failures = Failures(folder.logs, opened.token, Peer.me(world.all.rank))
-        self._watch: Watch | None = None
+        self._failures = Failures(folder.logs, opened.token, world.all.rank, world.all.size)
+        self._watch = _watch(folder, opened.token, self.recipe, world)
         self._failed: _Failed | None = None
 
     def run(self) -> Outcome:
@@ -122,7 +121,7 @@ class Attempt:
             *(self.world.all.rank, self.world.all.size, gethostname(), self.world.device, getpid()),
         )
         with self._claims.pop_all() as life:
-            life.callback(lambda: self._failures.local.close())
+            life.enter_context(self._watch)
             signals = life.enter_context(ExitStack())
             life.push(self._raise_cause)
             life.push(self._part)
@@ -133,6 +132,7 @@ class Attempt:
                     # A launcher ends the others of a rank that failed: not mid-word.
                     signals.enter_context(trainer.stop)
                     self._state = trainer.fit()
+                    phases.mark(phases.END)
                     trainer.stop.over()
             except BaseException as error:
                 self._tell(error)  # before anything else is ended: other ranks wait for a word
@@ -142,9 +142,6 @@ class Attempt:
     # -- up to the first step
     def _prepare(self, life: ExitStack) -> Trainer:
         """A trainer that stands where the run has come to, when everybody is told that training begins."""
-        everyone = self._peers.ranks.everyone(self._failures.me)
-        self._failures = Failures(self.folder.logs, self.opened.token, self._failures.me, everyone)
-        self._watch = Watch(self._failures, self._give_up)
         if not self._is_built:
             build_parts(self.parts, self.world, rehearses=False)
         checkpoints = checkpoints_of(self.folder, self.recipe, self.world, self._peers)
@@ -226,8 +223,6 @@ class Attempt:
             return
         self.trainer.replica.close()
         leave(self.world)
-        if self._watch:
-            self._watch.stop()
         if self.world.is_main:
             self.folder.write_status(self._status(self._state))
 
@@ -238,7 +233,6 @@ class Attempt:
         failed = self._tell(error)
         raised = failed.error
         if failed.by_another:
-            self._failures.end_frozen()
             raised = self._told(failed)
         self._attach(raised, self._status(self._state, failed.report), written_here=failed.speaks)
         if raised is not error:
@@ -253,13 +247,12 @@ class Attempt:
         """
         if self._failed:
             return self._failed
-        if self._watch:
-            self._watch.stop()
         error = explained(error, self.recipe, self.world.data.size)
         # For the file alone: the command line shows it, or what caused it.
         log.error("training failed: %s", phrase(error), exc_info=error, extra={"in_file_only": True})
         report, is_peers = self._failures.tell(error, exit_code_of(error)), isinstance(error, PeerFailed)
-        cause = self._failures.explain() if report.symptom and not is_peers else None
+        phases.say_goodbye()
+        cause = self._failures.explain(self._watch.call) if report.symptom and not is_peers else None
         self._state = "diverged" if isinstance(error, Diverged) else "failed"
         speaks = not is_peers and self._write_failure(self._state, cause or report)
         self._failed = _Failed(error, cause or report, speaks=speaks, by_another=cause is not None)
@@ -270,8 +263,10 @@ class Attempt:
         first = False
         try:
             first = self._failures.is_first(report)
-            if first and not self._leaves_result(report):
+            if (first or (self.world.is_main and not report.told)) and not self._leaves_result(report):
                 self.folder.write_status(self._status(state, report))
+            if first and not report.symptom:
+                self.folder.write_failure(described(report, [here(self.world.all.rank)]))
         except (ForgeError, OSError) as another:
             log.warning("while the run was ending: %s", another)
         return first
@@ -286,21 +281,15 @@ class Attempt:
         """The error for a rank that failed because another did; one rank shows it."""
         cause = failed.report
         file = self.folder.logs / f"rank-{cause.rank}.log"
-        shown = self.world.is_main or (failed.speaks and cause.rank == 0)
-        told = ForgeError if shown else partial(PeerFailed, ExitCode(cause.exit_code))
-        error = told(f"rank {cause.rank} failed first: {cause.error}", hints=[f"see {file}"])
+        words = f"rank {cause.rank} failed first: {cause.error}" if cause.told else str(cause)
+        hints = [f"see {file}" if cause.told else f"where all ranks stood: {self.folder.failure}"]
+        launcher_says = is_launched() and not cause.told  # it has the last word, after what torchrun prints
+        stands_in = cause.rank == 0 and (failed.speaks or (not cause.told and self.world.all.rank == 1))
+        if launcher_says or not (self.world.is_main or stands_in):
+            return PeerFailed(ExitCode(cause.exit_code), words, hints=hints, launcher_says=launcher_says)
+        error = ForgeError(words, hints=hints)
         error.exit_code = ExitCode(cause.exit_code)
         return error
-
-    def _give_up(self, cause: Report) -> None:
-        """Ends this process, from another thread: the one that trains waits where nobody can interrupt it."""
-        log.error("rank %d failed: %s; this rank waits for something else, and is ended", cause.rank, cause.error)
-        self._write_failure("failed", cause)
-        with suppress(OSError), (self.folder.logs / f"rank-{self.world.all.rank}.log").open("a") as file:
-            faulthandler.dump_traceback(file)
-        record_verdict(cause.exit_code, spoke=False)
-        logging.shutdown()
-        _exit(cause.exit_code)
 
     def _attach(self, error: BaseException, status: Status, *, written_here: bool) -> None:
         """Lets the command line show how the run stands: as the first rank that failed writes it down."""
@@ -323,12 +312,29 @@ class Attempt:
             state=state,
             exit_code=report.exit_code if report else codes.get(state, ExitCode.FAILED),
             step=trainer.progress.step if trainer else earlier["step"] if earlier else 0,
+            total_steps=trainer.plan.horizon.total if trainer else earlier.get("total_steps") if earlier else None,
             samples=trainer.progress.samples if trainer else earlier["samples"] if earlier else 0,
             world_size=self.world.all.size,
             strategy=self.recipe.strategy.use,
             metrics=trainer.metrics if trainer else earlier["metrics"] if earlier else {},
-            error=f"rank {report.rank}: {report.error}" if report else None,
+            error=str(report) if report else None,
         )
+
+
+def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> Unwatched:
+    """The watch over this rank, where others wait for it."""
+    if world.all.size == 1:
+        return Unwatched()
+    train = recipe.train
+    return Watch(
+        folder.path,
+        token,
+        world.all.rank,
+        world.all.size,
+        strategy=recipe.strategy.use,
+        stall=0.0 if train.stall == "off" else train.stall.seconds,
+        compiles=train.compile != "off",
+    )
 
 
 def exit_code_of(error: BaseException) -> ExitCode:

@@ -134,8 +134,18 @@ class Postponed(ForgeError):
 
 
 class PeerFailed(ForgeError):
-    """Another rank failed and has said why; this rank ends with the same exit code and says nothing."""
+    """Another rank failed and has said why; this rank ends with the same exit code and says nothing.
 
-    def __init__(self, exit_code: ExitCode, message: str = "rank 0 failed", *, hints: Sequence[str] = ()) -> None:
+    Where the other one could not say it, rank 0 does, or (`launcher_says`) who started the ranks.
+    """
+
+    def __init__(
+        self,
+        exit_code: ExitCode,
+        message: str = "rank 0 failed",
+        *,
+        hints: Sequence[str] = (),
+        launcher_says: bool = False,
+    ) -> None:
         super().__init__(message, hints=hints)
-        self.exit_code = exit_code
+        self.exit_code, self.launcher_says = exit_code, launcher_says

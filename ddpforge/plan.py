@@ -34,17 +34,19 @@ class Plan:
         steps_per_epoch: int | None,
         *,
         noting: Callable[..., AbstractContextManager[Any]] = lambda *path: nullcontext(),
+        ends: Callable[[int], int | None] = lambda epochs: None,
     ) -> Plan | None:
         """The plan of a recipe, for data of so many steps per epoch: None for a stream without a length.
 
-        Raises UsageError for a duration that cannot be counted. `noting` wraps the counting of each key, which it is
-        given as a path, and may keep the error for later: there is no plan then where the length cannot be counted.
+        Where epochs have no one length, `ends` tells how many steps the first so many take together. Raises UsageError
+        for a duration that cannot be counted. `noting` wraps the counting of each key, which it is given as a path, and
+        may keep the error for later: there is no plan then where the length cannot be counted.
         """
         counted = Horizon(None, steps_per_epoch)
         horizon, every = None, {}
         with noting("train", "length"):
             length = recipe.train.length
-            total = None if length.is_time else in_steps("train.length", length, counted)
+            total = None if length.is_time else _end(length, ends) or in_steps("train.length", length, counted)
             horizon = Horizon(total, steps_per_epoch)
         for path, duration in _cadences(recipe):
             with noting(*path):
@@ -67,6 +69,11 @@ def in_steps(key: str, duration: Duration, horizon: Horizon) -> int:
         return horizon.steps(duration)
     except ValueError as error:
         raise UsageError(f"{key}: {error}", hints=[f'write {key} in steps, e.g. "500st"']) from None
+
+
+def _end(length: Duration, ends: Callable[[int], int | None]) -> int | None:
+    """The step at which so many whole epochs are over, where it is known though they have no one length."""
+    return ends(int(length.value)) if length.unit == "ep" and length.value.is_integer() else None
 
 
 def _cadences(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], Duration]]:

@@ -28,6 +28,7 @@ from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.ranks.signals import StopRequests
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe, load_recipe
+from ddpforge.recipe.load import refuse_text
 from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.opening import open_folder
@@ -57,6 +58,7 @@ def run(
     Raises ForgeError for everything that can be expected to go wrong; a RecipeError comes before anything is started.
     """
     adopt_slurm()
+    refuse_text("allow_change", allow_change)
     seconds_of(max_time)  # raises UsageError
     fresh = fresh and not has_begun()
     parts = _load(source, sets)
@@ -140,6 +142,7 @@ def _what_is_evaluated(checkpoint: Path, parts: Parts) -> str:
 
 
 def _load(source: str | Path, sets: Sequence[str], *, trains: bool = True, only: Sequence[str] = ()) -> Parts:
+    refuse_text("only", only)
     registry = Registry.installed()
     return Parts(load_recipe(source, sets=sets, registry=registry), registry, trains=trains, only=only)
 

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable
-from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -202,31 +201,10 @@ def test_a_launch_that_is_refused_raises(ranks: list[int], monkeypatch: pytest.M
 
 
 # ---------------------------------------------------------------------------------------------- searches
-def test_the_optuna_example_searches(tmp_path: Path) -> None:
-    def rank(_: int) -> Any:
-        os.chdir(tmp_path)
-        spec = util.spec_from_file_location("search", EXAMPLE / "search.py")
-        assert spec is not None
-        assert spec.loader is not None
-        search = util.module_from_spec(spec)
-        spec.loader.exec_module(search)
-        study = search.search(3, *SHORT)
-        return [(trial.number, trial.value, trial.params) for trial in study.trials]
-
-    (trials,) = in_ranks(1, rank)
-    assert [number for number, _, _ in trials] == [0, 1, 2]
-    assert len({params["lr"] for _, _, params in trials}) == 3
-    for number, accuracy, params in trials:
-        trained = ddpforge.load(tmp_path / "runs" / "search" / f"trial-{number}")
-        assert trained.metrics()[-1]["eval/accuracy"] == accuracy
-        assert trained.recipe.optimizer.options["lr"] == pytest.approx(params["lr"])
-        assert trained.recipe.model.options["width"] == params["width"]
-
-
 def test_what_a_sweeps_agent_starts_is_a_run_of_the_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpforge: Callable[..., Any]
 ) -> None:
-    """The agent and the shell are real; `ddpforge` on their path notes what it is called with."""
+    """The agent is real; `ddpforge` on their path notes what it is called with."""
     from wandb.wandb_agent import Agent
 
     sweep = yaml.safe_load((EXAMPLE / "sweep.yaml").read_text())
@@ -249,8 +227,16 @@ def test_what_a_sweeps_agent_starts_is_a_run_of_the_recipe(
     words = Path(f"{script}.words").read_text().splitlines()
 
     context = command.make_context("run", words[1:])
-    assert (words[0], context.params["recipe"], context.params["out"]) == ("run", "digits", "runs/sweep/abc123")
-    recipe = load_recipe("digits", sets=context.params["sets"]).recipe
+    assert (words[0], context.params["recipe"], context.params["out"]) == ("run", "digits", "runs/sweep")
+    monkeypatch.setenv("WANDB_RUN_ID", "abc123")  # as the agent has it
+    recipe = load_recipe("digits", sets=context.params["words"]).recipe
+    assert recipe.name == "abc123"
     assert recipe.optimizer.options["lr"] == 0.003
     assert (recipe.optimizer.no_decay, recipe.train.seed) == (("bias", "norm"), 2)
     assert recipe.track.trackers["wandb"].options["project"] == "digits"
+
+
+@pytest.mark.parametrize("name", ["sets", "allow_change"])
+def test_a_string_where_a_list_belongs_is_refused(name: str) -> None:
+    given: Any = {name: "train.seed=1"}
+    assert f"{name} is the string" in refused(UsageError, lambda: ddpforge.run("digits", **given))

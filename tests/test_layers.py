@@ -23,8 +23,10 @@ LAYERS = [
     {"cli"},
     {"testing"},
     {"api"},
+    {"sweeps"},
     {"doctor", "parity", "runner", "starting"},
     {"attempt", "hosts"},
+    {"watch"},
     {"training"},
     {"exchange"},
     {"data", "runs", "strategies"},
@@ -53,8 +55,9 @@ LIGHT = {
     "recipe",
     "runs",
     "starting",
+    "watch",
 }
-LIGHT |= {f"ranks.{name}" for name in ("failures", "halt", "leaving", "logs", "signals", "watch")}
+LIGHT |= {f"ranks.{name}" for name in ("failures", "halt", "leaving", "logs", "phases", "signals")}
 LIGHT |= {f"checkpoint.{name}" for name in ("manifest", "retention", "schema", "untrusted", "verify")}
 
 

@@ -18,6 +18,9 @@ _COMMANDS = {
     "doctor": ("doctor", "Look for what a run would trip over on this machine, or on all of a launcher's."),
     "check": ("check", "Validate a recipe without starting anything."),
     "show": ("show", "Print the resolved recipe and where each value came from."),
+    "sweep": ("sweep", "Train a recipe with many values: all of a grid, some at random, or a search."),
+    "runs": ("runs", "List, compare, resume and delete runs."),
+    "status": ("status", "Print how a run stands, also while it trains."),
     "eval": ("evaluate", "Evaluate a run's checkpoint."),
     "export": ("export", "Write a run's weights as plain safetensors."),
     "ckpt": ("ckpt", "List, inspect, verify, compare, export and import checkpoints."),
@@ -68,6 +71,8 @@ def complain(error: ForgeError) -> None:
 
     said = redact(render(error))
     rank = int(os.environ.get("RANK", "0"))
+    if isinstance(error, PeerFailed) and error.launcher_says:
+        return
     if rank == 0:
         click.echo(said, err=True)
     elif error.exit_code != ExitCode.USAGE and not isinstance(error, PeerFailed):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ddpforge.cli.options import device_option, imports_option, json_option, ranks_option, recipe_argument, sets_option
+from ddpforge.cli.options import device_option, imports_option, json_option, ranks_option, recipe_argument, sets_options
 from ddpforge.errors import ForgeError, RecipeError, UsageError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @recipe_argument
-@sets_option
+@sets_options
 @ranks_option
 @device_option
 @click.option(

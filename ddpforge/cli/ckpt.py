@@ -13,7 +13,7 @@ import click
 
 from ddpforge.cli.export import export
 from ddpforge.cli.options import checkpoint_options, json_option, run_argument
-from ddpforge.cli.tables import print_table, printable, size
+from ddpforge.cli.tables import age, number, print_table, printable, size
 from ddpforge.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _line(row: "Row", names: Sequence[str]) -> list[str]:
         str(row.world_size),
         row.layout or "",
         size(row.bytes),
-        *("" if value is None else f"{value:.4g}" for value in values),
+        *map(number, values),
         marks,
     ]
 
@@ -96,10 +96,7 @@ def _age(created: str) -> str:
         seconds = (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()
     except (ValueError, TypeError):
         return "?"
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
+    return age(seconds)
 
 
 # ---------------------------------------------------------------------------------------------- inspect
@@ -139,10 +136,10 @@ def _page(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     for name in ("metrics", "position", "loop", "aliases"):
         if facts[name]:
             yield name, ", ".join(f"{key} {_short(value)}" for key, value in facts[name].items())
-    for number, entry in enumerate(facts["lineage"]):
+    for place, entry in enumerate(facts["lineage"]):
         known = isinstance(entry, Mapping) and {"step", "recipe"} <= entry.keys()
         text = f"{str(entry['recipe'])[:12]} from step {entry['step']}" if known else json.dumps(entry)
-        yield "recipe" if not number else "", text
+        yield "recipe" if not place else "", text
     for name, entry in facts["sections"].items():
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in entry["dtypes"].items())
         if entry["tensors"]:
@@ -150,8 +147,8 @@ def _page(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     for name, values in facts["callbacks"].items():
         if values:
             yield "callback", f"{name}: {', '.join(f'{key} {_short(value)}' for key, value in values.items())}"
-    for number, (name, count) in enumerate(facts["files"].items()):
-        yield "files" if not number else "", f"{name}  {size(count)}"
+    for place, (name, count) in enumerate(facts["files"].items()):
+        yield "files" if not place else "", f"{name}  {size(count)}"
 
 
 def _short(value: object) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ddpforge.cli.options import json_option, out_option, sets_option
+from ddpforge.cli.options import json_option, out_option, sets_options
 from ddpforge.launchers.srun import adopt_slurm
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("recipe", metavar="[RECIPE]", type=click.Path(), required=False)
-@sets_option
+@sets_options
 @out_option
 @json_option
 def doctor(recipe: str | None, sets: tuple[str, ...], out: str | None, as_json: bool) -> None:

@@ -65,6 +65,7 @@ def failure(error: BaseException) -> dict[str, Any]:
         "state": "stopped" if isinstance(error, Postponed) else "failed",
         "exit_code": _exit_code(error),
         "step": 0,
+        "total_steps": None,
         "samples": 0,
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "strategy": None,

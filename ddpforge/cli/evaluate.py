@@ -5,7 +5,7 @@ import json
 import click
 
 from ddpforge.cli.ending import ending, results_alone
-from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_option
+from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_options
 from ddpforge.launchers.srun import adopt_slurm
 
 
@@ -15,7 +15,7 @@ from ddpforge.launchers.srun import adopt_slurm
 @click.option(
     "--only", metavar="NAME", multiple=True, help="Evaluate on [data.eval.NAME] alone; may be given several times."
 )
-@sets_option
+@sets_options
 @json_option
 def evaluate(
     run: str, step: int | None, best: bool, only: tuple[str, ...], sets: tuple[str, ...], as_json: bool

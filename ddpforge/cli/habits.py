@@ -1,7 +1,7 @@
 """Commands and flags of other tools, and what they mean here."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import click
 
@@ -10,11 +10,16 @@ _COMMANDS = {
     **dict.fromkeys(("validate", "lint", "verify", "dry-run", "dryrun"), "ddpforge check RECIPE"),
     **dict.fromkeys(("config", "cfg", "print", "resolve"), "ddpforge show RECIPE"),
     **dict.fromkeys(("val", "test"), "ddpforge eval RUN"),
-    **dict.fromkeys(("resume", "continue", "restart"), "ddpforge run RECIPE: the same command resumes a stopped run"),
+    **dict.fromkeys(
+        ("resume", "continue", "restart"), "ddpforge runs resume RUN; the same command resumes a stopped run, too"
+    ),
     **dict.fromkeys(("torchrun", "distributed", "multi"), "ddpforge launch RECIPE --nproc N"),
     **dict.fromkeys(("checkpoint", "checkpoints"), "ddpforge ckpt ls RUN"),
     **dict.fromkeys(("plugin", "components"), "ddpforge plugins list"),
-    **dict.fromkeys(("recipe", "list", "ls", "init", "new"), "ddpforge recipes ls, and ddpforge recipes cp NAME"),
+    **dict.fromkeys(("list", "ls", "ps", "history"), "ddpforge runs ls"),
+    **dict.fromkeys(("rm", "delete", "remove"), "ddpforge runs rm RUN"),
+    **dict.fromkeys(("watch", "info", "state", "progress"), "ddpforge status RUN"),
+    **dict.fromkeys(("recipe", "init", "new"), "ddpforge recipes ls, and ddpforge recipes cp NAME"),
 }
 _RANKS = ("nproc", "nproc-per-node", "gpus", "num-gpus", "devices", "num-processes", "ranks", "world-size", "n", "np")
 _RESUME = ("resume", "resume-from", "resume-from-checkpoint", "continue", "auto-resume", "load", "ckpt", "checkpoint")
@@ -37,7 +42,7 @@ _OTHERS = {
     **dict.fromkeys(("config", "cfg", "recipe", "config-file", "c", "f"), "the recipe follows without an option"),
     **dict.fromkeys(("output", "output-dir", "out-dir", "logdir", "log-dir", "save-dir", "dir"), "write --out DIR"),
     **dict.fromkeys(("dry-run", "dryrun", "fast-dev-run"), "`ddpforge check RECIPE --build` tries a recipe out"),
-    **dict.fromkeys(("override", "overrides", "opts", "options"), "write --set KEY=VALUE, once for each key"),
+    **dict.fromkeys(("override", "overrides", "opts", "options"), "write KEY=VALUE, once for each key"),
     **dict.fromkeys(("force", "overwrite", "restart"), "write --fresh to start from scratch"),
 }
 
@@ -60,8 +65,10 @@ def _hints(error: click.UsageError) -> Iterator[str]:
             yield _COMMANDS[found[1]]
         elif found[1].endswith(".toml"):
             yield f"ddpforge run {found[1]}"
-    if found := re.search(r"unexpected extra arguments? \((.*)\)", error.message):
-        yield from _of_words(found[1].split())
+    if "unexpected extra argument" in error.message and error.ctx:
+        words = next((one for one in error.ctx.command.params if one.name == "words"), None)
+        if words:
+            yield f"what follows is {words.make_metavar(error.ctx)}, e.g. optimizer.lr=1e-3"
 
 
 def _of_option(name: str, command: str) -> Iterator[str]:
@@ -73,11 +80,6 @@ def _of_option(name: str, command: str) -> Iterator[str]:
     elif known in _OTHERS:
         yield _OTHERS[known]
     elif known in _KEYS:
-        yield f"values of the recipe are set by --set KEY=VALUE, e.g. --set {_KEYS[known]}"
+        yield f"values of the recipe are set by KEY=VALUE, e.g. {_KEYS[known]}"
     elif "." in name:
-        yield f"write --set {name}=VALUE"
-
-
-def _of_words(words: Sequence[str]) -> Iterator[str]:
-    if any("=" in word for word in words):
-        yield f"write {' '.join(f'--set {word}' for word in words if '=' in word)}"
+        yield f"write {name}=VALUE"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ddpforge.cli import complain
-from ddpforge.cli.options import json_option, out_option, recipe_argument, run_options, sets_option
+from ddpforge.cli.options import before_flags, json_option, out_option, recipe_argument, run_options, set_option
 from ddpforge.errors import ForgeError, Postponed, UsageError
 from ddpforge.ranks.signals import StopRequests
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     "--max-restarts", type=click.IntRange(min=0), help="Start ranks again so often after a failure; default: never."
 )
 @click.option("--dry-run", is_flag=True, help="Print the command that would be run here, and start nothing.")
-@sets_option
+@set_option
 @out_option
 @run_options
-@click.argument("torchrun_flags", nargs=-1, type=click.UNPROCESSED)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]... [-- TORCHRUN_FLAGS...]")
 @json_option
 def launch(
     recipe: str,
@@ -48,7 +48,7 @@ def launch(
     fresh: bool,
     allow_change: tuple[str, ...],
     max_time: str | None,
-    torchrun_flags: tuple[str, ...],
+    words: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Train RECIPE in several processes on this machine, or on several machines; flags after `--` go to torchrun.
@@ -56,19 +56,15 @@ def launch(
     The recipe is checked before anything is started, and the exit code is the run's own. What is not said is taken from
     the variables of SkyPilot and Kubeflow, where there are any.
     """
-    if torchrun_flags and not torchrun_flags[0].startswith("-"):
-        raise UsageError(
-            f"`{torchrun_flags[0]}` is one argument too many", hints=["flags for torchrun follow after `--`"]
-        )
-
     from ddpforge.starting import prepare
 
+    assigned, flags = before_flags(words)
     with _told_as_json(as_json), StopRequests() as stop:
         given = {"nproc": nproc, "nnodes": nnodes, "node_rank": node_rank, "endpoint": endpoint, "run_id": run_id}
         start = prepare(
             recipe,
-            _ranks({**given, "max_restarts": max_restarts}, torchrun_flags),
-            sets=sets,
+            _ranks({**given, "max_restarts": max_restarts}, flags),
+            sets=(*sets, *assigned),
             out=out,
             fresh=fresh,
             allow_change=allow_change,

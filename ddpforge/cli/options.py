@@ -1,6 +1,8 @@
 """Options and arguments that several commands share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import wraps
+from itertools import takewhile
 from typing import Any
 
 import click
@@ -8,8 +10,11 @@ import click
 # Names do as well as paths; the type lets shells complete the latter.
 recipe_argument = click.argument("recipe", metavar="RECIPE", type=click.Path())
 run_argument = click.argument("run", metavar="RUN", type=click.Path())
-sets_option = click.option(
-    "-s", "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a value, e.g. train.seed=1; repeatable."
+set_option = click.option(
+    *("-s", "--set", "sets"),
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a value, e.g. train.seed=1, as KEY=VALUE does without this option; repeatable.",
 )
 out_option = click.option(
     "-o",
@@ -37,6 +42,30 @@ imports_option = click.option(
     help="Import the code that the recipe locates by a file or a module, which runs it; without it, its options are "
     "not checked.",
 )
+
+
+def sets_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds `KEY=VALUE…` after the other arguments and `--set KEY=VALUE`; the command is given both as `sets`."""
+
+    @wraps(command)
+    def merged(*arguments: Any, sets: Sequence[str], words: Sequence[str], **others: Any) -> Any:
+        return command(*arguments, sets=(*sets, *assignments(words)), **others)
+
+    return click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")(set_option(merged))
+
+
+def assignments(words: Sequence[str]) -> tuple[str, ...]:
+    """`words`, each of which must be KEY=VALUE, or ~KEY; raises click's UsageError for the first that is not."""
+    for word in words:
+        if "=" not in word and not word.startswith("~"):
+            raise click.UsageError(f"Got unexpected extra argument ({word})", click.get_current_context())
+    return tuple(words)
+
+
+def before_flags(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The assignments among `words`, and the flags for another program after them."""
+    first = tuple(takewhile(lambda word: not word.startswith("-"), words))
+    return assignments(first), tuple(words[len(first) :])
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ddpforge.cli import complain
-from ddpforge.cli.options import json_option, recipe_argument, sets_option
+from ddpforge.cli.options import json_option, recipe_argument, sets_options
 
 if TYPE_CHECKING:
     from ddpforge.parity.compare import Point, Quantity
@@ -34,7 +34,7 @@ _COLUMNS = {"train/loss": "loss", "train/grad_norm": "gradient norm", "weights":
 @click.option(
     "--steps", type=click.IntRange(1, 2**20), default=20, show_default=True, help="How many steps to train, at most."
 )
-@sets_option
+@sets_options
 @click.option(
     "--tolerance",
     type=click.FloatRange(0, 1, min_open=True),

@@ -7,7 +7,7 @@ import time
 import click
 
 from ddpforge.cli.ending import ending, leave, results_alone
-from ddpforge.cli.options import json_option, out_option, recipe_argument, run_options, sets_option
+from ddpforge.cli.options import json_option, out_option, recipe_argument, run_options, sets_options
 from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.launchers.verdict import STARTED, record_start
 from ddpforge.ranks.signals import StopRequests
@@ -15,7 +15,7 @@ from ddpforge.ranks.signals import StopRequests
 
 @click.command()
 @recipe_argument
-@sets_option
+@sets_options
 @out_option
 @run_options
 @json_option

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ddpforge.cli.options import device_option, imports_option, json_option, ranks_option, recipe_argument, sets_option
+from ddpforge.cli.options import device_option, imports_option, json_option, ranks_option, recipe_argument, sets_options
 
 if TYPE_CHECKING:
     from ddpforge.interfaces import Contract
@@ -18,7 +18,7 @@ _WIDEST = 48  # columns before the comments; longer values push theirs to the ri
 
 @click.command()
 @recipe_argument
-@sets_option
+@sets_options
 @ranks_option
 @device_option
 @imports_option

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ddpforge.cli.options import out_option, recipe_argument, sets_option
+from ddpforge.cli.options import before_flags, out_option, recipe_argument, set_option
 from ddpforge.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ _INDEX = "SLURM_ARRAY_TASK_ID"
 @click.option("--sbatch", multiple=True, metavar="KEY[=VALUE]", help="One more option of sbatch's; repeatable.")
 @click.option("--to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the script there.")
 @click.option("--submit", is_flag=True, help="Submit the job.")
-@sets_option
+@set_option
 @out_option
-@click.argument("more", nargs=-1, type=click.UNPROCESSED)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]... [-- LAUNCH_FLAGS...]")
 def slurm(
     recipe: str,
     nodes: int,
@@ -68,7 +68,7 @@ def slurm(
     submit: bool,
     sets: tuple[str, ...],
     out: str | None,
-    more: tuple[str, ...],
+    words: tuple[str, ...],
 ) -> None:
     """Write a Slurm job's script that trains RECIPE, to stdout; flags after `--` go to `ddpforge launch`.
 
@@ -77,6 +77,8 @@ def slurm(
     """
     from ddpforge.launchers.slurm import Job, script
 
+    assigned, more = before_flags(words)
+    sets = (*sets, *assigned)
     ranks = nproc or gpus_per_node or 1
     checked = _check(recipe, sets, out, ranks * nodes, gpus=bool(gpus_per_node), array=array)
     _refuse(more, sbatch, checked, ranks, gpus_per_node)
@@ -139,10 +141,6 @@ def _as_task(numbers: Sequence[int]) -> Iterator[None]:
 
 def _refuse(more: Sequence[str], sbatch: Sequence[str], recipe: Recipe, ranks: int, gpus: int) -> None:
     """Refuses what would fail as soon as the job begins, or again and again."""
-    if more and not more[0].startswith("-"):
-        raise UsageError(
-            f"`{more[0]}` is one argument too many", hints=["flags for `ddpforge launch` follow after `--`"]
-        )
     if "--fresh" in more:
         raise UsageError("--fresh would begin anew each time that the job is queued again")
     if gpus and ranks > gpus:

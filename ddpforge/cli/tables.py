@@ -45,3 +45,25 @@ def size(count: int) -> str:
 def counted(count: int, noun: str) -> str:
     """1 tensor, 1,234 tensors."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def span(seconds: float) -> str:
+    """A time for people, in its two largest units: 5s, 3m05s, 2h10m, 4d03h."""
+    rest = max(0, round(seconds))
+    for length, unit, smaller, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if rest >= length:
+            return f"{rest // length}{unit}{rest % length // smaller:02}{name}"
+    return f"{rest}s"
+
+
+def age(seconds: float) -> str:
+    """The time since something happened, in its largest unit: 90 s, 5 min, 3 h, 4 d."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def number(value: float | None) -> str:
+    """A metric; nothing where it is missing or not finite."""
+    return "" if value is None else f"{value:.4g}"

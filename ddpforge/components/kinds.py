@@ -206,7 +206,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 parameter="params",
                 given={"params": _parameters},
                 tables=(("optimizer",),),
-                framework_keys=("no_decay", "groups", "turns"),
+                framework_keys=("no_decay", "layer_decay", "groups", "turns"),
                 settings=lambda: {"elementwise": bool, "matrices": bool},
             ),
             KindSpec(

@@ -2,8 +2,18 @@
 
 from ddpforge.data.fetching import Batches, check_data, open_data
 from ddpforge.data.nests import to_device
-from ddpforge.data.order import MicroBatch, RankShare
+from ddpforge.data.order import MicroBatch, RankShare, end_of_epochs
 from ddpforge.data.randomness import seed_all
 from ddpforge.interfaces import mix
 
-__all__ = ["Batches", "MicroBatch", "RankShare", "check_data", "mix", "open_data", "seed_all", "to_device"]
+__all__ = [
+    "Batches",
+    "MicroBatch",
+    "RankShare",
+    "check_data",
+    "end_of_epochs",
+    "mix",
+    "open_data",
+    "seed_all",
+    "to_device",
+]

@@ -7,6 +7,7 @@ never that. Nothing is stored for a resume, and nothing is padded, repeated or l
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, pairwise
@@ -18,9 +19,10 @@ from numpy.typing import NDArray
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import EpochOrder, Order
 
-__all__ = ["Dealer", "MicroBatch", "RankShare", "Request", "Terms"]
+__all__ = ["Dealer", "MicroBatch", "RankShare", "Request", "Terms", "end_of_epochs"]
 
 _BLOCK = 1 << 12  # samples whose order is computed in one vectorised go
+_LONGEST = 1 << 40  # steps
 _FEW = 100  # steps of an order whose sizes only it knows
 
 
@@ -94,6 +96,15 @@ class MicroBatch(NamedTuple):
     shard: int  # of the step's samples, see `RankShare`
     number: int  # within the shard
     read: int = 0  # of a stream: a fingerprint of what this rank has read of it, see `streams.Stream`
+    places: NDArray[Any] | None = None  # in evaluation: of each sample in `data` within its dataset
+
+
+def end_of_epochs(order: Order, epochs: int) -> int | None:
+    """The number of steps that the first `epochs` of an order take, by bisection; None where it tells no epochs."""
+    if order.steps_per_epoch is not None or type(order).epoch is Order.epoch:
+        return None
+    found = bisect_left(range(_LONGEST), epochs, key=order.epoch)
+    return found if found < _LONGEST else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 from ddpforge.errors import ExitCode
 
 __all__ = [
-    *("STARTED", "VERDICT", "Death", "Ended", "Words", "has_begun", "is_final"),
+    *("STARTED", "VERDICT", "Death", "Ended", "Words", "has_begun", "is_final", "is_launched"),
     *("record_begun", "record_death", "record_halt", "record_start", "record_verdict"),
 ]
 
@@ -44,6 +44,11 @@ class Ended:
     ranks: frozenset[int] = frozenset()  # those that said how they ended
     told: bool = False  # whether `code` is a rank's own
     error: str | None = None  # of the first rank that failed and said why
+
+
+def is_launched() -> bool:
+    """True in a rank that `start` has started, which says in the end what ranks could not."""
+    return VERDICT in os.environ
 
 
 def record_start() -> None:

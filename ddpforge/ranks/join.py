@@ -109,7 +109,8 @@ def _meet_anew(device: torch.device, timeout: timedelta) -> None:
         return
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.PrefixStore(f"attempt-{attempt}", dist.TCPStore(host, port, is_master=False, timeout=timeout))
+    agents = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"attempt-{attempt}", agents)  # type: ignore[attr-defined]
     backend = "gloo" if device.type == "cpu" else _ON_GPUS
     if device.type == "cuda":
         torch.cuda.set_device(device)

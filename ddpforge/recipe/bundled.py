@@ -38,7 +38,7 @@ def find_recipe(name_or_path: str | Path) -> Path:
     exists = os.path.exists(text)
     hints = [f"a file in this folder is written `./{text}`"] if exists else did_you_mean(text, bundled())
     if os.path.isfile(os.path.join("runs", text, "run.json")):
-        hints = [f"to resume the run of this name: ddpforge run runs/{text}/recipe.resolved.toml"]
+        hints = [f"to resume the run of this name: ddpforge runs resume {text}"]
     hints.append(f"recipes that ship with ddpforge: {', '.join(bundled())}")
     hints.append("a recipe of your own is given by its path, such as `./my.toml`")
     raise RecipeError([Problem(f"no recipe named `{text}`", hints=tuple(hints))])
@@ -53,7 +53,7 @@ def require_file(path: Path, label: str, origin: Origin | None = None) -> None:
         inside = ", ".join(sorted(one.name for one in path.glob("*.toml")))
         message, hints = f"`{label}` is a folder, not a recipe", [f"recipes in it: {inside}"] if inside else []
         if (path / "run.json").is_file():
-            hints = [f"it is a run; to resume it, name its recipe: {Path(label) / 'recipe.resolved.toml'}"]
+            hints = [f"it is a run; to resume it: ddpforge runs resume {label}"]
     elif not os.path.isdir(path.parent):
         message, hints = f"no such recipe: `{label}`", [f"there is no folder `{Path(label).parent}`"]
     else:

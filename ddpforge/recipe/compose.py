@@ -29,19 +29,19 @@ def compose(path: Path, sets: Sequence[str]) -> tuple[Layers, Source]:
     label = str(path.relative_to(here) if path.is_relative_to(here) else path)
     layers, source = _file(path, label, ())
 
-    assigned = Layers()
+    own = Layers()
     problems: list[Problem] = []
     for text in sets:
         try:
             if text.startswith("~"):
                 problems += _unset(layers, _removal(text))
             else:
-                assigned.merge(_assignment(text), change_use=False)  # whatever their order, none undoes another
+                own.merge(_assignment(text), change_use=False)  # whatever their order, none undoes another
         except RecipeError as error:
             problems += error.problems
     if problems:
         raise RecipeError(problems)
-    layers.merge(assigned)
+    layers.merge(own)
     return layers, source
 
 
@@ -150,6 +150,11 @@ def _base(name: object, origin: Origin, source: Source, chain: _Chain) -> Layers
         hint = " extends ".join([*circle, circle[0]])
         raise RecipeError([Problem("`extends` goes in a circle", "extends", origin.place(), (hint,))])
     return _file(path, label, chain)[0]
+
+
+def assigned(text: str) -> Table:
+    """The table that KEY=VALUE stands for on the command line; raises RecipeError for anything else."""
+    return _assignment(text).tables
 
 
 def _assignment(text: str) -> Layers:

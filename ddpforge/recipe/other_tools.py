@@ -65,6 +65,7 @@ _KEYS = {
     ("optimizer", "lr = 1e-3"): "learning_rate learningrate base_lr initial_lr max_lr peak_lr",
     ("optimizer", "weight_decay = 0.01"): "wd decay l2 weightdecay",
     ("optimizer", 'no_decay = ["bias", "norm"]'): "no_weight_decay skip_weight_decay exclude_from_decay",
+    ("optimizer", "layer_decay = 0.75"): "layer_lr_decay layerwise_lr_decay layer_wise_lr_decay lr_layer_decay llrd",
     ("schedule", 'warmup = "100st"'): "warmup_steps num_warmup_steps warmup_ratio warmup_epochs warm_up",
     ("data", "workers = 4"): "num_workers dataloader_num_workers n_workers",
     ("data", "prefetch = 2"): "prefetch_factor",
@@ -100,7 +101,9 @@ _SENTENCES = {
     ),
     "report_to log_with": "each tracker is a table, e.g. [track.wandb]; metrics.jsonl is always written",
     "push_to_hub hub_model_id hub_token": "ddpforge uploads nothing; `ddpforge export` writes what other tools load",
-    "peft lora lora_r lora_rank lora_alpha qlora adapter": "there are no adapters (LoRA); build them in your own model",
+    "peft lora lora_r lora_rank lora_alpha qlora adapter": (
+        'adapters are a model around another: model.use = "lora" with base, r, alpha and targets'
+    ),
     "model_name_or_path pretrained_model_name_or_path pretrained": (
         "pretrained weights are `init_from` in [checkpoint], or an option of the model, e.g. of the plugin"
         " ddpforge-transformers"

@@ -103,7 +103,7 @@ class Section(BaseModel):
 class Component(BaseModel):
     """A table that names a component and holds its options, which the component's own signature validates."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
     use: str
     options: dict[str, Any] = {}
@@ -154,6 +154,13 @@ class OptimizerComponent(Component):
         default=(),
         description='Parameters without weight decay: "bias", "norm", "embedding", "1d", "2d", or a glob over full'
         " names.",
+    )
+    layer_decay: Annotated[float | None, Resume.TUNABLE] = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="What the learning rate is multiplied with for each block further from the output; absent: all"
+        " layers have the same.",
     )
     groups: Annotated[dict[str, GroupComponent], Resume.TUNABLE] = Field(
         default={}, description="A table for each group of parameters with settings of its own, see below."
@@ -264,9 +271,17 @@ class TrainSection(Section):
     sync_batchnorm: Annotated[bool, Resume.TUNABLE] = Field(
         default=False, description="Compute BatchNorm statistics over all ranks (CUDA only)."
     )
-    timeout: Annotated[WallTime, Resume.OUTSIDE] = Field(
+    stall: Annotated[WallTime | Literal["off"], Resume.OUTSIDE] = Field(
         default=Duration(10, "m"),
-        description="How long a collective may wait for a rank before the run fails.",
+        description="How long a rank may stand in one place (data, forward, backward, ...) before the run fails, with"
+        " the stacks of all ranks and the name of the one that the others wait for. Three times as long in the first"
+        ' step and in evaluations, six times at the start, in saves and where the first step compiles; "off": for ever.'
+        " Several ranks only.",
+    )
+    timeout: Annotated[WallTime, Resume.OUTSIDE] = Field(
+        default=Duration(15, "m"),
+        description="How long a collective may wait for a rank, and a save for a disk, before the run fails; where it"
+        " is longer than `stall`, that comes first and says more.",
     )
 
     @property

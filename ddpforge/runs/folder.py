@@ -4,6 +4,7 @@ runs/<name>/
   recipe.toml              as it was given          recipe.resolved.toml     with every default; runs as it is
   env.json                 where the last attempt ran                run.json   id, attempts, lineage
   status.json              how the run stands: see `Status`          metrics.jsonl
+  failure.json             which rank failed first, and where all of them stood
   logs/                    checkpoints/
 """
 
@@ -15,6 +16,7 @@ import logging
 import math
 import os
 import secrets
+import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from hashlib import sha256
 from itertools import chain, count
 from pathlib import Path, PurePosixPath
 from socket import gethostname
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, cast
 
 from ddpforge import disk
 from ddpforge.components.local_code import neighbours
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ddpforge")
 
+_FLOCK = "hhqqi0q"  # Linux's struct flock with 64 bits: type, whence, start, length, process
+
 State = Literal["running", "done", "failed", "stopped", "diverged"]
 
 
@@ -45,6 +49,7 @@ class Status(TypedDict):
     state: State
     exit_code: int | None  # null while running
     step: int
+    total_steps: NotRequired[int | None]  # null where a wall time ends the run
     samples: int
     world_size: int
     strategy: str
@@ -122,6 +127,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """One JSON object a line: the record that trackers mirror."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def failure(self) -> Path:
+        """The failure of the last attempt, and where all ranks stood."""
+        return self.path / "failure.json"
 
     @property
     def logs(self) -> Path:
@@ -254,6 +264,29 @@ class RunFolder:
             disk.sync_folder(target.parent)
         return target
 
+    def delete(self) -> None:
+        """Removes the folder with all that is in it, at once for who looks; raises as `claim` does."""
+        doomed = self._draft()
+        with self.claim(), _writing(self.path):
+            disk.rename(self.path, doomed.path)
+            disk.sync_folder(self.path.parent)
+            disk.remove(doomed.path)
+
+    def is_claimed(self) -> bool | None:
+        """True while another process trains here; None where the file system cannot tell.
+
+        Not for a process that trains here itself: closing the file gives up what it has claimed.
+        """
+        try:
+            with (self.logs / "lock").open("rb") as file:
+                asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+                found, *_ = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return None
+        return bool(found != fcntl.F_UNLCK)
+
     @contextmanager
     def claim(self) -> Iterator[None]:
         """Keeps other processes from training here at the same time: each would clear away what another is writing.
@@ -302,7 +335,12 @@ class RunFolder:
     def status(self) -> Status | None:
         """The state of the run; None before it has trained at all."""
         path = self.path / "status.json"
-        return cast(Status, _read(path, json.loads, Status.__annotations__)) if path.exists() else None
+        return cast(Status, _read(path, json.loads, Status.__required_keys__)) if path.exists() else None
+
+    def environment(self) -> dict[str, str]:
+        """The environment variables that mattered to the last attempt; none before the first."""
+        path = self.path / "env.json"
+        return _read(path, json.loads, ["environment"])["environment"] if path.exists() else {}
 
     def status_version(self) -> int | None:
         """A number that changes whenever the status is written; None where there is none."""
@@ -322,6 +360,17 @@ class RunFolder:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._overwrite_status(status):
                     raise
+
+    def write_failure(self, facts: Mapping[str, Any]) -> None:
+        """Writes `failure.json`: the rank that failed first, and where all of them stood."""
+        with _writing(self.path):
+            self._write_json(self.failure.name, facts)
+
+    def read_failure(self) -> dict[str, Any] | None:
+        """Reads what `write_failure` wrote; None where there is none."""
+        with suppress(EnvironmentProblem):
+            return _read(self.failure, json.loads, ["rank", "error", "told_by"])
+        return None
 
     def _overwrite_status(self, status: Status) -> bool:
         """Writes into the blocks that the file has already; False where there is none, or it does not fit."""
@@ -435,7 +484,7 @@ class Change:
 
 def recipe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """Every key that differs between two resolved recipes, in the order of the recipe."""
-    before, after = dict(_leaves(old)), dict(_leaves(new))
+    before, after = flattened(old), flattened(new)
     paths = [path for path in {**before, **after} if before.get(path) != after.get(path)]
     return [Change(path, before.get(path), after.get(path), _policy(path)) for path in paths]
 
@@ -475,6 +524,11 @@ def refuse_finished(folder: Path, changes: Sequence[Change], edited: Sequence[st
                 "or go on from the end of the old one, with a longer train.length",
             ],
         )
+
+
+def flattened(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of nested tables by dotted keys."""
+    return dict(_leaves(table))
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

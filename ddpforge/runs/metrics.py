@@ -17,6 +17,8 @@ FILE = "metrics.jsonl"
 SUPERSEDED = "metrics.superseded.jsonl"
 REPLACED = "metrics.replaced.jsonl"  # what somebody put in its place
 
+_TAIL = 1 << 16  # bytes that are read to see how a run stands
+
 log = logging.getLogger("ddpforge")
 
 Row = dict[str, Any]
@@ -115,8 +117,26 @@ def read_metrics(folder: Path) -> list[Row]:
     return list(steps.values())
 
 
+def latest_rows(folder: Path) -> list[Row]:
+    """The newest rows of the run in `folder`, some hundred of them, as they stand; none if there is no file."""
+    try:
+        with (folder / FILE).open("rb") as file:
+            start = max(0, os.fstat(file.fileno()).st_size - _TAIL)
+            file.seek(start)
+            lines = file.read().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    try:
+        return _rows(lines[1:] if start else lines, folder / FILE)
+    except EnvironmentProblem:
+        return _parse(folder / FILE)  # which counts lines from the first
+
+
 def _parse(path: Path) -> list[Row]:
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return _rows(path.read_bytes().splitlines(keepends=True) if path.exists() else [], path)
+
+
+def _rows(lines: list[bytes], path: Path) -> list[Row]:
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()  # a write that was cut short by a crash
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpforge import disk
 from ddpforge.checkpoint.retention import check_folder
 from ddpforge.errors import CheckpointError
 from ddpforge.ranks.failures import Failures
@@ -23,7 +24,7 @@ from ddpforge.runs.folder import (
     refuse_fixed,
 )
 
-__all__ = ["Opened", "mention_what_is_lost", "open_folder"]
+__all__ = ["Opened", "is_finished", "mention_what_is_lost", "open_folder"]
 
 log = logging.getLogger("ddpforge")
 
@@ -57,15 +58,30 @@ def open_folder(
     earlier = folder.status()
     changes = recipe_changes(folder.tables(), tomllib.loads(snapshot["resolved"]))
     edited = _edited(folder, snapshot)
-    if earlier and earlier["state"] == "done" and not any(change.path == "train.length" for change in changes):
-        refuse_finished(folder.path, changes, edited)
+    if _is_finished(folder, earlier, changes, edited):
         log.info("%s is finished; --fresh trains it anew, a longer train.length goes on with it", folder.path)
         return Opened(token, result=earlier)
 
     claims.enter_context(folder.claim())
     _settle_changes(folder, changes, edited, allow_change)
     Failures.clear(folder.logs)
+    disk.remove(folder.failure)
     return Opened(token, earlier, changes=changes, edited=edited)
+
+
+def is_finished(folder: RunFolder, snapshot: RecipeSnapshot) -> bool:
+    """True where the run that is asked for has been trained; raises UsageError where it is another one by now."""
+    if not folder.exists():
+        return False
+    changes = recipe_changes(folder.tables(), tomllib.loads(snapshot["resolved"]))
+    return _is_finished(folder, folder.status(), changes, _edited(folder, snapshot))
+
+
+def _is_finished(folder: RunFolder, status: Status | None, changes: Sequence[Change], edited: Sequence[str]) -> bool:
+    if not status or status["state"] != "done" or any(change.path == "train.length" for change in changes):
+        return False
+    refuse_finished(folder.path, changes, edited)
+    return True
 
 
 def _edited(folder: RunFolder, snapshot: RecipeSnapshot) -> list[str]:

@@ -1,6 +1,6 @@
 """Runs the kit's jobs on every rank of a shared world, one after another, until one fails.
 
-Started as `python -m ddpforge.testing.job ORDERS.json` by torchrun. Each rank writes `done-RANK.json` or
+Started as `python -m ddpforge.testing.job ORDERS.json`. Each rank writes `done-RANK.json` or
 `failed-RANK.json` into a job's folder; after a failure it ends, for the ranks are no longer in step.
 """
 
@@ -28,8 +28,7 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.registry import Registry
 from ddpforge.data.nests import close, digest, size, take
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, Part, RunContext, StepInfo, Strategy, Tracker, Weights, World
-from ddpforge.launchers.verdict import record_verdict
+from ddpforge.interfaces import Callback, GoBack, Part, RunContext, StepInfo, Strategy, Tracker, Weights, World
 from ddpforge.ranks.failures import is_symptom
 from ddpforge.ranks.join import join, leave
 from ddpforge.ranks.writers import Peers
@@ -169,6 +168,7 @@ class _Agreeing(Callback):
 
     def __init__(self, inner: Callback, site: Site, weights: Weights) -> None:
         self.inner, self.site, self.weights = inner, site, weights
+        self.goes_back = inner.goes_back
 
     def _ask(self, what: str, call: Callable[[], Any], shown: Callable[[Any], Any] = lambda value: value) -> Any:
         failure: Exception | None = None
@@ -191,8 +191,12 @@ class _Agreeing(Callback):
     def on_gradient(self, step: int, norm: Tensor) -> None:
         self.inner.on_gradient(step, norm)
 
-    def on_step(self, info: StepInfo) -> bool | None:
-        return bool(self._ask(f"on_step at step {info.step}", lambda: self.inner.on_step(info), bool))
+    def on_step(self, info: StepInfo) -> bool | GoBack | None:
+        def shown(wish: object) -> object:
+            return repr(wish) if isinstance(wish, GoBack) else bool(wish)
+
+        wish: bool | GoBack | None = self._ask(f"on_step at step {info.step}", lambda: self.inner.on_step(info), shown)
+        return wish
 
     def on_log(self, info: StepInfo) -> Mapping[str, float]:
         found = self._ask(f"the columns of on_log at step {info.step}", lambda: self.inner.on_log(info), sorted)
@@ -287,7 +291,6 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     code = main(sys.argv[1])
-    record_verdict(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # without waiting for ranks that may be gone

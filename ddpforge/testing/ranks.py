@@ -1,23 +1,28 @@
-"""Ranks for a plugin's tests that begin in a moment: a process that has imported everything once forks them.
+"""Ranks for tests that begin in a moment: a process that has imported everything once forks them.
 
 Each is `python -m ddpforge …` with the environment that torchrun gives a rank, on the CPU. Start one run with a real
 launcher as well: this is none.
 """
 
+import math
 import multiprocessing
 import os
 import runpy
 import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from unittest import mock
 
-__all__ = ["preload", "run_ddpforge"]
+__all__ = ["preload", "run_ddpforge", "run_ranks"]
 
 _SERVER = multiprocessing.get_context("forkserver")
 # DeepSpeed must not touch a GPU in a process that forks.
@@ -38,6 +43,11 @@ def run_ddpforge(*arguments: str, cwd: Path, ranks: int = 1, timeout: float = 80
 
     The exit code is the largest of the ranks'; that of one ended by a signal counts as the signal's number.
     """
+    return run_ranks("ddpforge", *arguments, cwd=cwd, ranks=ranks, timeout=timeout)
+
+
+def run_ranks(module: str, *arguments: str, cwd: Path, ranks: int, timeout: float = math.inf) -> CompletedProcess[str]:
+    """`python -m MODULE ARGUMENTS` in each of `ranks` processes, as `run_ddpforge` runs ddpforge."""
     with mock.patch.dict(os.environ, _ENVIRONMENT):
         forkserver.ensure_running()
     with socket.socket() as probe:
@@ -51,33 +61,55 @@ def run_ddpforge(*arguments: str, cwd: Path, ranks: int = 1, timeout: float = 80
         for rank, output in enumerate(outputs):
             place = {key: str(value) for key, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()}
             environment = {**os.environ, **_ENVIRONMENT, **(place if ranks > 1 else {})}
-            started.append(_SERVER.Process(target=_rank, args=(arguments, cwd, environment, output)))
-            started[-1].start()
-
-        limit = time.monotonic() + timeout
-        while any(process.is_alive() for process in started):
-            if any(process.exitcode for process in started):
-                limit = min(limit, time.monotonic() + _PATIENCE)
-            if time.monotonic() > limit:
+            started.append(_SERVER.Process(target=_rank, args=(module, arguments, cwd, environment, output)))
+        try:
+            with _without_main():
                 for process in started:
+                    process.start()
+            _wait(started, timeout)
+        finally:
+            for process in started:
+                if process.pid:
                     process.kill()
-            time.sleep(0.01)
+                    process.join()
         code = max(abs(process.exitcode or 0) for process in started)
         out, err = ("".join(path.with_suffix(kind).read_text() for path in outputs) for kind in (".out", ".err"))
     return CompletedProcess(arguments, code, out, err)
 
 
-def _rank(arguments: tuple[str, ...], cwd: Path, environment: Mapping[str, str], output: Path) -> None:
-    """Runs ddpforge in the forked process; never returns."""
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Has the processes that are started not run this one's main module again, as multiprocessing would have them."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _wait(started: list[ForkServerProcess], timeout: float) -> None:
+    limit = time.monotonic() + timeout
+    while any(process.is_alive() for process in started):
+        if any(process.exitcode for process in started):
+            limit = min(limit, time.monotonic() + _PATIENCE)
+        if time.monotonic() > limit:
+            for process in started:
+                process.kill()
+        time.sleep(0.01)
+
+
+def _rank(module: str, arguments: tuple[str, ...], cwd: Path, environment: Mapping[str, str], output: Path) -> None:
+    """Runs the module in the forked process; never returns."""
+    threading.Thread(target=_end_with_the_tests, daemon=True).start()
     for stream, kind in ((1, ".out"), (2, ".err")):
         with output.with_suffix(kind).open("w") as file:
             os.dup2(file.fileno(), stream)
     os.environ.update(environment)
     os.chdir(cwd)
-    sys.argv = ["ddpforge", *arguments]
+    sys.argv = [module, *arguments]
     code = 0
     try:
-        runpy.run_module("ddpforge", run_name="__main__")
+        runpy.run_module(module, run_name="__main__")
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     except BaseException:
@@ -86,6 +118,13 @@ def _rank(arguments: tuple[str, ...], cwd: Path, environment: Mapping[str, str],
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _end_with_the_tests() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 preload()

@@ -6,27 +6,29 @@ import json
 import re
 import signal
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import copy
+from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.local_code import neighbours
 from ddpforge.errors import ExitCode, PluginError
-from ddpforge.launchers import process
-from ddpforge.launchers.command import NO_GPUS, torchrun_command
 from ddpforge.parity.compare import TOLERANCES, Point, Quantity, Record, compare, first_drift
 from ddpforge.testing.cases import Case
+from ddpforge.testing.ranks import run_ranks
 from ddpforge.testing.register import checks_of
 from ddpforge.testing.report import Breach, Interrupted
 from ddpforge.testing.trial import settle
 
-__all__ = ["Worlds", "drift_text", "same_training", "stopped", "write_recipe"]
+__all__ = ["Worlds", "drift_text", "run_to_the_end", "same_training", "write_recipe"]
 
 _LINES = 15  # of what a failed world said
+_STOPPED = "stopped; not all checks were made"
 _LOCAL = re.compile(r"\./([^:]*\.py):")
 
 
@@ -110,24 +112,37 @@ class Worlds:
         self.say(f"starting {nproc} rank{'s' * (nproc > 1)} for {names}")
         written = self.folder / "orders.json"
         written.write_text(json.dumps([order.write() for order in orders]))
-        run = torchrun_command([], nproc=nproc)
-        output = self.folder / "output.log"
-        with output.open("wb") as file:
-            command = [*run[: run.index("ddpforge")], "ddpforge.testing.job", str(written)]
-            stopped(process.launch(command, nproc=nproc, output=file, variables=NO_GPUS))
+        said = run_to_the_end("ddpforge.testing.job", str(written), nproc=nproc).stderr
 
         for order in orders:
             order.outcome = _outcome(order, nproc)
             if order.outcome is None or isinstance(order.outcome, Breach):
-                order.outcome = order.outcome or _silent(output.read_text(errors="replace"))
+                order.outcome = order.outcome or _silent(said)
                 return
 
 
-def stopped(code: int) -> int:
-    """The exit code of ranks; raises Interrupted where it says that they were stopped."""
-    if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED, 128 + signal.SIGTERM):
-        raise Interrupted("stopped; not all checks were made")
-    return code
+def run_to_the_end(module: str, *arguments: str, nproc: int) -> CompletedProcess[str]:
+    """Runs `module` on ranks; raises Interrupted where somebody stopped them, or this process."""
+    with _heard_as_ctrl_c(signal.SIGTERM, signal.SIGHUP):
+        try:
+            done = run_ranks(module, *arguments, cwd=Path.cwd(), ranks=nproc)
+        except KeyboardInterrupt:
+            raise Interrupted(_STOPPED) from None
+    if done.returncode in (ExitCode.STOPPED, ExitCode.INTERRUPTED, signal.SIGTERM):
+        raise Interrupted(_STOPPED)
+    return done
+
+
+@contextmanager
+def _heard_as_ctrl_c(*signals: signal.Signals) -> Iterator[None]:
+    """Has what a scheduler sends end ranks and temporary files too, unless it is ignored."""
+    heard = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, signal.default_int_handler) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _tables(case: Case, job: str) -> dict[str, Any]:

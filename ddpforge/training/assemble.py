@@ -64,7 +64,8 @@ def assemble(
     model = _spread(parts)
     with _recipes_fault():
         watch_batchnorm(model, *parts.training.fewest(_batches(parts)))
-        optimizer = build_optimizer(parts.registry, recipe.optimizer, model, list(parts.turns))
+        turns, blocks = list(parts.turns), recipe.train.blocks
+        optimizer = build_optimizer(parts.registry, recipe.optimizer, model, turns, blocks)
     replica = _prepared(parts, world, model, optimizer)
     if init_from:
         _initialise(replica, init_from, world, skip=recipe.checkpoint.init_skip)

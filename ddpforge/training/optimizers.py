@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,20 +12,46 @@ from ddpforge.components.building import build
 from ddpforge.components.registry import Registry
 from ddpforge.recipe.schema import Component, OptimizerComponent
 from ddpforge.strategies.several import InTurns, Several
-from ddpforge.training.parameter_groups import parameter_groups, parameters_of_groups, parameters_of_turns
+from ddpforge.training.blocks import find_blocks
+from ddpforge.training.parameter_groups import by_layer, parameter_groups, parameters_of_groups, parameters_of_turns
 
 __all__ = ["build_optimizer", "check_parameters", "settings_of", "shares"]
 
 
 def build_optimizer(
-    registry: Registry, component: OptimizerComponent, model: nn.Module, turns: Sequence[str]
+    registry: Registry,
+    component: OptimizerComponent,
+    model: nn.Module,
+    turns: Sequence[str],
+    blocks: Sequence[str] = (),
 ) -> Optimizer:
-    """The recipe's optimizer, or one for each of `turns`; raises ValueError where `model` has other parameters."""
+    """The recipe's optimizer, or one for each of `turns`; `blocks` are the classes that the recipe names as such.
+
+    Raises ValueError where `model` has other parameters, or other blocks, than the recipe speaks of.
+    """
     if turns:
         return _in_turns(registry, component, model, turns)
     if component.groups:
-        return _in_groups(registry, component, model)
-    return cast(Optimizer, build(registry, "optimizer", component, params=parameter_groups(model, component.no_decay)))
+        return _scaled(_in_groups(registry, component, model, blocks))
+    return _scaled(build(registry, "optimizer", component, params=_groups(component, model, blocks)))
+
+
+def _groups(
+    component: OptimizerComponent, model: nn.Module, blocks: Sequence[str], among: Collection[str] | None = None
+) -> list[dict[str, Any]]:
+    """The parameters by whether they are decayed and, where rates differ between layers, by layer."""
+    groups = parameter_groups(model, component.no_decay, among)
+    if component.layer_decay is None:
+        return groups
+    return by_layer(groups, model, find_blocks(model, blocks), component.layer_decay)
+
+
+def _scaled(optimizer: Optimizer) -> Optimizer:
+    """Gives the groups of layers their learning rates; the optimizer itself knows what they are a share of."""
+    for group in optimizer.param_groups:
+        if (scale := group.pop("scale", None)) is not None:
+            group["lr"] *= scale
+    return optimizer
 
 
 def _in_turns(registry: Registry, component: OptimizerComponent, model: nn.Module, turns: Sequence[str]) -> Optimizer:
@@ -36,7 +62,7 @@ def _in_turns(registry: Registry, component: OptimizerComponent, model: nn.Modul
     return InTurns(parts, {name: component.turns[name].clip_norm for name in turns})
 
 
-def _in_groups(registry: Registry, component: OptimizerComponent, model: nn.Module) -> Optimizer:
+def _in_groups(registry: Registry, component: OptimizerComponent, model: nn.Module, blocks: Sequence[str]) -> Optimizer:
     """Groups of the recipe's optimizer, with settings of their own; and beside it those that have another."""
     params: dict[str, list[dict[str, Any]]] = {"": []}
     for name, chosen in _chosen(component, model).items():
@@ -44,7 +70,7 @@ def _in_groups(registry: Registry, component: OptimizerComponent, model: nn.Modu
         shares = group.use == component.use
         own = {"group": name, **(settings_of(group, component) if shares else {})}
         # What is exempt from weight decay is so in every group.
-        mine = [own | each for each in parameter_groups(model, component.no_decay, chosen)]
+        mine = [own | each for each in _groups(component, model, blocks, chosen)]
         params.setdefault("" if shares else name, []).extend(mine)
     parts: dict[str, Optimizer] = {
         name: build(registry, "optimizer", component.groups.get(name, component), params=groups)
@@ -54,14 +80,29 @@ def _in_groups(registry: Registry, component: OptimizerComponent, model: nn.Modu
     return Several(parts) if len(parts) > 1 else next(iter(parts.values()))
 
 
-def check_parameters(registry: Registry, component: OptimizerComponent, model: nn.Module, turns: Sequence[str]) -> None:
-    """Raises ValueError where `model` has other parameters than the recipe's optimizer speaks of."""
+def check_parameters(
+    registry: Registry,
+    component: OptimizerComponent,
+    model: nn.Module,
+    turns: Sequence[str],
+    blocks: Sequence[str] = (),
+) -> None:
+    """Raises ValueError where `model` has other parameters, or blocks, than the recipe's optimizer speaks of."""
     parameter_groups(model, component.no_decay)
+    if component.layer_decay is not None:
+        _check_layers(component, find_blocks(model, blocks), turns)
     if turns:
         parameters_of_turns(model, _globs(component, turns))
     for name, chosen in _chosen(component, model).items() if component.groups else ():
         if (group := component.groups.get(name)) and group.use != component.use:
             build(registry, "optimizer", group, params=parameter_groups(model, component.no_decay, chosen))
+
+
+def _check_layers(component: OptimizerComponent, blocks: Sequence[nn.Module], turns: Sequence[str]) -> None:
+    if turns:
+        raise ValueError("layer_decay is for one model; give each of [optimizer.turns] a rate of its own")
+    if not blocks:
+        raise ValueError("layer_decay needs repeated blocks and the model has none; name classes in train.blocks")
 
 
 def shares(component: OptimizerComponent, model: nn.Module, turns: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["covered", "parameter_groups", "parameters_of_groups", "parameters_of_turns"]
+__all__ = ["by_layer", "covered", "parameter_groups", "parameters_of_groups", "parameters_of_turns"]
 
 _Test = Callable[[str, nn.Module, nn.Parameter], bool]
 
@@ -42,6 +42,39 @@ def parameter_groups(
 
     groups = [_group(decayed), _group(others) | {"weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def by_layer(
+    groups: Sequence[dict[str, Any]], model: nn.Module, blocks: Sequence[nn.Module], decay: float
+) -> list[dict[str, Any]]:
+    """Splits groups by layer, the last first; the `scale` of each is `decay` to the number of layers behind it.
+
+    Layers are the `blocks`, in the model's order, what is before the first, and what is after the last; what is between
+    two belongs to the one before. As in BEiT (Bao et al., 2022).
+    """
+    layers = _layers(model, blocks)
+    found = []
+    for layer in range(len(blocks) + 1, -1, -1):
+        for group in groups:
+            mine = [
+                (name, one) for name, one in zip(group["names"], group["params"], strict=True) if layers[name] == layer
+            ]
+            if mine:
+                names, params = zip(*mine, strict=True)
+                scale = decay ** (len(blocks) + 1 - layer)
+                found.append(group | {"params": list(params), "names": list(names), "scale": scale})
+    return found
+
+
+def _layers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:
+    """The layer of each parameter by name, 0 for those before the first block."""
+    starts = {id(parameter): number for number, block in enumerate(blocks, 1) for parameter in block.parameters()}
+    found, layer, last = {}, 0, len(blocks)
+    for name, parameter in model.named_parameters():
+        inside = starts.get(id(parameter))
+        layer = inside if inside is not None else last + 1 if layer >= last else layer
+        found[name] = layer
+    return found
 
 
 def parameters_of_turns(model: nn.Module, turns: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:

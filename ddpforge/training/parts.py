@@ -19,7 +19,7 @@ from ddpforge.components.building import build
 from ddpforge.components.local_code import PREFIX
 from ddpforge.components.options import Nested
 from ddpforge.components.registry import NotImported, Registry, where_raised
-from ddpforge.data import Batches, RankShare, check_data, mix, open_data
+from ddpforge.data import Batches, RankShare, check_data, end_of_epochs, mix, open_data
 from ddpforge.data.nests import size, take
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.data.streams import is_stream
@@ -62,7 +62,7 @@ from ddpforge.training.refusals import general_refusals, refusals_of_optimizers
 from ddpforge.training.rehearsal import FEW, Rehearsal, first_batch, rehearse, try_before_model
 from ddpforge.training.sums import SMALL
 from ddpforge.training.turns import draws_of
-from ddpforge.training.whole_batch import Even, refusal_of_end, refusals_of_parts
+from ddpforge.training.whole_batch import Even, refusal_of_end, refusal_of_order, refusals_of_parts
 
 __all__ = ["WEIGHTS", "Parts", "key_of"]
 
@@ -322,7 +322,8 @@ class Parts:
             check_blocks(find_blocks(self.model, recipe.train.blocks), recipe.train)
         with self.noting("optimizer", faults=(ValueError,)):
             if self.trains:
-                check_parameters(self.registry, recipe.optimizer, self.model, list(self.turns))
+                turns, blocks = list(self.turns), recipe.train.blocks
+                check_parameters(self.registry, recipe.optimizer, self.model, turns, blocks)
             else:
                 parameter_groups(self.model, ())
 
@@ -340,7 +341,7 @@ class Parts:
             # A step that draws several batches may go on into the next epoch: an epoch is what has all of its samples.
             per_epoch = batches and math.ceil(batches / draws_of(self.turns))
             batch = getattr(self, "batch", None) or plan_batch(train, 1)
-            if plan := Plan.of(recipe, batch, per_epoch, noting=self.noting):
+            if plan := Plan.of(recipe, batch, per_epoch, noting=self.noting, ends=self._end_of_epochs):
                 self.plan = plan
         if hasattr(self, "plan"):
             with self.noting("schedule"):
@@ -351,6 +352,11 @@ class Parts:
                     if turn.schedule:
                         own = build(self.registry, "schedule", turn.schedule, horizon=self.plan.horizon)
                         self.schedules[name] = own
+
+    def _end_of_epochs(self, epochs: int) -> int | None:
+        """The step that so many epochs end with, where the order has epochs of different lengths."""
+        batches = end_of_epochs(self.order, epochs) if self.order else None
+        return batches and math.ceil(batches / draws_of(self.turns))
 
     def _order(self) -> Order | None:
         """The order of the training data: as the recipe says, or shuffled."""
@@ -382,6 +388,11 @@ class Parts:
             total, last = self.plan.horizon.total, self.order.steps_per_epoch - 1
             if total is None or total * draws_of(self.turns) > last:
                 smallest["data.train"] = self.order.size(last)
+        elif hasattr(self, "plan") and self.order:
+            batch, total = self.recipe.train.global_batch, self.plan.horizon.total
+            steps = total and total * draws_of(self.turns)
+            if refusal := refusal_of_order(self.task, self.order, batch, self._data_ranks, steps):
+                self.note(("data", "order"), UsageError(refusal.message, hints=refusal.hints))
         for key, samples in smallest.items():
             if refusal := refusal_of_end(self.task, key, samples, self._data_ranks):
                 self.note(tuple(key.split(".")), UsageError(refusal.message, hints=refusal.hints))

@@ -31,9 +31,11 @@ class Rates:
                 group["lr"] = rate * factor
 
     def named(self) -> Mapping[str, float]:
-        """The rates as they are now of turns, and of groups that have another than the first group."""
+        """The rates, as they are now, of turns and of groups whose last layer has another than the first group."""
         found = {name: part.param_groups[0]["lr"] for name, part in self._parts.items() if name}
         for part in self._parts.values():
             first, *others = part.param_groups
-            found |= {each["group"]: each["lr"] for each in others if each.get("group") and each["lr"] != first["lr"]}
+            for each in others:
+                if each.get("group") and each["lr"] != first["lr"]:
+                    found.setdefault(each["group"], each["lr"])
         return found

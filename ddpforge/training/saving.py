@@ -11,7 +11,9 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, Ranks, Replica, Tracker
+from ddpforge.ranks import phases
 from ddpforge.recipe.schema import CheckpointSection
+from ddpforge.training.callbacks import state_of
 from ddpforge.training.left_out import has_left_out, same, without_frozen
 from ddpforge.training.progress import Progress
 
@@ -52,6 +54,7 @@ class Saving:
 
     def save(self, progress: Progress, metrics: Mapping[str, float], *, last: bool) -> None:
         """Begins to save; see `settle` for the end of it."""
+        phases.mark(phases.SAVE)
         self.settle()
         self._replica.sync_buffers()
         state = self._replica.state()
@@ -66,7 +69,7 @@ class Saving:
             metrics=dict(metrics),
             **self.origin,
         )
-        callbacks = {name: callback.state() for name, callback in self._callbacks().items()}
+        callbacks = {name: state_of(name, callback) for name, callback in self._callbacks().items()}
         self.checkpoints.save(facts, RankState.of(state, callbacks))
         self.step = progress.step
         if not self.settings.background:
@@ -90,6 +93,7 @@ class Saving:
         if not self.checkpoints.pending:
             return
         assert self.step is not None
+        phases.mark(phases.SAVE)
         try:
             folder = self.checkpoints.wait()
         except CheckpointError as error:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ddpforge.data import MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import PluginError, StrategyError
 from ddpforge.interfaces import Explores, Exploring, Pass, Replica, Task, Total, World
+from ddpforge.ranks import phases
 from ddpforge.training.batchnorm import BatchNormAverager, Buffers, unchanged
 from ddpforge.training.first_look import name_of
 from ddpforge.training.sums import refuse_mean
@@ -84,6 +85,7 @@ class Stepper:
             micro_batches = list(micro_batches)
         totals = self._forward_backward(step, micro_batches, items, measure=measure)
         self._statistics.leave()
+        phases.mark(phases.STEP)
         if self._passes > 1:
             return totals, self._explore(step, cast(list[MicroBatch], micro_batches), items)
         return totals, self._replica.step()
@@ -121,8 +123,14 @@ class Stepper:
                 running.append((micro, batch))
                 yield self._pass(step, micro, batch, items)
 
-        for result in self._replica.passes(passes(), self._meter.compute, trains=True):
+        for result in self._replica.passes(passes(), self._compute, trains=True):
             add(found, self._meter.totals(*running.popleft(), result, metrics=measure))
+        return found
+
+    def _compute(self, module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
+        phases.mark(phases.FORWARD)
+        found = self._meter.compute(module, one)
+        phases.mark(phases.BACKWARD)
         return found
 
     def _pass(self, step: int, micro: MicroBatch, batch: Any, items: Tensor | int) -> Pass:

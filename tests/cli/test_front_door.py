@@ -125,10 +125,10 @@ def test_what_was_mistyped_is_recognised(arguments: list[str], hint: str) -> Non
         (["run", "digits", "--resume"], "the same command resumes a stopped run"),
         (["run", "digits", "--nproc", "2"], "ddpforge launch RECIPE --nproc N"),
         (["launch", "digits", "--gpus", "2"], "write --nproc N"),
-        (["run", "digits", "--lr", "1e-3"], "--set optimizer.lr=1e-3"),
-        (["run", "digits", "--optimizer.lr=1e-3"], "write --set optimizer.lr=VALUE"),
+        (["run", "digits", "--lr", "1e-3"], "values of the recipe are set by KEY=VALUE, e.g. optimizer.lr=1e-3"),
+        (["run", "digits", "--optimizer.lr=1e-3"], "write optimizer.lr=VALUE"),
         (["run", "--config", "r.toml"], "the recipe follows without an option"),
-        (["check", "digits", "optimizer.lr=1e-3", "x=2"], "write --set optimizer.lr=1e-3 --set x=2"),
+        (["check", "digits", "optimizer.lr", "1e-3"], "what follows is [KEY=VALUE]..., e.g. optimizer.lr=1e-3"),
     ],
 )
 def test_what_people_type_from_habit_is_answered(arguments: list[str], hint: str) -> None:

@@ -46,7 +46,7 @@ def invoke(*arguments: str) -> Result:
 def test_what_the_ranks_are_told_is_what_launch_was_told(launcher: Launcher) -> None:
     options = ["-s", "train.seed=1", "--set=train.eval_batch=8", "--out", "here", "--fresh", "--json"]
     changes = ["--allow-change", "train.seed", "--allow-change", "data"]
-    result = invoke("digits", "-n", "2", *options, *changes, "--", "--max-restarts=3", "--role", "scientist")
+    result = invoke("digits", "-n", "2", "name=b", *options, *changes, "--", "--max-restarts=3", "--role", "scientist")
 
     assert result.exit_code == ExitCode.STOPPED  # the exit code of the run
     ((command, nproc),) = launcher.started
@@ -54,7 +54,7 @@ def test_what_the_ranks_are_told_is_what_launch_was_told(launcher: Launcher) -> 
     torchrun, ranks = command[: command.index("run")], command[command.index("run") + 1 :]
     assert torchrun[-5:] == ["--max-restarts=3", "--role", "scientist", "-m", "ddpforge"]
     assert ranks == [
-        *("digits", "--set=train.seed=1", "--set=train.eval_batch=8"),
+        *("digits", "--set=train.seed=1", "--set=train.eval_batch=8", "--set=name=b"),
         *("--allow-change=train.seed", "--allow-change=data", "--out=here", "--fresh", "--json"),
     ]
 
@@ -76,7 +76,7 @@ def test_there_is_one_process_per_gpu_or_one(
         (["digits", "--nproc", "3"], "cannot be dealt out evenly to 3 ranks"),
         (["digits", "--nproc", "0"], "0 is not in the range"),
         (["digits", "--nproc", "1000000"], "1000000 is not in the range"),
-        (["digits", "cnn"], "`cnn` is one argument too many"),
+        (["digits", "cnn"], "Got unexpected extra argument (cnn)"),
     ],
 )
 def test_a_mistake_is_told_once_and_nothing_is_started(

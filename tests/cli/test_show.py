@@ -107,3 +107,12 @@ def test_groups_of_parameters_are_counted(recipe: str) -> None:
     ]
     Path("shown.toml").write_text("\n".join(lines), encoding="utf-8")
     assert load_recipe("shown.toml").recipe == load_recipe(recipe, sets=[groups]).recipe
+
+
+def test_values_are_set_with_and_without_the_option_and_in_any_order(recipe: str) -> None:
+    shown = json.loads(
+        _show(recipe, "train.seed=7", "--set", "train.length=3ep", "name=b", "~task.metrics", "--json").stdout
+    )
+    assert [shown["recipe"]["train"][key] for key in ("seed", "length")] == [7, "3ep"]
+    assert shown["recipe"]["name"] == "b"
+    assert shown["recipe"]["task"]["metrics"] == []

@@ -132,7 +132,7 @@ slow, full = (pytest.mark.slow,), (pytest.mark.full,)
         pytest.param(ACCELERATE, 1, marks=slow),
         pytest.param(ACCELERATE, 2, marks=full),
         pytest.param(TORCHRUN, 1, marks=full),
-        pytest.param(TORCHRUN, 2, marks=slow),
+        pytest.param(TORCHRUN, 2, marks=full),
         pytest.param(LAUNCH, 1, marks=full),
         pytest.param(LAUNCH, 2, marks=full),
     ],
@@ -140,8 +140,8 @@ slow, full = (pytest.mark.slow,), (pytest.mark.full,)
 def test_every_launcher_trains_the_same_curve(
     tmp_path: Path, start: Start, curve: list[float], form: str, nproc: int
 ) -> None:
-    """Those for `make test-all` are covered otherwise: two processes of `accelerate launch` and `ddpforge launch` by
-    the tests below, one of torchrun by all that `tests/launched.py` starts, which is the environment that it gives.
+    """Those for `make test-all` are covered otherwise: two processes of each launcher by the tests below, one of
+    torchrun by all that `tests/launched.py` starts, which is the environment that it gives.
     """
     ended = start(f"{form.format(nproc=nproc, several=SEVERAL[nproc])} --json")
 
@@ -175,9 +175,10 @@ def test_every_launcher_starts_every_strategy(
     """
     processes = SEVERAL[2].removeprefix("--multi_gpu ")
     command = form.format(several=SEVERAL[2], processes=processes, nproc=2)
-    ended = start(f'{command} --set strategy.use="{strategy}"')
+    ended = start(f'{command} --set strategy.use="{strategy}" --json')
     assert ended.returncode == 0, ended.stderr
     found = status(tmp_path / "runs/tiny")
+    assert json.loads(ended.stdout) == found  # one object, from one rank
     assert (found["state"], found["strategy"], found["world_size"]) == ("done", strategy, 2)
     assert losses(tmp_path / "runs/tiny") == pytest.approx(curve, rel=1e-5)
 

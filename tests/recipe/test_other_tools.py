@@ -70,7 +70,7 @@ def test_the_hint_says_what_it_is_called_here(load: Load, key: str, said: str) -
         ("train.fp8=true", "fp8 is not supported"),
         ("train.deterministic=true", "there is no key for this"),
         ("train.resume_from_checkpoint=x", "the same command resumes"),
-        ("peft=1", "there are no adapters"),
+        ("peft=1", "adapters are a model around another"),
         ("report_to=wandb", "each tracker is a table"),
     ],
 )

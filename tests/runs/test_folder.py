@@ -45,6 +45,7 @@ def status_of(**changes: Any) -> Status:
         state="running",
         exit_code=None,
         step=5,
+        total_steps=10,
         samples=40,
         world_size=2,
         strategy="ddp",

@@ -2,12 +2,15 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 from textwrap import dedent
 
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 from fake_distributions import forgetting_modules_below, install
@@ -32,6 +35,24 @@ PARTS = '''
 
     def helper(x: int) -> int:
         return x
+'''
+
+STOPS = '''
+    """A callback that has the kit stopped, and does not end by itself."""
+    import os
+    import time
+    from multiprocessing import parent_process
+    from pathlib import Path
+    from ddpforge.interfaces import Callback, RunContext
+
+    class Stops(Callback):
+        """Signals the process that has started this rank, and waits."""
+        def on_start(self, run: RunContext) -> None:
+            Path("FOLDER", str(os.getpid())).touch()
+            run.world.all.barrier()
+            if run.world.is_main:
+                os.kill(parent_process().pid, NUMBER)
+            time.sleep(1000)
 '''
 
 
@@ -99,7 +120,7 @@ def test_nothing_to_test_is_an_error_of_usage(arguments: list[str], says: str) -
 
 
 def test_quick_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpforge.launchers.process.launch", None)
+    monkeypatch.setattr("ddpforge.testing.worlds.run_ranks", None)
     assert invoke("ddpforge", "--quick", "--kind", "callback").exit_code == 0
 
 
@@ -121,19 +142,32 @@ def test_ranks_are_not_started_for_checks_that_are_left_out(monkeypatch: pytest.
         "[callback.LeftOut.skip]\nagrees-on-all-ranks = 'not today'\nstate-round-trip = 'nor this'\n",
     )
     said: list[str] = []
-    monkeypatch.setattr("ddpforge.launchers.process.launch", lambda *_, **__: 1)
+    monkeypatch.setattr("ddpforge.testing.worlds.run_ranks", lambda *_, **__: CompletedProcess([], 1, "", ""))
     with Kit(find_cases("parts.py"), say=said.append) as kit:
         skipped = [result.check for result in kit.run() if result.text().startswith("left out")]
     assert skipped == ["agrees-on-all-ranks", "state-round-trip"]
     assert said == ["starting 2 ranks for callback Tried"]
 
 
-@pytest.mark.parametrize("code", [75, 130, 143])
+@pytest.mark.parametrize("code", [75, 130, 15])
 def test_stopping_its_ranks_stops_the_kit(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    monkeypatch.setattr("ddpforge.launchers.process.launch", lambda *_, **__: code)
+    monkeypatch.setattr("ddpforge.testing.worlds.run_ranks", lambda *_, **__: CompletedProcess([], code, "", ""))
     result = invoke("ddpforge", "--kind", "callback", "--name", "ema")
     assert result.exit_code == 130
     assert "stopped; not all checks were made" in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_the_kit_stops_its_ranks(folder: Path, number: signal.Signals) -> None:
+    ranks, before = folder / "ranks", signal.getsignal(signal.SIGTERM)
+    ranks.mkdir()
+    write("stops.py", STOPS.replace("FOLDER", str(ranks)).replace("NUMBER", str(number.value)))
+    result = invoke("stops.py")
+    assert result.exit_code == 130
+    assert "stopped; not all checks were made" in result.stderr
+    assert len(list(ranks.iterdir())) == 2
+    assert not any(psutil.pid_exists(int(rank.name)) for rank in ranks.iterdir())
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 # ---------------------------------------------------------------------------------------------- what authors write

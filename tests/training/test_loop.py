@@ -578,6 +578,7 @@ def test_callbacks_measure_within_the_evaluation_of_all() -> None:
         return {"noise": torch.rand(()).item()}
 
     measures.while_evaluating = measure  # type: ignore[method-assign]
+    measures.on_log = lambda info: {}  # type: ignore[method-assign]
     loop = Loop(steps=2, train={"eval_every": "1st"}, callbacks={"measures": measures, "averages": averages})
     loop.fit()
     measured = "measure 1, training False, gradients False"
@@ -587,9 +588,10 @@ def test_callbacks_measure_within_the_evaluation_of_all() -> None:
     assert measures.evaluated[0][1]["eval/noise"] == rows[0]
 
 
-def test_a_measure_that_the_evaluation_has_already_is_refused() -> None:
-    loop = Loop(callbacks={"again": Does(while_evaluating=lambda step: {"loss": 1.0})})
-    with pytest.raises(PluginError, match="callback `again` reports eval/loss, which the evaluation reports already"):
+@pytest.mark.parametrize(("method", "own", "name"), [("while_evaluating", "loss", "eval/loss"), ("on_log", "lr", "lr")])
+def test_a_number_that_is_reported_already_is_refused(method: str, own: str, name: str) -> None:
+    loop = Loop(callbacks={"again": Does(**{method: lambda _: {own: 1.0}})})
+    with pytest.raises(PluginError, match=f"callback `again` reports {name}, which is reported already"):
         loop.fit()
 
 
@@ -628,3 +630,14 @@ def test_trackers_hear_of_checkpoints() -> None:
     loop.tracker.checkpoint = lambda step, folder: heard.append(step)  # type: ignore[method-assign]
     loop.fit()
     assert heard == [2, 4]
+
+
+@pytest.mark.parametrize("returned", [None, 3, ["x"]])
+def test_a_callback_without_a_state_is_named_when_it_is_saved(returned: Any) -> None:
+    class Stateless(Callback):
+        def state(self) -> Any:
+            return returned
+
+    with pytest.raises(PluginError, match=r"callback `it`: Stateless.state returned") as told:
+        Loop(steps=1, callbacks={"it": Stateless()}).fit()
+    assert "`{}` where there is nothing to keep" in told.value.hints[0]

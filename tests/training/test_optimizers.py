@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Muon
 
 from ddpforge.components.registry import Registry
 from ddpforge.recipe.schema import OptimizerComponent
 from ddpforge.strategies.several import members
-from ddpforge.training.optimizers import build_optimizer
+from ddpforge.training.optimizers import build_optimizer, check_parameters
 from ddpforge.training.rates import Rates
 
 
@@ -81,3 +82,63 @@ def test_a_rate_that_is_that_of_all_is_not_told_twice() -> None:
 def test_muon_for_what_is_no_matrix_is_refused_by_name() -> None:
     with pytest.raises(Exception, match=r"`norm.weight` has the shape \[4\]"):
         built(matrices=(("norm",), {"use": "muon", "options": {"lr": 0.02}}))
+
+
+class Deep(nn.Module):
+    """Three blocks of a linear layer and a norm, something before and behind them, and a norm between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.table = nn.Linear(4, 4, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 2)
+
+
+def test_the_rate_falls_block_by_block_from_the_output_to_the_input() -> None:
+    component = OptimizerComponent(use="adamw", options={"lr": 0.8}, no_decay=("1d",), layer_decay=0.5)
+    optimizer = build_optimizer(Registry.installed(), component, Deep(), ())
+    rates = {name: group["lr"] for group in optimizer.param_groups for name in group["names"]}
+    expected = {"scale": 0.05, "table.weight": 0.05}
+    expected |= {
+        f"blocks.{block}.{layer}.{kind}": 0.1 * 2**block
+        for block in range(3)
+        for layer in (0, 1)
+        for kind in ("weight", "bias")
+    }
+    expected |= {f"{layer}.{kind}": 0.8 for layer in ("norm", "head") for kind in ("weight", "bias")}
+    assert rates == pytest.approx(expected)
+    assert {group["weight_decay"] for group in optimizer.param_groups if "1.weight" in str(group["names"])} == {0.0}
+    assert "scale" not in optimizer.param_groups[0]
+    assert optimizer.param_groups[0]["lr"] == 0.8  # which the log calls the rate
+
+
+def test_layers_within_groups_and_their_optimizers() -> None:
+    """Rates of a group are scaled as those of all others; the log has that of its last layer."""
+    matrices = {"use": "muon", "parameters": ("blocks.*.0.weight",), "options": {"lr": 0.04}}
+    component = OptimizerComponent.model_validate(
+        {"use": "sgd", "options": {"lr": 0.8}, "layer_decay": 0.5, "groups": {"matrices": matrices}}
+    )
+    optimizer = build_optimizer(Registry.installed(), component, Deep(), ())
+    found = {group["names"][0]: group["lr"] for name, one in members(optimizer) for group in one.param_groups if name}
+    assert found == pytest.approx({"blocks.2.0.weight": 0.02, "blocks.1.0.weight": 0.01, "blocks.0.0.weight": 0.005})
+    rates = Rates(optimizer, lambda step: 1.0, {})
+    assert rates.named() == pytest.approx({"matrices": 0.02})
+
+
+def test_a_frozen_layer_still_counts() -> None:
+    model = Deep()
+    model.blocks[2].requires_grad_(False)
+    component = OptimizerComponent(use="sgd", options={"lr": 1.0}, layer_decay=0.5)
+    optimizer = build_optimizer(Registry.installed(), component, model, ())
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.25, 0.125, 0.0625]
+
+
+@pytest.mark.parametrize(
+    ("model", "turns", "said"),
+    [(Net(), (), "name classes in train.blocks"), (Deep(), ("a", "b"), "a rate of its own")],
+)
+def test_what_has_no_layers_is_refused(model: nn.Module, turns: tuple[str, ...], said: str) -> None:
+    component = OptimizerComponent(use="sgd", options={"lr": 1.0}, layer_decay=0.5)
+    with pytest.raises(ValueError, match=f"layer_decay .*{said}"):
+        check_parameters(Registry.installed(), component, model, turns)

@@ -185,9 +185,9 @@ def test_a_model_of_another_shape_is_left_to_the_run_but_not_by_check(parts: Cal
         (["data.order={use='balanced', by='label'}"], "data.order.by", "by: Data has no `label`, by which to order"),
         (["data.order={use='growing', start=1, until='4ep'}"], "data.order.until", "until: 4ep must be in steps"),
         (
-            ["data.order={use='growing', start=1, until='4st'}", "train.length=2ep"],
+            ["data.order={use='growing', start=1, until='4st'}", "train.length=1.5ep"],
             "train.length",
-            "train.length: 2ep needs to know how long an epoch is, and this data has no epochs of one length",
+            "train.length: 1.5ep needs to know how long an epoch is, and this data has no epochs of one length",
         ),
         (["data.order={use='collections:Counter'}"], "data.order", "must be a ddpforge.interfaces.Order"),
     ],
@@ -198,6 +198,16 @@ def test_an_order_that_cannot_be_is_told_before_training(
     problems = told(parts(*sets))
     assert said in problems[key]
     assert len(problems) == 1
+
+
+@pytest.mark.parametrize(("length", "steps"), [("1ep", 5), ("2ep", 7), ("10ep", 23)])
+def test_whole_epochs_of_an_order_whose_steps_grow_are_a_length(
+    parts: Callable[..., Parts], length: str, steps: int
+) -> None:
+    """16 samples in steps of 1, 2, 4, 6 and 3, which is what is left; then of 8."""
+    built = parts("data.order={use='growing', start=1, until='4st'}", f"train.length={length}")
+    assert told(built) == {}
+    assert built.plan.horizon.total == steps
 
 
 def test_an_order_decides_how_long_an_epoch_is(parts: Callable[..., Parts]) -> None:

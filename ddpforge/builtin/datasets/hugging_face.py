@@ -33,7 +33,10 @@ def hugging_face(
     streaming: Annotated[bool, Field(description="Read while training, without a copy on this machine.")] = False,
     shard_lengths: Annotated[
         Path | None,
-        Field(description="With `streaming`: a file with the number of samples in each shard, one a line."),
+        Field(
+            description="With `streaming`: a file with the number of samples in each shard, one a line. Parquet files"
+            " say it themselves."
+        ),
     ] = None,
     classes: Classes = None,
     shuffle: Shuffle = False,
@@ -44,30 +47,38 @@ def hugging_face(
     are arrays, and floats of any size float32.
 
     Without `streaming` it is on disk and mapped, and any order can be had of it; its columns are what `by` of an order
-    names. With `streaming` and `shard_lengths` each rank and loader process reads its own shards, and a resume enters
-    them. Without `shard_lengths` nobody can know beforehand which samples form a step: every rank reads all of it and
-    keeps its part, and a resume reads it again from the start.
+    names. With `streaming` each rank and loader process reads its own shards, and a resume enters them: of parquet
+    files, as most datasets on the hub are, row groups, whose lengths are in the files' footers; of others, shards whose
+    lengths `shard_lengths` says. Of another form without those nobody can know beforehand which samples form a step:
+    every rank reads all of it and keeps its part, and a resume reads it again from the start.
 
     Raises EnvironmentProblem for what cannot be loaded, and UsageError for columns that there are not.
     """
     datasets = library("datasets", "datasets")
     if not streaming and (shard_lengths or shuffle or window > 1):
         raise UsageError("shard_lengths, shuffle and window are for streaming = true; see [data.order] for others")
-    options: dict[str, Any] = {"data_files": data_files} if data_files else {}
+    options: dict[str, Any] = {"revision": revision} | ({"data_files": data_files} if data_files else {})
     try:
-        data = datasets.load_dataset(path, name, split=split, streaming=streaming, revision=revision, **options)
+        if streaming:
+            builder = datasets.load_dataset_builder(path, name, **options)
+            data = builder.as_streaming_dataset(split=split)
+        else:
+            data = datasets.load_dataset(path, name, split=split, **options)
     except (OSError, ValueError, ConnectionError) as error:
         raise EnvironmentProblem(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
     features = data.features or {}
     if features and (missing := [column for column in columns if column not in features]):
         raise UsageError(f"columns: {path} has no `{missing[0]}`", hints=[f"it has {', '.join(features)}"])
-    data = data.select_columns(list(columns)) if features else data
     number = classes or next((one.num_classes for one in features.values() if hasattr(one, "num_classes")), None)
     if not streaming:
-        return Rows(data, columns, number)
-    if shard_lengths is None:
+        return Rows(data.select_columns(list(columns)), columns, number)
+    lengths = _lengths(shard_lengths, data.num_shards) if shard_lengths else None
+    if lengths is None and (lengths := _row_groups(builder, split)):
+        data = data.reshard()
+    data = data.select_columns(list(columns)) if features else data
+    if lengths is None:
         return Streamed(data, columns, number)
-    return Shards(data, columns, number, _lengths(shard_lengths, data.num_shards), shuffle, window, lanes)
+    return Shards(data, columns, number, lengths, shuffle, window, lanes)
 
 
 class _Tuples:
@@ -82,7 +93,10 @@ class _Tuples:
 
     def collate(self, samples: list[Mapping[str, Any]]) -> Any:
         """A batch: tensors where samples hold numbers."""
-        return default_collate([tuple(numeric(row[column]) for column in self._columns) for row in samples])
+        rows = [tuple(numeric(row[column]) for column in self._columns) for row in samples]
+        for column, values in zip(self._columns, zip(*rows, strict=True), strict=True):
+            _check_shapes(column, values)
+        return default_collate(rows)
 
 
 class Rows(_Tuples):
@@ -137,6 +151,30 @@ class Shards(_Tuples, PartedData):
     def open(self, part: int, *, epoch: int, skip: int) -> Iterator[Mapping[str, Any]]:
         """The rows of a shard; datasets reads over those that are skipped."""
         return iter(self._data.shard(len(self.parts), part).skip(skip))
+
+
+def _check_shapes(column: str, values: Sequence[Any]) -> None:
+    """Raises UsageError for arrays that make no batch."""
+    shapes = {value.shape: None for value in values if isinstance(value, np.ndarray)}
+    if len(shapes) > 1:
+        one, other, *_ = (list(shape) for shape in shapes)
+        raise UsageError(
+            f"columns: rows of different lengths in `{column}`: {one} and {other}",
+            hints=["cut or pad them to one length before training, or write a dataset with a `collate` that pads"],
+        )
+
+
+def _row_groups(builder: Any, split: str) -> list[int] | None:
+    """The number of rows of each row group of the split's parquet files, from their footers; None for other forms."""
+    forms = library("datasets.packaged_modules.parquet.parquet", "datasets")
+    if not isinstance(builder, forms.Parquet) or builder.config.filters is not None:
+        return None
+    found = []
+    for file in builder.config.data_files[split]:
+        with library("fsspec", "datasets").open(file) as opened:
+            footer = library("pyarrow.parquet", "datasets").ParquetFile(opened).metadata
+        found += [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
+    return found
 
 
 def _lengths(path: Path, shards: int) -> list[int]:

@@ -6,10 +6,37 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from ddpforge.errors import EnvironmentProblem, UsageError
+
+_Rank = Annotated[int, Field(ge=1, le=65536, description="Rank of the adapters.")]
+_Alpha = Annotated[float, Field(gt=0, le=1e6, description="What adapters add is multiplied by alpha / r.")]
+_Dropout = Annotated[float, Field(ge=0, lt=1, description="Dropout before the adapters.")]
+_Targets = Annotated[
+    Sequence[Annotated[str, Field(min_length=1)]],
+    Field(min_length=1, description='Linear layers to adapt, by the ends of their names, e.g. ["q_proj"].'),
+]
+_Train = Annotated[
+    Sequence[str], Field(description='Parameters to train as they are, as globs, e.g. a new head: ["score.*"].')
+]
+
+
+class Adapters(BaseModel):
+    """The options of `lora` without the base: for a model that takes them as one option of its own."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    targets: _Targets
+    r: _Rank = 8
+    alpha: _Alpha = 16
+    dropout: _Dropout = 0.0
+    train: _Train = ()
+
+    def put_into(self, base: nn.Module) -> nn.Module:
+        """Gives `base` the adapters that `lora` describes; raises what that raises."""
+        return lora(base=base, **dict(self))
 
 
 class _OnMeta(UsageError, NotImplementedError):
@@ -19,16 +46,11 @@ class _OnMeta(UsageError, NotImplementedError):
 def lora(
     *,
     base: Annotated[nn.Module, Field(description="The model to adapt, with the weights that it is to keep.")],
-    r: Annotated[int, Field(ge=1, le=65536, description="Rank of the adapters.")] = 8,
-    alpha: Annotated[float, Field(gt=0, le=1e6, description="What adapters add is multiplied by alpha / r.")] = 16,
-    dropout: Annotated[float, Field(ge=0, lt=1, description="Dropout before the adapters.")] = 0.0,
-    targets: Annotated[
-        Sequence[Annotated[str, Field(min_length=1)]],
-        Field(min_length=1, description='Linear layers to adapt, by the ends of their names, e.g. ["q_proj"].'),
-    ],
-    train: Annotated[
-        Sequence[str], Field(description='Parameters to train as they are, as globs, e.g. a new head: ["score.*"].')
-    ] = (),
+    r: _Rank = 8,
+    alpha: _Alpha = 16,
+    dropout: _Dropout = 0.0,
+    targets: _Targets,
+    train: _Train = (),
 ) -> nn.Module:
     """The base model, frozen, in which a linear layer W x becomes W x + alpha / r * B A x; A and B are trained.
 

@@ -72,8 +72,8 @@ class Curriculum(EpochOrder):
 class Growing(Order):
     """Small steps first: their size grows linearly from `start` to the global batch; every sample once an epoch.
 
-    A step is never larger than what is left of its epoch. As epochs take different numbers of steps, the recipe must
-    count in steps: `train.length`, `checkpoint.every`, `train.eval_every`.
+    A step is never larger than what is left of its epoch. As epochs take different numbers of steps, what happens
+    every so often must be in steps: `checkpoint.every`, `train.eval_every`; `train.length` may be in whole epochs.
     """
 
     once = True

@@ -12,8 +12,6 @@ from typing import Any
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.interfaces import Contract, Replica, Strategy
-from ddpforge.launchers import process
-from ddpforge.launchers.command import NO_GPUS, torchrun_command
 from ddpforge.parity.compare import TOLERANCES, Record, compare, first_drift
 from ddpforge.recipe import load_recipe
 from ddpforge.runs.folder import RunFolder, snapshot
@@ -23,7 +21,7 @@ from ddpforge.testing.cases import Case
 from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, NotApplicable, source_of
 from ddpforge.testing.settings import SETTINGS
-from ddpforge.testing.worlds import Worlds, drift_text, stopped, write_recipe
+from ddpforge.testing.worlds import Worlds, drift_text, run_to_the_end, write_recipe
 from ddpforge.training.contract import contract_of
 
 _STEPS, _MIDDLE = 12, 6
@@ -178,16 +176,13 @@ class _TrialRun:
             kept = self._folder(worlds)
             kept.create(**snapshot(load_recipe(recipe, registry=self.case.registry)))
             copytree(self.start, kept.checkpoints / self.start.name)
-        command = torchrun_command([str(recipe), f"--out={worlds.folder / 'runs'}"], nproc=self.ranks)
-        output = worlds.folder / f"{self.name}.log"
-        with output.open("wb") as file:
-            code = stopped(process.launch(command, nproc=self.ranks, output=file, variables=NO_GPUS))
-        if code:
-            said = output.read_text(errors="replace").replace(str(folder), str(self.case.base.resolve()))
+        done = run_to_the_end("ddpforge", "run", str(recipe), f"--out={worlds.folder / 'runs'}", nproc=self.ranks)
+        if done.returncode:
+            said = (done.stdout + done.stderr).replace(str(folder), str(self.case.base.resolve()))
             lines = said.rstrip().splitlines()[-_LINES:]
             raise Breach(
                 f"{self._title()} to reach its end",
-                "\n".join([f"exit code {code}; the last it said:", *lines]),
+                "\n".join([f"exit code {done.returncode}; the last it said:", *lines]),
                 where=self.case.where,
             )
         return self._read(worlds)

@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 import timm
 import torch
+from ddpforge.exchange.initial import load_initial
+from ddpforge.ranks.collectives import Alone
+from ddpforge.strategies.named_state import tensors
+from safetensors.torch import save_model
+from torch import nn
 
 from ddpforge_timm import timm_model
 
@@ -91,3 +96,42 @@ def test_ddp_and_fsdp_train_the_same_curve_on_two_ranks(tmp_path: Path) -> None:
     assert len(curves["ddp"]) == 20
     assert curves["ddp"][-1] < 0.9 * curves["ddp"][0]
     assert curves["fsdp"] == pytest.approx(curves["ddp"], rel=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------- initial weights
+def begin(model: nn.Module, source: Path, *skip: str) -> None:
+    held, aliases = tensors(model)
+
+    def take(saved: Any) -> None:
+        model.load_state_dict({name: tensor.read() for name, tensor in saved.items()}, strict=False)
+
+    load_initial(str(source), held, aliases, take, Alone(torch.device("cpu")), skip=skip)
+
+
+@pytest.mark.parametrize(("arch", "head"), [("test_resnet", "fc"), ("test_vit", "head")])
+def test_weights_of_timm_begin_a_model_whose_head_is_new(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, arch: str, head: str
+) -> None:
+    torch.manual_seed(1)
+    saved = timm.create_model(arch, num_classes=10)
+    save_model(saved, str(tmp_path / "model.safetensors"))  # as a folder of the hub holds it
+    torch.manual_seed(2)
+    model = timm_model(arch=arch, classes=3)
+    with pytest.raises(Exception, match=rf"`{head}.weight` is \[3, \d+\] in the model and \[10, \d+\]"):
+        begin(model, tmp_path)
+    new = model.get_submodule(head).weight.clone()  # type: ignore[operator]
+    with caplog.at_level("INFO", logger="ddpforge"):
+        begin(model, tmp_path, f"{head}.*")
+    theirs, mine = saved.state_dict(), model.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine if not name.startswith(f"{head}."))
+    assert torch.equal(model.get_submodule(head).weight, new)
+    assert f"2 tensors left alone: {head}.bias, {head}.weight" in caplog.text
+
+
+def test_a_body_without_a_head_says_what_is_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_model(timm.create_model("test_resnet", num_classes=0), str(tmp_path / "body.safetensors"))
+    model = timm_model(arch="test_resnet", classes=3)
+    with caplog.at_level("INFO", logger="ddpforge"):
+        begin(model, tmp_path / "body.safetensors")
+    assert "2 tensors not in it: fc.bias, fc.weight" in caplog.text

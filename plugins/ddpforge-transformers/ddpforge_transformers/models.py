@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+from ddpforge.builtin.models.lora import Adapters
 from pydantic import Field
 from torch import nn
 from transformers import (
@@ -35,6 +36,10 @@ _Attention = Annotated[
     Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | None,
     Field(description="How attention is computed; absent: as transformers chooses."),
 ]
+_LoRA = Annotated[
+    Adapters | None,
+    Field(description='Train adapters only: the options of ddpforge\'s `lora`, e.g. { targets = ["q_proj"] }.'),
+]
 _OWNED = {"model_type", "num_labels", "id2label", "label2id", "dtype", "torch_dtype", "architectures"}
 
 
@@ -45,13 +50,14 @@ def causal_lm(
     weights: _Weights = True,
     options: _Options = {},
     attention: _Attention = None,
+    lora: _LoRA = None,
 ) -> nn.Module:
     """A language model that sees only what came before: for the task and the data of this package.
 
-    Raises ValueError for unknown types and keys, and where nothing was saved.
+    Raises ValueError for unknown types and keys, where nothing was saved, and for adapters that cannot be.
     """
     config = _config(model_type, pretrained, options)
-    return _model(AutoModelForCausalLM, config, pretrained if weights else None, attention)
+    return _adapted(_model(AutoModelForCausalLM, config, pretrained if weights else None, attention), lora)
 
 
 def masked_lm(
@@ -61,13 +67,14 @@ def masked_lm(
     weights: _Weights = True,
     options: _Options = {},
     attention: _Attention = None,
+    lora: _LoRA = None,
 ) -> nn.Module:
     """A model that fills gaps: for ddpforge's own task of that name, whose `mask_token` is the tokenizer's.
 
-    Raises ValueError for unknown types and keys, and where nothing was saved.
+    Raises ValueError for unknown types and keys, where nothing was saved, and for adapters that cannot be.
     """
     config = _config(model_type, pretrained, options)
-    return _model(AutoModelForMaskedLM, config, pretrained if weights else None, attention)
+    return _adapted(_model(AutoModelForMaskedLM, config, pretrained if weights else None, attention), lora)
 
 
 def sequence_classification(
@@ -78,16 +85,17 @@ def sequence_classification(
     weights: _Weights = True,
     options: _Options = {},
     attention: _Attention = None,
+    lora: _LoRA = None,
 ) -> nn.Module:
     """A model that chooses one of `classes` for a text; its head is new where the saved one has another size.
 
-    Raises ValueError for unknown types and keys, and where nothing was saved.
+    Raises ValueError for unknown types and keys, where nothing was saved, and for adapters that cannot be.
     """
     config = _config(model_type, pretrained, options)
     config.num_labels = classes
     model = _model(AutoModelForSequenceClassification, config, pretrained if weights else None, attention)
     model.outputs = classes  # type: ignore[assignment]  # any attribute may be set on a module
-    return model
+    return _adapted(model, lora)
 
 
 def _config(model_type: str | None, pretrained: str | None, options: Mapping[str, Any]) -> PreTrainedConfig:
@@ -128,6 +136,10 @@ def _model(auto: Any, config: PreTrainedConfig, pretrained: str | None, attentio
     if lists := list(_lists_of_blocks(model)):  # where its authors say nothing, ddpforge looks for blocks itself
         model.repeated = lists  # type: ignore[assignment]
     return model
+
+
+def _adapted(model: nn.Module, lora: Adapters | None) -> nn.Module:
+    return lora.put_into(model) if lora else model
 
 
 def _saved(auto: Any, name: str, **options: Any) -> Any:

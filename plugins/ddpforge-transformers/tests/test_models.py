@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from ddpforge.builtin.models.lora import Adapters
 from tiny import TINY
 from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, GPT2LMHeadModel, GPT2Model
 
-from ddpforge_transformers.models import causal_lm, sequence_classification
+from ddpforge_transformers.models import causal_lm, masked_lm, sequence_classification
 
 
 def blocks(model: nn.Module) -> list[str]:
@@ -85,3 +86,19 @@ def test_configs_are_not_shared() -> None:
     """BERT's config class has defaults of its own; nothing of one model shows in the next."""
     sequence_classification(classes=7, model_type="bert", options=TINY["bert"])
     assert BertConfig().num_labels == 2
+
+
+@pytest.mark.parametrize(
+    ("build", "targets", "train"),
+    [(causal_lm, ["q_proj"], []), (masked_lm, ["query"], []), (sequence_classification, ["query"], ["classifier.*"])],
+)
+def test_adapters_are_an_option_of_every_model(build: Any, targets: list[str], train: list[str]) -> None:
+    kind = "llama" if build is causal_lm else "bert"
+    more = {"classes": 3} if build is sequence_classification else {}
+    plain = build(model_type=kind, options=TINY[kind], **more)
+    model = build(model_type=kind, options=TINY[kind], lora=Adapters(targets=targets, r=2, train=train), **more)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len([name for name in trained if "lora_" in name]) == 2 * TINY[kind]["num_hidden_layers"]
+    heads = {"classifier.weight", "classifier.bias"} if train else set()
+    assert {name for name in trained if "lora_" not in name} == heads
+    assert (model.config.vocab_size, model.repeated) == (32, plain.repeated)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ddpforge.builtin.models.lora import lora
+from ddpforge.checkpoint.reader import Reader
 from safetensors.torch import load_file
 from tiny import TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -119,7 +120,10 @@ def test_adapters_are_trained_alone_and_fold_into_what_transformers_loads(
     model_type: str,
     targets: list[str],
 ) -> None:
-    """The base comes from a folder of transformers; two runs differ in what their checkpoints hold."""
+    """The base comes from a folder of transformers; two runs differ in what their checkpoints hold.
+
+    One says it as an option of the model, the other with ddpforge's `lora` around it: it is the same model.
+    """
     torch.manual_seed(0)
     base = causal_lm(model_type=model_type, options=TINY[model_type])
     base.save_pretrained(tmp_path / "base")
@@ -128,10 +132,17 @@ def test_adapters_are_trained_alone_and_fold_into_what_transformers_loads(
     model = f'[model]\nuse = "lora"\nbase = {nested}\nr = 4\ntargets = {json.dumps(targets)}\n'
     (tmp_path / "tiny.toml").write_text((RECIPE[:begin] + model + RECIPE[end:]).format(tokenizer=tokenizer))
     ddpforge("run", "tiny.toml", ranks=2)
+    option = (
+        f'[model]\nuse = "causal_lm"\npretrained = "base"\nlora = {{{{ r = 4, targets = {json.dumps(targets)} }}}}\n'
+    )
+    (tmp_path / "tiny.toml").write_text((RECIPE[:begin] + option + RECIPE[end:]).format(tokenizer=tokenizer))
     sets = ("--set=checkpoint.contents=trained", "--set=name=small", "--set=strategy.use=fsdp")
     ddpforge("run", "tiny.toml", *sets, ranks=2)
     last = [rows(tmp_path / "runs" / name)[-1]["eval/loss"] for name in ("tiny", "small")]
     assert last[0] == pytest.approx(last[1], rel=1e-5)
+
+    *_, checkpoint = sorted((tmp_path / "runs/small/checkpoints").glob("step-*"))
+    assert all("lora_" in name for name in Reader(checkpoint).state().model)
 
     ddpforge("export", "runs/tiny", "--merge", "-o", "runs/tiny/hf/")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/tiny/hf")

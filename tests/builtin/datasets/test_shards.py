@@ -1,6 +1,7 @@
 """Data in files of other libraries: tar files, token files, parquet and Hugging Face datasets, written here."""
 
 import io
+import json
 import pickle
 import tarfile
 from collections import Counter
@@ -16,7 +17,7 @@ from torch.utils.data import default_collate
 
 from ddpforge.builtin.datasets import files
 from ddpforge.builtin.datasets.files import find_files, library
-from ddpforge.builtin.datasets.hugging_face import hugging_face
+from ddpforge.builtin.datasets.hugging_face import Shards, hugging_face
 from ddpforge.builtin.datasets.parquet import Parquet
 from ddpforge.builtin.datasets.tar import Tar
 from ddpforge.builtin.datasets.tokens import Tokens
@@ -219,8 +220,9 @@ def test_token_files_are_mapped_and_cut_into_blocks(tmp_path: Path, form: str) -
     packed = pickle.dumps(data)
     assert len(packed) < 1000  # the file, not what is in it
     assert pickle.loads(packed)[3][0].tolist() == list(range(24, 32))
-    with pytest.raises(ValueError, match=r"holds the token 99, and vocab_size is 90"):
+    with pytest.raises(UsageError, match=r"holds the token 99, and vocab_size is 90") as told:
         Tokens(path=path, block_size=9, vocab_size=90).__getitems__([10])
+    assert told.value.hints == ("set vocab_size of the data and of the model to 100 or more",)
 
 
 def test_token_files_that_cannot_be_are_refused(tmp_path: Path) -> None:
@@ -316,26 +318,85 @@ def test_a_dataset_of_hugging_face_from_files(tables: Path) -> None:
         hugging_face(path="parquet", data_files=files, split="train", columns=["y"], shuffle=True)
 
 
+def streamed(folder: Path, form: str = "parquet", **more: Any) -> Any:
+    files = str(folder / f"*.{form}")
+    return hugging_face(path=form, data_files=files, split="train", columns=["x", "y"], streaming=True, **more)
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    """Two files of 50 rows, in a form that does not say how many."""
+    for number in (0, 1):
+        rows = [{"x": [row / 2, 1.0], "y": row} for row in range(number * 50, number * 50 + 50)]
+        (tmp_path / f"part-{number}.json").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
 @pytest.mark.usefixtures("offline")
-def test_a_stream_of_hugging_face_with_and_without_known_shards(tables: Path) -> None:
-    given: dict[str, Any] = {
-        "path": "parquet",
-        "data_files": str(tables / "*.parquet"),
-        "split": "train",
-        "columns": ["x", "y"],
-        "streaming": True,
-    }
-    plain: Any = hugging_face(**given)
+def test_a_stream_of_hugging_face_with_and_without_known_shards(lines: Path) -> None:
+    plain = streamed(lines, "json")
     assert not hasattr(plain, "__len__")
     assert [one for micro in opened(plain).evaluation() for one in numbers(micro)] == list(range(100))
 
-    (tables / "lengths.txt").write_text("50\n50\n")
-    shards: Any = hugging_face(**given, shard_lengths=tables / "lengths.txt", lanes=(2, 1))
+    (lines / "lengths.txt").write_text("50\n50\n")
+    shards = streamed(lines, "json", shard_lengths=lines / "lengths.txt", lanes=(2, 1))
     assert list(shards.parts) == [50, 50]
     found = [numbers(micro) for micro in opened(shards).evaluation()]
     assert sorted(one for step in found for one in step) == list(range(100))
     assert found[0] == [*range(8), *range(50, 58)]
     assert numbers(next(opened(shards).training(3))) == found[3]
-    (tables / "lengths.txt").write_text("50\n")
+    (lines / "lengths.txt").write_text("50\n")
     with pytest.raises(UsageError, match="holds 1 numbers, and the dataset has 2 shards"):
-        hugging_face(**given, shard_lengths=tables / "lengths.txt")
+        streamed(lines, "json", shard_lengths=lines / "lengths.txt")
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_row_groups_of_a_parquet_stream_are_read_by_whom_they_are_for(
+    tables: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, workers: int
+) -> None:
+    """Every sample once over all ranks and loader processes; a resume opens what it goes on with."""
+    opened_parts: list[tuple[int, int]] = []
+    original = Shards.open
+
+    def noted(self: Shards, part: int, *, epoch: int, skip: int) -> Any:
+        opened_parts.append((part, skip))
+        return original(self, part, epoch=epoch, skip=skip)
+
+    monkeypatch.setattr(Shards, "open", noted)
+    data = streamed(tables, lanes=(ranks, workers))
+    assert list(data.parts) == [20, 20, 10] * 2
+    whose = [(rank, worker) for rank in range(ranks) for worker in range(workers)]
+    seen = {
+        (rank, worker): [numbers(micro) for micro in hand(data, rank=rank, ranks=ranks, worker=worker, workers=workers)]
+        for rank, worker in whose
+    }
+    used = [one for micros in seen.values() for micro in micros for one in micro]
+    assert sorted(used) == list(range(100))
+
+    opened_parts.clear()
+    rest = hand(data, rank=0, ranks=ranks, worker=0, workers=workers, start=workers)
+    assert [numbers(micro) for micro in rest] == seen[0, 0][1:]
+    (part, skip) = opened_parts[0]
+    assert (part, skip) == (0, 4)  # each lane begins with a step's worth of it
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_parquet_stream_resumes_in_loader_processes(tables: Path, workers: int) -> None:
+    data = streamed(tables, shuffle=True, window=3)
+    straight = [sorted(numbers(micro)) for micro, _ in zip(opened(data).training(0), range(14), strict=False)]
+    assert sorted(one for step in straight[:7] for one in step) == list(range(100))
+    assert sorted(one for step in straight[7:] for one in step) == list(range(100))
+    again = opened(streamed(tables, shuffle=True, window=3), workers=workers).training(5)
+    assert [sorted(numbers(next(again))) for _ in range(4)] == straight[5:9]
+
+
+@pytest.mark.usefixtures("offline")
+def test_rows_of_different_lengths_are_named_with_their_column(tmp_path: Path) -> None:
+    rows = [{"x": [1.0] * (1 + number % 2), "y": number} for number in range(4)]
+    (tmp_path / "a.json").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(UsageError, match=r"columns: rows of different lengths in `x`: \[1\] and \[2\]") as told:
+        next(iter(opened(streamed(tmp_path, "json"), batch=4).evaluation()))
+    assert "pad them" in told.value.hints[0]

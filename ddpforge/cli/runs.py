@@ -1,0 +1,251 @@
+"""`ddpforge runs`: list runs with how they stand and what tells them apart; compare, resume and delete them."""
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ddpforge.cli.options import json_option, run_argument, sets_options
+from ddpforge.cli.tables import age, counted, number, print_table, printable
+from ddpforge.errors import UsageError
+
+if TYPE_CHECKING:
+    from ddpforge.runs.comparison import Comparison, Point
+    from ddpforge.runs.folder import RunFolder
+    from ddpforge.runs.overview import Standing
+
+_WIDEST = 60  # characters of a difference that are shown
+
+
+@click.group()
+def runs() -> None:
+    """List, compare, resume and delete runs, by their folders alone.
+
+    RUN is a run's folder, or its name in runs/.
+    """
+
+
+# ---------------------------------------------------------------------------------------------- ls
+@runs.command("ls")
+@click.argument("folders", metavar="[DIR]...", nargs=-1, type=click.Path())
+@click.option("--state", "states", multiple=True, metavar="STATE", help="Only runs in this state; repeatable.")
+@click.option("--name", default="*", metavar="GLOB", help="Only runs whose names look like this, e.g. 'digits-*'.")
+@click.option(
+    *("-w", "--where"),
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Only runs whose resolved recipe has this value; repeatable.",
+)
+@click.option(
+    "--sort",
+    "by",
+    default="age",
+    metavar="COLUMN",
+    show_default=True,
+    help="Sort by age (the latest first), name, state, step, or a metric (the best first).",
+)
+@click.option("--reverse", is_flag=True, help="Sort the other way round.")
+@click.option("--metric", "metrics", multiple=True, metavar="NAME", help="Show this metric; repeatable.")
+@json_option
+def ls(
+    folders: tuple[str, ...],
+    states: tuple[str, ...],
+    name: str,
+    where: tuple[str, ...],
+    by: str,
+    reverse: bool,
+    metrics: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """List the runs in each DIR, by default runs/, at most three folders down.
+
+    The last column has the keys of the recipe in which runs of one model and dataset differ. A run is "killed" where
+    its status says that it trains, and no process does.
+    """
+    from ddpforge.runs.overview import chosen, differences, find_runs, notable, sorted_by, standing
+
+    _refuse_unknown(states)
+    found = [standing(folder) for folder in find_runs(folders or _default())]
+    shown = chosen(found, states=states, name=name, where=where)
+    shown = sorted_by(shown, by, reverse=reverse) if shown else []
+    told = differences(shown)
+    if as_json:
+        rows = [run.as_dict() | {"difference": each} for run, each in zip(shown, told, strict=True)]
+        click.echo(json.dumps({"runs": rows}, default=str))
+    elif not shown:
+        where_looked = ", ".join(folders) or "runs/"
+        click.echo(f"{where_looked}: no runs{f' like that among {len(found)}' if found else ''}")
+    else:
+        print_runs(shown, told, metrics or notable(shown))
+
+
+def _default() -> list[str]:
+    return ["runs"] if Path("runs").is_dir() else []
+
+
+def _refuse_unknown(states: Iterable[str]) -> None:
+    from ddpforge.runs.overview import STATES
+
+    for state in states:
+        if state not in STATES:
+            raise UsageError(f"there is no state {state!r}", hints=[f"one of {', '.join(STATES)}"])
+
+
+def print_runs(shown: "Sequence[Standing]", told: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """A table of runs with these metrics, and how each differs from the others."""
+    now = time.time()
+    rows = [
+        [
+            str(run.folder.path),
+            run.state,
+            steps(run),
+            *(number(run.metrics.get(name)) for name in names),
+            age(now - run.changed),
+            _shortened(spelled(difference)),
+        ]
+        for run, difference in zip(shown, told, strict=True)
+    ]
+    print_table(("run", "state", "step", *names, "age", "differs in"), rows)
+
+
+def steps(run: "Standing") -> str:
+    """The step of a run, of how many: 120/345."""
+    return f"{run.step:,}" if run.total_steps is None else f"{run.step:,}/{run.total_steps:,}"
+
+
+def spelled(values: Mapping[str, Any]) -> str:
+    """Values of a recipe as the command line takes them: optimizer.lr=0.01 ~callbacks.ema.decay."""
+    return " ".join(f"~{key}" if value is None else f"{key}={_toml(value)}" for key, value in values.items())
+
+
+def _toml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}…"
+
+
+# ---------------------------------------------------------------------------------------------- compare
+@runs.command("compare")
+@click.argument("names", metavar="RUN RUN...", nargs=-1, required=True, type=click.Path())
+@click.option("--curve", "drawn", multiple=True, metavar="METRIC", help="Draw this metric; repeatable.")
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw the curves into FILE (.png, .svg, .pdf) and not here; without --curve those of the notable metrics.",
+)
+@json_option
+def compare(names: tuple[str, ...], drawn: tuple[str, ...], picture: Path | None, as_json: bool) -> None:
+    """Compare each RUN with the others: recipe, code, environment, metrics, and curves where they are asked for.
+
+    Shown are the keys of the resolved recipes that differ, local files with other code, what differs about machines and
+    packages, and all metrics. Curves need the extra `plot`.
+    """
+    from ddpforge.runs.comparison import compare as compared
+    from ddpforge.runs.comparison import curves
+    from ddpforge.runs.folder import RunFolder
+    from ddpforge.runs.overview import notable, standing
+
+    folders = list(dict.fromkeys(map(RunFolder.find, names)))
+    if len(folders) < 2:
+        raise UsageError("one run alone cannot be compared", hints=["name another one: ddpforge runs compare A B"])
+    found = compared(folders)
+    wanted = drawn or (notable([standing(folder) for folder in folders]) if picture else ())
+    lines = curves(folders, wanted)
+    if as_json:
+        click.echo(json.dumps(found.as_dict() | {"curves": lines}, default=str))
+    else:
+        _print_comparison(found)
+    if picture and lines:
+        from ddpforge.cli.plots import as_picture
+
+        as_picture(picture, lines)
+        click.echo(f"curves: {picture}", err=True)
+    elif not as_json:
+        _draw(lines)
+
+
+def _print_comparison(found: "Comparison") -> None:
+    sections = {"recipe": found.recipe, "code": found.code, "environment": found.environment}
+    for title, table in sections.items():
+        if not table:
+            click.echo(f"{title}: alike\n")
+            continue
+        rows = [[key, *("-" if value is None else _toml(value) for value in values)] for key, values in table.items()]
+        print_table((title, *found.runs), rows)
+        click.echo()
+    print_table(("metric", *found.runs), [[name, *map(number, values)] for name, values in found.metrics.items()])
+
+
+def _draw(curves: "Mapping[str, Mapping[str, Sequence[Point]]]") -> None:
+    from ddpforge.cli.plots import in_terminal
+
+    for metric, lines in curves.items():
+        click.echo(f"\n{in_terminal(metric, lines)}")
+
+
+# ---------------------------------------------------------------------------------------------- rm, resume
+@runs.command("rm")
+@click.argument("names", metavar="RUN...", nargs=-1, required=True, type=click.Path())
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+def rm(names: tuple[str, ...], yes: bool) -> None:
+    """Delete each RUN with its checkpoints, after a question. A run that is being trained is refused."""
+    from ddpforge.runs.folder import RunFolder
+    from ddpforge.runs.overview import standing
+
+    folders = list(dict.fromkeys(map(RunFolder.find, names)))
+    found = [standing(folder) for folder in folders]
+    if busy := [str(run.folder.path) for run in found if run.state in ("running", "starting")]:
+        raise UsageError(f"being trained now: {', '.join(busy)}", hints=["stop it first, e.g. with Ctrl-C"])
+    for run in found:
+        click.echo(f"{printable(str(run.folder.path))}: {run.state} at step {steps(run)}", err=not yes)
+    if not yes and not _agreed(f"Delete {counted(len(folders), 'run')} with all checkpoints?"):
+        raise UsageError("nothing was deleted", hints=["--yes deletes without a question"])
+    for folder in folders:
+        folder.delete()
+
+
+def _agreed(question: str) -> bool:
+    try:
+        return click.confirm(question, err=True)
+    except click.Abort:  # nobody is there to answer
+        return False
+
+
+@runs.command("resume")
+@run_argument
+@click.option("-n", "--nproc", type=click.IntRange(1, 1024), help="Processes to start; default: as many as before.")
+@sets_options
+@json_option
+def resume(run: str, nproc: int | None, sets: tuple[str, ...], as_json: bool) -> None:
+    """Train RUN on, with the recipe in its folder and as many processes as before.
+
+    A run that is done goes on with a longer train.length=LENGTH.
+    """
+    from ddpforge.cli.launch import launch
+    from ddpforge.runs.folder import RunFolder
+
+    folder = RunFolder.find(run)
+    arguments = [str(folder.resolved), f"--nproc={nproc or _ranks(folder)}", f"--out={folder.path.parent}"]
+    arguments += [f"--set=name={folder.path.name}", *(f"--set={text}" for text in sets)]
+    launch.main([*arguments, *(["--json"] if as_json else [])], prog_name="ddpforge launch")
+
+
+def _ranks(folder: "RunFolder") -> int:
+    """The processes that trained it, all of which this machine is to start."""
+    variables = folder.environment()
+    ranks, here = (variables.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if ranks != here:
+        raise UsageError(
+            f"{folder.path} was trained by {ranks} processes on several machines",
+            hints=[
+                f"start them as before, with the recipe {folder.resolved}",
+                "or name the processes for this one: --nproc N",
+            ],
+        )
+    return int(ranks)

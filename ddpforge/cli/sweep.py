@@ -1,0 +1,160 @@
+"""`ddpforge sweep`: train a recipe with many values, and compare what comes of it."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from ddpforge.cli.options import assignments, json_option, recipe_argument, set_option
+from ddpforge.cli.runs import print_runs
+from ddpforge.cli.tables import counted, number, printable
+from ddpforge.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from ddpforge.sweeps.plan import Plan
+    from ddpforge.sweeps.space import Variant
+    from ddpforge.sweeps.training import Commands, Trained
+
+_GOOD = ("done",)
+
+
+@click.command()
+@recipe_argument
+@click.argument("words", nargs=-1, required=True, metavar="KEY=VALUES...")
+@set_option
+@click.option("-j", "--jobs", type=click.IntRange(1, 1024), default=1, show_default=True, help="Runs at a time.")
+@click.option(
+    "-n", "--nproc", type=click.IntRange(1, 1024), default=1, show_default=True, help="Processes of each run."
+)
+@click.option("--random", "draws", type=click.IntRange(1, 10_000), metavar="N", help="Draw N runs at random.")
+@click.option(
+    "--optuna", "trials", type=click.IntRange(1, 10_000), metavar="N", help="Let Optuna choose N runs, one by one."
+)
+@click.option(
+    "--metric", metavar="NAME", help="Sort by it, and search for its best; default: checkpoint.keep.by, else eval/loss."
+)
+@click.option("--mode", type=click.Choice(["min", "max"]), help="Whether less or more is better; default: by its name.")
+@click.option("--no-prune", is_flag=True, help="Let Optuna's runs train to their ends, hopeless ones too.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of what is drawn or searched.")
+@click.option(
+    "-o", "--out", type=click.Path(file_okay=False), metavar="DIR", help="The folder of runs; default: runs/NAME-sweep."
+)
+@json_option
+def sweep(
+    recipe: str,
+    words: tuple[str, ...],
+    sets: tuple[str, ...],
+    jobs: int,
+    nproc: int,
+    draws: int | None,
+    trials: int | None,
+    metric: str | None,
+    mode: Literal["min", "max"] | None,
+    no_prune: bool,
+    seed: int,
+    out: str | None,
+    as_json: bool,
+) -> None:
+    """Train RECIPE with many values: KEY=A,B,C tries each, KEY=0..4 each number, and several keys every combination.
+
+    With --random or --optuna, KEY=1e-4..1e-1 is drawn from, and KEY=1e-4..1e-1:log by its logarithm. KEY=VALUE is set
+    in all runs. The same command goes on with a sweep that was stopped: what is done stays, the rest is resumed. Exit
+    codes: 0 all done, 1 some failed, 2 usage or recipe, 75 stopped.
+    """
+    from ddpforge.sweeps.plan import Plan, mode_of
+    from ddpforge.sweeps.plan import devices as share_out
+    from ddpforge.sweeps.space import Space
+    from ddpforge.sweeps.training import Commands
+
+    _refuse(draws, trials)
+    plan = Plan.of(recipe, Space.parse((*sets, *assignments(words))), out=out, nproc=nproc)
+    devices = share_out(plan.base, jobs=jobs, nproc=nproc)
+    commands = Commands(recipe=recipe, folder=plan.folder, nproc=nproc, jobs=jobs, devices=devices)
+    metric = plan.metric(metric)
+    if trials:
+        search = {"metric": metric, "mode": mode_of(metric, mode), "seed": seed, "prunes": not no_prune}
+        ended, stopped = _search(plan, commands, trials, search)
+    else:
+        variants = plan.space.drawn(draws, seed) if draws else plan.space.grid()
+        ended, stopped = _train(plan, commands, variants, metric)
+    _report(plan, ended, metric, as_json)
+    failed = [one for one in ended if one.state not in (*_GOOD, "stopped")]
+    sys.exit(ExitCode.STOPPED if stopped else ExitCode.FAILED if failed else ExitCode.DONE)
+
+
+def _refuse(draws: int | None, trials: int | None) -> None:
+    if draws and trials:
+        raise UsageError("--random and --optuna each choose the runs", hints=["give one of them"])
+    if "RANK" in os.environ:
+        raise UsageError(
+            "a sweep starts the processes of its runs", hints=["run it without a launcher, with --nproc N"]
+        )
+
+
+def _train(
+    plan: "Plan", commands: "Commands", variants: "Sequence[Variant]", metric: str
+) -> "tuple[list[Trained], bool]":
+    from ddpforge.sweeps.training import train
+
+    waiting, ended = plan.split(variants)
+    known = f", {len(ended)} of them trained already" if ended else ""
+    _say(f"{plan.folder}: {counted(len(variants), 'run')}{known}")
+    trained, stopped = train(waiting, commands, begins=_begins, told=partial(_told, metric))
+    return ended + trained, stopped
+
+
+def _search(
+    plan: "Plan", commands: "Commands", trials: int, options: Mapping[str, object]
+) -> "tuple[list[Trained], bool]":
+    from ddpforge.sweeps.optuna_study import Search
+    from ddpforge.sweeps.training import train
+
+    search = Search(plan.space, plan.folder, count=trials, **options)  # type: ignore[arg-type]
+
+    def told(variant: "Variant", trained: "Trained") -> None:
+        search.told(variant, trained)
+        _told(str(options["metric"]), variant, trained)
+
+    _say(f"{plan.folder}: {counted(trials, 'trial')}")
+    trained, stopped = train(search, commands, begins=_begins, told=told)
+    return search.earlier({one.name for one in trained}) + trained, stopped
+
+
+def _say(line: str) -> None:
+    click.echo(printable(line), err=True)
+
+
+def _begins(variant: "Variant") -> None:
+    _say(f"{variant.name}: begins")
+
+
+def _told(metric: str, variant: "Variant", trained: "Trained") -> None:
+    value = number(trained.metrics.get(metric))
+    _say(f"{variant.name}: {trained.state}{f', {metric} {value}' if value else ''}")
+
+
+# ---------------------------------------------------------------------------------------------- the end
+def _report(plan: "Plan", ended: "Sequence[Trained]", metric: str, as_json: bool) -> None:
+    from ddpforge.runs.folder import RunFolder
+    from ddpforge.runs.overview import differences, sorted_by, standing
+
+    good = [standing(RunFolder(plan.folder / one.name)) for one in ended if one.state in (*_GOOD, "stopped")]
+    having = any(run.metrics.get(metric) is not None for run in good)
+    good = sorted_by(good, metric if having else "name")
+    bad = [one for one in ended if one.state not in (*_GOOD, "stopped")]
+    told = differences(good)
+    if as_json:
+        runs = [run.as_dict() | {"difference": each} for run, each in zip(good, told, strict=True)]
+        failed = [{"run": one.name, "state": one.state, "error": one.error, "log": str(one.log)} for one in bad]
+        click.echo(
+            json.dumps({"folder": str(plan.folder), "metric": metric, "runs": runs, "failed": failed}, default=str)
+        )
+        return
+    if good:
+        print_runs(good, told, [metric])
+    for one in bad:
+        _say(f"{one.name}: {one.state}: {one.error or 'no reason is known'}\n  = help: see {one.log}")

@@ -1,0 +1,222 @@
+"""Tells how runs stand, by their folders alone: also of one that another process is training. Needs no torch."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddpforge.direction import lower_is_better
+from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.runs.folder import RunFolder, Status, flattened
+from ddpforge.runs.metrics import Row, latest_rows
+
+__all__ = ["STATES", "Standing", "chosen", "differences", "find_runs", "notable", "sorted_by", "standing"]
+
+STATES = ("new", "starting", "running", "done", "stopped", "failed", "diverged", "killed", "unreadable")
+
+_DEEPEST = 3  # folders between the one that is named and a run
+_MOST_METRICS = 3  # columns of a list
+_FACTS = ("step", "attempt", "time", "nonfinite")  # of a row of metrics, beside the metrics
+
+Metrics = Mapping[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """The state of a run, seen from outside.
+
+    `state` is that of `status.json`, or one of those that only a look at its processes tells:
+    "new" before it has trained, "starting" before its first step, "killed" where it was training and no process is
+    left, "unreadable" where its folder is damaged, which `error` describes.
+    """
+
+    folder: RunFolder
+    state: str
+    step: int = 0
+    total_steps: int | None = None
+    attempt: int = 0
+    metrics: Metrics = field(default_factory=dict)
+    rate: float | None = None  # steps per second of this attempt, evaluations and checkpoints included
+    changed: float = 0.0  # Unix time of the last sign of life
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # flat: dotted keys
+    error: str | None = None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The time to the last step at the rate so far; None where that cannot be told."""
+        if self.state != "running" or self.total_steps is None or not self.rate:
+            return None
+        return max(0, self.total_steps - self.step) / self.rate
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "run": str(self.folder.path),
+            "state": self.state,
+            "step": self.step,
+            "total_steps": self.total_steps,
+            "attempt": self.attempt,
+            "metrics": dict(self.metrics),
+            "steps_per_second": self.rate,
+            "seconds_left": self.seconds_left,
+            "changed": self.changed,
+            "error": self.error,
+        }
+
+
+# ---------------------------------------------------------------------------------------------- finding
+def find_runs(places: Sequence[str | Path]) -> list[RunFolder]:
+    """The runs in `places`, each of which is a run or a folder with runs in it, at most three levels down.
+
+    Raises UsageError for a place that is not there.
+    """
+    found = []
+    for place in map(Path, places):
+        if not place.is_dir():
+            raise UsageError(f"there is no folder {place}", hints=["name a folder that has runs in it, or a run"])
+        found += list(_runs_in(place, _DEEPEST))
+    return [RunFolder(path) for path in dict.fromkeys(found)]
+
+
+def _runs_in(place: Path, levels: int) -> Iterator[Path]:
+    if RunFolder(place).exists():
+        yield place
+    elif levels:
+        with os.scandir(place) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        for name in names:
+            yield from _runs_in(place / name, levels - 1)
+
+
+# ---------------------------------------------------------------------------------------------- one run
+def standing(folder: RunFolder) -> Standing:
+    """Finds out how the run in `folder` stands now."""
+    try:
+        return _standing(folder)
+    except EnvironmentProblem as error:
+        return Standing(folder=folder, state="unreadable", changed=_changed(folder), error=error.message)
+
+
+def _standing(folder: RunFolder) -> Standing:
+    status, rows = folder.status(), latest_rows(folder.path)
+    state = _state(status, folder.is_claimed())
+    known: Metrics = status["metrics"] if status else {}
+    return Standing(
+        folder=folder,
+        state=state,
+        step=max(status["step"] if status else 0, rows[-1]["step"] if rows else 0),
+        total_steps=status.get("total_steps") if status else None,
+        attempt=folder.attempts(),
+        metrics={**known, **_newest(rows)} if state in ("running", "killed") else known,
+        rate=_rate(rows) if state == "running" else None,
+        changed=_changed(folder),
+        recipe=flattened(folder.tables()),
+        error=status["error"] if status else None,
+    )
+
+
+def _state(status: Status | None, claimed: bool | None) -> str:
+    if claimed and (status is None or status["state"] != "running"):
+        return "starting"
+    if status is None:
+        return "new"
+    return "killed" if status["state"] == "running" and claimed is False else status["state"]
+
+
+def _newest(rows: Iterable[Row]) -> dict[str, float | None]:
+    return {name: value for row in rows for name, value in row.items() if name not in _FACTS}
+
+
+def _rate(rows: Sequence[Row]) -> float | None:
+    mine = [row for row in rows if row["attempt"] == rows[-1]["attempt"]]
+    if not mine or (passed := mine[-1]["time"] - mine[0]["time"]) <= 0:
+        return None
+    return float((mine[-1]["step"] - mine[0]["step"]) / passed) or None
+
+
+def _changed(folder: RunFolder) -> float:
+    files = (folder.path / name for name in ("status.json", "metrics.jsonl", "run.json"))
+    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+
+
+# ---------------------------------------------------------------------------------------------- many runs
+def chosen(
+    runs: Sequence[Standing], *, states: Sequence[str] = (), name: str = "*", where: Sequence[str] = ()
+) -> list[Standing]:
+    """The runs of these states, with a name like this, whose recipes have all of these values, as KEY=VALUE."""
+    conditions = list(map(_condition, where))
+    return [
+        run
+        for run in runs
+        if (not states or run.state in states)
+        and fnmatch.fnmatch(run.folder.path.name, name)
+        and all(run.recipe.get(key) == value for key, value in conditions)
+    ]
+
+
+def _condition(text: str) -> tuple[str, Any]:
+    from ddpforge.recipe.compose import assigned
+
+    ((key, value),) = flattened(assigned(text)).items()
+    return key, value
+
+
+def sorted_by(runs: Sequence[Standing], by: str, *, reverse: bool = False) -> list[Standing]:
+    """`runs` by "age" (the latest first), "name", "state", "step" (the furthest first) or a metric (the best first).
+
+    Runs that lack the metric come last. Raises UsageError where no run has it, or the name does not tell the better.
+    """
+    keys: dict[str, Callable[[Standing], Any]] = {
+        "age": lambda run: -run.changed,
+        "name": lambda run: str(run.folder.path),
+        "state": lambda run: STATES.index(run.state),
+        "step": lambda run: -run.step,
+    }
+    if by in keys:
+        return sorted(runs, key=keys[by], reverse=reverse)
+    having = [run for run in runs if (value := run.metrics.get(by)) is not None and math.isfinite(value)]
+    lower = lower_is_better(by)
+    if not having or lower is None:
+        known = sorted({name for run in runs for name in run.metrics})
+        problem = f"the name of {by} does not tell if less of it is better" if having else f"no run has a metric {by}"
+        raise UsageError(problem, hints=[f"sort by {', '.join(keys)}, or a metric: {', '.join(known) or 'none'}"])
+    ranked = sorted(having, key=lambda run: run.metrics[by] or 0.0, reverse=reverse == lower)
+    return ranked + [run for run in runs if run not in having]
+
+
+def notable(runs: Sequence[Standing]) -> list[str]:
+    """The metrics that a list has room for: those that decide what is best, of evaluations, and the training loss."""
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    deciding = [run.recipe.get("checkpoint.keep.by") for run in runs]
+    wanted = [*deciding, *(name for name in names if name.startswith("eval/")), "train/loss"]
+    return [name for name in dict.fromkeys(wanted) if name in names][:_MOST_METRICS]
+
+
+def differences(runs: Sequence[Standing]) -> list[dict[str, Any]]:
+    """For each run, the recipe's keys that are not alike in all runs of its kind, with its values.
+
+    Of one kind are runs that train the same model on the same data. Where a run goes and what it is called make no
+    difference, nor does any other key that a finished run may change.
+    """
+    kinds: dict[tuple[Any, Any], list[Standing]] = {}
+    for run in runs:
+        kinds.setdefault(_kind(run), []).append(run)
+    varied = {kind: _varied([run.recipe for run in alike]) for kind, alike in kinds.items()}
+    return [{key: run.recipe.get(key) for key in varied[_kind(run)]} for run in runs]
+
+
+def _kind(run: Standing) -> tuple[Any, Any]:
+    return run.recipe.get("model.use"), run.recipe.get("data.train.use")
+
+
+def _varied(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
+    from ddpforge.recipe.schema import Resume, resume_policy
+
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe)
+    unlike = (key for key in keys if any(recipe.get(key) != recipes[0].get(key) for recipe in recipes))
+    return [key for key in unlike if resume_policy(key) is not Resume.OUTSIDE]

@@ -1,0 +1,132 @@
+"""A place where everybody shows rows to all others: the launcher's store where there is one, and files in `logs`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ddpforge.watch.rows import Row
+
+__all__ = ["Board", "within"]
+
+T = TypeVar("T")
+_WAIT = 2.0  # seconds that a store, or a disk, may take
+
+
+class Board:
+    """Shows the row of one rank, and reads those of the others; nothing here hangs or raises.
+
+    `store` is HOST:PORT of the launcher's, or empty. `attempt` is that of the rows which count; `seldom` is how many
+    seconds lie between two files of a rank that gets on.
+    """
+
+    def __init__(
+        self, logs: str, attempt: str, store: str, seldom: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._logs, self._attempt, self._store, self._seldom, self._clock = logs, attempt, store, seldom, clock
+        self._talk: Any = None
+        self._written = clock()
+        self._reached: float | None = None
+        self._shown: tuple[int, int] | None = None
+        self._alarm = False
+
+    @property
+    def cut_off(self) -> float:
+        """Seconds since the store was last reached; 0 where it has just been, or never was."""
+        since = 0.0 if self._reached is None else self._clock() - self._reached
+        return since if since > _WAIT else 0.0
+
+    def show(self, row: Row) -> None:
+        """Shows a rank's row to the others: to the store at once, in a file when it stands still, and now and then."""
+        self._ask(row=row._asdict())
+        now, new = self._clock(), (row.step, row.marks) != self._shown
+        if row.answers or (new and (row.seconds > 1 or now - self._written > self._seldom)):
+            self._shown, self._written = (row.step, row.marks), now
+            within(_WAIT, lambda: self._write(row))
+
+    def call(self) -> None:
+        """Calls everybody to show where they stand."""
+        self._alarm = True
+        self._ask(alarm=True)
+        within(_WAIT, lambda: open(self._path("failure-alarm"), "a").close())
+
+    def called(self) -> bool:
+        """True when somebody has."""
+        return self._alarm or bool(within(_WAIT, lambda: os.path.exists(self._path("failure-alarm"))))
+
+    def rows(self) -> dict[int, Row]:
+        """The newest row of every rank that has shown one."""
+        found: dict[int, Row] = {}
+        asked = self._ask(ask=True) or {}
+        for row in [*asked.get("rows", ()), *(within(_WAIT, self._files) or ())]:
+            try:
+                one = Row.read(row).as_of(time.time())
+            except (TypeError, ValueError):
+                continue
+            known = found.get(one.rank)
+            if known is None or (one.answers, one.marks) > (known.answers, known.marks):
+                found[one.rank] = one
+        return found
+
+    # -- files
+    def _path(self, name: str) -> str:
+        return os.path.join(self._logs, name)
+
+    def _write(self, row: Row) -> None:
+        path = self._path(f"phase-rank-{row.rank}.json")
+        with open(f"{path}.tmp", "w") as file:
+            json.dump({"attempt": self._attempt, "row": row._asdict()}, file)
+        os.replace(f"{path}.tmp", path)
+
+    def _files(self) -> list[Any]:
+        found = []
+        for name in os.listdir(self._logs):
+            if name.startswith("phase-rank-") and name.endswith(".json"):
+                try:
+                    with open(self._path(name)) as file:
+                        written = json.load(file)
+                    if written["attempt"] == self._attempt:
+                        found.append(written["row"])
+                except (OSError, ValueError, KeyError, TypeError):
+                    continue
+        return found
+
+    # -- the store
+    def _ask(self, **question: Any) -> Any:
+        if not self._store:
+            return None
+        try:
+            if self._talk is None:
+                host, _, port = self._store.rpartition(":")
+                connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_WAIT)
+                self._talk = connection.makefile("rwb")
+            self._talk.write(json.dumps({"attempt": self._attempt, **question}).encode() + b"\n")
+            self._talk.flush()
+            answer = json.loads(self._talk.readline())
+        except (OSError, ValueError):
+            self._talk = None
+            return None
+        self._reached = self._clock()
+        self._alarm = self._alarm or bool(answer.get("alarm"))
+        return answer
+
+
+def within(seconds: float, action: Callable[[], T]) -> T | None:
+    """Runs `action` in a thread of its own; None where it fails, or takes longer: a disk may never answer."""
+    found: list[T] = []
+
+    def run() -> None:
+        try:
+            found.append(action())
+        except OSError:
+            return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None

@@ -1,0 +1,74 @@
+"""Weights that transformers saved, as `checkpoint.init_from`, by the names that it gives: nothing is downloaded."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddpforge.errors import UsageError
+from ddpforge.exchange.initial import load_initial
+from ddpforge.ranks.collectives import Alone
+from ddpforge.strategies.named_state import tensors
+from tiny import TINY
+from torch import nn
+from transformers import AutoModel, BertConfig
+
+from ddpforge_transformers.models import causal_lm, masked_lm, sequence_classification
+
+
+def begin(model: nn.Module, source: Path, *skip: str) -> None:
+    held, aliases = tensors(model)
+
+    def take(saved: Any) -> None:
+        model.load_state_dict({name: tensor.read() for name, tensor in saved.items()}, strict=False)
+
+    load_initial(str(source), held, aliases, take, Alone(torch.device("cpu")), skip=skip)
+
+
+@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+def test_a_classifier_begins_with_the_body_of_a_language_model_and_says_what_is_new(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, shard: str
+) -> None:
+    saved = masked_lm(model_type="bert", options=TINY["bert"])
+    saved.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "20KB")
+    model = sequence_classification(classes=5, pretrained=str(tmp_path), weights=False)
+    head = model.classifier.weight.clone()
+    with caplog.at_level(logging.INFO, logger="ddpforge"):
+        begin(model, tmp_path)
+    theirs, mine = saved.state_dict(), model.state_dict()
+    body = [name for name in mine if name in theirs]
+    assert len(body) > 30
+    assert all(torch.equal(mine[name], theirs[name]) for name in body)
+    assert torch.equal(model.classifier.weight, head)
+    assert "4 tensors not in it: bert.pooler.dense.bias, bert.pooler.dense.weight, classifier.bias" in caplog.text
+    assert "tensors not in the model: cls.predictions.bias" in caplog.text
+
+
+def test_a_head_for_other_classes_is_left_alone_where_that_is_said(tmp_path: Path) -> None:
+    saved = sequence_classification(classes=2, model_type="bert", options=TINY["bert"])
+    saved.save_pretrained(tmp_path)
+    model = sequence_classification(classes=5, pretrained=str(tmp_path), weights=False)
+    with pytest.raises(Exception, match=r"`classifier.weight` is \[5, 32\] in the model and \[2, 32\]"):
+        begin(model, tmp_path)
+    begin(model, tmp_path, "classifier.*")
+    assert torch.equal(model.bert.pooler.dense.weight, saved.bert.pooler.dense.weight)
+
+
+def test_a_tied_head_follows_the_embedding_that_is_saved(tmp_path: Path) -> None:
+    saved = causal_lm(model_type="gpt2", options=TINY["gpt2"])
+    saved.save_pretrained(tmp_path)
+    model = causal_lm(pretrained=str(tmp_path), weights=False)
+    begin(model, tmp_path)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert torch.equal(model.lm_head.weight, saved.lm_head.weight)
+
+
+def test_a_body_alone_has_other_names_and_is_refused(tmp_path: Path) -> None:
+    """transformers itself puts the name of the body in front; with `pretrained` that works."""
+    AutoModel.from_config(BertConfig(**TINY["bert"])).save_pretrained(tmp_path)
+    model = masked_lm(model_type="bert", options=TINY["bert"])
+    with pytest.raises(UsageError, match="none of its tensors has a name that the model knows") as found:
+        begin(model, tmp_path)
+    assert any("it has embeddings." in hint for hint in found.value.hints)

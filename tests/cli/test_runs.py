@@ -1,0 +1,234 @@
+"""`ddpforge runs` and `ddpforge status`: what they print, what they delete, and how a run is resumed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from run_folders import made, trained
+
+from ddpforge.cli import main
+from ddpforge.cli.status import followed
+from ddpforge.errors import ExitCode
+from ddpforge.runs.overview import Standing, standing
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def invoke(*arguments: str, answer: str | None = None) -> Result:
+    return CliRunner().invoke(main, arguments, input=answer)
+
+
+# ---------------------------------------------------------------------------------------------- ls
+def test_runs_are_listed_with_what_tells_them_apart() -> None:
+    for name, lr, loss in (("a", 0.1, 0.5), ("b", 0.01, 0.25)):
+        made(Path("runs") / name, recipe={"optimizer": {"lr": lr}}, metrics={"eval/loss": loss})
+    header, *rows = (line.split() for line in invoke("runs", "ls", "--sort", "eval/loss").stdout.splitlines())
+    assert header == ["run", "state", "step", "eval/loss", "age", "differs", "in"]
+    assert [[row[i] for i in (0, 1, 2, 3, -1)] for row in rows] == [
+        ["runs/b", "done", "10/10", "0.25", "optimizer.lr=0.01"],
+        ["runs/a", "done", "10/10", "0.5", "optimizer.lr=0.1"],
+    ]
+    told = json.loads(invoke("runs", "ls", "runs/a", "--json").stdout)["runs"]
+    assert [(run["run"], run["metrics"], run["difference"]) for run in told] == [("runs/a", {"eval/loss": 0.5}, {})]
+
+
+def test_a_value_that_a_run_lacks_is_told_as_the_command_line_takes_it_out() -> None:
+    made(Path("runs/a"), recipe={"callbacks": {"ema": {"decay": 0.9}}})
+    made(Path("runs/b"))
+    rows = invoke("runs", "ls", "--sort", "name").stdout.splitlines()[1:]
+    assert [row.split()[-1] for row in rows] == ["callbacks.ema.decay=0.9", "~callbacks.ema.decay"]
+
+
+def test_nothing_to_list_is_no_error() -> None:
+    assert invoke("runs", "ls").stdout == "runs/: no runs\n"
+    made(Path("runs/a"))
+    assert invoke("runs", "ls", "--state", "failed").stdout == "runs/: no runs like that among 1\n"
+    refused = invoke("runs", "ls", "--state", "dead")
+    assert refused.exit_code == ExitCode.USAGE
+    assert "there is no state 'dead'" in refused.stderr
+
+
+# ---------------------------------------------------------------------------------------------- compare
+@pytest.fixture
+def two() -> None:
+    for name, lr in (("a", 0.1), ("b", 0.01)):
+        rows = [{"step": step, "train/loss": lr / step, "eval/loss": lr} for step in range(1, 9)]
+        made(Path("runs") / name, recipe={"optimizer": {"lr": lr}}, rows=rows, metrics={"eval/loss": lr})
+
+
+@pytest.mark.usefixtures("two")
+def test_runs_are_compared_side_by_side() -> None:
+    said = invoke("runs", "compare", "a", "b").stdout
+    lines = [line.split() for line in said.splitlines() if line]
+    assert lines[:4] == [
+        ["recipe", "runs/a", "runs/b"],
+        ["optimizer.lr", "0.1", "0.01"],
+        ["code:", "alike"],
+        ["environment:", "alike"],
+    ]
+    assert ["train/loss", "0.0125", "0.00125"] in lines
+    told = json.loads(invoke("runs", "compare", "a", "b", "--json", "--curve", "train/loss").stdout)
+    assert told["recipe"] == {"optimizer.lr": [0.1, 0.01]}
+    assert told["curves"]["train/loss"]["runs/a"][:2] == [[1, 0.1], [2, 0.05]]
+
+
+@pytest.mark.usefixtures("two")
+def test_curves_are_drawn_in_the_terminal_and_as_a_picture() -> None:
+    drawn = invoke("runs", "compare", "a", "b", "--curve", "train/loss").stdout.partition("train/loss  ")[2]
+    assert "runs/a" in drawn
+    assert "runs/b" in drawn
+    assert "\x1b" not in drawn  # no colours in a pipe
+    assert "┤" in drawn
+    assert max(map(len, drawn.splitlines())) <= 80
+    for name in ("curves.png", "curves.svg"):
+        assert invoke("runs", "compare", "a", "b", "--picture", name).stderr == f"curves: {name}\n"
+    assert Path("curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in Path("curves.svg").read_text()
+    refused = invoke("runs", "compare", "a", "b", "--picture", "curves.docx")
+    assert refused.exit_code == ExitCode.USAGE
+    assert "cannot write curves.docx" in refused.stderr
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize(("library", "option"), [("plotext", "--curve=lr"), ("matplotlib", "--picture=x.png")])
+def test_a_drawing_library_that_is_missing_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, library: str, option: str
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    refused = invoke("runs", "compare", "a", "b", option.replace("=lr", "=eval/loss"))
+    assert refused.exit_code == ExitCode.ENVIRONMENT
+    assert library in refused.stderr
+    assert "pip install 'ddpforge[plot]'" in refused.stderr
+
+
+def test_one_run_alone_is_not_compared() -> None:
+    made(Path("runs/a"))
+    refused = invoke("runs", "compare", "a", "runs/a")
+    assert refused.exit_code == ExitCode.USAGE
+    assert "one run alone" in refused.stderr
+
+
+# ---------------------------------------------------------------------------------------------- rm
+def test_a_run_is_deleted_after_a_question_with_all_that_it_has() -> None:
+    for name in ("a", "b", "c"):
+        made(Path("runs") / name)
+    refused = invoke("runs", "rm", "a", "b", answer="n\n")
+    assert refused.exit_code == ExitCode.USAGE
+    assert "runs/a: done at step 10/10" in refused.stderr
+    assert "Delete 2 runs with all checkpoints?" in refused.stderr
+    nobody = invoke("runs", "rm", "a")
+    assert (nobody.exit_code, "--yes deletes without a question" in nobody.stderr) == (ExitCode.USAGE, True)
+    assert len(list(Path("runs").iterdir())) == 3
+
+    assert invoke("runs", "rm", "a", "runs/b", answer="y\n").exit_code == 0
+    assert invoke("runs", "rm", "c", "--yes").exit_code == 0
+    assert not list(Path("runs").iterdir())
+
+
+def test_a_run_in_use_is_not_deleted_nor_are_those_named_beside_it() -> None:
+    made(Path("runs/a"))
+    with trained(made(Path("runs/b"), state="running")):
+        refused = invoke("runs", "rm", "a", "b", "--yes")
+    assert refused.exit_code == ExitCode.USAGE
+    assert "being trained now: runs/b" in refused.stderr
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["a", "b"]
+
+
+def test_what_is_no_run_is_not_deleted() -> None:
+    Path("thesis").mkdir()
+    refused = invoke("runs", "rm", "thesis", "--yes")
+    assert refused.exit_code == ExitCode.USAGE
+    assert "there is no run 'thesis'" in refused.stderr
+    assert Path("thesis").is_dir()
+
+
+# ---------------------------------------------------------------------------------------------- resume
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The command lines that `ddpforge launch` was given."""
+    from ddpforge.cli.launch import launch
+
+    given: list[list[str]] = []
+    monkeypatch.setattr(launch, "main", lambda arguments, **_: given.append(arguments))
+    return given
+
+
+def environment(run: Path, **variables: str) -> None:
+    (run / "env.json").write_text(json.dumps({"environment": variables}))
+
+
+def test_a_run_is_resumed_where_it_is_with_as_many_processes(launched: list[list[str]]) -> None:
+    """Also where it was trained with --out, or has been renamed."""
+    environment(made(Path("runs/sweep/a")).path, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    Path("runs/sweep/a").rename("runs/sweep/b")
+    invoke("runs", "resume", "runs/sweep/b", "train.length=20st", "--set", "track.every=5st", "--json")
+    sets = ["--set=name=b", "--set=track.every=5st", "--set=train.length=20st"]
+    recipe = "runs/sweep/b/recipe.resolved.toml"
+    assert launched == [[recipe, "--nproc=2", "--out=runs/sweep", *sets, "--json"]]
+
+
+def test_a_run_of_several_machines_is_not_resumed_with_fewer_processes_unasked(launched: list[list[str]]) -> None:
+    environment(made(Path("runs/a")).path, WORLD_SIZE="16", LOCAL_WORLD_SIZE="8")
+    refused = invoke("runs", "resume", "a")
+    assert refused.exit_code == ExitCode.USAGE
+    assert "trained by 16 processes on several machines" in refused.stderr
+    invoke("runs", "resume", "a", "--nproc", "4")
+    assert [arguments[1] for arguments in launched] == ["--nproc=4"]
+
+
+# ---------------------------------------------------------------------------------------------- status
+def test_status_is_a_page_or_an_object() -> None:
+    rows = [{"step": 4, "train/loss": 0.5}, {"step": 6, "train/loss": 0.25}]
+    run = made(Path("runs/a"), state="running", step=0, rows=rows)
+    with trained(run):
+        page = invoke("status", "a").stdout
+        told = json.loads(invoke("status", "a", "--json").stdout)
+    assert page.splitlines()[0] == "runs/a: running at step 6 of 10 (60%), 1 step/s, 4s left"
+    assert ["train/loss", "0.25"] in [line.split() for line in page.splitlines()]
+    assert ["checkpoint", "none"] in [line.split() for line in page.splitlines()]
+    assert (told["state"], told["step"], told["seconds_left"], told["checkpoint"]) == ("running", 6, 4, None)
+    assert invoke("status", "a").stdout.startswith("runs/a: killed at step 6 of 10")
+
+
+def test_watching_tells_what_changes_until_the_run_ends() -> None:
+    def seen(state: str, step: int) -> Standing:
+        return Standing(folder=made(Path(f"runs/{state}-{step}")), state=state, step=step)
+
+    looks = [seen("starting", 0), seen("running", 1), seen("done", 2)]
+    looks = [looks[0], looks[0], looks[1], looks[1], looks[2]]
+    waits: list[None] = []
+    found = list(followed(iter(looks).__next__, lambda: waits.append(None)))
+    assert [run.state for run in found] == ["starting", "running", "done"]
+    assert len(waits) == 4
+
+
+def test_watching_a_run_that_has_ended_is_one_line() -> None:
+    run = made(Path("runs/a"), metrics={"eval/loss": 0.5, "lr": 0.1})
+    assert standing(run).state == "done"
+    assert invoke("status", "a", "--watch").stdout == "runs/a: done at step 10 of 10 (100%)  eval/loss 0.5\n"
+
+
+# ---------------------------------------------------------------------------------------------- speed
+@pytest.mark.parametrize(
+    "arguments", [["runs", "ls"], ["runs", "compare", "a", "b"], ["status", "a"], ["runs", "rm", "a", "--yes"]]
+)
+def test_looking_at_runs_imports_no_torch(arguments: list[str]) -> None:
+    made(Path("runs/a"), recipe={"optimizer": {"lr": 0.1}})
+    made(Path("runs/b"))
+    code = f"""
+import sys
+from contextlib import suppress
+from ddpforge.cli import main
+with suppress(SystemExit):
+    main({arguments!r}, prog_name="ddpforge")
+assert not {{"torch", "numpy", "accelerate"}} & set(sys.modules)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,68 @@
+"""What differs between runs, and their curves."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from run_folders import made
+
+from ddpforge.errors import UsageError
+from ddpforge.runs.comparison import compare, curves, thinned
+
+
+def test_recipes_code_environments_and_metrics_are_compared(tmp_path: Path) -> None:
+    rows = [{"step": 1, "eval/loss": 0.25, "lr": 0.1}, {"step": 2, "eval/loss": 0.5, "eval/f1": 0.75}]
+    a = made(tmp_path / "a", recipe={"optimizer": {"lr": 0.1, "betas": [0.9, 0.99]}}, rows=rows)
+    b = made(tmp_path / "b", recipe={"callbacks": {"ema": {"decay": 0.9}}}, rows=[{"step": 1, "train/loss": 2.0}])
+    for folder, code, host in ((a, "x = 1", "here"), (b, "x = 2", "there")):
+        (folder.path / "code").mkdir()
+        (folder.path / "code/model.py").write_text(code)
+        (folder.path / "code/same.py").write_text("")
+        environment = {"time": host, "command": [host], "host": host, "packages": {"torch": "2.11"}}
+        (folder.path / "env.json").write_text(json.dumps(environment))
+
+    found = compare([a, b])
+    assert found.recipe == {
+        "optimizer.lr": [0.1, 0.001],
+        "optimizer.betas": [[0.9, 0.99], None],
+        "callbacks.ema.decay": [None, 0.9],
+    }
+    assert list(found.code) == ["code/model.py"]
+    assert found.environment == {"host": ["here", "there"]}
+    assert found.metrics == {
+        "eval/loss": [0.5, None],
+        "eval/loss (best)": [0.25, None],
+        "lr": [0.1, None],
+        "eval/f1": [0.75, None],
+        "eval/f1 (best)": [0.75, None],
+        "train/loss": [None, 2.0],
+    }
+    json.dumps(found.as_dict())
+
+
+def test_a_run_that_has_not_begun_lacks_everything_and_is_compared(tmp_path: Path) -> None:
+    found = compare([made(tmp_path / "a", state=None), made(tmp_path / "b", state=None)])
+    assert (found.recipe, found.code, found.environment, found.metrics) == ({}, {}, {}, {})
+
+
+def test_curves_are_what_is_finite_of_the_runs_that_have_them(tmp_path: Path) -> None:
+    rows = [{"step": 1, "x": 1.0}, {"step": 2, "x": None, "nonfinite": ["x"]}, {"step": 3, "y": 1.0}]
+    a, b = made(tmp_path / "a", rows=rows), made(tmp_path / "b", rows=[{"step": 1, "y": 2.0}])
+    assert curves([a, b], ["x", "y"]) == {
+        "x": {str(a.path): [(1, 1.0)]},
+        "y": {str(a.path): [(3, 1.0)], str(b.path): [(1, 2.0)]},
+    }
+    with pytest.raises(UsageError, match="no run has a metric z"):
+        curves([a, b], ["z"])
+
+
+def test_a_long_curve_is_thinned_without_losing_a_spike() -> None:
+    points = [(step, math.sin(step / 1000)) for step in range(100_000)]
+    points[77_777] = (77_777, 50.0)
+    points[33_333] = (33_333, -50.0)
+    kept = thinned(points, 500)
+    assert 400 <= len(kept) <= 500
+    assert {(77_777, 50.0), (33_333, -50.0)} < set(kept) < set(points)
+    assert kept == sorted(kept)
+    assert thinned(points[:500], 500) == points[:500]

@@ -1,0 +1,151 @@
+"""How runs stand, told by their folders: states, speed, what tells runs apart."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_folders import made, trained
+
+from ddpforge.errors import RecipeError, UsageError
+from ddpforge.runs.overview import chosen, differences, find_runs, notable, sorted_by, standing
+
+
+# ---------------------------------------------------------------------------------------------- one run
+@pytest.mark.parametrize("state", ["done", "stopped", "failed", "diverged"])
+def test_a_run_that_has_ended_stands_as_its_status_says(tmp_path: Path, state: str) -> None:
+    run = standing(made(tmp_path / "a", state=state, metrics={"eval/loss": 0.5}, error="rank 1: lost"))
+    assert (run.state, run.step, run.total_steps, run.attempt) == (state, 10, 10, 1)
+    assert run.metrics == {"eval/loss": 0.5}
+    assert run.error == "rank 1: lost"
+    assert (run.rate, run.seconds_left) == (None, None)
+
+
+def test_a_run_that_says_it_trains_is_killed_unless_a_process_does(tmp_path: Path) -> None:
+    folder = made(tmp_path / "a", state="running", step=0)
+    with trained(folder):
+        assert standing(folder).state == "running"
+    assert standing(folder).state == "killed"
+
+
+def test_a_run_is_new_until_a_process_starts_it(tmp_path: Path) -> None:
+    folder = made(tmp_path / "a", state=None)
+    assert standing(folder).state == "new"
+    with trained(folder):
+        assert standing(folder).state == "starting"
+    stopped = made(tmp_path / "b", state="stopped")
+    with trained(stopped):
+        assert standing(stopped).state == "starting"
+
+
+def test_while_a_run_trains_its_rows_tell_step_metrics_and_speed(tmp_path: Path) -> None:
+    """`status.json` is written when an attempt begins: what it has is older than the rows."""
+    rows: list[dict[str, Any]] = [
+        {"step": 2, "time": 900.0, "attempt": 1, "train/loss": 9.0},
+        {"step": 4, "time": 1000.0, "attempt": 2, "train/loss": 3.0},
+        {"step": 6, "time": 1004.0, "attempt": 2, "train/loss": None, "nonfinite": ["train/loss"]},
+        {"step": 6, "time": 1008.0, "attempt": 2, "eval/loss": 2.5},
+    ]
+    folder = made(tmp_path / "a", state="running", step=3, rows=rows, metrics={"lr": 0.1, "eval/loss": 7.0})
+    with trained(folder):
+        run = standing(folder)
+    assert (run.step, run.total_steps) == (6, 10)
+    assert run.metrics == {"lr": 0.1, "eval/loss": 2.5, "train/loss": None}
+    assert run.rate == 2 / 8  # of this attempt, with its evaluation
+    assert run.seconds_left == 4 / (2 / 8)
+    assert json.loads(json.dumps(run.as_dict()))["seconds_left"] == 16
+
+
+def test_only_the_end_of_a_long_record_is_read(tmp_path: Path) -> None:
+    rows = [{"step": step, "train/loss": 1 / step} for step in range(1, 5001)]
+    folder = made(tmp_path / "a", state="running", step=0, total_steps=10_000, rows=rows)
+    content = folder.metrics.read_bytes()
+    folder.metrics.write_bytes(b"what is here is not read\n" + content + b'{"step": 5001, "atte')
+    run = standing(folder)
+    assert (run.step, run.metrics["train/loss"]) == (5000, 1 / 5000)
+
+
+def test_a_run_that_cannot_be_read_is_told_and_no_other_suffers(tmp_path: Path) -> None:
+    made(tmp_path / "a")
+    (made(tmp_path / "b").path / "status.json").write_text("{")
+    a, b = map(standing, find_runs([tmp_path]))
+    assert (a.state, b.state) == ("done", "unreadable")
+    assert "status.json cannot be read" in str(b.error)
+
+
+def test_the_status_of_an_older_run_has_no_number_of_steps(tmp_path: Path) -> None:
+    folder = made(tmp_path / "a")
+    status = json.loads((folder.path / "status.json").read_text())
+    del status["total_steps"]
+    (folder.path / "status.json").write_text(json.dumps(status))
+    assert (standing(folder).state, standing(folder).total_steps) == ("done", None)
+
+
+# ---------------------------------------------------------------------------------------------- many runs
+def test_runs_are_found_in_folders_and_by_themselves_but_not_in_runs(tmp_path: Path) -> None:
+    for name in ("b", "sweep/a", "b/inner", ".a.host-1.tmp", "1/2/3/too-deep"):
+        made(tmp_path / "runs" / name)
+    found = find_runs([tmp_path / "runs", tmp_path / "runs/sweep/a"])
+    assert [folder.path.relative_to(tmp_path).as_posix() for folder in found] == ["runs/b", "runs/sweep/a"]
+    with pytest.raises(UsageError, match="there is no folder nowhere"):
+        find_runs(["nowhere"])
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    for number, (lr, seed, loss) in enumerate([(0.1, 0, 0.5), (0.01, 0, 0.25), (0.1, 1, None)]):
+        recipe = {"optimizer": {"lr": lr}, "train": {"seed": seed}, "checkpoint": {"every": f"{number + 1}ep"}}
+        made(tmp_path / f"r{number}", recipe=recipe, metrics={"eval/loss": loss, "train/loss": 1.0, "lr": lr})
+    made(tmp_path / "text", state="failed", recipe={"model": {"use": "gpt"}}, step=3)
+    return tmp_path
+
+
+def test_runs_differ_in_what_decides_their_result_and_only_from_their_like(sweep: Path) -> None:
+    told = differences([standing(folder) for folder in find_runs([sweep])])
+    assert told == [
+        {"optimizer.lr": 0.1, "train.seed": 0},
+        {"optimizer.lr": 0.01, "train.seed": 0},
+        {"optimizer.lr": 0.1, "train.seed": 1},
+        {},
+    ]
+
+
+def test_runs_are_chosen_by_state_name_and_recipe(sweep: Path) -> None:
+    runs = [standing(folder) for folder in find_runs([sweep])]
+
+    def names(**wanted: Any) -> list[str]:
+        return [run.folder.path.name for run in chosen(runs, **wanted)]
+
+    assert names(states=["failed"]) == ["text"]
+    assert names(name="r[01]") == ["r0", "r1"]
+    assert names(where=["optimizer.lr=1e-1", "train.seed=1"]) == ["r2"]
+    assert names(where=["model.use=gpt"]) == ["text"]
+    assert names(where=["no.such.key=1"]) == []
+    with pytest.raises(RecipeError, match="is not KEY=VALUE"):
+        names(where=["optimizer.lr"])
+
+
+def test_runs_are_sorted_with_the_best_first_and_those_without_a_number_last(sweep: Path) -> None:
+    runs = [standing(folder) for folder in find_runs([sweep])]
+
+    def names(by: str, reverse: bool = False) -> list[str]:
+        return [run.folder.path.name for run in sorted_by(runs, by, reverse=reverse)]
+
+    assert names("eval/loss") == ["r1", "r0", "r2", "text"]
+    assert names("eval/loss", reverse=True) == ["r0", "r1", "r2", "text"]
+    assert names("step") == ["r0", "r1", "r2", "text"]
+    assert names("state", reverse=True)[0] == "text"
+    assert names("name", reverse=True) == ["text", "r2", "r1", "r0"]
+    with pytest.raises(UsageError, match="no run has a metric eval/f1"):
+        names("eval/f1")
+    with pytest.raises(UsageError, match="does not tell if less of it is better"):
+        names("lr")
+
+
+def test_a_list_shows_what_decides_then_evaluations_then_the_training_loss(tmp_path: Path) -> None:
+    metrics = {"train/loss": 1.0, "lr": 0.1, "eval/loss": 2.0, "eval/a/f1": 0.5, "eval/b/f1": 0.5}
+    keep = {"checkpoint": {"keep": {"by": "eval/b/f1"}}}
+    assert notable([standing(made(tmp_path / "a", metrics=metrics))]) == ["eval/loss", "eval/a/f1", "eval/b/f1"]
+    runs = [standing(made(tmp_path / "b", metrics=metrics, recipe=keep))]
+    assert notable(runs) == ["eval/b/f1", "eval/loss", "eval/a/f1"]
+    assert notable([standing(made(tmp_path / "c", metrics={"train/loss": 1.0}))]) == ["train/loss"]
