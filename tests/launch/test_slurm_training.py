@@ -51,7 +51,7 @@ class Slow(Callback):
     def on_step(self, info):
         Path("step").write_text(str(info.step))
         if info.step >= 5 and Path("slow").exists():
-            time.sleep(0.3)
+            time.sleep(4)
 """
 
 
