@@ -17,6 +17,7 @@ from ddpforge.sweeps.training import Trained
 if TYPE_CHECKING:
     from optuna import Study, Trial
     from optuna.storages import BaseStorage
+    from optuna.study import StudyDirection
 
 __all__ = ["Search", "opened_trial"]
 
@@ -131,11 +132,17 @@ def _study(folder: Path, mode: str, seed: int) -> Study:
     _quiet()
     folder.mkdir(parents=True, exist_ok=True)
     study = optuna.create_study(
-        study_name=STUDY, storage=_storage(folder / _JOURNAL), direction=f"{mode}imize", load_if_exists=True
+        study_name=STUDY, storage=_storage(folder / _JOURNAL), direction=_direction(mode), load_if_exists=True
     )
     # Another seed for those that follow: the same one would propose again what was tried.
     study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials), constant_liar=True)
     return study
+
+
+def _direction(mode: str) -> StudyDirection:
+    from optuna.study import StudyDirection
+
+    return StudyDirection.MINIMIZE if mode == "min" else StudyDirection.MAXIMIZE
 
 
 def _storage(journal: Path) -> BaseStorage:
