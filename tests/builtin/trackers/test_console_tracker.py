@@ -45,7 +45,7 @@ def config(total: int | None = 300, *, accumulation: int = 4, micro_batch: int =
 def started(config: dict[str, Any], resumed_at: int | None = None) -> tuple[ConsoleTracker, Clock]:
     tracker, clock = ConsoleTracker(), Clock()
     tracker.clock = clock
-    tracker.start(name="digits", folder=Path(), config=config, resumed_at=resumed_at)
+    tracker.start(name="digits", folder=Path("runs/digits"), config=config, resumed_at=resumed_at)
     return tracker, clock
 
 
@@ -65,6 +65,7 @@ def test_a_run_without_a_terminal_reads_like_a_log(capsys: pytest.CaptureFixture
     assert out == ""
     assert [re.sub(STAMP, "10:01:32", line) for line in err.splitlines()] == [
         "digits: ddp, 300 steps, global batch 256 = 2 ranks x 4 x 32",
+        "  folder runs/digits",
         "10:01:32 step 1/300 (0%) loss 1.0000",
         "10:01:32 step 65/300 (22%) loss 0.0154 64.0 step/s eta 4s",
         "10:01:32 step 129/300 (43%) loss 0.0078 64.0 step/s eta 3s",
@@ -168,3 +169,26 @@ def test_forced_colour_does_not_make_a_pipe_a_terminal(
     tracker, clock = started(config())
     train(tracker, clock, range(1, 2), seconds=1 / 64)
     assert "\r" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("facts", "line"),
+    [
+        (
+            {"parameters": 4810, "trained": 4810, "samples": 1437, "steps_per_epoch": 23, "device": "cpu"},
+            "4,810 parameters; 1,437 samples, 23 steps per epoch; bf16 on cpu; folder runs/digits",
+        ),
+        (
+            {"parameters": 4810, "trained": 650, "samples": None, "steps_per_epoch": None, "device": "cuda:0"},
+            "4,810 parameters, 650 trained and 4,160 frozen; bf16 on cuda:0; folder runs/digits",
+        ),
+    ],
+)
+def test_a_run_begins_with_what_is_trained_on_what_and_where(
+    capsys: pytest.CaptureFixture[str], facts: dict[str, Any], line: str
+) -> None:
+    described = config()
+    described["run"] |= facts
+    described["train"]["precision"] = "bf16"
+    started(described)
+    assert capsys.readouterr().err.splitlines()[1] == f"  {line}"
