@@ -5,27 +5,31 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PLUGINS := $(wildcard plugins/*)
+PLUGIN_TESTS := $(PLUGINS:%=test-%)
+PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile  # two files at a time: many tests wait for ranks
 
-.PHONY: run test test-all test-fast test-gpu test-plugins lint clean
+.PHONY: run test test-all test-fast test-gpu test-plugins $(PLUGIN_TESTS) lint clean
 
 run: $(BIN)/ddpforge    ## train the digits recipe in 2 processes, on the CPU: a GPU holds one
 	$(BIN)/ddpforge launch digits --nproc 2 --fresh --set train.device=cpu
 
 test: lint                ## everything: style, types, all tests, and those of the plugins
-	$(BIN)/python -m pytest
-	$(MAKE) test-plugins
+	$(PYTEST)
+	$(MAKE) --jobs=2 --output-sync test-plugins
 
-test-plugins: $(VENV)/installed    ## each in its own folder, as its author would
-	set -e; for plugin in $(PLUGINS); do (cd $$plugin && $(CURDIR)/$(BIN)/python -m pytest); done
+test-plugins: $(PLUGIN_TESTS)    ## each in its own folder, as its author would
+
+$(PLUGIN_TESTS): test-%: $(VENV)/installed
+	cd $* && $(CURDIR)/$(BIN)/python -m pytest
 
 test-all: lint            ## also all strategy pairs and 320 random kills: a quarter of an hour more
-	$(BIN)/python -m pytest -m "full or not full"
+	$(PYTEST) -m "full or not full"
 
 test-gpu: $(VENV)/installed    ## what needs a CUDA device, and nothing else
 	$(BIN)/python -m pytest -m gpu
 
 test-fast: $(VENV)/installed    ## without the tests that take tens of seconds
-	$(BIN)/python -m pytest -m "not slow and not full"
+	$(PYTEST) -m "not slow and not full"
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

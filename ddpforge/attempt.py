@@ -132,8 +132,8 @@ class Attempt:
                     # A launcher ends the others of a rank that failed: not mid-word.
                     signals.enter_context(trainer.stop)
                     self._state = trainer.fit()
-                    trainer.stop.over()
                     phases.mark(phases.END)
+                    trainer.stop.over()
             except BaseException as error:
                 self._tell(error)  # before anything else is ended: other ranks wait for a word
                 raise
@@ -286,7 +286,8 @@ class Attempt:
         words = f"rank {cause.rank} failed first: {cause.error}" if cause.told else str(cause)
         hints = [f"see {file}" if cause.told else f"where all ranks stood: {self.folder.failure}"]
         launcher_says = is_launched() and not cause.told  # it has the last word, after what torchrun prints
-        if launcher_says or not (self.world.is_main or (failed.speaks and cause.rank == 0)):
+        stands_in = cause.rank == 0 and (failed.speaks or (not cause.told and self.world.all.rank == 1))
+        if launcher_says or not (self.world.is_main or stands_in):
             return PeerFailed(ExitCode(cause.exit_code), words, hints=hints, launcher_says=launcher_says)
         error = ForgeError(words, hints=hints)
         error.exit_code = ExitCode(cause.exit_code)
@@ -323,7 +324,7 @@ class Attempt:
 
 
 def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> Unwatched:
-    """What sees that a rank stands still or dies, where others wait for it."""
+    """The watch over this rank, where others wait for it."""
     if world.all.size == 1:
         return Unwatched()
     train = recipe.train

@@ -96,13 +96,21 @@ def write_new(path: Path, blocks: Iterable[bytes | memoryview]) -> tuple[int, li
     return size, hashes
 
 
-def replace(path: Path, data: bytes) -> None:
-    """Gives a small file new contents; a reader sees the old ones or the new ones, also after a crash."""
+def replace(path: Path, data: bytes, *, waits: bool = True) -> None:
+    """Gives a small file new contents; a reader sees the old ones or the new ones, also after a crash.
+
+    Where it does not wait for the disk, that is not so after a power cut.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     remove(temporary)  # of an attempt that was killed here
-    write_new(temporary, [data])
+    if waits:
+        write_new(temporary, [data])
+    else:
+        with create(temporary) as file:
+            write(file, data)
     rename(temporary, path)
-    sync_folder(path.parent)
+    if waits:
+        sync_folder(path.parent)
 
 
 def discard(path: Path) -> None:

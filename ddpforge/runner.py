@@ -16,7 +16,9 @@ from ddpforge.attempt import Attempt, Outcome, build_parts, on_every_rank
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, PeerFailed, Postponed, StrategyError
+from ddpforge.hosts import refuse_differences, share_folder
 from ddpforge.interfaces import World
+from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.launchers.verdict import has_begun, record_begun
 from ddpforge.ranks import leaving
 from ddpforge.ranks.halt import seconds_of
@@ -26,6 +28,7 @@ from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.ranks.signals import StopRequests
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe, load_recipe
+from ddpforge.recipe.load import refuse_text
 from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.opening import open_folder
@@ -54,6 +57,8 @@ def run(
     earlier run of this name aside instead of continuing it. After `max_time`, e.g. "4h", it stops as if asked to.
     Raises ForgeError for everything that can be expected to go wrong; a RecipeError comes before anything is started.
     """
+    adopt_slurm()
+    refuse_text("allow_change", allow_change)
     seconds_of(max_time)  # raises UsageError
     fresh = fresh and not has_begun()
     parts = _load(source, sets)
@@ -62,6 +67,7 @@ def run(
         world = _join(parts, folder=None if fresh else folder)
         peers = _peers(parts.recipe, world)
         _leave_if_asked(stop, world, peers)
+        share_folder(folder.path.parent, peers.ranks)
         fresh = all(peers.ranks.everyone(fresh))
         is_new = fresh or not folder.exists()
         if is_new:
@@ -107,6 +113,7 @@ def evaluate(folder: RunFolder, checkpoint: Path, *, sets: Sequence[str] = (), o
     callbacks evaluate with them. Only the model, evaluation data and callbacks are built, and only weights are read.
     Writes nothing.
     """
+    adopt_slurm()
     parts = _load(folder.resolved, sets, trains=False, only=only)
     world = _join(parts)
     parts.build()
@@ -135,6 +142,7 @@ def _what_is_evaluated(checkpoint: Path, parts: Parts) -> str:
 
 
 def _load(source: str | Path, sets: Sequence[str], *, trains: bool = True, only: Sequence[str] = ()) -> Parts:
+    refuse_text("only", only)
     registry = Registry.installed()
     return Parts(load_recipe(source, sets=sets, registry=registry), registry, trains=trains, only=only)
 
@@ -149,8 +157,8 @@ def _join(parts: Parts, *, folder: RunFolder | None = None) -> World:
     joined = join(parts.recipe.train, parts.strategy)
     leaving.at_once()
     setup_logging(joined.all.rank)
-    # What comes next may be refused on every rank: one that left now would end those that are still joining.
-    joined.all.barrier()
+    # This waits for all. What comes next may be refused on every rank: one that left would end those still joining.
+    refuse_differences(joined.all, parts.loaded, parts.registry)
     world = parts.strategy.setup(parts.recipe.train, joined)
     if parts.trains and world.data.size != parts.batch.data_ranks:
         raise StrategyError(

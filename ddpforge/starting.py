@@ -14,6 +14,7 @@ from ddpforge.errors import ExitCode, ForgeError, RecipeError, UsageError
 from ddpforge.launchers import process
 from ddpforge.launchers.command import names_rendezvous, torchrun_command, variables_for
 from ddpforge.launchers.nodes import Nodes, default_id
+from ddpforge.launchers.store import store_at
 from ddpforge.launchers.verdict import STARTED, Ended
 from ddpforge.ranks.halt import seconds_of
 from ddpforge.runs.folder import RunFolder
@@ -53,20 +54,25 @@ class Start:
     recipe: Recipe
     command: list[str]
     nproc: int
+    nodes: Nodes
     patience: float
     out: str | None
 
     def run(self) -> Started:
         """Starts the ranks, and waits for their end."""
         folder = RunFolder.of(self.recipe, self.out)
-        before, failed = folder.status_version(), folder.read_failure()
+        before = folder.status_version()
         ended = process.start(
-            self.command, nproc=self.nproc, patience=self.patience, variables={STARTED: str(time.time())}
+            self.command,
+            nproc=self.nproc,
+            patience=self.patience,
+            variables={STARTED: str(time.time())},
+            store=store_at(self.nodes.store, here=self.nodes.is_first),
         )
+        failure = None
         if folder.status_version() != before:
-            ended = _as_written(ended, folder)
-        failure = folder.read_failure()
-        return Started(ended, folder, _untold(ended, folder, failure if failure != failed else None))
+            ended, failure = _as_written(ended, folder), folder.read_failure()
+        return Started(ended, folder, _untold(ended, folder, failure))
 
     def shown(self) -> str:
         """The command and its variables for a shell."""
@@ -117,7 +123,7 @@ def prepare(
     command = torchrun_command(arguments, nproc=nproc, flags=flags)
     restarts = any("restarts" in flag for flag in flags) or ranks.nodes.fewest < ranks.nodes.most
     # Where ranks are restarted, the launcher waits for other machines to meet it again, which is no fault.
-    return Start(loaded.recipe, command, nproc, process.PATIENCE + (_MEETING if restarts else 0.0), out)
+    return Start(loaded.recipe, command, nproc, nodes, process.PATIENCE + (_MEETING if restarts else 0.0), out)
 
 
 def check_world(loaded: LoadedRecipe, nproc: int) -> None:
@@ -155,9 +161,11 @@ def _untold(ended: Ended, folder: RunFolder, failure: Mapping[str, Any] | None) 
     """The failure of a rank that could not say anything; that of one which nobody watched goes into the status."""
     from ddpforge.ranks.failures import told_causes
 
-    if ended.code and failure and failure["told_by"] == "watch":
+    watched = bool(ended.code and failure and failure["told_by"] == "watch")
+    died = ended.death is not None and failure is not None and failure["rank"] == ended.death.rank
+    if watched and failure and not (died and "without a word" in failure["error"]):
         return ForgeError(failure["error"], hints=[f"where all ranks stood: {folder.failure}"])
-    if ended.death is None or told_causes(folder.logs):
+    if ended.death is None or (told_causes(folder.logs) and not watched):
         return None
     named = f"rank {ended.death.rank} was {ended.death}"
     out_of_memory = ["was there not enough memory? `dmesg` says so"] if ended.death.signal == signal.SIGKILL else []

@@ -156,6 +156,19 @@ class Hosts(Mapping[str, Host]):
     def __len__(self) -> int:
         return len(self._hosts)
 
+    def become(self, rank: int, where: str) -> None:
+        """Makes this process, which `in_ranks` has forked, rank `rank` of a world that has one on each host in `where`.
+
+        "aab" are two ranks on nodea and one on nodeb; they meet on the first host.
+        """
+        letter = where[rank]
+        self[letter].enter()
+        os.environ.update(
+            LOCAL_RANK=str(where[:rank].count(letter)),
+            LOCAL_WORLD_SIZE=str(where.count(letter)),
+            MASTER_ADDR=self[where[0]].name,
+        )
+
     def cut(self, letter: str) -> None:
         """Loses all that the host sends and is sent; it cannot see that."""
         self._switch.run("ip", "link", "set", f"to-{letter}", "nomaster")

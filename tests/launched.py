@@ -43,8 +43,13 @@ class Zygote:
         cwd: Path,
         env: Mapping[str, str] | None = None,
         timeout: float = 300,
+        restarts: int | None = None,
     ) -> Ranks:
-        """`ddpforge ARGUMENTS` in each of `nproc` ranks."""
+        """`ddpforge ARGUMENTS` in each of `nproc` ranks.
+
+        With `restarts` they are those of the launcher that `ddpforge launch` runs, which starts them again so often;
+        the only code is then the launch's.
+        """
         if self.process is None:
             command = [sys.executable, __file__]
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -57,6 +62,7 @@ class Zygote:
             "cwd": str(cwd),
             "env": dict(env or {}),
             "timeout": timeout,
+            "restarts": restarts,
         }
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
@@ -117,7 +123,11 @@ def _serve() -> None:
     os._exit(0)  # nor need anybody look through it at the end
 
 
-def _start(arguments: list[str], nproc: int, cwd: str, env: dict[str, str], timeout: float) -> dict[str, Any]:
+def _start(
+    arguments: list[str], nproc: int, cwd: str, env: dict[str, str], timeout: float, restarts: int | None
+) -> dict[str, Any]:
+    if restarts is not None:
+        return _start_launcher(arguments, nproc, cwd, env, timeout, restarts)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -140,6 +150,83 @@ def _start(arguments: list[str], nproc: int, cwd: str, env: dict[str, str], time
         kind: "".join((output / f"{kind}-{rank}").read_text() for rank in range(nproc)) for kind in ("stdout", "stderr")
     }
     return {"codes": codes, **texts}
+
+
+def _start_launcher(
+    arguments: list[str], nproc: int, cwd: str, env: dict[str, str], timeout: float, restarts: int
+) -> dict[str, Any]:
+    from ddpforge.launchers.command import torchrun_command, variables_for
+    from ddpforge.launchers.verdict import VERDICT, Words
+
+    output = Path(cwd) / ".ranks"
+    output.mkdir(exist_ok=True)
+    verdict = output / "verdict"
+    verdict.write_text("")
+    command = torchrun_command(arguments[1:], nproc=nproc, flags=[f"--max-restarts={restarts}"])
+    variables = {**variables_for(nproc), "OMP_NUM_THREADS": "1", VERDICT: str(verdict), **env}
+    child = os.fork()
+    if child == 0:
+        _launcher(command[command.index("-m") + 1 :], cwd, variables, output)
+    (code,) = _wait([child], timeout)
+    texts = {
+        kind: "".join(path.read_text() for path in sorted(output.glob(f"{kind}-*"))) for kind in ("stdout", "stderr")
+    }
+    return {"codes": [Words(verdict, nproc).conclude(code, None).code], **texts}
+
+
+def _launcher(command: list[str], cwd: str, env: dict[str, str], output: Path) -> None:
+    """Becomes the launcher; never returns."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+    from ddpforge.launchers import torchrun
+
+    os.environ.update(env)
+    for stream, kind in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(output / f"{kind}-launcher", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    sys.argv = command
+
+    def fork(_: Any, args: Any, env: dict[str, str]) -> Any:
+        return _Forked(list(args), cwd, env, output)
+
+    SubprocessHandler._popen = fork  # type: ignore[method-assign]
+    code: Any = 0
+    try:
+        torchrun.main()
+    except SystemExit as ending:
+        code = ending.code
+    os._exit(code if isinstance(code, int) else 1)
+
+
+class _Forked:
+    """A rank that a launcher has forked, with what torchrun asks of a `Popen`."""
+
+    def __init__(self, command: list[str], cwd: str, env: dict[str, str], output: Path) -> None:
+        import signal
+
+        self.args, self.returncode = command, None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            _rank(command[command.index("ddpforge") + 1 :], cwd, env, output)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        import time
+
+        deadline = time.monotonic() + (timeout if timeout is not None else 1e9)
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            time.sleep(0.01)
+        return code
 
 
 def _wait(children: list[int], timeout: float) -> list[int]:

@@ -6,6 +6,7 @@ Recipes in tests name them as `./parts.py:Name`; the fixture `write_recipe` puts
 import copy
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -104,6 +105,23 @@ class Killed(Callback):
         if str(run.world.all.rank) == os.environ.get("KILL_RANK") and os.fork() == 0:
             time.sleep(float(os.environ["KILL_AFTER"]))
             if os.getppid() == victim:
+                os.kill(victim, signal.SIGKILL)
+            os._exit(0)
+
+
+class KilledAgain(Callback):
+    """Of the first KILLS attempts of a launch one rank is killed (-9), which and when within KILL_AFTER by chance."""
+
+    def on_start(self, run: RunContext) -> None:
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        chance = random.Random(f"{os.environ.get('KILL_SEED')} {attempt}")
+        rank, after = chance.randrange(run.world.all.size), chance.uniform(0, float(os.environ.get("KILL_AFTER", "0")))
+        victim = os.getpid()
+        if attempt < int(os.environ.get("KILLS", "0")) and rank == run.world.all.rank and os.fork() == 0:
+            time.sleep(after)
+            if os.getppid() == victim:
+                with open(".killed", "a") as file:
+                    print(rank, after, file=file)
                 os.kill(victim, signal.SIGKILL)
             os._exit(0)
 

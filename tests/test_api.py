@@ -234,3 +234,9 @@ def test_what_a_sweeps_agent_starts_is_a_run_of_the_recipe(
     assert recipe.optimizer.options["lr"] == 0.003
     assert (recipe.optimizer.no_decay, recipe.train.seed) == (("bias", "norm"), 2)
     assert recipe.track.trackers["wandb"].options["project"] == "digits"
+
+
+@pytest.mark.parametrize("name", ["sets", "allow_change"])
+def test_a_string_where_a_list_belongs_is_refused(name: str) -> None:
+    given: Any = {name: "train.seed=1"}
+    assert f"{name} is the string" in refused(UsageError, lambda: ddpforge.run("digits", **given))

@@ -1,78 +1,164 @@
-"""The hosts and the Slurm that other tests run on are what they say, and leave nothing behind."""
+"""Ranks that could not train together hear of it before training begins, and so does whoever started them."""
 
+import logging
 import os
-import signal
-import sys
+import socket
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
-import psutil
-from forked import in_ranks
-from hosts import Hosts, needs_root, new_hosts
-from slurm import Slurm, until
+import pytest
+from forked import in_ranks, set_up
+from hosts import Hosts
+
+from ddpforge import hosts as checks
+from ddpforge.components.registry import Registry
+from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PeerFailed
+from ddpforge.interfaces import Ranks
+from ddpforge.recipe import load_recipe
+from ddpforge.strategies.ddp import DDP
+from ddpforge.testing.doubles import in_threads
+
+REGISTRY = Registry.installed()
+CODE = "from torch import nn\n\nclass Net(nn.Linear):\n    pass\n"
 
 
-def test_hosts_have_names_addresses_processes_and_disks_of_their_own(hosts: Hosts, tmp_path: Path) -> None:
-    a, b = hosts["a"], hosts["b"]
-    assert a.run("hostname").strip() == "nodea"
-    assert b.run("getent", "hosts", "nodea").split() == ["10.77.0.1", "nodea"]
-    assert a.run("bash", "-c", "echo /proc/[1-9]*").split()[0] == "/proc/1"
-    a.own_disk(tmp_path / "runs", tmp_path / "disk")
-    a.run("touch", "runs/mine", cwd=tmp_path)
-    assert b.run("ls", "runs", cwd=tmp_path) == ""
+def ends(ranks: int, action: Callable[[Ranks], None]) -> list[str]:
+    """What each rank says when it ends: nothing, an error with its hints, or whose fault it is."""
 
-    a.resolves_itself_to("127.0.1.1")
-    assert a.run("getent", "hosts", "nodea").split() == ["127.0.1.1", "nodea"]
+    def told(rank: Ranks) -> str:
+        try:
+            action(rank)
+        except PeerFailed as failed:
+            return "rank 0 says it" if failed.exit_code == ExitCode.ENVIRONMENT else str(failed.exit_code)
+        except EnvironmentProblem as error:
+            return " | ".join([error.message, *error.hints])
+        return ""
 
-
-def test_a_network_that_is_cut_and_healed(hosts: Hosts, tmp_path: Path) -> None:
-    serve = "import socket; s = socket.create_server(('', 999)); print('up', flush=True); s.accept()"
-    connect = [sys.executable, "-c", "import socket, sys; socket.create_connection(('nodeb', 999), float(sys.argv[1]))"]
-    server = hosts["b"].start(sys.executable, "-c", serve, cwd=tmp_path)
-    assert server.stdout is not None
-    assert server.stdout.readline() == "up\n"
-    hosts.cut("b")
-    assert "TimeoutError" in hosts["a"].start(*connect, "0.1", cwd=tmp_path).ended()[1]
-    hosts.heal("b")
-    assert hosts["a"].run(*connect, "20") == ""
-    assert server.ended() == (0, "")
+    return in_threads(ranks, told)
 
 
-def test_a_signal_reaches_a_command_and_its_end_is_told(hosts: Hosts, tmp_path: Path) -> None:
-    command = hosts["a"].start("bash", "-c", "trap 'exit 75' USR1; echo up; while :; do sleep 0.05; done", cwd=tmp_path)
-    assert command.stdout is not None
-    assert command.stdout.readline() == "up\n"
-    command.signal(signal.SIGUSR1)
-    assert command.ended() == (75, "")
+def compared(*sets: list[str], source: str | Path = "digits") -> list[str]:
+    """What ranks say whose recipes are under these `sets`."""
+    loaded = [load_recipe(source, sets=each, registry=REGISTRY) for each in sets]
+    return ends(len(sets), lambda ranks: checks.refuse_differences(ranks, loaded[ranks.rank], REGISTRY))
 
 
-def test_a_fork_of_the_tests_process_enters_a_host(hosts: Hosts) -> None:
-    def where(rank: int) -> str:
-        hosts["ab"[rank]].enter()
-        return os.uname().nodename
-
-    assert in_ranks(2, where) == ["nodea", "nodeb"]
+# ---------------------------------------------------------------------------------------------- software and recipe
+def test_ranks_that_are_alike_train() -> None:
+    assert compared([], [], []) == ["", "", ""]
 
 
-def test_nothing_is_left_of_hosts_when_the_test_is_killed(tmp_path: Path) -> None:
-    needs_root()
-    if (child := os.fork()) == 0:
-        with new_hosts("ab", tmp_path) as hosts:
-            sleeping = hosts["a"].start("bash", "-c", "echo up; sleep 1000", cwd=tmp_path)
-            assert sleeping.stdout is not None
-            sleeping.stdout.readline()
-            inside = psutil.Process(sleeping.pid).children()
-            pids = [hosts["a"].pid, hosts["b"].pid, *(process.pid for process in inside)]
-            (tmp_path / "pids").write_text(" ".join(map(str, pids)))
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    pids = list(map(int, (tmp_path / "pids").read_text().split()))
-    assert len(pids) == 3
-    until(lambda: not any(map(psutil.pid_exists, pids)), 10)
+def test_another_version_on_one_host_is_named_with_host_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_recipe("digits", registry=REGISTRY)
+    made = checks._Facts
+    elsewhere = {1: ("nodeb", "2.10.0"), 2: ("nodeb", "2.10.0")}
+
+    def check(ranks: Ranks) -> None:
+        host, torch = elsewhere.get(ranks.rank, ("nodea", "2.14.1"))
+        software = {"Python": "3.11", "torch": torch}
+        facts = made(host, software, "digest")
+        told = ranks.everyone  # each rank says what its own host is
+        monkeypatch.setattr(ranks, "everyone", lambda _: told(facts), raising=False)
+        checks.refuse_differences(ranks, loaded, REGISTRY)
+
+    first, *others = ends(3, check)
+    assert first == (
+        "ranks do not run the same software: torch 2.14.1 on nodea (rank 0), 2.10.0 on nodeb (ranks 1, 2)"
+        " | give all hosts the same environment"
+    )
+    assert others == ["rank 0 says it"] * 2
 
 
-def test_slurm_runs_a_job_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
-    script = tmp_path / "job.sh"
-    script.write_text("#!/bin/bash\nsrun --ntasks=2 --nodes=2 bash -c 'echo $SLURM_PROCID $SLURMD_NODENAME'\n")
-    job = slurm.submit(script, "--nodes=2", "--output=out.txt", cwd=tmp_path)
-    assert job.wait() == "COMPLETED"
-    assert sorted((tmp_path / "out.txt").read_text().splitlines()) == ["0 n1", "1 n2"]
+def test_what_is_compared_of_software_is_what_trains() -> None:
+    found = checks._software(load_recipe("digits", registry=REGISTRY), REGISTRY)
+    assert found.keys() == {"Python", "torch", "ddpforge"}
+    assert found["torch"] == metadata.version("torch")
+
+
+def test_another_recipe_on_one_rank_is_shown_key_by_key() -> None:
+    same, other = ["train.seed=1"], ["train.seed=2", "checkpoint.every=7st", "data.workers=3"]
+    host = socket.gethostname()
+    first, *others = compared(same, same, other)
+    assert first == (
+        f"the recipe on {host} (rank 2) is not that of rank 0 on {host}:\n  train.seed: 1 → 2\n"
+        '  checkpoint.every: "5ep" → "7st" | start all ranks with the same files, flags and environment variables'
+    )
+    assert others == ["rank 0 says it"] * 2
+
+
+def test_hosts_may_have_their_data_elsewhere_and_fetch_it_in_their_own_way(tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text("def data(root: str): return [root]\n")
+    recipe = tmp_path / "run.toml"
+    tables = {
+        "model": 'use = "mlp"\ninputs = 1\noutputs = 1',
+        "data.train": 'use = "./data.py:data"',
+        "task": 'use = "classification"',
+        "optimizer": 'use = "sgd"\nlr = 0.1',
+        "train": 'length = "1ep"\nglobal_batch = 4',
+    }
+    listed = "".join(f"[{table}]\n{keys}\n" for table, keys in tables.items())
+    recipe.write_text(f'recipe = 1\nname = "x"\n{listed}')
+    here, there = [["data.train.root=/local/a", "data.workers=1"], ["data.train.root=/scratch/b"]]
+    assert compared(here, there, source=recipe) == ["", ""]
+    assert "data.train.root" in compared(["data.train.root=a"], ["data.train.root=b"], source=recipe)[0]
+
+
+def test_other_code_beside_the_recipe_on_one_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_recipe("digits", registry=REGISTRY)
+
+    def check(ranks: Ranks) -> None:
+        digests = {"code/net.py": str(ranks.rank), "code/same.py": "same"}
+        facts = checks._Facts("node", {}, str(digests))
+        told = iter([facts, (loaded.tables, digests)])
+        everyone = ranks.everyone
+        monkeypatch.setattr(ranks, "everyone", lambda _: everyone(next(told)), raising=False)
+        checks.refuse_differences(ranks, loaded, REGISTRY)
+
+    assert "\n  the code in net.py |" in ends(2, check)[0]
+
+
+# ---------------------------------------------------------------------------------------------- the folder
+def test_a_folder_is_shared_and_left_as_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def check(rank: int) -> list[str]:
+        checks.share_folder(tmp_path / "new/runs", set_up(DDP()).all)
+        return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+    assert in_ranks(2, check) == [[], []]
+    assert not list(tmp_path.iterdir())
+
+
+def test_locks_that_do_not_hold_are_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Threads stand in for hosts: locks are a process's."""
+    assert ends(2, lambda ranks: checks.share_folder(tmp_path, ranks)) == ["", ""]
+    assert [record.message for record in caplog.records] == [
+        f"file locks do not hold in {tmp_path}: see that no second run trains there"
+    ]
+
+
+def test_a_folder_that_one_host_has_for_itself_is_refused(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = tmp_path / "runs"
+    hosts["b"].own_disk(runs, tmp_path / "disk of b")
+    monkeypatch.setattr(checks, "_CACHED", 0.0)
+
+    def check(rank: int) -> str:
+        hosts.become(rank, "ab")
+        world = set_up(DDP())
+        try:
+            checks.share_folder(runs, world.all)
+        except ForgeError as error:
+            return f"{type(error).__name__}: {error.message}"
+        return "shared"
+
+    said = f"what rank 0 on nodea writes in {runs} is not seen by rank 1 on nodeb ({runs})"
+    assert in_ranks(2, check) == [f"EnvironmentProblem: {said}", f"PeerFailed: {said}"]
+    assert os.listdir(runs) == os.listdir(tmp_path / "disk of b") == []
+
+
+def test_a_folder_that_cannot_be_written_is_refused_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said = ends(2, lambda ranks: checks.share_folder(tmp_path / "file/runs", ranks))
+    assert said[0].startswith(f"the folder of runs {tmp_path}/file/runs cannot be written: ")
+    assert said[1] == "rank 0 says it"

@@ -24,8 +24,8 @@ LAYERS = [
     {"testing"},
     {"api"},
     {"sweeps"},
-    {"parity", "runner", "starting"},
-    {"attempt"},
+    {"doctor", "parity", "runner", "starting"},
+    {"attempt", "hosts"},
     {"watch"},
     {"training"},
     {"exchange"},
@@ -57,7 +57,7 @@ LIGHT = {
     "starting",
     "watch",
 }
-LIGHT |= {f"ranks.{name}" for name in ("failures", "leaving", "logs", "phases", "signals")}
+LIGHT |= {f"ranks.{name}" for name in ("failures", "halt", "leaving", "logs", "phases", "signals")}
 LIGHT |= {f"checkpoint.{name}" for name in ("manifest", "retention", "schema", "untrusted", "verify")}
 
 

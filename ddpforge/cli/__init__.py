@@ -15,6 +15,7 @@ _COMMANDS = {
     "launch": ("launch", "Start several processes on this machine and train a recipe in them."),
     "slurm": ("slurm", "Write a Slurm job's script that trains a recipe, or submit it."),
     "parity": ("parity", "Train a recipe under several strategies and report where they diverge."),
+    "doctor": ("doctor", "Look for what a run would trip over on this machine, or on all of a launcher's."),
     "check": ("check", "Validate a recipe without starting anything."),
     "show": ("show", "Print the resolved recipe and where each value came from."),
     "sweep": ("sweep", "Train a recipe with many values: all of a grid, some at random, or a search."),

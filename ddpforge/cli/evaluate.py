@@ -6,6 +6,7 @@ import click
 
 from ddpforge.cli.ending import ending, results_alone
 from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_options
+from ddpforge.launchers.srun import adopt_slurm
 
 
 @click.command("eval")
@@ -25,6 +26,8 @@ def evaluate(
     no state of the optimizer is loaded.
     """
     with ending():
+        adopt_slurm()
+
         from ddpforge.runner import evaluate as evaluate_run
         from ddpforge.runs.checkpoints import choose
         from ddpforge.runs.folder import RunFolder

@@ -11,7 +11,8 @@ import click
 
 from ddpforge.cli import complain
 from ddpforge.cli.options import before_flags, json_option, out_option, recipe_argument, run_options, set_option
-from ddpforge.errors import ForgeError, UsageError
+from ddpforge.errors import ForgeError, Postponed, UsageError
+from ddpforge.ranks.signals import StopRequests
 
 if TYPE_CHECKING:
     from ddpforge.starting import Ranks
@@ -58,7 +59,7 @@ def launch(
     from ddpforge.starting import prepare
 
     assigned, flags = before_flags(words)
-    with _told_as_json(as_json):
+    with _told_as_json(as_json), StopRequests() as stop:
         given = {"nproc": nproc, "nnodes": nnodes, "node_rank": node_rank, "endpoint": endpoint, "run_id": run_id}
         start = prepare(
             recipe,
@@ -70,6 +71,8 @@ def launch(
             max_time=max_time,
             as_json=as_json,
         )
+        if stop.requested:
+            raise Postponed("asked to stop before anything was started", hints=["the same command begins again"])
     if dry_run:
         click.echo(start.shown())
         return

@@ -159,7 +159,7 @@ def _refuse(more: Sequence[str], sbatch: Sequence[str], recipe: Recipe, ranks: i
 
 
 def _submit(script: str) -> str:
-    """What `sbatch` said; Slurm keeps a copy of the script."""
+    """Hands the script to Slurm, which keeps a copy; returns what `sbatch` said."""
     if shutil.which("sbatch") is None:
         raise EnvironmentProblem(
             "there is no `sbatch` here", hints=["submit the script on a login node: ddpforge slurm … --to job.sh"]

@@ -8,6 +8,7 @@ from itertools import chain
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from ddpforge.builtin.orders.plain import Sequential
@@ -26,7 +27,8 @@ __all__ = ["Batches", "check_data", "open_data"]
 class _Fetcher(Dataset[MicroBatch]):
     """A dataset whose items are whole micro-batches; runs in the training process or in a loader's.
 
-    The dataset is told epochs, and steps where it `tells_steps`: before the first sample of each.
+    In training it `tells_steps`: the dataset is told epochs and steps, before the first sample of each. In evaluation
+    it is told epochs alone.
     """
 
     def __init__(self, data: Any, seed: int, *, once: bool, tells_steps: bool) -> None:
@@ -38,6 +40,7 @@ class _Fetcher(Dataset[MicroBatch]):
         self.collate = collate_of(data)
         self._set_epoch = getattr(data, "set_epoch", None)
         self._set_step = getattr(data, "set_step", None) if tells_steps else None
+        self._tells_places = not tells_steps
         self._epoch: int | None = None
         self._step: int | None = None
 
@@ -51,7 +54,8 @@ class _Fetcher(Dataset[MicroBatch]):
         turn = request.epoch if self.once else request.step
         fetched = self._batch(turn, request.ids) if self.batched else [self._sample(turn, i) for i in request.ids]
         _, _, _, samples, step_samples, last, shard, number = request
-        return MicroBatch(self.collate(fetched), samples, step_samples, last, shard, number)
+        places = np.array(request.ids) if self._tells_places else None
+        return MicroBatch(self.collate(fetched), samples, step_samples, last, shard, number, places=places)
 
     def _batch(self, turn: int, ids: list[int]) -> Any:
         if self.random:

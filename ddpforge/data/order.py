@@ -96,6 +96,7 @@ class MicroBatch(NamedTuple):
     shard: int  # of the step's samples, see `RankShare`
     number: int  # within the shard
     read: int = 0  # of a stream: a fingerprint of what this rank has read of it, see `streams.Stream`
+    places: NDArray[Any] | None = None  # in evaluation: of each sample in `data` within its dataset
 
 
 def end_of_epochs(order: Order, epochs: int) -> int | None:

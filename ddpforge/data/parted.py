@@ -91,12 +91,13 @@ class Reader:
     def __init__(self, data: PartedData, terms: Terms) -> None:
         self.data, self._seed = data, terms.seed
         self._lengths = np.array(data.parts, dtype=np.int64)
+        self._starts = np.cumsum(self._lengths) - self._lengths
         samples = int(self._lengths.sum())
         self.layout = Layout(samples, terms.global_batch, terms.drop_last, data.lanes)
         self._epoch: int | None = None
 
-    def read(self, epoch: int, step: int, places: range) -> list[Any]:
-        """The samples at these places of a step of an epoch."""
+    def read(self, epoch: int, step: int, places: range) -> list[tuple[int, Any]]:
+        """The samples at these places of a step of an epoch, each with its place in the dataset."""
         if epoch != self._epoch:
             self._begin(epoch)
         lanes, along = self.layout.find(step, places)
@@ -112,8 +113,8 @@ class Reader:
         self._cursors: dict[int, _Cursor] = {}
         self._windows: dict[int, tuple[int, list[_Read]]] = {}
 
-    def _take(self, lane: int, place: int) -> Any:
-        """One sample of a lane, prepared; a window is read as a whole."""
+    def _take(self, lane: int, place: int) -> tuple[int, Any]:
+        """One sample of a lane, prepared, and its place in the dataset; a window is read as a whole."""
         number, within = divmod(place, self.data.window)
         if self._windows.get(lane, (-1,))[0] != number:
             begin, length = number * self.data.window, int(self.layout.lengths[lane])
@@ -123,7 +124,7 @@ class Reader:
         if getattr(self.data, "random", True):
             assert self._epoch is not None
             seed_all(mix(self._seed, _SAMPLE, self._epoch, part, place))
-        return self.data.prepare(sample)
+        return int(self._starts[part]) + place, self.data.prepare(sample)
 
     def _shuffled(self, samples: list[_Read], lane: int, window: int) -> list[_Read]:
         if len(samples) < 2:
@@ -201,7 +202,7 @@ class PartedStream(IterableDataset[MicroBatch]):
         """The micro-batches of loader process `mine` of `workers`, which take turns."""
         reader, turn, share = Reader(self.data, self.terms), count(), self.terms.share
         read = int(digest([*map(int, self.data.parts)])[:5], 16) or 1  # ranks that see other parts are told so
-        kept: list[Any] = []
+        kept: list[tuple[int, Any]] = []
         for step in count(self.start):
             epoch, within = divmod(step, reader.layout.steps)
             if self.stop_after_epoch and epoch:
@@ -215,4 +216,6 @@ class PartedStream(IterableDataset[MicroBatch]):
                     if self.random:
                         seed_all(mix(self.terms.seed, step, part.start))
                     whose, last = share.whose(number, len(micro)), number + 1 == len(micro)
-                    yield MicroBatch(self.collate(kept), len(part), size, last, *whose, read)
+                    numbers, samples = zip(*kept, strict=True)
+                    places = np.array(numbers) if self.stop_after_epoch else None
+                    yield MicroBatch(self.collate(list(samples)), len(part), size, last, *whose, read, places)

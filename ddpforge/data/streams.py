@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as loader_process
 
@@ -72,7 +74,12 @@ class Stream(IterableDataset[MicroBatch]):
                     kept = [samples[place] for place in part] or [samples[0]]
                     whose = self.terms.share.whose(number, len(micro))
                     last = number + 1 == len(micro)
-                    yield MicroBatch(self.collate(kept), len(part), len(samples), last, *whose, read)
+                    places = self._places(step, part) if self.stop_after_epoch else None
+                    yield MicroBatch(self.collate(kept), len(part), len(samples), last, *whose, read, places)
+
+    def _places(self, step: int, part: range) -> NDArray[Any]:
+        """The places of samples in the stream, in its first epoch."""
+        return np.array(part or [0]) + step * self.terms.global_batch
 
     def _steps(self) -> Iterator[Sequence[Any]]:
         """The samples of every step, over all ranks."""

@@ -6,8 +6,9 @@ step. Nothing in here imports torch when it runs.
 
 from ddpforge.direction import lower_is_better
 from ddpforge.interfaces.beside import Beside
-from ddpforge.interfaces.callback import Callback, RunContext, StepInfo
+from ddpforge.interfaces.callback import Callback, GoBack, RunContext, StepInfo
 from ddpforge.interfaces.data import Data, PartedData
+from ddpforge.interfaces.draws import Draws
 from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.interfaces.metric import Metric, Rows, Total
 from ddpforge.interfaces.optimizer import Exploring, Schedule
@@ -39,10 +40,12 @@ __all__ = [
     "Compute",
     "Contract",
     "Data",
+    "Draws",
     "Duration",
     "EpochOrder",
     "Explores",
     "Exploring",
+    "GoBack",
     "Histogram",
     "Horizon",
     "Metric",

@@ -26,7 +26,7 @@ class Beside:
     training mode and keeps statistics of its own.
 
     Checkpoints hold it, unless it comes from `weights`: those are then read again at every start, and others than at
-    the beginning of the run are refused. `saved` decides otherwise.
+    the beginning of the run are refused. `saved` decides otherwise. One that keeps statistics in training is held.
     """
 
     module: nn.Module
@@ -39,4 +39,11 @@ class Beside:
     @property
     def is_saved(self) -> bool:
         """True if checkpoints hold its weights."""
-        return self.weights is None if self.saved is None else self.saved
+        return self.weights is None or self.keeps_statistics if self.saved is None else self.saved
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """True if forward passes may change what a checkpoint would hold of it, as those of BatchNorm do."""
+        return self.training and len(self.module.state_dict()) > len(
+            list(self.module.named_parameters(remove_duplicate=False))
+        )

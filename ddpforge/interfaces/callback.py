@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,15 @@ from ddpforge.interfaces.world import World
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["Callback", "RunContext", "StepInfo"]
+__all__ = ["Callback", "GoBack", "RunContext", "StepInfo"]
+
+
+@dataclass(frozen=True)
+class GoBack:
+    """A callback's wish that training goes back to the newest checkpoint, and on without the `steps`."""
+
+    steps: Sequence[int]
+    why: str  # for the log, as "the loss of step 7 is 9.1, usual is 2.3"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +66,12 @@ class Callback:
     """Something that watches the run; every method does nothing by default.
 
     Callbacks run on every rank. What they are told is already reduced over ranks, so a decision made from it is
-    the same everywhere; returning True from `on_step` or `on_eval` ends training after this step.
+    the same everywhere; returning True from `on_step` or `on_eval` ends training after this step, and `GoBack` from
+    `on_step` undoes it.
     """
+
+    goes_back: bool = False
+    """True of one that may return `GoBack`: there is then a checkpoint of the initial weights to go back to."""
 
     def on_start(self, run: RunContext) -> None:
         """Before the first step and before a checkpoint is restored."""
@@ -75,7 +87,7 @@ class Callback:
         numbers waits for the device. A strategy that cannot show its gradient refuses a callback that has this method.
         """
 
-    def on_step(self, info: StepInfo) -> bool | None:
+    def on_step(self, info: StepInfo) -> bool | GoBack | None:
         """After every optimizer step."""
 
     def on_log(self, info: StepInfo) -> Mapping[str, float]:
@@ -99,7 +111,7 @@ class Callback:
         return {}
 
     def on_rollback(self, step: int) -> None:
-        """After training went back to `step`, because a gradient was not finite; `load_state` came before."""
+        """After training went back to `step`: for a gradient that was not finite, or a `GoBack`; after `load_state`."""
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
         """After a checkpoint was committed."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ddpforge.interfaces.draws import Draws
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -39,6 +41,9 @@ class Task(ABC):
     them, in one forward pass; what would break a step up further is refused before training. `world.data.gather` of the
     world that `start` is told has what the other ranks computed.
     """
+
+    draws: Draws = Draws()
+    """Random numbers for the samples of a batch, for `loss` to draw: `self.draws.randn(len(images), 32, device=…)`."""
 
     def start(self, model: nn.Module, world: World) -> None:
         """Called on every rank before the first step or evaluation, with the bare model: keep what `loss` needs.

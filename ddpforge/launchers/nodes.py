@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ddpforge.errors import UsageError
 
@@ -42,16 +43,29 @@ class Nodes:
             )
         return cls(fewest, most, rank, None if endpoint is None or most == 1 else _with_port(endpoint))
 
+    @cached_property  # asked before anything is started
+    def is_first(self) -> bool:
+        """True for the launch that the others meet: on the endpoint's machine, and no other there was quicker."""
+        if self.endpoint is None or self.rank is not None:
+            return not self.rank
+        host, _, port = self.endpoint.rpartition(":")
+        return is_mine(host) and not _answers(host, int(port))
+
+    @property
+    def store(self) -> str | None:
+        """The place of the watch's store: the port after the endpoint's; None where there is no endpoint."""
+        host, _, port = (self.endpoint or "").rpartition(":")
+        return f"{host}:{int(port) + 1}" if port else None
+
     def flags(self, run_id: str) -> list[str]:
         """torchrun's flags."""
         if self.endpoint is None:
             return ["--standalone"]
         number = f"{self.fewest}:{self.most}" if self.fewest < self.most else str(self.most)
-        hosts = is_mine(self.endpoint.rpartition(":")[0]) if self.rank is None else self.rank == 0
         return [
             *(f"--nnodes={number}", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={run_id}"),
             # By itself torchrun compares names, and where /etc/hosts has 127.0.1.1 for this one nobody hosts the store.
-            f"--rdzv-conf=is_host={int(hosts)}",
+            f"--rdzv-conf=is_host={int(self.is_first)}",
         ]
 
     def worlds(self, nproc: int) -> Sequence[int]:
@@ -111,6 +125,15 @@ def is_mine(host: str) -> bool:
         ) from error
     mine = {one.address.partition("%")[0] for each in psutil.net_if_addrs().values() for one in each}
     return not addresses.isdisjoint(mine) or any(address.startswith("127.") for address in addresses)
+
+
+def _answers(host: str, port: int) -> bool:
+    """True if somebody is there already: another launch on this machine, which all others meet."""
+    try:
+        socket.create_connection((host.strip("[]"), port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _with_port(endpoint: str) -> str:

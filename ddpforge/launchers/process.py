@@ -9,13 +9,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import IO, Any
 
 from ddpforge.launchers.command import variables_for
-from ddpforge.launchers.store import ADDRESS, serving
+from ddpforge.launchers.store import store_at
 from ddpforge.launchers.verdict import VERDICT, Ended, Words
 
 __all__ = ["PATIENCE", "launch", "start"]
@@ -45,20 +45,21 @@ def start(
     output: IO[bytes] | None = None,
     variables: Mapping[str, str] = MappingProxyType({}),
     patience: float = PATIENCE,
+    store: AbstractContextManager[Mapping[str, str]] | None = None,
 ) -> Ended:
     """Runs `command` until it ends, which starts `nproc` ranks on this machine.
 
-    What it prints goes to `output`; by default, where this process prints. `variables` join those of the environment.
+    What it prints goes to `output`; by default, where this process prints. `variables` join those of the environment,
+    and so do those of the `store` in which ranks show where they stand, by default one for this machine.
 
     Launchers flatten every failure to 1, so the ranks also write their codes to a file that only this launch knows.
     SIGTERM, SIGUSR1, SIGHUP and Ctrl-C each reach the launcher as one SIGTERM, which it passes on to the ranks: they
     finish their step and save. A second one of the same kills launcher and ranks; so does a launcher's own failure to
     end within `patience` seconds of its ranks.
     """
-    with tempfile.NamedTemporaryFile(prefix="ddpforge-") as file, serving() as port:
+    with tempfile.NamedTemporaryFile(prefix="ddpforge-") as file, store or store_at(None, here=True) as ours:
         said = Path(file.name)
-        ours = {**variables_for(nproc), ADDRESS: f"127.0.0.1:{port}"}
-        environment = {**ours, **os.environ, **variables, VERDICT: file.name}
+        environment = {**variables_for(nproc), **os.environ, **ours, **variables, VERDICT: file.name}
         running = _Running(lambda: Words(said, nproc))
         with _heard(running.ask):
             # A session of its own: a terminal would send Ctrl-C to the launcher too, which gives up at the second.

@@ -8,34 +8,38 @@ from __future__ import annotations
 
 import json
 import socketserver
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-__all__ = ["ADDRESS", "Attempts", "serving"]
+__all__ = ["ADDRESS", "Attempts", "serving", "store_at"]
 
 ADDRESS = "DDPFORGE_STORE"
 LONGEST = 1 << 16  # bytes of a question
+MOST = 8  # attempts; ranks of older ones are gone
 
 
 class Attempts:
-    """The rows of the newest attempt, by rank, and whether somebody has called the others."""
+    """The newest attempts: of each the rows, by rank, and whether somebody has called the others."""
 
     def __init__(self) -> None:
-        self._attempt, self._rows, self._alarm = "", dict[int, Any](), False
+        self._attempts: dict[str, tuple[dict[int, Any], list[str]]] = {}
         self._lock = threading.Lock()
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Takes what `question` tells, and answers it; raises KeyError or TypeError for what is none."""
         with self._lock:
-            if question["attempt"] != self._attempt:  # ranks of an older one are gone
-                self._attempt, self._rows, self._alarm = question["attempt"], {}, False
+            rows, calls = self._attempts.setdefault(str(question["attempt"]), ({}, []))
+            if len(self._attempts) > MOST:
+                del self._attempts[next(iter(self._attempts))]
             if row := question.get("row"):
-                self._rows[int(row["rank"])] = row
-            self._alarm = self._alarm or bool(question.get("alarm"))
-            answer: dict[str, Any] = {"alarm": self._alarm}
-            return answer | {"rows": list(self._rows.values())} if question.get("ask") else answer
+                rows[int(row["rank"])] = row
+            if question.get("alarm"):
+                calls.append("alarm")
+            answer: dict[str, Any] = {"alarm": bool(calls)}
+            return answer | {"rows": list(rows.values())} if question.get("ask") else answer
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -56,6 +60,22 @@ class _Talk(socketserver.StreamRequestHandler):
             with suppress(BrokenPipeError, ConnectionResetError):
                 answer = self.server.attempts.answer(json.loads(line))
                 self.wfile.write(json.dumps(answer).encode() + b"\n")
+
+
+@contextmanager
+def store_at(address: str | None, *, here: bool) -> Iterator[Mapping[str, str]]:
+    """The variables with which ranks find a store: one for this machine, or that at `address`, which may be `here`."""
+    if address and not here:
+        yield {ADDRESS: address}
+        return
+    with ExitStack() as life:
+        variables: dict[str, str] = {}
+        try:
+            port = life.enter_context(serving("", int(address.rpartition(":")[2])) if address else serving())
+            variables[ADDRESS] = address or f"127.0.0.1:{port}"
+        except OSError as error:  # ranks then write files for each other
+            print(f"warning: the watch over ranks has no store at {address}: {error}", file=sys.stderr)
+        yield variables
 
 
 @contextmanager

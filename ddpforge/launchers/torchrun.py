@@ -28,13 +28,6 @@ def _listen_to_the_launch_alone() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1, signal.SIGHUP))
 
 
-def be_quiet() -> None:
-    """Leaves out torchrun's own account of each process that failed or is ended, unless LOGLEVEL asks for it."""
-    if "LOGLEVEL" not in os.environ:
-        for name in ("multiprocessing.api", "agent.server.api"):
-            logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-
-
 def _agent() -> Any:
     """torchrun's agent, with an eye for what the ranks' exit codes mean."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -80,7 +73,8 @@ def main() -> None:
     """Runs torchrun with this process' arguments; a traceback would only repeat that a rank has failed."""
     if VERDICT in os.environ:
         _listen_to_the_launch_alone()
-    be_quiet()
+        if "LOGLEVEL" not in os.environ:  # torchrun's own variable
+            logging.disable(logging.ERROR)  # ranks say why they end, and nobody else knows better
 
     import torch.distributed.launcher.api as launcher
     from torch.distributed.elastic.multiprocessing import SignalException

@@ -20,6 +20,7 @@ from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Ranks, Strategy, World
 from ddpforge.ranks.collectives import Alone, Group
 from ddpforge.ranks.devices import DeviceCheck, choose_device, device_type, told_cpu
+from ddpforge.ranks.interface import choose_interface
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -57,11 +58,13 @@ def join(train: TrainSection, strategy: Strategy) -> World:
     launcher contradicts the recipe, or the world is not the one that was announced.
     """
     _refuse_contradictions(train, strategy.launcher)
+    choose_interface()
     device = choose_device(device_type(train), asked=train.device != "auto" or told_cpu())
     on_cpu = device.type == "cpu"
     timeout = timedelta(seconds=train.timeout.seconds)
     agreement = DeviceCheck(device, timeout)
     handlers = [InitProcessGroupKwargs(timeout=timeout, **_backend(device))]
+    _meet_anew(device, timeout)
     with patch_environment(ACCELERATE_USE_DEEPSPEED="false", ACCELERATE_USE_FSDP="false"):
         # Accelerate forms the world and nothing more; what shards the model is handed its own options.
         accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[*handlers])
@@ -93,6 +96,25 @@ def limit_waiting(groups: Iterable[dist.ProcessGroup], train: TrainSection) -> N
     set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # its older name
     for group in groups:
         set_timeout(timeout, group)
+
+
+def _meet_anew(device: torch.device, timeout: timedelta) -> None:
+    """Joins ranks that a bare torchrun has started again: its store still holds the addresses of those that died.
+
+    `ddpforge launch` has told torchrun to make a store for every attempt; one that was not told is used with names of
+    this attempt's own.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
+        return
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    agents = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"attempt-{attempt}", agents)  # type: ignore[attr-defined]
+    backend = "gloo" if device.type == "cpu" else _ON_GPUS
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def _backend(device: torch.device) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpforge.components.registry import Registry
-from ddpforge.errors import Place, Problem, RecipeError
+from ddpforge.errors import Place, Problem, RecipeError, UsageError
 from ddpforge.recipe.batch import BatchPlan, plan_batch
 from ddpforge.recipe.bundled import find_recipe
 from ddpforge.recipe.compose import compose
@@ -63,11 +63,18 @@ class LoadedRecipe:
         return Problem(message, dotted(key), origin.place(), hints, trace)
 
 
+def refuse_text(name: str, value: Sequence[str]) -> None:
+    """Raises UsageError for a string where a list of them belongs: its letters would be taken for the items."""
+    if isinstance(value, str):
+        raise UsageError(f"{name} is the string {value!r}, and must be a list", hints=[f"{name} = [{value!r}]"])
+
+
 def load_recipe(source: str | Path, *, sets: Sequence[str] = (), registry: Registry | None = None) -> LoadedRecipe:
     """Loads a recipe file, or a bundled recipe by its bare name, under `sets` such as "train.length=5ep".
 
     Imports the components that the recipe uses, for their options. Raises RecipeError with every problem.
     """
+    refuse_text("sets", sets)
     path = find_recipe(source)
     layers, file = compose(path, sets)
     problems, spoilt = interpolate(layers)

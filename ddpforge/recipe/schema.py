@@ -112,7 +112,7 @@ class Section(BaseModel):
 class Component(BaseModel):
     """A table that names a component and holds its options, which the component's own signature validates."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
     use: str
     options: dict[str, Any] = {}

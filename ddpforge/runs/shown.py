@@ -43,11 +43,7 @@ class ShownFiles(Tracker):
         """Writes one file."""
         path = self._folder / name / f"step-{step:09}{_SUFFIXES[kind]}"
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")  # not `disk.replace`, which waits for the disk in every step
-        disk.remove(temporary)
-        with disk.create(temporary) as file:
-            disk.write(file, encoded(value, kind))
-        disk.rename(temporary, path)
+        disk.replace(path, encoded(value, kind), waits=False)  # it may be shown in every step
         self._files[path] = (step, _size(path))
         self._make_room()
 

@@ -172,9 +172,11 @@ class _DDPReplica(WholeReplica):
         before = self._now
         self._now = self._wrapped[name]
         self.module = self._now.module
-        with super().turn(name):
-            yield
-        self._now, self.module = before, before.module
+        try:
+            with super().turn(name):
+                yield
+        finally:
+            self._now, self.module = before, before.module
 
     @contextmanager
     def forward(self, *, last: bool = True) -> Iterator[None]:

@@ -311,8 +311,10 @@ class _FSDPReplica(TorchReplica):
     def turn(self, name: str) -> Iterator[None]:
         """Gathers weights anew, which is when they learn what is frozen."""
         _reshard(self.bare)
-        with super().turn(name):
-            yield
+        try:
+            with super().turn(name):
+                yield
+        finally:
             _reshard(self.bare)
 
     def autocast(self) -> AbstractContextManager[Any]:

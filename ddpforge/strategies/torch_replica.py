@@ -91,9 +91,9 @@ class TorchReplica(Replica):
         others = [parameter for parameter in own.frozen if parameter.requires_grad]
         self.optimizer, self.gradients = whole.parts[name], own
         self.clip_norm = whole.clip_norms[name] or self.train.clip_norm
-        for parameter in others:
-            parameter.requires_grad_(False)
         try:
+            for parameter in others:
+                parameter.requires_grad_(False)
             yield
         finally:
             for parameter in others:

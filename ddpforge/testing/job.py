@@ -28,7 +28,7 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.registry import Registry
 from ddpforge.data.nests import close, digest, size, take
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, Part, RunContext, StepInfo, Strategy, Tracker, Weights, World
+from ddpforge.interfaces import Callback, GoBack, Part, RunContext, StepInfo, Strategy, Tracker, Weights, World
 from ddpforge.ranks.failures import is_symptom
 from ddpforge.ranks.join import join, leave
 from ddpforge.ranks.writers import Peers
@@ -168,6 +168,7 @@ class _Agreeing(Callback):
 
     def __init__(self, inner: Callback, site: Site, weights: Weights) -> None:
         self.inner, self.site, self.weights = inner, site, weights
+        self.goes_back = inner.goes_back
 
     def _ask(self, what: str, call: Callable[[], Any], shown: Callable[[Any], Any] = lambda value: value) -> Any:
         failure: Exception | None = None
@@ -190,8 +191,12 @@ class _Agreeing(Callback):
     def on_gradient(self, step: int, norm: Tensor) -> None:
         self.inner.on_gradient(step, norm)
 
-    def on_step(self, info: StepInfo) -> bool | None:
-        return bool(self._ask(f"on_step at step {info.step}", lambda: self.inner.on_step(info), bool))
+    def on_step(self, info: StepInfo) -> bool | GoBack | None:
+        def shown(wish: object) -> object:
+            return repr(wish) if isinstance(wish, GoBack) else bool(wish)
+
+        wish: bool | GoBack | None = self._ask(f"on_step at step {info.step}", lambda: self.inner.on_step(info), shown)
+        return wish
 
     def on_log(self, info: StepInfo) -> Mapping[str, float]:
         found = self._ask(f"the columns of on_log at step {info.step}", lambda: self.inner.on_log(info), sorted)

@@ -49,6 +49,11 @@ def declared(task: Task, model: nn.Module) -> dict[str, Beside]:
 
 def _check_sources(beside: Beside, model: nn.Module, where: str) -> None:
     """Raises UsageError unless a module that follows another has what that has."""
+    if beside.keeps_statistics and not beside.is_saved:
+        raise PluginError(
+            f"{where} keeps statistics while it trains, which with `saved = False` a resumed run would lose",
+            hints=["leave `saved` out, or set training = False"],
+        )
     if beside.follows is None:
         if beside.momentum != 1.0:
             raise PluginError(f"{where} has a momentum, and follows nothing", hints=['set follows = "", the model'])

@@ -9,12 +9,16 @@ from typing import Any
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Callback, Contract
 
-__all__ = ["check_callback", "numbers", "overriding", "reads_gradients"]
+__all__ = ["add_numbers", "check_callback", "overriding", "reads_gradients", "state_of"]
 
 
 def overriding(callbacks: Mapping[str, Callback], method: str) -> list[str]:
     """Names the callbacks that have a `method` of their own."""
-    return [name for name, one in callbacks.items() if getattr(type(one), method) is not getattr(Callback, method)]
+    return [
+        name
+        for name, one in callbacks.items()
+        if method in vars(one) or getattr(type(one), method) is not getattr(Callback, method)
+    ]
 
 
 def reads_gradients(callbacks: Mapping[str, Callback]) -> bool:
@@ -22,8 +26,18 @@ def reads_gradients(callbacks: Mapping[str, Callback]) -> bool:
     return bool(overriding(callbacks, "on_gradient"))
 
 
-def numbers(name: str, method: str, returned: Any) -> dict[str, float]:
-    """The numbers that a `method` of the callback `name` returned; raises PluginError unless it is numbers by name."""
+def add_numbers(found: dict[str, float], name: str, method: str, returned: Any, prefix: str = "") -> None:
+    """Adds what a `method` of the callback `name` returned; raises PluginError unless it is new numbers by name."""
+    for key, value in _numbers(name, method, returned).items():
+        if (full := prefix + key) in found:
+            raise PluginError(
+                f"callback `{name}` reports {full}, which is reported already",
+                hints=[f"return it from `{method}` under another name"],
+            )
+        found[full] = value
+
+
+def _numbers(name: str, method: str, returned: Any) -> dict[str, float]:
     try:
         return {key: value if isinstance(value, int) else float(value) for key, value in returned.items()}
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
@@ -31,6 +45,17 @@ def numbers(name: str, method: str, returned: Any) -> dict[str, float]:
             f"callback `{name}` returned {returned!r:.200} from `{method}`",
             hints=["return a mapping with one number for each name; `{}` where there is nothing to report"],
         ) from error
+
+
+def state_of(name: str, callback: Callback) -> Mapping[str, Any]:
+    """The state of the callback `name`, for a checkpoint; raises PluginError for what is none."""
+    found: Any = callback.state()
+    if not isinstance(found, Mapping):
+        raise PluginError(
+            f"callback `{name}`: {type(callback).__name__}.state returned {found!r:.200}",
+            hints=["return a mapping of tensors, parts, numbers and text by name; `{}` where there is nothing to keep"],
+        )
+    return found
 
 
 def check_callback(name: str, callback: Callback, contract: Contract | None, others: Iterable[str]) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
-from ddpforge.errors import PluginError, UsageError
-from ddpforge.interfaces import Callback, Pass, Replica, Rows, Task, Total, World
+from ddpforge.errors import UsageError
+from ddpforge.interfaces import Callback, Draws, Pass, Replica, Rows, Task, Total, World
 from ddpforge.ranks import phases
 from ddpforge.training.agreement import Interrupted, Looks
-from ddpforge.training.callbacks import numbers
+from ddpforge.training.callbacks import add_numbers
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.one_turn import finished, of_turn, of_turns, reports_of
 from ddpforge.training.totals import Meter, add
@@ -85,13 +85,7 @@ class Evaluator:
     def _ask(self, name: str, callback: Callback, step: int, found: dict[str, float]) -> None:
         """Adds to `found` what a callback measures of the weights that are evaluated."""
         seed_all(mix(self._seed, _EVALUATION, _CALLBACKS, self._world.data.rank), self._world.device)
-        for metric, value in numbers(name, "while_evaluating", callback.while_evaluating(step)).items():
-            if (key := f"eval/{metric}") in found:
-                raise PluginError(
-                    f"callback `{name}` reports {key}, which the evaluation reports already",
-                    hints=["return it from `while_evaluating` under another name"],
-                )
-            found[key] = value
+        add_numbers(found, name, "while_evaluating", callback.while_evaluating(step), prefix="eval/")
 
     def _means(self, micro_batches: Iterable[MicroBatch], step: int) -> dict[str, float]:
         """Evaluates one set; returns its means over all ranks, finished by the task."""
@@ -116,13 +110,21 @@ class Evaluator:
                 check_whole(self._task, micro)
                 batch = to_device(micro.data, self._world.device)
                 running.append((micro, batch))
-                seed = mix(self._seed, _EVALUATION, number, self._world.data.rank)
-                yield Pass(batch=batch, seed=partial(seed_all, seed, self._world.device))
+                yield Pass(batch=batch, seed=partial(self._seed_pass, number, micro))
 
-        for result in self._replica.passes(passes(), meter.compute, trains=False):
-            add(found, meter.quantities(*running.popleft(), result, metrics=True))
-            self.looks.after_part()
+        try:
+            for result in self._replica.passes(passes(), meter.compute, trains=False):
+                add(found, meter.quantities(*running.popleft(), result, metrics=True))
+                self.looks.after_part()
+        finally:
+            self._task.draws = Draws()
         return found
+
+    def _seed_pass(self, number: int, micro: MicroBatch) -> None:
+        """Seeds what a pass draws: of each sample by its place, of all else by the pass."""
+        seed_all(mix(self._seed, _EVALUATION, number, self._world.data.rank), self._world.device)
+        places = [] if micro.places is None else micro.places.tolist()
+        self._task.draws = Draws([mix(self._seed, _EVALUATION, place) for place in places])
 
     @contextmanager
     def _wrapped(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.data import Batches, MicroBatch
 from ddpforge.errors import Diverged, PluginError
-from ddpforge.interfaces import Callback, Replica, Schedule, StepInfo, Task, Total, Tracker, World
+from ddpforge.interfaces import Callback, GoBack, Replica, Schedule, StepInfo, Task, Total, Tracker, World
 from ddpforge.launchers.verdict import record_halt
 from ddpforge.plan import Plan
 from ddpforge.ranks import phases
@@ -31,7 +31,7 @@ from ddpforge.training.agreement import HALT, STOP, Agreement, Ballot, Interrupt
 from ddpforge.training.batchnorm import BatchNormAverager
 from ddpforge.training.beside import with_statistics
 from ddpforge.training.cadence import Alarm, Cadence, Stopwatch
-from ddpforge.training.callbacks import numbers, reads_gradients
+from ddpforge.training.callbacks import add_numbers, overriding, reads_gradients
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.left_out import complete, without_state_of_frozen
@@ -56,8 +56,8 @@ _MOST_ROLLBACKS = 10
 class _GoBack(Exception):
     """Training is to go on from the last checkpoint, without the steps in `bad`."""
 
-    def __init__(self, bad: list[int]) -> None:
-        self.bad = bad
+    def __init__(self, bad: Sequence[int], why: str) -> None:
+        self.bad, self.why = bad, why
 
 
 class Trainer:
@@ -112,13 +112,14 @@ class Trainer:
         self.cadences = [cadence for cadence in (self.save_cadence, self.eval_cadence) if cadence]
         checkpoints.keep_every = plan.every.get("checkpoint.keep.every")
         # A rollback must always have something to go back to.
-        self._saves_first = recipe.checkpoint.at_start or recipe.train.on_nonfinite == "rollback"
+        goes_back = recipe.train.on_nonfinite == "rollback" or any(one.goes_back for one in callbacks.values())
+        self._saves_first = recipe.checkpoint.at_start or goes_back
 
         # where it stands
         self.progress = Progress()
         self.metrics: dict[str, float] = {}  # the newest value of every metric
         self._evaluated: int | None = None  # the step of the newest evaluation
-        self._rollbacks = 0
+        self._rollbacks, self._back_at = 0, -1  # how often in a row to the same step
         self._norms = GradientNorms()
         self._stopwatch = Stopwatch()
         self._read = Fingerprint()
@@ -199,7 +200,7 @@ class Trainer:
                     yield from self._train()
                     break
                 except _GoBack as request:
-                    self._go_back(request.bad)
+                    self._go_back(request)
                 except Diverged:  # on all ranks alike: what is being saved is still good
                     self.saving.settle()
                     raise
@@ -209,6 +210,8 @@ class Trainer:
         source = self.training.training(self.progress.step * self._turns.draws)
         alarms = self._alarms()
         self.replica.module.train()
+        self._setting_rates = overriding(self.callbacks, "lr_factor")
+        self._adding_columns = overriding(self.callbacks, "on_log")
         self._stopwatch.restart()
         # Whoever asked while all this was starting does not wait for a step, which may have to be compiled.
         ended = self._look(0.0).stops or self.progress.step >= self.end
@@ -282,8 +285,8 @@ class Trainer:
     def _wanted_factor(self) -> float:
         """Multiplies the factors of all callbacks; raises PluginError for one that is no factor."""
         factor = 1.0
-        for name, callback in self.callbacks.items():
-            asked: Any = callback.lr_factor()
+        for name in self._setting_rates:
+            asked: Any = self.callbacks[name].lr_factor()
             is_number = isinstance(asked, Real)
             if not (is_number and 0 <= asked < math.inf):
                 raise PluginError(
@@ -355,7 +358,7 @@ class Trainer:
         if not (goes_on and logs and bad[-1] == self.progress.step):  # else the row of this step says it
             self._log_bad(bad[-1], totals)
         if self._recipe.train.on_nonfinite == "rollback":
-            raise _GoBack(bad)
+            raise _GoBack(bad, f"the gradient of step {bad[0]} is not finite")
         if not goes_on:
             raise Diverged(
                 f"the gradient of step {bad[0]} is not finite; it was kept away from the weights",
@@ -372,20 +375,22 @@ class Trainer:
         row = {f"train/{name}": value for name, value in means.items()}
         self._log(step, {"samples": self.progress.samples, **row, "train/grad_norm": self._norms.newest})
 
-    def _go_back(self, bad: list[int]) -> None:
+    def _go_back(self, request: _GoBack) -> None:
         """Restores the newest checkpoint and leaves the bad steps out from now on."""
         phases.mark(phases.START)
-        self._rollbacks += 1
         checkpoint = self.saving.newest()
+        if checkpoint is not None and checkpoint.facts.step != self._back_at:
+            self._rollbacks, self._back_at = 0, checkpoint.facts.step
+        self._rollbacks += 1
         if checkpoint is None or self._rollbacks > _MOST_ROLLBACKS:
-            raise Diverged(f"the gradient of step {bad[0]} is not finite, after {self._rollbacks - 1} rollbacks")
-        left_out, skipped = self.progress.left_out | set(bad), self.progress.skipped
+            raise Diverged(f"{request.why}, after {self._rollbacks - 1} rollbacks")
+        left_out, skipped = self.progress.left_out | set(request.bad), self.progress.skipped
         self.restore(checkpoint)
         self.progress.left_out, self.progress.skipped = left_out, skipped
         self.tracker.rewind(self.progress.step)
         for callback in self.callbacks.values():
             callback.on_rollback(self.progress.step)
-        log.warning("step %d: the gradient is not finite; back to step %d", bad[0], self.progress.step)
+        log.warning("%s; back to step %d", request.why, self.progress.step)
 
     # ------------------------------------------------------------------------------------------ between steps
     def _info(self, means: dict[str, float]) -> StepInfo:
@@ -398,16 +403,19 @@ class Trainer:
     def _report(self, info: StepInfo) -> bool:
         """Tells callbacks and tracker about the step; True when a callback wants the run to end."""
         phases.mark(phases.CALLBACKS)
-        wishes: list[bool | None] = []
+        wishes: list[bool | GoBack | None] = []
         if self.callbacks:
             with self.replica.weights.observing():
                 wishes = [callback.on_step(info) for callback in self.callbacks.values()]
         if info.metrics:
             row = {**info.metrics}
-            for name, callback in self.callbacks.items():
-                row |= numbers(name, "on_log", callback.on_log(replace(info, metrics=row)))
+            for name in self._adding_columns:
+                add_numbers(row, name, "on_log", self.callbacks[name].on_log(replace(info, metrics=dict(row))))
             self._log(info.step, row)
             self._stopwatch.restart()
+        for wish in wishes:
+            if isinstance(wish, GoBack):
+                raise _GoBack(wish.steps, wish.why)
         return any(wishes)
 
     def _row(self, means: dict[str, float], lr: float) -> dict[str, float]:

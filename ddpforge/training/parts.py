@@ -62,7 +62,7 @@ from ddpforge.training.refusals import general_refusals, refusals_of_optimizers
 from ddpforge.training.rehearsal import FEW, Rehearsal, first_batch, rehearse, try_before_model
 from ddpforge.training.sums import SMALL
 from ddpforge.training.turns import draws_of
-from ddpforge.training.whole_batch import Even, refusal_of_end, refusals_of_parts
+from ddpforge.training.whole_batch import Even, refusal_of_end, refusal_of_order, refusals_of_parts
 
 __all__ = ["WEIGHTS", "Parts", "key_of"]
 
@@ -388,6 +388,11 @@ class Parts:
             total, last = self.plan.horizon.total, self.order.steps_per_epoch - 1
             if total is None or total * draws_of(self.turns) > last:
                 smallest["data.train"] = self.order.size(last)
+        elif hasattr(self, "plan") and self.order:
+            batch, total = self.recipe.train.global_batch, self.plan.horizon.total
+            steps = total and total * draws_of(self.turns)
+            if refusal := refusal_of_order(self.task, self.order, batch, self._data_ranks, steps):
+                self.note(("data", "order"), UsageError(refusal.message, hints=refusal.hints))
         for key, samples in smallest.items():
             if refusal := refusal_of_end(self.task, key, samples, self._data_ranks):
                 self.note(tuple(key.split(".")), UsageError(refusal.message, hints=refusal.hints))

@@ -13,6 +13,7 @@ from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, Ranks, Replica, Tracker
 from ddpforge.ranks import phases
 from ddpforge.recipe.schema import CheckpointSection
+from ddpforge.training.callbacks import state_of
 from ddpforge.training.left_out import has_left_out, same, without_frozen
 from ddpforge.training.progress import Progress
 
@@ -68,7 +69,7 @@ class Saving:
             metrics=dict(metrics),
             **self.origin,
         )
-        callbacks = {name: callback.state() for name, callback in self._callbacks().items()}
+        callbacks = {name: state_of(name, callback) for name, callback in self._callbacks().items()}
         self.checkpoints.save(facts, RankState.of(state, callbacks))
         self.step = progress.step
         if not self.settings.background:

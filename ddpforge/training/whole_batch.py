@@ -9,11 +9,13 @@ from numpy.typing import NDArray
 
 from ddpforge.data import MicroBatch
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import EpochOrder, Refusal, Task
+from ddpforge.interfaces import EpochOrder, Order, Refusal, Task
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.training.first_look import name_of
 
-__all__ = ["Even", "check_whole", "refusal_of_end", "refusals_of_parts"]
+__all__ = ["Even", "check_whole", "refusal_of_end", "refusal_of_order", "refusals_of_parts"]
+
+_FEW = 100  # steps of an order whose sizes only it knows
 
 
 def refusals_of_parts(task: Task, train: TrainSection, data_ranks: int) -> Iterator[Refusal]:
@@ -51,6 +53,23 @@ def refusal_of_end(task: Task, key: str, smallest: int, data_ranks: int) -> Refu
         f"{data_ranks} ranks",
         ways if key == "data.train" else ways[1:],
     )
+
+
+def refusal_of_order(task: Task, order: Order, global_batch: int, data_ranks: int, steps: int | None) -> Refusal | None:
+    """The reason against an order whose first steps are not one forward pass of every rank each.
+
+    Of a long run not all steps are looked at; `check_whole` looks at each when it comes.
+    """
+    for step in range(min(_FEW, steps or _FEW) if task.whole_batch else 0):
+        if not data_ranks <= (size := len(order(step))) <= global_batch:
+            return Refusal(
+                "data.order",
+                f"{name_of(task)} compares all samples of a step with each other, and step {step} of the order "
+                f"{name_of(order)} has {size} for {data_ranks} ranks and forward passes of train.global_batch = "
+                f"{global_batch}",
+                ("let every step have a sample for each rank, and no more than train.global_batch",),
+            )
+    return None
 
 
 def check_whole(task: Task, micro: MicroBatch) -> None:

@@ -19,7 +19,7 @@ _WAIT = 2.0  # seconds that a store, or a disk, may take
 
 
 class Board:
-    """Where the process beside a rank shows its row, and reads those of others; nothing here hangs or raises.
+    """Shows the row of one rank, and reads those of the others; nothing here hangs or raises.
 
     `store` is HOST:PORT of the launcher's, or empty. `attempt` is that of the rows which count; `seldom` is how many
     seconds lie between two files of a rank that gets on.
@@ -30,15 +30,16 @@ class Board:
     ) -> None:
         self._logs, self._attempt, self._store, self._seldom, self._clock = logs, attempt, store, seldom, clock
         self._talk: Any = None
-        self._reached = self._written = clock()
+        self._written = clock()
+        self._reached: float | None = None
         self._shown: tuple[int, int] | None = None
         self._alarm = False
 
     @property
     def cut_off(self) -> float:
-        """Seconds since the store was last reached; 0 where there is none, or it has just been."""
-        since = self._clock() - self._reached
-        return since if self._store and since > _WAIT else 0.0
+        """Seconds since the store was last reached; 0 where it has just been, or never was."""
+        since = 0.0 if self._reached is None else self._clock() - self._reached
+        return since if since > _WAIT else 0.0
 
     def show(self, row: Row) -> None:
         """Shows a rank's row to the others: to the store at once, in a file when it stands still, and now and then."""
@@ -102,7 +103,7 @@ class Board:
         try:
             if self._talk is None:
                 host, _, port = self._store.rpartition(":")
-                connection = socket.create_connection((host, int(port)), timeout=_WAIT)
+                connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_WAIT)
                 self._talk = connection.makefile("rwb")
             self._talk.write(json.dumps({"attempt": self._attempt, **question}).encode() + b"\n")
             self._talk.flush()
@@ -116,7 +117,7 @@ class Board:
 
 
 def within(seconds: float, action: Callable[[], T]) -> T | None:
-    """What `action` gives, from a thread of its own; None where it fails, or takes longer: a disk may never answer."""
+    """Runs `action` in a thread of its own; None where it fails, or takes longer: a disk may never answer."""
     found: list[T] = []
 
     def run() -> None:

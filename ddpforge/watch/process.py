@@ -22,18 +22,18 @@ _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 class Process:
     """A rank's process. It writes its place into `words`, and its stacks, at the signal STACKS, to the file `stacks`.
 
-    `main` is the identity of its main thread.
+    `main` is the identity of the thread that trains; this process is its child.
     """
 
     def __init__(self, pid: int, words: memoryview[int], stacks: int, main: int) -> None:
         self.pid, self._words, self._stacks, self._main = pid, words, stacks, main
-        self._descriptor = os.pidfd_open(pid)  # of one that has ended, readable
-        self._alive = select.poll()
-        self._alive.register(self._descriptor, select.POLLIN)
+        self._end = select.poll()
+        with suppress(OSError):  # a kernel that knows no such descriptors
+            self._end.register(os.pidfd_open(pid), select.POLLIN)  # readable when the process has ended
 
     def ended(self, wait: float) -> bool:
         """Waits for its end, for as many seconds at most."""
-        return bool(self._alive.poll(wait * 1000))
+        return bool(self._end.poll(wait * 1000)) or os.getppid() != self.pid
 
     def place(self) -> Place:
         """The place where it stands."""

@@ -62,7 +62,7 @@ class Watch(Unwatched):
             "compiles": compiles,
             "store": os.environ.get(ADDRESS, ""),
             "pid": os.getpid(),
-            "main": threading.main_thread().ident,
+            "main": threading.get_ident(),
             "path": sys.path,
         }
 

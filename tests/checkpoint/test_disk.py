@@ -96,6 +96,16 @@ def test_a_file_is_replaced_by_one_that_is_on_the_disk(tmp_path: Path, calls: li
     assert [each.name for each in tmp_path.iterdir()] == ["status.json"]
 
 
+def test_a_file_that_need_not_survive_a_power_cut_is_replaced_without_waiting(
+    tmp_path: Path, calls: list[tuple[str, ...]]
+) -> None:
+    path = tmp_path / "shown.txt"
+    (tmp_path / ".shown.txt.tmp").write_bytes(b"of an attempt that was killed")
+    disk.replace(path, b"new", waits=False)
+    assert path.read_bytes() == b"new"
+    assert calls == [("rename", ".shown.txt.tmp", "shown.txt")]
+
+
 @pytest.mark.parametrize("name", ["step-000000001-aaaa", ".step-000000001-aaaa.tmp"])
 def test_a_folder_loses_its_name_before_its_contents(tmp_path: Path, calls: list[tuple[str, ...]], name: str) -> None:
     (tmp_path / name / "inner").mkdir(parents=True)

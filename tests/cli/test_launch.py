@@ -1,6 +1,7 @@
 """`ddpforge launch`: what it starts, and when it starts nothing. tests/launch really starts processes."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,83 @@ def test_json_is_told_by_the_launcher_where_the_first_rank_could_not(
     said = invoke("digits", "--nproc", "2", "--json").stdout
     assert status(folder)["error"] == "rank 0 was ended by signal 11 (SIGSEGV)"
     assert said == ("" if spoke else json.dumps(status(folder)) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------- several machines
+NODES = ["--nnodes", "2", "--node-rank", "1", "--endpoint", "node01"]
+
+
+def test_several_machines_and_restarts_are_flags_of_torchrun(launcher: Launcher) -> None:
+    assert invoke("digits", "-n", "2", *NODES, "--run-id", "x", "--max-restarts", "3").exit_code == ExitCode.STOPPED
+    ((command, _),) = launcher.started
+    assert command[3 : command.index("-m", 3)] == [
+        *("--nproc-per-node=2", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node01:29500", "--rdzv-id=x"),
+        *("--rdzv-conf=is_host=0", "--max-restarts=3"),
+    ]
+    assert launcher.patience == 615.0  # the other machine may take its time to meet again
+    invoke("digits", "-n", "2", *NODES)
+    assert launcher.patience == 15.0
+    (run_id,) = [word for word in launcher.started[1][0] if word.startswith("--rdzv-id=digits-")]
+    assert run_id
+
+
+def test_what_other_engines_say_is_taken_where_an_option_is_left_out(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "NPROC_PER_NODE": "2"}.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    invoke("digits", "-n", "4", "--endpoint", "b:7")
+    ((command, nproc),) = launcher.started
+    assert nproc == 4
+    assert {"--nnodes=2", "--rdzv-endpoint=b:7", "--rdzv-conf=is_host=1"} <= set(command)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--nnodes", "2"], "2 nodes need a place to meet"),
+        (
+            ["--nnodes", "1:5", "--node-rank", "0", "--endpoint", "a", "-n", "1"],
+            "cannot be dealt out evenly to 3 ranks",
+        ),
+        ([*NODES, "-n", "3"], "cannot be dealt out evenly to 6 ranks"),
+        ([*NODES, "--", "--nnodes=2"], "--nnodes is here, and a rendezvous among torchrun's flags"),
+        (["--nnodes", "1:2", "--node-rank", "0", "--endpoint", "a", "-n", "1", "--fresh"], "would begin anew"),
+        (["--max-time", "5ep"], "--max-time 5ep is no wall time"),
+    ],
+)
+def test_what_cannot_work_on_any_machine_is_refused_on_each(
+    launcher: Launcher, arguments: list[str], complaint: str
+) -> None:
+    result = invoke("digits", *arguments)
+    assert result.exit_code == ExitCode.USAGE
+    assert complaint in result.stderr
+    assert not launcher.started
+
+
+def test_a_dry_run_prints_what_a_shell_can_run(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    result = invoke("digits", "-n", "2", *NODES, "--max-time", "4h", "--out", "a b", "--dry-run")
+    words = shlex.split(result.stdout)
+    assert {"OMP_NUM_THREADS=3", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"} <= set(words)
+    assert words[-5:] == ["ddpforge", "run", "digits", "--out=a b", "--max-time=4h"]
+    assert not launcher.started
+
+
+def test_what_ranks_refuse_after_a_restart_is_the_status_of_the_run(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine has joined, and their number no longer divides the batch: before, they had stopped, to start again."""
+    told = Ended(2, told=True, error="RecipeError: cannot be dealt out evenly to 3 ranks")
+
+    def start(*_: Any, **__: Any) -> Ended:
+        folder.write_status({**status(folder), "state": "stopped", "exit_code": 75, "step": 8})
+        return told
+
+    monkeypatch.setattr("ddpforge.launchers.process.start", start)
+    assert invoke("digits", "--nproc", "2").exit_code == 2
+    found = status(folder)
+    assert (found["state"], found["exit_code"], found["step"], found["error"]) == ("failed", 2, 8, told.error)
 
 
 def test_how_a_batch_divides_among_several_nodes_is_left_to_their_ranks(launcher: Launcher) -> None:

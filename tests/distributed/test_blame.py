@@ -1,6 +1,7 @@
 """Which rank failed first, and of what: said by those that are left, in status.json, on the console and in the logs."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -127,30 +128,31 @@ def test_all_ranks_end_with_the_exit_code_of_the_first(faulty: Faulty) -> None:
     assert "Traceback" not in ended.stderr
 
 
+DIED = r"was killed by signal \d+ \(SIG\w+\)|ended without a word: killed, or crashed"
+
+
 @pytest.mark.parametrize(
     ("kind", "rank", "nproc", "said"),
     [
-        ("killed", 1, 2, "ended without a word: it was killed, or crashed"),
-        ("killed", 0, 2, "ended without a word: it was killed, or crashed"),
-        ("aborts", 1, 3, "ended without a word: it was killed, or crashed"),
-        ("stopped", 0, 2, "is stopped, as by SIGSTOP"),
-        pytest.param("stopped", 1, 2, "is stopped, as by SIGSTOP", marks=pytest.mark.slow),
-        pytest.param("hangs", 1, 2, "does not answer", marks=pytest.mark.slow),
+        ("killed", 1, 2, DIED),
+        ("killed", 0, 2, DIED),
+        ("aborts", 1, 3, DIED),
+        pytest.param("stopped", 1, 2, "was frozen, as by SIGSTOP", marks=pytest.mark.slow),
+        pytest.param("hangs", 1, 2, "stood in callbacks of step 3 for . s at .*faults.py", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_cannot_speak_is_named_by_the_others(
     faulty: Faulty, kind: str, rank: int, nproc: int, said: str
 ) -> None:
-    """Of one that has ended they know it at once, though the time limit is ten minutes."""
+    """Of one that has ended they know it at once, of others when a collective has waited for `train.timeout`."""
     more = [WAITS_LITTLE] if kind in ("stopped", "hangs") else []
     ended, status = faulty(kind, *more, rank=rank, nproc=nproc)
     assert all(ended.codes)
     assert status["state"] == "failed"
-    assert status["error"].startswith(f"rank {rank}: process ")
-    assert status["error"].endswith(said)
-    assert f"error: rank {rank} failed first: process " in ended.stderr
-    assert ended.stderr.count(said) == 1
+    assert re.match(f"rank {rank} ({said})", status["error"]), status["error"]
+    assert ended.stderr.count(f"error: {status['error']}") == 1, ended.stderr
     assert "Traceback" not in ended.stderr
+    assert "gloo" not in ended.stderr
     if kind == "stopped":
         assert ended.codes[rank] == -signal.SIGKILL
 
@@ -253,8 +255,8 @@ def test_a_rank_that_waits_where_nobody_can_interrupt_it_ends_soon(tmp_path: Pat
     if kind == "raises":
         assert status["error"] == "rank 1: KeyError: 'absent'"
     else:
-        assert status["error"] == "rank 1 was ended by signal 9 (SIGKILL)"
-        assert "error: rank 1 was ended by signal 9 (SIGKILL)" in ended.stderr
+        assert re.match(r"rank 1 was (killed|ended) by signal 9 \(SIGKILL\)", status["error"])
+        assert f"error: {status['error']}" in ended.stderr.splitlines()[-2:]  # and a hint
         assert json.loads(ended.stdout) == status
-    assert "in on_step" in (tmp_path / "runs/run/logs/rank-0.log").read_text()  # where it waited
-    assert "this rank waits for something else, and is ended" in ended.stderr
+    assert "in on_step" in (tmp_path / "runs/run/logs/stacks-rank-0.txt").read_text()  # where it waited
+    assert "ended, for a rank has failed: rank 0 on " in (tmp_path / "runs/run/logs/rank-0.log").read_text()

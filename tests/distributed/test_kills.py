@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched import Ranks
+from launched import Ranks, Zygote
 from sharding import DDP, FSDP, ZERO, Bench
 
 from ddpforge.checkpoint.reader import Reader
@@ -65,6 +65,42 @@ def test_a_run_survives_any_number_of_kills(
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         assert bench.column(f"run-{run}") == bench.column("undisturbed")
+
+
+@pytest.mark.parametrize(
+    ("case", "kills"),
+    [
+        pytest.param("fsdp", 1, id="fsdp-1", marks=pytest.mark.slow),
+        *(pytest.param(case, 34, id=f"{case}-34", marks=pytest.mark.full) for case in ("ddp", "fsdp", "zero3")),
+    ],
+)
+def test_a_launch_that_restarts_its_ranks_survives_any_number_of_kills(
+    tmp_path: Path, ddpforge: Callable[..., Ranks], zygote: Zygote, case: str, kills: int
+) -> None:
+    """One command from beginning to end; dropout is on. Launches follow each other until so many ranks were killed."""
+    bench = Bench(tmp_path, ddpforge)
+    strategy = {"ddp": DDP, "fsdp": FSDP, "zero3": ZERO[3]}[case]
+    more = MORE.format(layout="sharded").replace(":Killed", ":KilledAgain")
+    options = {"model": "dropout = 0.2", "length": LENGTH, "more": more}
+    bench("undisturbed", strategy, **options)
+    expected = contents(bench, "undisturbed")
+
+    def killed() -> int:
+        return len(lines.read_text().splitlines()) if (lines := tmp_path / ".killed").exists() else 0
+
+    run = 0
+    while (done := killed()) < kills:
+        run += 1
+        name = f"run-{run}"
+        text = (tmp_path / "undisturbed.toml").read_text()
+        (tmp_path / f"{name}.toml").write_text(text.replace('"undisturbed"', f'"{name}"'))
+        env = {"KILLS": str(kills - done), "KILL_SEED": f"{case} {run}", "KILL_AFTER": str(LONGEST)}
+        ranks = zygote.run(["run", f"{name}.toml"], nproc=2, cwd=tmp_path, env=env, timeout=1200, restarts=kills - done)
+        assert ranks.codes == [0], ranks.stderr
+        found = contents(bench, name)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+        assert bench.column(name) == bench.column("undisturbed")
 
 
 def contents(bench: Bench, name: str) -> dict[str, torch.Tensor]:

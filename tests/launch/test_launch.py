@@ -132,7 +132,7 @@ slow, full = (pytest.mark.slow,), (pytest.mark.full,)
         pytest.param(ACCELERATE, 1, marks=slow),
         pytest.param(ACCELERATE, 2, marks=full),
         pytest.param(TORCHRUN, 1, marks=full),
-        pytest.param(TORCHRUN, 2, marks=slow),
+        pytest.param(TORCHRUN, 2, marks=full),
         pytest.param(LAUNCH, 1, marks=full),
         pytest.param(LAUNCH, 2, marks=full),
     ],
@@ -140,8 +140,8 @@ slow, full = (pytest.mark.slow,), (pytest.mark.full,)
 def test_every_launcher_trains_the_same_curve(
     tmp_path: Path, start: Start, curve: list[float], form: str, nproc: int
 ) -> None:
-    """Those for `make test-all` are covered otherwise: two processes of `accelerate launch` and `ddpforge launch` by
-    the tests below, one of torchrun by all that `tests/launched.py` starts, which is the environment that it gives.
+    """Those for `make test-all` are covered otherwise: two processes of each launcher by the tests below, one of
+    torchrun by all that `tests/launched.py` starts, which is the environment that it gives.
     """
     ended = start(f"{form.format(nproc=nproc, several=SEVERAL[nproc])} --json")
 
@@ -175,9 +175,10 @@ def test_every_launcher_starts_every_strategy(
     """
     processes = SEVERAL[2].removeprefix("--multi_gpu ")
     command = form.format(several=SEVERAL[2], processes=processes, nproc=2)
-    ended = start(f'{command} --set strategy.use="{strategy}"')
+    ended = start(f'{command} --set strategy.use="{strategy}" --json')
     assert ended.returncode == 0, ended.stderr
     found = status(tmp_path / "runs/tiny")
+    assert json.loads(ended.stdout) == found  # one object, from one rank
     assert (found["state"], found["strategy"], found["world_size"]) == ("done", strategy, 2)
     assert losses(tmp_path / "runs/tiny") == pytest.approx(curve, rel=1e-5)
 
@@ -376,6 +377,43 @@ def test_the_ranks_verdict_counts(codes: Sequence[int], ends_with: int, expected
     assert launch(pretend(f"verdict(*{codes}); sys.exit({ends_with})"), nproc=2) == expected
 
 
+def test_only_the_last_attempt_of_ranks_that_were_started_again_counts(tmp_path: Path) -> None:
+    """A first failure is no verdict, however the ranks end that went on from the checkpoint."""
+    first = "record_start(); record_start(); record_death(1, signal.SIGKILL); record_verdict(1); "
+    assert launch(pretend(f"{first}record_start(); record_start(); verdict(75, 75); sys.exit(1)"), nproc=2) == 75
+    ended = begin(pretend(f"{first}record_start(); record_start(); verdict(3, 3); sys.exit(1)"), nproc=2)
+    assert (ended.code, ended.death) == (3, None)
+
+
+def test_a_launcher_that_outlives_its_ranks_is_ended() -> None:
+    """As torchrun does for minutes where the machine that keeps its store is gone."""
+    script = """
+import subprocess
+dead = subprocess.Popen(["true"])
+dead.wait()
+os.getpid = lambda: dead.pid
+record_start(); record_verdict(1)
+signal.pause()
+"""
+    assert begin(pretend(script), nproc=1, patience=0.0).code == 1
+
+
+def test_ranks_that_are_still_saving_are_waited_for() -> None:
+    """Their launcher may be gone by a signal that was meant for all."""
+    rank = """
+import os, sys, time
+from ddpforge.launchers.verdict import record_start, record_verdict
+record_start(); print(flush=True); sys.stdin.read(); record_verdict(75)
+"""
+    script = f"""
+import subprocess
+rank = subprocess.Popen([sys.executable, "-c", {rank!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+rank.stdout.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert launch(pretend(script), nproc=1) == ExitCode.STOPPED
+
+
 def test_a_launcher_that_was_killed_is_reported_like_a_shell_does() -> None:
     assert launch(pretend("os.kill(os.getpid(), signal.SIGKILL)"), nproc=1) == 128 + signal.SIGKILL
 
@@ -383,7 +421,7 @@ def test_a_launcher_that_was_killed_is_reported_like_a_shell_does() -> None:
 def test_a_launch_knows_which_rank_a_signal_ended_and_which_ranks_spoke() -> None:
     script = "record_death(1, signal.SIGKILL); verdict(1); sys.exit(1)"
     ended = begin(pretend(script), nproc=2)
-    assert ended == Ended(1, Death(1, signal.SIGKILL), frozenset({0}))
+    assert ended == Ended(1, Death(1, signal.SIGKILL), frozenset({0}), told=True)
     assert str(ended.death) == "ended by signal 9 (SIGKILL)"
     assert str(Death(1, 99)) == "ended by signal 99"
 
@@ -410,6 +448,19 @@ signal.pause()
 def test_a_stop_before_there_is_anything_to_save(asked: str, began: bool, expected: int) -> None:
     script = f"os.kill(os.getppid(), signal.{asked}); signal.pause()"
     assert launch(pretend("record_start();" * began + script), nproc=1) == expected
+
+
+def test_a_signal_that_a_launcher_would_die_of_waits_until_it_listens() -> None:
+    """Schedulers send SIGUSR1 to every process, also to one that is still being started."""
+    script = """
+assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= {signal.SIGUSR1, signal.SIGHUP}
+os.kill(os.getpid(), signal.SIGUSR1)
+from ddpforge.launchers.torchrun import _listen_to_the_launch_alone
+_listen_to_the_launch_alone()
+assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+verdict(0)
+"""
+    assert launch(pretend(script), nproc=1) == 0
 
 
 def test_a_second_ctrl_c_ends_the_launcher_and_all_that_it_started(tmp_path: Path) -> None:

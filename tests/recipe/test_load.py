@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddpforge.components.registry import Registry
-from ddpforge.errors import RecipeError
+from ddpforge.errors import RecipeError, UsageError
 from ddpforge.interfaces.durations import Duration
 from ddpforge.recipe import LoadedRecipe, load_recipe, render
 
@@ -411,6 +411,10 @@ schedule = {{ use = "cosine" }}
     [
         ("lrr = 0.1", "unknown key `lrr` in [optimizer.turns.d], which uses"),
         ("repeats = 0", "`optimizer.turns.d.repeats` must be at least 1, not 0"),
+        ("repeats = true", "`optimizer.turns.d.repeats` must be an integer, not a boolean"),
+        ('repeats = "2"', "`optimizer.turns.d.repeats` must be an integer, not a string"),
+        ("fresh = 1", "`optimizer.turns.d.fresh` must be true or false, not an integer"),
+        ('clip_norm = "1"', "`optimizer.turns.d.clip_norm` must be a number, not a string"),
         ('schedule = "cosine"', "[optimizer.turns.d.schedule] must be a table, not a string"),
         ('use = "sgdd"', "there is no optimizer named `sgdd`"),
     ],
@@ -438,3 +442,9 @@ def test_groups_and_turns_are_not_for_one_recipe(load: Load, valid: str) -> None
 def test_a_group_must_say_what_is_in_it(load: Load, valid: str) -> None:
     with pytest.raises(RecipeError, match=r"missing key `parameters` in \[optimizer.groups.head\]"):
         load(f"{valid}\n[optimizer.groups.head]\nlr = 0.5\n")
+
+
+def test_settings_in_one_string_are_refused_and_not_read_letter_by_letter() -> None:
+    with pytest.raises(UsageError, match=r"sets is the string 'train.seed=1', and must be a list") as told:
+        load_recipe("digits", sets="train.seed=1")
+    assert told.value.hints == ("sets = ['train.seed=1']",)

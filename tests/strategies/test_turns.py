@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -123,3 +124,18 @@ def test_a_turn_that_does_not_use_its_parameters_is_told_so() -> None:
     for said in in_ranks(2, action):
         assert "`0.b` got no gradient" in said
         assert "optimizer.turns.b.parameters" in said
+
+
+@pytest.mark.parametrize("build", [DDP, FSDP])
+def test_a_turn_that_fails_leaves_the_replica_as_it_was(build: Callable[[], Strategy]) -> None:
+    def action(rank: int) -> Any:
+        replica = Training(build(), Product, optimizer).replica
+        before = (replica.module, replica.optimizer, replica.gradients, replica.clip_norm)
+        with suppress(ArithmeticError), replica.turn("a"):
+            assert replica.optimizer is not before[1]
+            raise ArithmeticError
+        after = (replica.module, replica.optimizer, replica.gradients, replica.clip_norm)
+        same = all(one is other for one, other in zip(before, after, strict=True))
+        return same and all(parameter.requires_grad for parameter in replica.bare.parameters())
+
+    assert in_ranks(2, action) == [True, True]

@@ -221,3 +221,20 @@ def test_a_teacher_lacks_nothing(weights: Callable[..., str]) -> None:
         placed(net(), Beside(module=nn.Sequential(*net(), nn.Linear(1, 1)), weights=file))
     with pytest.raises(CheckpointError, match=r"`0.weight` is \[1, 2\] in the model and \[1, 1\] in weights of other"):
         placed(net(), Beside(module=nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1)), weights=file))
+
+
+def test_statistics_that_training_changes_are_kept_though_the_weights_come_from_elsewhere(tmp_path: Path) -> None:
+    """Read again from `weights` they would be those of the beginning."""
+    save_file(net().state_dict(), tmp_path / "net.safetensors")
+    given: dict[str, Any] = {"weights": str(tmp_path / "net.safetensors"), "training": True}
+    beside = placed(net(), Beside(module=(module := net()), **given))
+    module(torch.tensor([[3.0], [5.0]]))
+    mean = module[1].running_mean.item()
+    assert mean != 0.0
+    again = placed(net(), Beside(module=(other := net()), **given), begins=False)
+    again.load_state(saved(beside.state()))
+    assert other[1].running_mean.item() == mean
+
+    assert not Beside(module=nn.Linear(1, 1), **given).is_saved  # nothing in it changes
+    with pytest.raises(PluginError, match="keeps statistics while it trains, which with `saved = False`"):
+        declared(Declares(lambda _: {"it": Beside(module=net(), saved=False, **given)}), net())

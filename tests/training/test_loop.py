@@ -6,16 +6,19 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from doubles import Loop, Plain, Saved, noting
+from doubles import Loop, Numbers, Plain, Saved, noting
 
 import ddpforge.training.loop
 from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.errors import CheckpointError, Diverged, PluginError
 from ddpforge.interfaces import Callback, StepInfo
+from ddpforge.launchers.verdict import Words
+from ddpforge.ranks.halt import NoHalt
 from ddpforge.training.cadence import Stopwatch
 
 
@@ -204,6 +207,77 @@ def test_a_request_to_stop_saves_and_does_not_wait_for_an_evaluation() -> None:
     assert loop.trainer.progress.step == 4
     assert loop.tracker.steps("eval/loss") == [1, 2, 3]
     assert loop.checkpoints.steps() == [4]
+
+
+def test_a_request_that_came_while_the_run_started_is_met_before_its_first_step() -> None:
+    loop = Loop(steps=9)
+    loop.trainer.stop.requested = True
+    assert loop.fit() == "stopped"
+    assert (loop.trainer.progress.step, loop.checkpoints.steps()) == (0, [])  # nothing is lost
+    assert loop.events == []
+
+    resumed = Loop(steps=9, train={"eval_every": "3st"})
+    resumed.trainer.restore(saved(3))  # type: ignore[arg-type]
+    resumed.trainer.stop.requested = True
+    assert resumed.fit() == "stopped"
+    assert (resumed.trainer.progress.step, resumed.checkpoints.steps(), resumed.tracker.rows) == (3, [], [])
+
+
+class Stopping(Numbers):
+    """Numbers of which one, when it is fetched, has somebody ask for a stop."""
+
+    def __init__(self, size: int, at: int) -> None:
+        super().__init__(size)
+        self.at = at
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.at:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("at", "steps"), [("2st", 4), ("4st", 4)])
+def test_a_request_during_an_evaluation_leaves_it_for_the_next_attempt(
+    monkeypatch: pytest.MonkeyPatch, at: str, steps: int
+) -> None:
+    """Also the last one, after which the run would be done; callbacks leave it as they leave any."""
+    monkeypatch.setattr(ddpforge.training.agreement, "_AGREE_SECONDS", 0.0)  # ranks agree after every batch
+    watcher = Watcher()
+    loop = Loop(steps=steps, train={"eval_every": at}, callbacks={"watch": watcher}, evaluation={"": 9})
+    watcher.events = loop.events
+    object.__setattr__(loop.evaluator.sets[""], "_data", Stopping(9, at=3))
+    assert loop.fit() == "stopped"
+    stopped = int(at.removesuffix("st"))
+    assert (loop.trainer.progress.step, loop.checkpoints.steps()) == (stopped, [stopped])
+    assert loop.events[-3:] == ["evaluation begins", "evaluation ends", "save"]
+    assert loop.tracker.steps("eval/loss") == []
+    assert not any(name.startswith("eval/") for name in loop.checkpoints.saved[-1].facts.metrics)
+    assert loop.model.training
+
+
+class Owner(NoHalt):
+    """Asks for the end of the run after so many looks, and notes that it is obeyed."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks, self.heard = looks, 0
+
+    def asked(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def obeyed(self) -> None:
+        self.heard += 1
+
+
+def test_the_owner_of_a_run_stops_it_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch hears that its ranks are not to be started again, which they would be when only a node leaves."""
+    verdict = tmp_path / "verdict"
+    monkeypatch.setenv("DDPFORGE_VERDICT", str(verdict))
+    loop = Loop(steps=9, evaluation=False)
+    loop.trainer.halt = owner = Owner(looks=3)
+    assert loop.fit() == "stopped"
+    assert (loop.trainer.progress.step, loop.checkpoints.steps(), owner.heard) == (3, [3], 1)
+    assert Words(verdict, 1).halted
 
 
 def test_a_run_by_the_clock_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -504,6 +578,7 @@ def test_callbacks_measure_within_the_evaluation_of_all() -> None:
         return {"noise": torch.rand(()).item()}
 
     measures.while_evaluating = measure  # type: ignore[method-assign]
+    measures.on_log = lambda info: {}  # type: ignore[method-assign]
     loop = Loop(steps=2, train={"eval_every": "1st"}, callbacks={"measures": measures, "averages": averages})
     loop.fit()
     measured = "measure 1, training False, gradients False"
@@ -513,9 +588,10 @@ def test_callbacks_measure_within_the_evaluation_of_all() -> None:
     assert measures.evaluated[0][1]["eval/noise"] == rows[0]
 
 
-def test_a_measure_that_the_evaluation_has_already_is_refused() -> None:
-    loop = Loop(callbacks={"again": Does(while_evaluating=lambda step: {"loss": 1.0})})
-    with pytest.raises(PluginError, match="callback `again` reports eval/loss, which the evaluation reports already"):
+@pytest.mark.parametrize(("method", "own", "name"), [("while_evaluating", "loss", "eval/loss"), ("on_log", "lr", "lr")])
+def test_a_number_that_is_reported_already_is_refused(method: str, own: str, name: str) -> None:
+    loop = Loop(callbacks={"again": Does(**{method: lambda _: {own: 1.0}})})
+    with pytest.raises(PluginError, match=f"callback `again` reports {name}, which is reported already"):
         loop.fit()
 
 
@@ -554,3 +630,14 @@ def test_trackers_hear_of_checkpoints() -> None:
     loop.tracker.checkpoint = lambda step, folder: heard.append(step)  # type: ignore[method-assign]
     loop.fit()
     assert heard == [2, 4]
+
+
+@pytest.mark.parametrize("returned", [None, 3, ["x"]])
+def test_a_callback_without_a_state_is_named_when_it_is_saved(returned: Any) -> None:
+    class Stateless(Callback):
+        def state(self) -> Any:
+            return returned
+
+    with pytest.raises(PluginError, match=r"callback `it`: Stateless.state returned") as told:
+        Loop(steps=1, callbacks={"it": Stateless()}).fit()
+    assert "`{}` where there is nothing to keep" in told.value.hints[0]

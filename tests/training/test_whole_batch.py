@@ -140,6 +140,9 @@ global_batch = 64
 """
 
 
+IN_STEPS = ["train.eval_every=9st", "checkpoint.every=9st"]
+
+
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mapping[str, str]]:
     """What is wrong with the recipe under `sets` on some ranks, by key."""
@@ -168,6 +171,11 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mappi
         (["train.elastic_shards=4"], "train.elastic_shards", "would compute shards apart"),
         (["train.eval_batch=16"], "train.eval_batch", "would compare others at evaluation"),
         (["train.global_batch=2", "train.length=1ep"], "data.train", "one of [data.train] has 1 for 2 ranks"),
+        (
+            ["data.order={use='growing', start=1, until='9st'}", "train.length=20st", *IN_STEPS],
+            "data.order",
+            "step 0 of the order Growing has 1 for 2 ranks",
+        ),
     ],
 )
 def test_what_would_break_a_step_up_is_refused(
@@ -184,6 +192,7 @@ def test_what_leaves_a_step_whole_is_not(told: Callable[..., Mapping[str, str]])
     assert told() == told(ranks=4) == {}
     assert told("train.micro_batch=32") == told("train.global_batch=2", "train.last_batch=drop") == {}
     assert told("train.global_batch=2", "train.length=5st") == {}
+    assert told("data.order={use='repeated', times=2, steps=5}", "train.length=9st", *IN_STEPS) == {}
 
 
 def test_an_evaluation_set_needs_a_sample_for_every_rank(told: Callable[..., Mapping[str, str]]) -> None:

@@ -26,13 +26,15 @@ Mode = Annotated[
 class Best:
     """The best value of a metric so far, and for how many evaluations in a row there was no better one.
 
-    A value that is not finite is never a new best. Raises ValueError when `mode` is absent and the metric's name does
-    not tell whether less or more is better.
+    A value that is not finite is never a new best. Raises ValueError for a metric that no evaluation reports, and when
+    `mode` is absent and the metric's name does not tell whether less or more is better.
     """
 
     def __init__(self, metric: str, mode: Literal["min", "max"] | None, min_delta: float) -> None:
         self.value: float | None = None
         self.waited = 0
+        if not metric.startswith("eval/"):
+            raise ValueError(f"metric: {metric} is no metric of an evaluation, whose names begin with eval/")
         self._metric, self._min_delta = metric, min_delta
         self._sign = _sign(metric, mode)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ddpforge.interfaces import Callback, StepInfo
+from ddpforge.interfaces import Callback, GoBack, StepInfo
 
 logger = logging.getLogger("ddpforge")
 
@@ -63,12 +63,13 @@ class WarmupAfterRollback(Callback):
 
 
 class SpikeGuard(Callback):
-    """Lowers the learning rate when the training loss of a row is far above that of the rows before.
+    """Undoes what a spike of the training loss did, and lowers the learning rate for a while.
 
-    A spike is a loss of more than `ratio` times the median of the last `window` rows. The rate then falls to `lowest`
-    times what it would be, and rises again over `steps` steps. The step that spiked is not taken back: it is noticed in
-    the row that reports it, so `track.every` is how late that may be. What is not finite never reaches the weights, see
-    `train.on_nonfinite`.
+    A spike is a loss of more than `ratio` times the median of the last `window` rows. Training then goes back to the
+    newest checkpoint, and on without the steps since the row before, whose updates led there; they count as passed. The
+    rate falls to `lowest` times what it would be, and rises again over `steps` steps. With `undo = false` only the rate
+    falls. A spike is noticed in the row that reports it, so `track.every` is how late that may be, and how many steps
+    are left out. What is not finite never reaches the weights, see `train.on_nonfinite`.
     """
 
     def __init__(
@@ -77,33 +78,49 @@ class SpikeGuard(Callback):
         window: Annotated[int, Field(ge=3, le=10_000, description="Rows of which the median is taken.")] = 20,
         lowest: Lowest = 0.1,
         steps: Steps = 100,
+        undo: Annotated[bool, Field(description="Go back to the newest checkpoint, and leave those steps out.")] = True,
     ) -> None:
-        self._ratio, self._window = ratio, window
+        self._ratio, self._window, self.goes_back = ratio, window, undo
         self._losses: deque[float] = deque(maxlen=window)
         self._rise = _Rise(lowest, steps)
+        self._row = 0  # the step of the newest
+        self._asked = False  # to go back
 
     def lr_factor(self) -> float:
         """1, or less for some steps after a spike."""
         return self._rise.factor()
 
-    def on_step(self, info: StepInfo) -> None:
+    def on_step(self, info: StepInfo) -> GoBack | None:
         """Compares the loss where there is a row. A spike counts for later medians: a loss may rise for good."""
         self._rise.step = info.step
         loss = info.metrics.get("train/loss", math.nan)
         if not math.isfinite(loss):
-            return
-        if len(self._losses) == self._window and loss > self._ratio * (usual := median(self._losses)) > 0:
-            self._rise.since = info.step
-            logger.warning("step %d: the loss is %.4g, usual is %.4g; a lower rate for a while", info.step, loss, usual)
+            return None
+        since, self._row = self._row, info.step
+        usual = median(self._losses) if len(self._losses) == self._window else 0.0
         self._losses.append(loss)
+        if not loss > self._ratio * usual > 0:
+            return None
+        why = f"the loss of step {info.step} is {loss:.4g}, usual is {usual:.4g}"
+        if self.goes_back:
+            self._asked = True
+            return GoBack(range(since + 1, info.step + 1), why)
+        self._rise.since = info.step
+        logger.warning("%s; a lower rate for a while", why)
+        return None
+
+    def on_rollback(self, step: int) -> None:
+        """Begins with the lower rate, where this is what it asked for."""
+        if self._asked:
+            self._rise.since, self._rise.step, self._asked = step, step, False
 
     def state(self) -> Mapping[str, int | float | None]:
         """The step of the last spike, and the losses of which the median is taken."""
         losses = {f"loss {number}": loss for number, loss in enumerate(self._losses)}
-        return {"since": self._rise.since, "step": self._rise.step, **losses}
+        return {"since": self._rise.since, "step": self._rise.step, "row": self._row, **losses}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on where the checkpoint was."""
-        self._rise.since, self._rise.step = state["since"], state["step"]
-        numbers = (state[f"loss {number}"] for number in range(len(state) - 2))
+        self._rise.since, self._rise.step, self._row = state["since"], state["step"], state["row"]
+        numbers = (state[f"loss {number}"] for number in range(len(state) - 3))
         self._losses = deque(numbers, maxlen=self._window)

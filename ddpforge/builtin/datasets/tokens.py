@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from ddpforge.errors import EnvironmentProblem
+from ddpforge.errors import EnvironmentProblem, UsageError
 
 __all__ = ["Tokens"]
 
@@ -27,7 +27,7 @@ class Tokens:
     processes of a machine share it.
 
     Raises EnvironmentProblem where there is no such file, and ValueError for one of another form, or too short for a
-    sample; and for a token that is not below `vocab_size`, when it is fetched.
+    sample; UsageError for a token that is not below `vocab_size`, when it is fetched.
     """
 
     random = False
@@ -67,9 +67,12 @@ class Tokens:
         blocks = [self._tokens[index * self.block_size :][: self.block_size + 1] for index in ids]
         tokens = np.stack(blocks).astype(np.int64)
         if (size := getattr(self, "vocab_size", None)) and not 0 <= tokens.min() <= tokens.max() < size:
-            raise ValueError(
-                f"{self._path} holds the token {tokens.max() if tokens.max() >= size else tokens.min()}, and vocab_size"
-                f" is {size}"
+            odd = tokens.max() if tokens.max() >= size else tokens.min()
+            raise UsageError(
+                f"{self._path} holds the token {odd}, and vocab_size is {size}",
+                hints=[
+                    f"set vocab_size of the data and of the model to {odd + 1} or more" if odd >= 0 else "see `dtype`"
+                ],
             )
         found = torch.from_numpy(tokens)
         return found[:, :-1].contiguous(), found[:, 1:].contiguous()

@@ -35,7 +35,7 @@ class Adapters(BaseModel):
     train: _Train = ()
 
     def put_into(self, base: nn.Module) -> nn.Module:
-        """What `lora` makes of `base`; raises what that raises."""
+        """Gives `base` the adapters that `lora` describes; raises what that raises."""
         return lora(base=base, **dict(self))
 
 

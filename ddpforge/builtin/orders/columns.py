@@ -60,7 +60,7 @@ def _file(path: Path) -> NDArray[Any]:
     try:
         if path.suffix == ".npy":
             return np.asarray(np.load(path, allow_pickle=False))
-        lines = path.read_text(encoding="utf-8").split()
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         try:
             return np.array(lines, dtype=np.float64)
         except ValueError:

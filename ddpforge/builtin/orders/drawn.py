@@ -45,7 +45,13 @@ class Balanced(EpochOrder):
             ),
         ] = "all",
     ) -> None:
-        names, classes, counts = np.unique(column(data, by), return_inverse=True, return_counts=True)
+        values = column(data, by)
+        if values.dtype.kind == "f" and (bad := np.flatnonzero(np.isnan(values))).size:
+            raise UsageError(
+                f"by: sample {bad[0]} has no class in `{by}`, but NaN, and so have {bad.size} in all",
+                hints=["leave those samples out, or give them a class of their own"],
+            )
+        names, classes, counts = np.unique(values, return_inverse=True, return_counts=True)
         places = len(classes) if epoch == "all" else int(counts.min()) * len(names)
         super().__init__(places, global_batch=global_batch, drop_last=drop_last)
         self.once = epoch == "smallest" and not replacement

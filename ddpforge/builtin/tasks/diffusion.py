@@ -27,7 +27,8 @@ class Diffusion(Task):
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """The summed loss, and the predicted noise."""
         images = batch[0] if isinstance(batch, tuple | list) else batch
-        time, noise = torch.rand(len(images), device=images.device), torch.randn_like(images)
+        time = self.draws.rand(len(images), device=images.device)
+        noise = self.draws.randn(*images.shape, device=images.device)
         signal = _signal(time).view(-1, 1, 1, 1)
         found = model(signal.sqrt() * (2 * images - 1) + (1 - signal).sqrt() * noise, time)
         return F.mse_loss(found.float(), noise, reduction="none").flatten(1).mean(1).sum(), found

@@ -15,9 +15,16 @@ _MOST = 6  # parts of a batch that are described
 _OWN = "or write a task of your own: `ddpforge plugins new`"
 
 
-def by_name(metrics: Sequence[Metric]) -> dict[str, Metric]:
-    """The metrics that a recipe names, as a task's `reports`; raises ValueError where two have one name."""
+def by_name(metrics: Sequence[Metric], *own: str) -> dict[str, Metric]:
+    """The metrics that a recipe names, as a task's `reports`; raises ValueError where two have one name.
+
+    `own` names what the task reports by itself, beside the loss.
+    """
     found = {metric.name: metric for metric in metrics}
+    if taken := sorted(found.keys() & {"loss", *own}):
+        raise ValueError(
+            f"metrics: the task reports `{taken[0]}` by itself; leave it out, or give the metric another name"
+        )
     if len(found) < len(metrics):
         raise ValueError(f"metrics must differ by name, got {[metric.name for metric in metrics]}")
     return found

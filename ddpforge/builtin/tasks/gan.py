@@ -29,7 +29,7 @@ class Adversarial(Task):
     def loss(self, model: nn.Module, batch: Any, turn: str = "") -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """The turn's summed loss and, of the discriminator, the scores of images and of what was generated."""
         images: Tensor = batch[0] if isinstance(batch, tuple | list) else batch
-        noise = torch.randn(len(images), self.latent, device=images.device)
+        noise = self.draws.randn(len(images), self.latent, device=images.device)
         if turn == "generator":
             return softplus(-model("discriminator", model("generator", noise)).float()).sum(), None
         with torch.no_grad():

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ class MaskedLM(Task):
     A batch is tokens [B, T], a pair that begins with them, or {input_ids, attention_mask} for a model of transformers.
     Of each sample `share` of the tokens are chosen, one at least; they become `mask_token`, but for `keep` of
     them, which stay. The loss is in nats per chosen token, in float32; beside it is reported its exponential,
-    `perplexity`. Which tokens are chosen is drawn anew in every pass, in evaluation too.
+    `perplexity`. Which tokens are chosen is drawn anew in every pass; in evaluation a sample has always the same.
     """
 
     def __init__(
@@ -34,17 +33,17 @@ class MaskedLM(Task):
         metrics: Annotated[Sequence[Metric], Field(description="What to report of the chosen tokens.")] = (),
     ) -> None:
         self.mask_token, self.share, self.keep = mask_token, share, keep
-        self.reports = by_name(metrics)
+        self.reports = by_name(metrics, "perplexity")
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The cross-entropy summed over chosen tokens; the logits, and the targets, -100 where nothing is chosen."""
         tokens, mask = tokens_of(batch, "masked_lm")
-        draws = torch.rand(tokens.shape, device=tokens.device)
+        draws = self.draws.rand(*tokens.shape, device=tokens.device)
         if mask is not None:
             draws = draws.masked_fill(mask == 0, 2.0)
         rank = draws.argsort(dim=1).argsort(dim=1)
         chosen = rank < self._chosen(tokens, mask)[:, None]
-        hidden = chosen & (torch.rand(tokens.shape, device=tokens.device) >= self.keep)
+        hidden = chosen & (self.draws.rand(*tokens.shape, device=tokens.device) >= self.keep)
         targets = tokens.masked_fill(~chosen, _IGNORED)
         logits = logits_of(model, tokens.masked_fill(hidden, self.mask_token), mask, "masked_lm")
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=_IGNORED)

@@ -25,7 +25,7 @@ class Multilabel(Task):
         *,
         metrics: Annotated[Sequence[Metric], Field(description="What to report beside loss and accuracy.")] = (),
     ) -> None:
-        self.reports = by_name(metrics)
+        self.reports = by_name(metrics, "accuracy")
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """The cross-entropy summed over samples, and the logits; ValueError when there are not as many as labels."""

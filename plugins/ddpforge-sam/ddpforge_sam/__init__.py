@@ -9,6 +9,7 @@ w + e.
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
+from inspect import signature
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -67,7 +68,14 @@ def sam(
 
     Raises ValueError for a `base` that there is not, that needs a closure, or that explores by itself.
     """
-    optimizer = _named(base)(params=params, **options)
+    make = _named(base)
+    try:
+        signature(make).bind(params=params, **options)
+    except TypeError as error:
+        raise ValueError(
+            f"sam hands its other options to the base `{base}`, which does not take them: {error}"
+        ) from None
+    optimizer = make(params=params, **options)
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"base: `{base}` makes a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     if getattr(optimizer, "passes", 1) != 1:

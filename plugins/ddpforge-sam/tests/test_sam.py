@@ -223,6 +223,11 @@ def test_a_base_that_will_not_do(base: str, message: str) -> None:
         sam([{"params": [nn.Parameter(torch.ones(2))]}], base=base, **({"lr": 0.1} if "sam:" in base else {}))
 
 
+def test_an_option_that_the_base_lacks_is_said_of_sam() -> None:
+    with pytest.raises(ValueError, match=r"sam hands its other options to the base `sgd`.*missing .*'lr'"):
+        sam([{"params": [nn.Parameter(torch.ones(2))]}], base="sgd")
+
+
 @pytest.mark.parametrize(
     ("base", "message"),
     [

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from doubles import Loop
 
 from ddpforge.builtin.callbacks.plateau import ReduceOnPlateau
 from ddpforge.builtin.callbacks.recovery import SpikeGuard, WarmupAfterRollback
-from ddpforge.errors import PluginError
-from ddpforge.interfaces import StepInfo
+from ddpforge.errors import Diverged, PluginError
+from ddpforge.interfaces import Callback, GoBack, StepInfo
 
 
 def factors(callback: ReduceOnPlateau, losses: Sequence[float]) -> list[float]:
@@ -100,11 +101,11 @@ def guarded(losses: Sequence[float | None], guard: SpikeGuard, first: int = 1) -
 
 
 def test_a_spike_lowers_the_rate_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    guard = SpikeGuard(ratio=2.0, window=3, lowest=0.2, steps=4)
+    guard = SpikeGuard(ratio=2.0, window=3, lowest=0.2, steps=4, undo=False)
     with caplog.at_level(logging.WARNING, "ddpforge"):
         found = guarded([1.0, 1.1, 0.9, 1.9, None, 2.3, None, None, None, 1.0], guard)
     assert found == pytest.approx([1.0] * 5 + [0.4, 0.6, 0.8, 1.0, 1.0])
-    assert caplog.messages == ["step 6: the loss is 2.3, usual is 1.1; a lower rate for a while"]
+    assert caplog.messages == ["the loss of step 6 is 2.3, usual is 1.1; a lower rate for a while"]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_what_is_no_spike(losses: list[float]) -> None:
 
 
 def test_a_loss_that_has_risen_for_good_becomes_usual() -> None:
-    guard = SpikeGuard(window=3, lowest=0.5, steps=1)
+    guard = SpikeGuard(window=3, lowest=0.5, steps=1, undo=False)
     guarded([1.0, 1.0, 1.0, 9.0, 9.0], guard)
     assert guard.state()["since"] == 5
     guarded([9.0, 9.0], guard, first=6)
@@ -129,9 +130,64 @@ def test_a_loss_that_has_risen_for_good_becomes_usual() -> None:
 
 def test_a_resumed_run_is_guarded_alike() -> None:
     losses: list[Any] = [1.0, 1.0, None, 3.0, 9.0, 1.0, 4.0, 1.0]
-    straight, first, second = (SpikeGuard(window=3, steps=5) for _ in range(3))
+    straight, first, second = (SpikeGuard(window=3, steps=5, undo=False) for _ in range(3))
     expected = guarded(losses, straight)
     found = guarded(losses[:5], first)
     second.load_state(first.state())
     assert found + guarded(losses[5:], second, first=6) == expected
     assert min(expected) < 1.0
+
+
+class _Jumping(torch.nn.Module):
+    """The loss of every sample is w²; after its fifth forward pass in training w is far off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.passes = torch.nn.Parameter(torch.ones(())), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += self.training
+        if self.passes == 5 and self.training:
+            with torch.no_grad():
+                self.w.fill_(100.0)
+        return (self.w.square() + 0 * x).flatten()
+
+
+def test_a_spike_is_undone_and_its_steps_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Step 5 spikes; back to the checkpoint of step 4, and on without step 5, at a lower rate."""
+    guard = SpikeGuard(ratio=2.0, window=3, lowest=0.5, steps=4)
+    loop = Loop(steps=8, model=_Jumping(), checkpoint={"every": "2st"}, evaluation=False, callbacks={"guard": guard})
+    with caplog.at_level(logging.WARNING, "ddpforge"):
+        assert loop.fit() == "done"
+    assert "the loss of step 5 is 1e+04, usual is" in caplog.text
+    assert "; back to step 4" in caplog.text
+    assert loop.trainer.progress.left_out == {5}
+    assert loop.tracker.rewound == [4]
+    assert loop.checkpoints.steps()[0] == 0  # there is always something to go back to
+    rates = {step: row["lr"] for step, row in loop.tracker.rows}
+    assert rates == pytest.approx(dict.fromkeys((1, 2, 3, 4), 0.001) | {6: 0.00075, 7: 0.000875, 8: 0.001})
+    assert max(row["train/loss"] for _, row in loop.tracker.rows) <= 1.0
+
+
+def test_steps_since_the_row_before_are_left_out_together() -> None:
+    guard = SpikeGuard(window=3)
+    for step, loss in enumerate([1.0, None, 1.0, None, 1.0, None, None, 9.0], 1):
+        wish = guard.on_step(info(step, loss))
+    assert wish is not None
+    assert list(wish.steps) == [6, 7, 8]
+
+
+def test_where_every_way_leads_to_a_spike_the_run_ends() -> None:
+    class Always(Callback):
+        goes_back = True
+
+        def on_step(self, info: StepInfo) -> GoBack | None:
+            return GoBack([], "the loss of step 3 is high") if info.step == 3 else None
+
+    with pytest.raises(Diverged, match="the loss of step 3 is high, after 10 rollbacks"):
+        Loop(steps=4, evaluation=False, callbacks={"always": Always()}).fit()
+
+
+def test_a_metric_of_training_is_refused_before_training() -> None:
+    with pytest.raises(ValueError, match="metric: train/loss is no metric of an evaluation"):
+        ReduceOnPlateau(metric="train/loss")

@@ -220,8 +220,9 @@ def test_token_files_are_mapped_and_cut_into_blocks(tmp_path: Path, form: str) -
     packed = pickle.dumps(data)
     assert len(packed) < 1000  # the file, not what is in it
     assert pickle.loads(packed)[3][0].tolist() == list(range(24, 32))
-    with pytest.raises(ValueError, match=r"holds the token 99, and vocab_size is 90"):
+    with pytest.raises(UsageError, match=r"holds the token 99, and vocab_size is 90") as told:
         Tokens(path=path, block_size=9, vocab_size=90).__getitems__([10])
+    assert told.value.hints == ("set vocab_size of the data and of the model to 100 or more",)
 
 
 def test_token_files_that_cannot_be_are_refused(tmp_path: Path) -> None:

@@ -294,6 +294,8 @@ def test_values_come_from_an_attribute_a_method_or_a_file(tmp_path: Path) -> Non
     assert column(data, f"{tmp_path}/a.npy").tolist() == [0, 1, 2, 3, 4]
     assert column(data, f"{tmp_path}/b.txt").tolist() == [1.5, 2, 3, 4, 5]
     assert column(data, f"{tmp_path}/c.csv").tolist() == ["cat", "dog", "cat", "cat", "dog"]
+    (tmp_path / "c.csv").write_text("New York\nRome\nRome\nBad Ems\nRome\n")
+    assert column(data, f"{tmp_path}/c.csv").tolist() == ["New York", "Rome", "Rome", "Bad Ems", "Rome"]
 
 
 def test_values_that_are_not_there_or_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -326,3 +328,12 @@ def test_weights_and_lengths_are_finite_numbers() -> None:
         Bucketed(data, 0, 2, False, by="labels")
     with pytest.raises(UsageError, match="2h is a wall time"):
         Curriculum(data, 0, 2, False, until=Duration(2, "h"))
+
+
+def test_a_sample_without_a_class_cannot_be_balanced(tmp_path: Path) -> None:
+    """NaN would be a class of its own, as often as all others."""
+    labels = np.arange(103) % 3.0
+    labels[[7, 11]] = np.nan
+    np.save(tmp_path / "labels.npy", labels)
+    with pytest.raises(UsageError, match=r"sample 7 has no class in .*, but NaN, and so have 2 in all"):
+        made("balanced", by=str(tmp_path / "labels.npy"))

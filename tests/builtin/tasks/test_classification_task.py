@@ -1,6 +1,7 @@
 """What the task `classification` promises."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from ddpforge.builtin.datasets.digits import Digits
 from ddpforge.builtin.metrics.classification import Accuracy, TopK
 from ddpforge.builtin.models.cnn import CNN
 from ddpforge.builtin.tasks.classification import Classification
+from ddpforge.builtin.tasks.masked_lm import MaskedLM
+from ddpforge.builtin.tasks.multilabel import Multilabel
 
 BATCH = (torch.tensor([[0.0, math.log(3)], [math.log(3), 0.0]]), torch.tensor([1, 1]))  # probabilities 1/4, 3/4
 
@@ -57,3 +60,18 @@ def test_data_with_more_classes_than_the_model_is_refused() -> None:
     task.check(nn.Identity(), data)
     with pytest.raises(ValueError, match="the data has 10 classes and the model 9 outputs"):
         task.check(CNN(classes=9), data)
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (Multilabel, "accuracy"),
+        (lambda metrics: MaskedLM(mask_token=1, metrics=metrics), "perplexity"),
+        (Classification, "loss"),
+    ],
+)
+def test_a_metric_does_not_replace_what_the_task_reports_itself(build: Any, name: str) -> None:
+    metric = Accuracy()
+    metric.name = name
+    with pytest.raises(ValueError, match=f"metrics: the task reports `{name}` by itself"):
+        build(metrics=[metric])

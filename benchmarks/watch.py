@@ -1,0 +1,53 @@
+"""What the watch over ranks costs: a mark in training, and the process beside each rank.
+
+    python benchmarks/watch.py
+
+Prints the time of a mark, alone and as a part of a step of 1 ms (six marks), and the CPU time and memory that the
+process beside a rank takes. Nothing of it runs in the rank but the marks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+import timeit
+from pathlib import Path
+
+import psutil
+
+from ddpforge.ranks import phases
+from ddpforge.watch.watch import Watch
+
+MARKS = 6  # of a step with one micro-batch: data, forward, backward, step, reduce, callbacks
+SECONDS = 20
+
+
+def nanoseconds(statement: str) -> float:
+    best = min(
+        timeit.repeat(statement, globals={"phases": phases, "nothing": lambda phase: None}, number=50_000, repeat=40)
+    )
+    return best / 50_000 * 1e9
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "logs").mkdir()
+        with Watch(Path(name), "bench", 0, 2, strategy="ddp", stall=600.0, compiles=False):
+            mark, call = nanoseconds("phases.mark(phases.FORWARD)"), nanoseconds("nothing(phases.FORWARD)")
+            print(f"a mark: {mark:.0f} ns, of which an empty call {call:.0f} ns")
+            print(f"{MARKS} marks a step: {MARKS * mark / 1e6:.3%} of a step of 1 ms")
+            (beside,) = psutil.Process(os.getpid()).children()
+            start = sum(beside.cpu_times()[:2])
+            time.sleep(SECONDS)
+            spent = (sum(beside.cpu_times()[:2]) - start) / SECONDS
+            print(
+                f"the process beside: {start * 1e3:.0f} ms of CPU to start, then {spent * 1e3:.1f} ms a second,",
+                end=" ",
+            )
+            print(f"{beside.memory_info().rss / 2**20:.0f} MiB")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

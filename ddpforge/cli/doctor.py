@@ -1,0 +1,56 @@
+"""`ddpforge doctor`: finds what a run would trip over on these machines, before it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from ddpforge.cli.options import json_option, out_option, sets_options
+from ddpforge.launchers.srun import adopt_slurm
+
+if TYPE_CHECKING:
+    from ddpforge.doctor.findings import Finding
+
+
+@click.command()
+@click.argument("recipe", metavar="[RECIPE]", type=click.Path(), required=False)
+@sets_options
+@out_option
+@json_option
+def doctor(recipe: str | None, sets: tuple[str, ...], out: str | None, as_json: bool) -> None:
+    """Look for what RECIPE, or any run, would trip over on this machine; under a launcher, on all of them.
+
+    With a launcher, e.g. `torchrun --nproc-per-node 2 -m ddpforge doctor` or `srun python -m ddpforge doctor`, ranks
+    join, compare software, folder and clocks, and measure how fast they talk. Exit code 3 if there is an error.
+    """
+    adopt_slurm()
+
+    from ddpforge.doctor.visit import visit
+
+    findings = visit(recipe, sets, out)
+    if findings is not None:  # this is rank 0
+        _show(findings, as_json=as_json)
+    sys.stdout.flush()
+    failed = findings is not None and any(finding.level == "error" for finding in findings)
+    os._exit(3 if failed else 0) if "RANK" in os.environ else sys.exit(3 if failed else 0)
+
+
+def _show(findings: Sequence[Finding], *, as_json: bool) -> None:
+    from ddpforge.cli.tables import print_table
+
+    if as_json:
+        healthy = all(finding.level != "error" for finding in findings)
+        click.echo(json.dumps({"ok": healthy, "findings": [finding.as_dict() for finding in findings]}))
+        return
+    severity = ("error", "warning", "note", "ok")
+    ordered = sorted(findings, key=lambda finding: severity.index(finding.level))
+    several = len({host for finding in findings for host in finding.hosts}) > 1
+    rows = [
+        (each.level, *([" ".join(each.hosts) or "all"] if several else []), each.what, each.fix) for each in ordered
+    ]
+    print_table(("", *(["host"] if several else []), "finding", "fix"), rows)

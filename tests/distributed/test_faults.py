@@ -1,0 +1,258 @@
+"""A rank hangs, freezes or dies: the job is over soon, and says which rank it was, in which phase of which step."""
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+from hosts import Hosts
+from launched import Ranks
+from sharding import DDP, FSDP, ZERO
+
+STALL = 2.0
+RECIPE = """
+recipe = 1
+name = "run"
+model = {{ use = "./faults.py:Net" }}
+data.train = {{ use = "./faults.py:Points" }}
+data.eval = {{ use = "digits", split = "test" }}
+task = {{ use = "classification" }}
+optimizer = {{ use = "sgd", lr = 0.1 }}
+train = {{ length = "100000st", global_batch = 12, stall = "{stall:g}s", eval_every = "5st", eval_batch = 100 }}
+checkpoint = {{ every = "5st", background = {background} }}
+track.every = "1000st"
+strategy = {{ {strategy} }}
+[callbacks.fault]
+use = "./faults.py:Fault"
+kind = "{kind}"
+rank = {rank}
+"""
+FAULTS = '''
+"""Strikes on one rank, in the step after the third, in the evaluation of the fifth, or in its checkpoint."""
+
+import ctypes
+import errno
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from ddpforge.builtin.datasets.digits import Digits
+from ddpforge.builtin.models.mlp import MLP
+from ddpforge.interfaces import Callback
+
+armed = ""
+
+
+def strike(*kinds):
+    if armed not in kinds:
+        return
+    Path("struck").write_text(str(time.time()))
+    if armed == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if armed == "frozen":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if armed == "gil":
+        ctypes.PyDLL(None).sleep(3600)
+    threading.Event().wait()
+
+
+class Points(Digits):
+    def __init__(self) -> None:
+        super().__init__(split="test")
+
+    def __getitems__(self, ids):
+        strike("data")
+        return super().__getitems__(ids)
+
+
+class Net(MLP):
+    def __init__(self) -> None:
+        super().__init__(inputs=64, outputs=10, hidden=[8])
+
+    def forward(self, x):
+        strike("killed", "frozen", "gil") if self.training else strike("eval")
+        return super().forward(x)
+
+
+class Fault(Callback):
+    def __init__(self, kind: str, rank: int) -> None:
+        self.kind, self.rank = kind, rank
+
+    def on_start(self, run):
+        self.here = run.world.all.rank == self.rank
+        if self.kind == "full" and self.here:
+            from ddpforge import disk
+
+            def write(file, data):
+                if "checkpoint" in threading.current_thread().name:
+                    Path("struck").write_text(str(time.time()))
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                real(file, data)
+
+            real, disk.write = disk.write, write
+
+    def on_step(self, info):
+        global armed
+        Path("stepped").touch()
+        if self.here and info.step >= 3:
+            armed = self.kind
+
+    def state(self):
+        strike("save")
+        return {}
+
+    def load_state(self, state):
+        pass
+'''
+
+
+class Expected(NamedTuple):
+    """What is said of a fault."""
+
+    said: str
+    phase: str
+    step: int
+    limit: float = STALL
+
+
+KINDS = {
+    # By which signal, only the kernel knows, until whoever started the rank has asked it.
+    "killed": Expected(r"(was killed by signal 9 \(SIGKILL\)|ended without a word)", "forward", 4, 0.0),
+    "frozen": Expected("was frozen, as by SIGSTOP, in forward of step 4", "forward", 4),
+    "gil": Expected("stood in forward of step 4", "forward", 4),
+    "data": Expected("stood in data of step 4", "data", 4),
+    "eval": Expected("stood in eval of step 5", "eval", 5, 3 * STALL),
+    "save": Expected("stood in save of step 5", "save", 5, 6 * STALL),
+}
+STRATEGIES = {"ddp": DDP, "fsdp": FSDP, "zero3": ZERO[3]}
+DEFAULT = [("data", "ddp", 1), ("frozen", "ddp", 0)]
+CASES = [
+    pytest.param(kind, name, rank, marks=() if (kind, name, rank) in DEFAULT else pytest.mark.full)
+    for kind in KINDS
+    for name in STRATEGIES
+    for rank in (0, 1)
+]
+
+
+def prepare(folder: Path, kind: str, rank: int, strategy: str, background: str = "true") -> None:
+    table = strategy.replace("\n", ", ")
+    text = RECIPE.format(kind=kind, rank=rank, strategy=table, stall=STALL, background=background)
+    (folder / "run.toml").write_text(text)
+    (folder / "faults.py").write_text(FAULTS)
+
+
+def told(folder: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"runs/run/{name}.json").read_text())
+    return found
+
+
+def left(folder: Path) -> list[str]:
+    """The processes that, after a moment, still have to do with a run in `folder`."""
+    deadline = time.monotonic() + 5
+    while (found := _processes(folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+def _processes(folder: Path) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if str(folder) in " ".join(process.cmdline()) or process.cwd() == str(folder):
+                found.append(f"{process.pid}: {' '.join(process.cmdline())[:200]}")
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(("kind", "strategy", "rank"), CASES)
+def test_a_fault_of_one_rank_ends_the_job_and_is_named(
+    tmp_path: Path,
+    ddpforge: Callable[..., Ranks],
+    kind: str,
+    strategy: str,
+    rank: int,
+) -> None:
+    expected = KINDS[kind]
+    prepare(tmp_path, kind, rank, STRATEGIES[strategy])
+    ended = ddpforge("run", "run.toml", nproc=2, fails=True)
+    seconds = time.time() - float((tmp_path / "struck").read_text())
+    print(f"{kind} {strategy} {rank}: over after {seconds:.1f} s, limit {expected.limit:g} s")
+    assert all(ended.codes)
+    status, failure = told(tmp_path, "status"), told(tmp_path, "failure")
+    assert status["state"] == "failed"
+    assert re.match(f"rank {rank} {expected.said}", status["error"]), status["error"]
+    assert (failure["error"], failure["told_by"]) == (status["error"], "watch")
+    assert (failure["rank"], failure["phase"], failure["step"]) == (rank, expected.phase, expected.step)
+    assert failure["waited_for"] == [rank]
+    assert seconds < expected.limit + 10
+    assert left(tmp_path) == []
+    assert ended.stderr.count(f"error: {status['error']}") == 1, ended.stderr
+    assert "Traceback" not in ended.stderr
+    if kind != "killed":
+        assert failure["seconds"] >= expected.limit
+        stood = (tmp_path / f"runs/run/logs/stacks-rank-{1 - rank}.txt").read_text()
+        assert "_compute" in stood or "passes" in stood or "save" in stood or "evaluat" in stood
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
+def test_a_full_disk_of_one_rank_ends_the_job_and_is_named(
+    tmp_path: Path, ddpforge: Callable[..., Ranks], strategy: str, rank: int
+) -> None:
+    prepare(tmp_path, "full", rank, strategy)
+    ended = ddpforge("run", "run.toml", nproc=2, fails=True)
+    assert time.time() - float((tmp_path / "struck").read_text()) < 10
+    assert ended.codes == [3, 3]
+    assert f"rank {rank}: " in told(tmp_path, "status")["error"].partition("CheckpointError")[2]
+    assert "No space left on device" in told(tmp_path, "failure")["error"]
+    assert left(tmp_path) == []
+
+
+SERVES = """
+from ddpforge.launchers.store import serving
+import time
+with serving("", 29800):
+    time.sleep(600)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cut", ["a", "b"])
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
+def test_a_network_that_is_cut_ends_the_ranks_on_both_hosts(
+    tmp_path: Path, hosts: Hosts, strategy: str, cut: str
+) -> None:
+    """The first host has the store, so it is the other one that is out of touch."""
+    prepare(tmp_path, "none", 0, strategy)
+    store = hosts["a"].start(sys.executable, "-c", SERVES, cwd=tmp_path)
+    ranks = []
+    for rank, letter in enumerate("ab"):
+        world = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "OMP_NUM_THREADS": 1}
+        places = {"MASTER_ADDR": "nodea", "MASTER_PORT": 29801, "DDPFORGE_STORE": "nodea:29800"}
+        others = {"GLOO_SOCKET_IFNAME": "eth0", "DS_ACCELERATOR": "cpu"}
+        env = {name: str(value) for name, value in {**world, **places, **others}.items()}
+        command = (sys.executable, "-m", "ddpforge", "run", "run.toml")
+        ranks.append(hosts[letter].start(*command, cwd=tmp_path, env=env))
+    while not (tmp_path / "stepped").exists():
+        assert all(rank.poll() is None for rank in ranks), [rank.ended() for rank in ranks]
+        time.sleep(0.1)
+    time.sleep(1.0)
+    hosts.cut(cut)
+    began = time.time()
+    codes = [rank.ended(60)[0] for rank in ranks]
+    seconds = time.time() - began
+    print(f"cut {cut}: over after {seconds:.1f} s")
+    store.kill()
+    assert all(codes)
+    assert seconds < STALL * 3 + 10  # it may be cut in an evaluation
+    error = told(tmp_path, "status")["error"]
+    assert error.startswith("rank 1 on nodeb lost touch with the first host"), error

@@ -1,0 +1,131 @@
+"""Several machines: what torchrun is told of them, and what is refused before anything starts."""
+
+import socket
+from collections.abc import Mapping
+
+import psutil
+import pytest
+
+from ddpforge.errors import UsageError
+from ddpforge.launchers import nodes
+from ddpforge.launchers.nodes import Nodes, announced, is_mine
+
+
+def test_one_machine_stands_alone() -> None:
+    assert Nodes.of(None, None, None).flags("id") == ["--standalone"]
+    assert Nodes.of("1", 0, "node01").flags("id") == ["--standalone"]
+
+
+def test_machines_meet_where_they_are_told() -> None:
+    assert Nodes.of("2", 1, "node01").flags("tiny-me") == [
+        *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node01:29500", "--rdzv-id=tiny-me"),
+        "--rdzv-conf=is_host=0",
+    ]
+    assert Nodes.of("1:3", 0, "[fe80::1]:7").flags("x") == [
+        *("--nnodes=1:3", "--rdzv-backend=c10d", "--rdzv-endpoint=[fe80::1]:7", "--rdzv-id=x"),
+        "--rdzv-conf=is_host=1",
+    ]
+
+
+def test_worlds_are_all_that_there_may_be() -> None:
+    assert Nodes.of("1:3", 0, "a").worlds(4) == [4, 8, 12]
+    assert Nodes.of(None, None, None).worlds(4) == [4]
+
+
+@pytest.mark.parametrize(
+    ("number", "rank", "endpoint", "complaint"),
+    [
+        ("0", None, "a", "--nnodes 0 is no number of nodes"),
+        ("3:2", None, "a", "--nnodes 3:2 is no number"),
+        ("two", None, "a", "--nnodes two is no number"),
+        ("2", 2, "a", "there is no node 2 of 2"),
+        ("2", 0, None, "2 nodes need a place to meet"),
+        ("2", 0, "a:http", "--endpoint a:http is no address"),
+        ("2", 0, "a:70000", "--endpoint a:70000 is no address"),
+        ("2", 0, ":29500", "is no address"),
+        ("2", 0, "fe80::1", "is no address"),
+    ],
+)
+def test_what_cannot_work_is_refused(number: str, rank: int | None, endpoint: str | None, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        Nodes.of(number, rank, endpoint)
+
+
+class Card:
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine is 10.0.0.1 to others, and 127.0.1.1 to itself, as Debian has it."""
+    names = {"node01": "127.0.1.1", "node01.cluster": "10.0.0.1", "node02": "10.0.0.2", "10.0.0.1": "10.0.0.1"}
+
+    def resolve(name: str, _: object) -> list[tuple[object, ...]]:
+        if name not in names:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(0, 0, 0, "", (names[name], 0))]
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "node01")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "node01")
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(nodes, "_answers", lambda host, port: port == 4711)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [Card("127.0.0.1")], "eth0": [Card("10.0.0.1")]})
+
+
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize(
+    ("host", "mine"), [("node01", True), ("node01.cluster", True), ("10.0.0.1", True), ("node02", False)]
+)
+def test_a_machine_knows_its_own_addresses(host: str, mine: bool) -> None:
+    """torchrun compares an address with what the machine's own name resolves to: 127.0.1.1, and nobody is the host."""
+    assert is_mine(host) is mine
+    assert Nodes.of("2", None, host).flags("x")[-1] == f"--rdzv-conf=is_host={int(mine)}"
+
+
+@pytest.mark.usefixtures("network")
+def test_a_second_launch_on_one_machine_meets_the_first() -> None:
+    assert Nodes.of("2", None, "node01:4711").flags("x")[-1] == "--rdzv-conf=is_host=0"
+
+
+@pytest.mark.usefixtures("network")
+def test_a_name_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(UsageError, match="--endpoint node99: this machine does not know that name"):
+        is_mine("node99")
+
+
+SKYPILOT = {
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    "SKYPILOT_TASK_ID": "sky-7",
+}
+KUBEFLOW = {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "0",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, {}),
+        ({"PET_MASTER_PORT": "1234"}, {}),
+        (
+            SKYPILOT,
+            {"nnodes": "2", "node_rank": "1", "endpoint": "10.0.0.1", "nproc": "8", "run_id": "sky-7"},
+        ),
+        (
+            SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0", "SKYPILOT_NODE_IPS": ""},
+            {"nnodes": "2", "node_rank": "1", "run_id": "sky-7"},
+        ),
+        (KUBEFLOW, {"nnodes": "2", "node_rank": "0", "endpoint": "job-node-0-0.job:29400", "nproc": "4"}),
+        ({"PET_NPROC_PER_NODE": "auto", "PET_MAX_RESTARTS": "3"}, {"max_restarts": "3"}),
+    ],
+)
+def test_other_engines_variables_stand_for_options(environ: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    assert announced(environ) == expected

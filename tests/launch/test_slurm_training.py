@@ -1,0 +1,137 @@
+"""Jobs of `ddpforge slurm` train on a real Slurm; whatever stops them, the weights are those of an undisturbed run."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from launched import Ranks
+from slurm import Job, Slurm, until
+
+from ddpforge.checkpoint.reader import Reader
+from ddpforge.runs.folder import RunFolder
+
+pytestmark = pytest.mark.full
+
+STEPS = 40
+RECIPE = f"""
+recipe = 1
+name = "undisturbed"
+[model]
+use = "mlp"
+inputs = 64
+outputs = 10
+dropout = 0.1
+[data.train]
+use = "digits"
+split = "train"
+[task]
+use = "classification"
+[optimizer]
+use = "adamw"
+lr = 0.01
+[train]
+length = "{STEPS}st"
+global_batch = 32
+device = "cpu"
+[checkpoint]
+every = "1000st"
+[callbacks.slow]
+use = "./slow.py:Slow"
+"""
+# From step 5 on a run waits for people, as long as there is a file called `slow`.
+SLOW = """
+import time
+from pathlib import Path
+from ddpforge.interfaces import Callback
+
+class Slow(Callback):
+    def on_step(self, info):
+        Path("step").write_text(str(info.step))
+        if info.step >= 5 and Path("slow").exists():
+            time.sleep(0.3)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Path:
+    """A folder with a recipe that was trained undisturbed, by two ranks, and is slow from now on."""
+    (tmp_path / "run.toml").write_text(RECIPE)
+    (tmp_path / "slow.py").write_text(SLOW)
+    ddpforge("run", "run.toml", nproc=2)
+    (tmp_path / "step").unlink()
+    (tmp_path / "slow").touch()
+    return tmp_path
+
+
+def submitted(slurm: Slurm, folder: Path, *flags: str) -> Job:
+    """The job of a run called `job`, with a rank on each of two nodes."""
+    command = [sys.executable, "-m", "ddpforge", "slurm", "run.toml", "--nodes=2", "--set=name=job", "--to=job.sh"]
+    subprocess.run([*command, "--sbatch=output=out.txt", "--sbatch=exclusive", *flags], cwd=folder, check=True)
+    return slurm.submit(folder / "job.sh", cwd=folder, env={"OMP_NUM_THREADS": "1"})
+
+
+def says(folder: Path, text: str, times: int = 1) -> None:
+    """Waits until the job has printed `text` so often."""
+    out = folder / "out.txt"
+    until(lambda: out.exists() and out.read_text().count(text) >= times, 150, lambda: out.read_text())
+
+
+def trains(folder: Path) -> None:
+    """Waits until the job has come to a step at which it is slow."""
+    step = folder / "step"
+    until(lambda: step.exists() and int(step.read_text() or 0) >= 6, 120, (folder / "out.txt").read_text)
+
+
+def finishes(job: Job, folder: Path) -> None:
+    """Lets a job that is queued again come to its end, and compares what it has come to, tensor by tensor."""
+    (folder / "slow").unlink()
+    job.begin()
+    assert job.wait(timeout=150) == "COMPLETED", (folder / "out.txt").read_text()
+    found, expected = (Reader(folder / f"runs/{name}/checkpoints/step-{STEPS:08d}") for name in ("job", "undisturbed"))
+    for section in ("model", "optimizer"):
+        names = list(expected.names(section))
+        assert list(found.names(section)) == names
+        assert names
+        for name in names:
+            assert torch.equal(found.read(section, name), expected.read(section, name)), name
+
+
+@pytest.mark.parametrize("flags", [(), ("--one-task-per-rank",)], ids=["launchers", "tasks"])
+def test_preempted(slurm: Slurm, folder: Path, flags: tuple[str, ...]) -> None:
+    job = submitted(slurm, folder, *flags)
+    trains(folder)
+    (folder / "urgent.sh").write_text("#!/bin/bash\ntrue\n")
+    slurm.submit(folder / "urgent.sh", "--partition=high", "--nodes=2", "--exclusive", cwd=folder).wait(timeout=100)
+    job.wait("PENDING", timeout=100)
+    status = RunFolder(folder / "runs/job").status()
+    assert status is not None
+    assert (status["state"], status["exit_code"], status["world_size"]) == ("stopped", 75, 2)
+    assert 5 < status["step"] < STEPS
+    finishes(job, folder)
+    assert RunFolder(folder / "runs/job").attempts() == 2
+
+
+def test_out_of_time_twice_in_a_row(slurm: Slurm, folder: Path) -> None:
+    job = submitted(slurm, folder, "--time=1", "--signal=20")
+    for attempt in (1, 2):
+        says(folder, "queued again", times=attempt)
+        job.wait("PENDING", timeout=60)
+        if attempt == 1:
+            job.begin()
+    finishes(job, folder)
+    assert RunFolder(folder / "runs/job").attempts() in (2, 3)  # a stop may come before training has begun
+    assert job.restarts == 2
+
+
+@pytest.mark.parametrize("flags", [(), ("--one-task-per-rank",)], ids=["launchers", "tasks"])
+def test_asked_to_stop_while_it_starts(slurm: Slurm, folder: Path, flags: tuple[str, ...]) -> None:
+    job = submitted(slurm, folder, *flags)
+    until(lambda: f"{job.number}.0" in slurm.run("squeue", "--steps", "-h", "-o", "%i"), 20)
+    slurm.run("scancel", "--batch", "--signal=USR1", job.number)  # ranks are about to import torch
+    says(folder, "queued again")
+    job.wait("PENDING", timeout=60)
+    finishes(job, folder)
+    assert job.restarts == 1

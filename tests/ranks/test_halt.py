@@ -1,0 +1,59 @@
+"""A whole run is asked to stop by its time, or by a file in its folder."""
+
+import os
+from pathlib import Path
+
+import pytest
+from doubles import Clock
+
+from ddpforge.errors import UsageError
+from ddpforge.ranks.halt import STOP, Halt, seconds_of
+
+
+def test_time_counts_from_the_launch_however_often_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    halt = Halt(tmp_path, "90s", clock)
+    for passed, expected in ((0, False), (89, False), (1, True)):
+        clock.now += passed
+        assert halt.asked() is expected
+    monkeypatch.setenv("DDPFORGE_STARTED", str(clock.now - 60))
+    again = Halt(tmp_path, "90s", clock)
+    clock.now += 29
+    assert not again.asked()
+    clock.now += 1
+    assert again.asked()
+
+
+def test_a_file_asks_until_it_is_obeyed_and_the_disk_is_looked_at_once_a_second(tmp_path: Path) -> None:
+    clock = Clock()
+    halt = Halt(tmp_path, None, clock)
+    assert not halt.asked()
+    (tmp_path / STOP).touch()
+    assert not halt.asked()
+    clock.now += 1
+    assert halt.asked()
+    halt.obeyed()
+    clock.now += 1
+    assert not halt.asked()
+    assert not (tmp_path / STOP).exists()
+
+
+def test_a_file_that_was_meant_for_an_earlier_attempt_is_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / STOP
+    file.touch()
+    os.utime(file, (100, 100))
+    Halt(tmp_path, None, lambda: 200.0)
+    assert not file.exists()
+    assert "is older than this start: removed" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["5ep", "100st", "soon", "0s", "-1h", "90"])
+def test_what_is_no_wall_time_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"is no wall time"):
+        seconds_of(text)
+
+
+def test_wall_times() -> None:
+    assert [seconds_of(text) for text in ("30s", "1.5m", "4h", None)] == [30, 90, 14_400, float("inf")]

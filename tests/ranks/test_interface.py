@@ -1,0 +1,65 @@
+"""Gloo finds other machines where Debian's /etc/hosts would hide them."""
+
+import os
+import socket
+
+import pytest
+import torch
+from forked import in_ranks, set_up
+from hosts import Hosts
+
+from ddpforge.errors import EnvironmentProblem
+from ddpforge.ranks import interface
+from ddpforge.ranks.interface import GLOO, choose_interface
+from ddpforge.strategies.ddp import DDP
+
+FAR = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.7"}
+
+
+def test_hosts_that_are_loopback_to_themselves_find_each_other(hosts: Hosts) -> None:
+    """Without the choice of an interface this waits for ever: each waits for the other at 127.0.1.1."""
+    for host in hosts.values():
+        host.resolves_itself_to("127.0.1.1")
+
+    def talk(rank: int) -> tuple[str | None, float]:
+        hosts.become(rank, "ab")
+        world = set_up(DDP(), timeout="20s")
+        return os.environ.get(GLOO), world.all.sum(torch.tensor(1.0 + rank)).item()
+
+    assert in_ranks(2, talk) == [("eth0", 3.0)] * 2
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """A machine called x that is loopback to itself, whose interfaces a test fills in; nothing is routed."""
+    there: dict[str, list[str]] = {}
+    monkeypatch.setattr(socket, "gethostname", lambda: "x")
+    monkeypatch.setattr(interface, "addresses_of", lambda _: ["127.0.1.1"])
+    monkeypatch.setattr(interface, "interfaces", lambda: there)
+    monkeypatch.setattr(interface, "_towards", lambda _: None)
+    return there
+
+
+def test_the_only_interface_is_taken(machine: dict[str, list[str]]) -> None:
+    machine["ib0"] = ["10.0.0.1"]
+    choose_interface(environ := dict(FAR))
+    assert environ[GLOO] == "ib0"
+
+
+def test_of_several_a_person_chooses(machine: dict[str, list[str]]) -> None:
+    machine.update(eth0=["10.0.0.1"], eth1=["10.1.0.1"])
+    with pytest.raises(EnvironmentProblem, match=r"x is 127\.0\.1\.1 to itself, where gloo") as found:
+        choose_interface(dict(FAR))
+    assert found.value.hints[0] == f"export {GLOO}=…: eth0, eth1"
+
+
+def test_what_a_person_has_chosen_must_be_there() -> None:
+    with pytest.raises(EnvironmentProblem, match=f"{GLOO}=nope0, and .* has no nope0"):
+        choose_interface({**FAR, GLOO: "nope0"})
+    choose_interface(environ := {**FAR, GLOO: "lo"})
+    assert environ[GLOO] == "lo"
+
+
+def test_one_machine_is_left_as_it_is(machine: dict[str, list[str]]) -> None:
+    choose_interface(environ := {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    assert GLOO not in environ

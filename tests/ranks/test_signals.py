@@ -1,0 +1,87 @@
+"""Requests to stop: heard from the start, and one request however often it is sent."""
+
+import logging
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from doubles import Clock
+
+from ddpforge.ranks.signals import StopRequests
+
+ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("number", ALL)
+def test_every_request_is_noted(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopRequests() as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), number)
+        assert stop.requested
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_scheduler_and_a_launcher_may_both_pass_on_one_request_and_a_second_one_ends_at_once(
+    number: signal.Signals,
+) -> None:
+    clock = Clock()
+    with StopRequests(clock) as stop:
+        os.kill(os.getpid(), number)
+        clock.now += 4
+        os.kill(os.getpid(), number)
+        assert stop.requested
+        clock.now += 2
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+
+
+def test_a_second_ctrl_c_ends_at_once_and_another_kind_is_another_first() -> None:
+    with StopRequests():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_nothing_interrupts_what_comes_after_training() -> None:
+    with StopRequests() as stop:
+        stop.over()
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+
+
+def test_what_was_asked_while_the_process_started_is_known_to_the_trainer() -> None:
+    with StopRequests():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with StopRequests() as trainers:
+            assert trainers.requested
+        with StopRequests() as another:
+            assert another.requested
+    with StopRequests() as later:
+        assert not later.requested
+
+
+@pytest.fixture
+def _nohup() -> Iterator[None]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_nohup")
+def test_under_nohup_a_terminal_that_closes_is_no_request() -> None:
+    with StopRequests() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_the_log_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ddpforge"), StopRequests():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert [record.message for record in caplog.records] == ["SIGTERM: finishing this step, then saving a checkpoint"]

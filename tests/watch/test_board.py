@@ -1,0 +1,120 @@
+"""Rows are shown to everybody: by the launcher's store, and by files where there is none, or it is out of reach."""
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles import Clock
+
+from ddpforge.launchers.store import Attempts, serving
+from ddpforge.watch.board import Board, within
+from ddpforge.watch.rows import Row
+
+
+def row(rank: int, marks: int = 1, seconds: float = 9.0, **more: Any) -> Row:
+    return Row(rank, f"node{rank}", 100 + rank, "data", 5, marks, seconds, **more)
+
+
+def boards(logs: Path, store: str, *attempts: str) -> list[Board]:
+    logs.mkdir(exist_ok=True)
+    return [Board(str(logs), attempt, store, seldom=10.0) for attempt in attempts]
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["store", "files"])
+def test_what_one_shows_the_others_see(tmp_path: Path, stored: bool) -> None:
+    with serving() as port:
+        store = f"127.0.0.1:{port}" if stored else ""
+        one, two, earlier = boards(tmp_path / "logs", store, "now", "now", "before")
+        earlier.show(row(7))
+        one.show(row(0))
+        two.show(row(1, answers=True))
+        found = one.rows()
+        assert {rank: (each.host, each.answers) for rank, each in found.items()} == {
+            0: ("node0", False),
+            1: ("node1", True),
+        }
+        assert not two.called()
+        one.call()
+        two.show(row(1, marks=2))
+        assert two.called()
+        assert two.cut_off == 0.0
+
+
+def test_a_call_reaches_those_that_only_see_files_and_those_that_only_see_the_store(tmp_path: Path) -> None:
+    with serving() as port:
+        store = f"127.0.0.1:{port}"
+        both, files = boards(tmp_path / "one", store, "now")[0], boards(tmp_path / "one", "", "now")[0]
+        other_disk = boards(tmp_path / "two", store, "now")[0]
+        both.call()
+        other_disk.show(row(1))
+        assert files.called()
+        assert other_disk.called()
+
+
+def test_a_file_is_written_by_a_rank_that_stands_still_and_seldom_by_one_that_gets_on(tmp_path: Path) -> None:
+    clock = Clock()
+    board = Board(str(tmp_path), "now", "", seldom=10.0, clock=clock)
+    file = tmp_path / "phase-rank-0.json"
+
+    def marks() -> int | None:
+        return json.loads(file.read_text())["row"]["marks"] if file.exists() else None
+
+    board.show(row(0, 1, seconds=0.2))
+    assert marks() is None
+    board.show(row(0, 2, seconds=1.2))
+    assert marks() == 2
+    board.show(row(0, 3, seconds=0.2))
+    assert marks() == 2
+    clock.now += 11
+    board.show(row(0, 4, seconds=0.2))
+    assert marks() == 4
+
+
+def test_a_store_out_of_reach_is_no_error_and_is_known(tmp_path: Path) -> None:
+    clock = Clock()
+    with serving() as port:
+        board = Board(str(tmp_path), "now", f"127.0.0.1:{port}", seldom=10.0, clock=clock)
+        board.show(row(0))
+        assert board.cut_off == 0.0
+        board._talk.close()
+    later = Board(str(tmp_path), "now", f"127.0.0.1:{port}", seldom=10.0, clock=clock)
+    clock.now += 7
+    for one in (board, later):
+        one.show(row(0, marks=2))
+        assert list(one.rows()) == [0]  # from its file
+    assert board.cut_off == 7.0
+    assert later.cut_off == 0.0  # there may never have been one
+
+
+def test_rubbish_is_not_shown(tmp_path: Path) -> None:
+    (board,) = boards(tmp_path / "logs", "", "now")
+    for number, text in enumerate(["", "{", "[]", '{"attempt": "now", "row": {"rank": 1}}', '{"attempt": "now"}']):
+        (tmp_path / "logs" / f"phase-rank-{number}.json").write_text(text)
+    assert board.rows() == {}
+
+
+def test_a_store_keeps_attempts_apart_forgets_the_oldest_and_survives_what_it_cannot_read() -> None:
+    store = Attempts()
+    store.answer({"attempt": "a", "row": {"rank": 0}, "alarm": True})
+    assert store.answer({"attempt": "a", "ask": True}) == {"alarm": True, "rows": [{"rank": 0}]}
+    assert store.answer({"attempt": "b", "ask": True}) == {"alarm": False, "rows": []}
+    for number in range(8):
+        store.answer({"attempt": str(number)})
+    assert store.answer({"attempt": "a", "ask": True}) == {"alarm": False, "rows": []}
+    with serving() as port:
+        for text in (b"no json\n", b"{}\n", b"[1]\n", b"x" * 100_000 + b"\n"):
+            with socket.create_connection(("127.0.0.1", port)) as talk:
+                talk.sendall(text)
+                assert talk.makefile("rb").readline() in (b"",)
+        with socket.create_connection(("127.0.0.1", port)) as talk:
+            talk.sendall(b'{"attempt": "a"}\n')
+            assert json.loads(talk.makefile("rb").readline()) == {"alarm": False}
+
+
+def test_a_disk_that_never_answers_is_given_up() -> None:
+    pipe = os.pipe()
+    assert within(0.01, lambda: os.read(pipe[0], 1)) is None
+    assert within(5.0, lambda: 3) == 3
