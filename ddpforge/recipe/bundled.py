@@ -20,7 +20,7 @@ def bundled() -> dict[str, Path]:
 
 
 def titles() -> dict[str, str]:
-    """What each of them trains, as its first line says."""
+    """Their titles: the first line of each says what it trains."""
     first = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in bundled().items()}
     return {name: line.removeprefix("#").strip() for name, line in first.items()}
 

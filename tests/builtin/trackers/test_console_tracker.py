@@ -96,7 +96,7 @@ def test_the_last_row_is_shown_even_when_training_ends_early(capsys: pytest.Capt
     tracker.finish(state="stopped", summary={})
     assert re.fullmatch(
         rf"{STAMP} step 1/300 .*\n{STAMP} step 7/300 \(2%\) loss 0\.1429 .*\nstopped after 0s\n",
-        capsys.readouterr().err.split("\n", 1)[1],
+        capsys.readouterr().err.split("\n", 2)[2],
     )
 
 
@@ -104,13 +104,13 @@ def test_evaluations_are_shown_however_close(capsys: pytest.CaptureFixture[str])
     tracker, _ = started(config())
     for step in (1, 2, 3):
         tracker.log(step, {"eval/loss": float("nan")})
-    assert capsys.readouterr().err.splitlines()[1:] == [f"eval step {step} loss nan" for step in (1, 2, 3)]
+    assert capsys.readouterr().err.splitlines()[2:] == [f"eval step {step} loss nan" for step in (1, 2, 3)]
 
 
 def test_a_resumed_run_by_the_clock_says_so_and_has_no_eta(capsys: pytest.CaptureFixture[str]) -> None:
     tracker, clock = started(config(total=None, accumulation=1, micro_batch=128), resumed_at=100)
     train(tracker, clock, range(101, 103), seconds=2.0)
-    opening, first, second = capsys.readouterr().err.splitlines()
+    opening, _, first, second = capsys.readouterr().err.splitlines()
     assert opening == "digits: ddp, for 2h from step 100, global batch 256 = 2 ranks x 1 x 128"
     assert first.endswith("step 101 loss 0.0099")
     assert second.endswith("step 102 loss 0.0098 0.5 step/s")
@@ -126,7 +126,7 @@ def test_speed_is_counted_afresh_after_a_rewind(capsys: pytest.CaptureFixture[st
 
 def test_one_rank_is_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     started(config(accumulation=8))
-    assert capsys.readouterr().err == "digits: ddp, 300 steps, global batch 256 = 1 rank x 8 x 32\n"
+    assert capsys.readouterr().err.splitlines()[0] == "digits: ddp, 300 steps, global batch 256 = 1 rank x 8 x 32"
 
 
 class Terminal(io.StringIO):
