@@ -1,4 +1,5 @@
-# `make run` and `make test` are all a fresh clone needs: both make the virtual environment first.
+# `make run` and `make test` are all a fresh clone needs: both make the virtual environment first, `run` without what
+# only tests need.
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile  # two files 
 
 .PHONY: run test test-all test-fast test-gpu test-plugins $(PLUGIN_TESTS) lint clean
 
-run: $(VENV)/installed    ## train the digits recipe in 2 processes, on the CPU: a GPU holds one
+run: $(BIN)/ddpforge    ## train the digits recipe in 2 processes, on the CPU: a GPU holds one
 	$(BIN)/ddpforge launch digits --nproc 2 --fresh --set train.device=cpu
 
 test: lint                ## everything: style, types, all tests, and those of the plugins
@@ -35,11 +36,17 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-$(VENV)/installed: pyproject.toml $(PLUGINS:%=%/pyproject.toml)
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ddpforge needs Python 3.11 or newer: make PYTHON=python3.11 …")'
-	$(PYTHON) -m venv $(VENV)
+$(VENV)/installed: pyproject.toml $(PLUGINS:%=%/pyproject.toml) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[dev]' $(PLUGINS:%=--editable './%[dev]')
 	touch $@
+
+$(BIN)/ddpforge: pyproject.toml | $(BIN)/python    ## the package alone, without what its tests need
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ddpforge needs Python 3.11 or newer: make PYTHON=python3.11 …")'
+	$(PYTHON) -m venv $(VENV)
 
 clean:
 	rm -rf $(VENV) runs

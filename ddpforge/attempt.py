@@ -195,6 +195,8 @@ class Attempt:
             "world_size": self.world.all.size,
             "device": str(self.world.device),
             "parameters": self.parts.size.all,
+            "trained": self.parts.size.trainable,
+            "samples": length_of(self.parts.data["train"]),
         }
         self.tracker.start(
             name=self.recipe.name,
@@ -335,6 +337,11 @@ def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> Unwat
         stall=0.0 if train.stall == "off" else train.stall.seconds,
         compiles=train.compile != "off",
     )
+
+
+def length_of(data: Any) -> int | None:
+    """The number of samples; None of a stream."""
+    return len(data) if hasattr(data, "__len__") else None
 
 
 def exit_code_of(error: BaseException) -> ExitCode:

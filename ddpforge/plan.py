@@ -50,7 +50,7 @@ class Plan:
             horizon = Horizon(total, steps_per_epoch)
         for path, duration in _cadences(recipe):
             with noting(*path):
-                every[".".join(path)] = in_steps(".".join(path), duration, counted)
+                every[".".join(path)] = in_steps(".".join(path), duration, horizon or counted)
         return None if horizon is None else cls(batch=batch, horizon=horizon, every=every)
 
     def facts(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from ddpforge.errors import UsageError
 from ddpforge.interfaces.durations import Duration, Horizon
@@ -57,6 +58,16 @@ def test_what_goes_by_the_clock_is_counted_nowhere() -> None:
     plan = planned({"length": "1h", "eval_every": "10m"}, checkpoint={"every": "5m"})
     assert plan.horizon == Horizon(None, 10)
     assert plan.every == {"track.every": 10}
+
+
+def test_percent_are_of_the_whole_run() -> None:
+    plan = planned({"eval_every": "25%"}, checkpoint={"every": "50%", "keep": {"every": "100%"}})
+    shares = {"train.eval_every": 5, "checkpoint.every": 10, "checkpoint.keep.every": 20}
+    assert plan.every == {"track.every": 10} | shares
+    with pytest.raises(UsageError, match=r"train\.eval_every: 25% needs to know how many steps the run has"):
+        planned({"length": "1h", "eval_every": "25%"})
+    with pytest.raises(ValidationError, match="it is what 100% means"):
+        planned({"length": "50%"})
 
 
 def test_a_run_that_does_not_evaluate_has_no_cadence_of_evaluations() -> None:

@@ -52,11 +52,15 @@ def explained(error: click.UsageError) -> click.UsageError:
     hints = list(_hints(error))
     if not hints:
         return error
-    return click.UsageError("\n  = help: ".join([error.message.rstrip(), *hints]), ctx=error.ctx)
+    return click.UsageError(
+        "\n  = help: ".join([(error.message or error.format_message()).rstrip(), *hints]), ctx=error.ctx
+    )
 
 
 def _hints(error: click.UsageError) -> Iterator[str]:
     command = error.ctx.info_name if error.ctx else ""
+    if isinstance(error, click.MissingParameter) and error.param and error.param.name == "recipe":
+        yield from _recipes(str(command))
     if isinstance(error, click.NoSuchOption):
         yield from _of_option(error.option_name.lstrip("-"), str(command))
         return
@@ -83,3 +87,12 @@ def _of_option(name: str, command: str) -> Iterator[str]:
         yield f"values of the recipe are set by KEY=VALUE, e.g. {_KEYS[known]}"
     elif "." in name:
         yield f"write {name}=VALUE"
+
+
+def _recipes(command: str) -> Iterator[str]:
+    """The recipes that are there without writing one."""
+    from ddpforge.recipe.bundled import titles
+
+    for name, title in titles().items():
+        yield f"ddpforge {command} {name:<{max(map(len, titles()))}}  {title}"
+    yield "a recipe of your own is a TOML file: ddpforge recipes cp NAME makes one to edit"

@@ -6,7 +6,10 @@ from pathlib import Path
 import click
 
 from ddpforge.cli.options import json_option
+from ddpforge.cli.schema import write_schema
 from ddpforge.errors import UsageError
+
+_SCHEMA = "recipe.schema.json"
 
 
 @click.group()
@@ -18,9 +21,9 @@ def recipes() -> None:
 @json_option
 def list_recipes(as_json: bool) -> None:
     """List the bundled recipes; each can be named instead of a file."""
-    from ddpforge.recipe.bundled import bundled
+    from ddpforge.recipe.bundled import titles as titles_of
 
-    titles = {name: _title(path) for name, path in bundled().items()}
+    titles = titles_of()
     if as_json:
         click.echo(json.dumps({"recipes": [{"name": name, "title": title} for name, title in titles.items()]}))
         return
@@ -35,7 +38,8 @@ def list_recipes(as_json: bool) -> None:
 def copy_recipe(name: str, target: Path | None) -> None:
     """Copy the bundled recipe NAME, to edit it.
 
-    TARGET is a file or a folder; default: the current folder.
+    TARGET is a file or a folder; default: the current folder. The copy's first line names recipe.schema.json beside it,
+    by which TOML editors check and complete a recipe; where there is none, it is written, too.
     """
     from ddpforge.recipe.bundled import bundled, find_recipe
 
@@ -45,13 +49,9 @@ def copy_recipe(name: str, target: Path | None) -> None:
     if target.exists():
         raise UsageError(f"{target} exists already", hints=["name another file, or move that one away"])
     try:
-        target.write_bytes(source.read_bytes())
+        target.write_bytes(f"#:schema {_SCHEMA}\n\n".encode() + source.read_bytes())
     except OSError as error:
         raise UsageError(f"cannot write {target}: {error.strerror}") from None
+    if not (beside := target.with_name(_SCHEMA)).exists():
+        write_schema(beside)
     click.echo(target)
-
-
-def _title(path: Path) -> str:
-    """The first line of a recipe says what it trains."""
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
-    return first.removeprefix("#").strip()

@@ -15,14 +15,22 @@ def schema(out: Path | None) -> None:
 
     With `#:schema recipe.schema.json` as its first line, a recipe is checked and completed by TOML editors.
     """
+    if out is None:
+        click.echo(_text())
+    else:
+        write_schema(out)
+
+
+def write_schema(path: Path) -> None:
+    """Writes the schema to a file."""
+    try:
+        path.write_text(_text() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _text() -> str:
     from ddpforge.components.registry import Registry
     from ddpforge.recipe.json_schema import recipe_schema
 
-    text = json.dumps(recipe_schema(Registry.installed()), indent=2, allow_nan=False)
-    if out is None:
-        click.echo(text)
-        return
-    try:
-        out.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {out}: {error.strerror}") from None
+    return json.dumps(recipe_schema(Registry.installed()), indent=2, allow_nan=False)

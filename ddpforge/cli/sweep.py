@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ddpforge.sweeps.plan import Plan
     from ddpforge.sweeps.space import Variant
     from ddpforge.sweeps.training import Commands, Trained
-
-_GOOD = ("done",)
 
 
 @click.command()
@@ -82,7 +80,7 @@ def sweep(
         variants = plan.space.drawn(draws, seed) if draws else plan.space.grid()
         ended, stopped = _train(plan, commands, variants, metric)
     _report(plan, ended, metric, as_json)
-    failed = [one for one in ended if one.state not in (*_GOOD, "stopped")]
+    failed = [one for one in ended if one.state not in ("done", "stopped")]
     sys.exit(ExitCode.STOPPED if stopped else ExitCode.FAILED if failed else ExitCode.DONE)
 
 
@@ -138,15 +136,21 @@ def _told(metric: str, variant: "Variant", trained: "Trained") -> None:
 
 
 # ---------------------------------------------------------------------------------------------- the end
+def _varied(difference: Mapping[str, Any], axes: Sequence[str]) -> dict[str, Any]:
+    """The part of it that the sweep has varied."""
+    return {key: value for key, value in difference.items() if any(f"{key}.".startswith(f"{axis}.") for axis in axes)}
+
+
 def _report(plan: "Plan", ended: "Sequence[Trained]", metric: str, as_json: bool) -> None:
     from ddpforge.runs.folder import RunFolder
     from ddpforge.runs.overview import differences, sorted_by, standing
 
-    good = [standing(RunFolder(plan.folder / one.name)) for one in ended if one.state in (*_GOOD, "stopped")]
+    fine = [RunFolder(plan.folder / one.name) for one in ended if one.state in ("done", "stopped")]
+    good = [standing(folder) for folder in fine if folder.exists()]  # one may be stopped before it has one
     having = any(run.metrics.get(metric) is not None for run in good)
     good = sorted_by(good, metric if having else "name")
-    bad = [one for one in ended if one.state not in (*_GOOD, "stopped")]
-    told = differences(good)
+    bad = [one for one in ended if one.state not in ("done", "stopped")]
+    told = [_varied(each, tuple(plan.space.axes)) for each in differences(good)]
     if as_json:
         runs = [run.as_dict() | {"difference": each} for run, each in zip(good, told, strict=True)]
         failed = [{"run": one.name, "state": one.state, "error": one.error, "log": str(one.log)} for one in bad]
@@ -157,4 +161,4 @@ def _report(plan: "Plan", ended: "Sequence[Trained]", metric: str, as_json: bool
     if good:
         print_runs(good, told, [metric])
     for one in bad:
-        _say(f"{one.name}: {one.state}: {one.error or 'no reason is known'}\n  = help: see {one.log}")
+        _say(f"{one.name}: {one.state}: {one.error or 'no reason is known'}; see {one.log}")

@@ -1,4 +1,4 @@
-"""Durations with units, as recipes write them: "5ep", "100st", "30s", "10m", "2h"."""
+"""Durations with units, as recipes write them: "5ep", "100st", "10%", "30s", "10m", "2h"."""
 
 import math
 import re
@@ -10,19 +10,19 @@ if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
     from pydantic_core import CoreSchema
 
-_FORM = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ep|st|h|m|s)")
+_FORM = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ep|st|%|h|m|s)")
 _SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 _LIMIT = 1e15
 
 
 @dataclass(frozen=True)
 class Duration:
-    """An amount of training (epochs or steps) or of wall time (hours, minutes, seconds)."""
+    """An amount of training (epochs, steps, percent of the run) or of wall time (hours, minutes, seconds)."""
 
     value: float
     unit: str
 
-    FORM: ClassVar[str] = 'a duration such as "5ep" (epochs), "100st" (steps), "30s", "10m" or "2h"'
+    FORM: ClassVar[str] = 'a duration such as "5ep" (epochs), "100st" (steps), "10%" (of the run), "30s", "10m" or "2h"'
 
     @classmethod
     def parse(cls, text: str) -> "Duration":
@@ -34,6 +34,8 @@ class Duration:
         duration = cls(float(match[1]), match[2])
         if duration.value > _LIMIT:
             raise ValueError(f"must be at most {_LIMIT:g}{duration.unit}")
+        if duration.unit == "%" and duration.value > 100:
+            raise ValueError("must be at most 100%")
         if duration.unit == "st" and not duration.value.is_integer():
             raise ValueError("must be a whole number of steps")
         return duration
@@ -73,17 +75,24 @@ class Horizon:
     steps_per_epoch: int | None
 
     def steps(self, duration: Duration) -> int:
-        """`duration` in optimizer steps; a fraction of an epoch is rounded up to a whole step.
+        """`duration` in optimizer steps; a fraction of an epoch, or of the run, is rounded up to a whole step.
 
-        Raises ValueError for wall time, and for epochs of a stream without a length.
+        Raises ValueError for wall time, for epochs of a stream without a length, and for a share of a run without one.
         """
         if duration.unit == "st":
             return int(duration.value)
         if duration.is_time:
             raise ValueError(f"{duration} is a wall time; expected epochs or steps")
+        if duration.unit == "%":
+            return self._share(duration)
         if self.steps_per_epoch is None:
             raise ValueError(
                 f"{duration} needs to know how long an epoch is, and this data has no epochs of one length; use steps"
             )
         steps = math.ceil(round(duration.value * self.steps_per_epoch, 9))  # 1.1 × 10 is a little more than 11
         return max(1, steps) if duration.value else 0
+
+    def _share(self, duration: Duration) -> int:
+        if self.total is None:
+            raise ValueError(f"{duration} needs to know how many steps the run has, and its length is a wall time")
+        return math.ceil(round(duration.value * self.total / 100, 9))

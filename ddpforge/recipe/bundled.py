@@ -19,6 +19,12 @@ def bundled() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
+def titles() -> dict[str, str]:
+    """Their titles: the first line of each says what it trains."""
+    first = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in bundled().items()}
+    return {name: line.removeprefix("#").strip() for name, line in first.items()}
+
+
 def find_recipe(name_or_path: str | Path) -> Path:
     """The file that `name_or_path` means: a path if it has a separator or ends in .toml, else a bundled recipe.
 

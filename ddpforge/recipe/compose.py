@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpforge.errors import Problem, RecipeError
-from ddpforge.recipe.bundled import require_file
+from ddpforge.recipe.bundled import bundled, require_file
 from ddpforge.recipe.layers import Layers, Table, inside, paths
 from ddpforge.recipe.origins import KeyPath, Origin, Source
 from ddpforge.recipe.report import did_you_mean, dotted, kind_of, printable
@@ -141,9 +141,12 @@ def _base(name: object, origin: Origin, source: Source, chain: _Chain) -> Layers
         message = f"`extends` must be a file name or an array of file names, not {kind_of(name)}"
         raise RecipeError([Problem(message, "extends", origin.place())])
     path = source.folder / name
+    label = os.path.normpath(os.path.join(os.path.dirname(source.label), name))
+    if not os.path.isfile(path) and name in bundled():
+        path = bundled()[name]
+        label = str(path)
     require_file(path, name, origin)
 
-    label = os.path.normpath(os.path.join(os.path.dirname(source.label), name))
     seen = [one for one, _ in chain]
     if path.resolve() in seen:
         circle = [one for _, one in chain[seen.index(path.resolve()) :]]

@@ -73,11 +73,20 @@ def _wall_time(value: Duration) -> Duration:
 
 def _training_time(value: Duration) -> Duration:
     if value.is_time:
-        raise ValueError('must be in epochs or steps, such as "5ep" or "100st"')
+        raise ValueError('must be in epochs, steps or percent of the run, such as "5ep", "100st" or "10%"')
     return _positive(value)
 
 
+def _absolute(value: Duration) -> Duration:
+    if value.unit == "%":
+        raise ValueError(
+            'must be in epochs, steps or wall time, such as "5ep", "1000st" or "2h": it is what 100% means'
+        )
+    return value
+
+
 Amount = Annotated[Duration, AfterValidator(_positive)]
+Length = Annotated[Amount, AfterValidator(_absolute)]
 WallTime = Annotated[Duration, AfterValidator(_wall_time)]
 TrainingTime = Annotated[Duration, AfterValidator(_training_time)]
 
@@ -196,7 +205,7 @@ class DataSection(Section):
 class TrainSection(Section):
     """The length, batches and precision of training: the same meaning under every strategy."""
 
-    length: Annotated[Amount, Resume.TUNABLE] = Field(
+    length: Annotated[Length, Resume.TUNABLE] = Field(
         description='How long to train: epochs "5ep", steps "1000st" or wall time "2h".',
     )
     global_batch: Annotated[Count, Resume.FIXED] = Field(

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Literal
 from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.overview import standing
-from ddpforge.sweeps.pruning import PRUNED, STUDY, OptunaPruning
+from ddpforge.sweeps.journal import PRUNED, STUDY, opened_trial, quiet, storage
+from ddpforge.sweeps.pruning import OptunaPruning
 from ddpforge.sweeps.space import Range, Space, Variant
 from ddpforge.sweeps.training import Trained
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
-    from optuna.storages import BaseStorage
+    from optuna.study import StudyDirection
 
-__all__ = ["Search", "opened_trial"]
+__all__ = ["Search"]
 
 _JOURNAL = "optuna.log"
 _CALLBACK = f"{OptunaPruning.__module__}:{OptunaPruning.__name__}"
@@ -112,15 +113,6 @@ def _suggested(trial: Trial, key: str, axis: Range | tuple[str, ...]) -> str:
     return repr(trial.suggest_float(key, axis.low, axis.high, log=axis.log))
 
 
-def opened_trial(journal: Path, number: int) -> Trial:
-    """A trial of the study in `journal`, to go on with."""
-    import optuna
-
-    _quiet()
-    study = optuna.load_study(study_name=STUDY, storage=_storage(journal))
-    return optuna.Trial(study, study.trials[number]._trial_id)
-
-
 def _study(folder: Path, mode: str, seed: int) -> Study:
     try:
         import optuna
@@ -128,27 +120,17 @@ def _study(folder: Path, mode: str, seed: int) -> Study:
         raise EnvironmentProblem(
             "searches need Optuna, which is not installed", hints=["pip install 'ddpforge[optuna]'"]
         ) from error
-    _quiet()
+    quiet()
     folder.mkdir(parents=True, exist_ok=True)
     study = optuna.create_study(
-        study_name=STUDY,
-        storage=_storage(folder / _JOURNAL),
-        direction="minimize" if mode == "min" else "maximize",
-        load_if_exists=True,
+        study_name=STUDY, storage=storage(folder / _JOURNAL), direction=_direction(mode), load_if_exists=True
     )
     # Another seed for those that follow: the same one would propose again what was tried.
     study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials), constant_liar=True)
     return study
 
 
-def _storage(journal: Path) -> BaseStorage:
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
+def _direction(mode: str) -> StudyDirection:
+    from optuna.study import StudyDirection
 
-    return JournalStorage(JournalFileBackend(str(journal)))
-
-
-def _quiet() -> None:
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return StudyDirection.MINIMIZE if mode == "min" else StudyDirection.MAXIMIZE

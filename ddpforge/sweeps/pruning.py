@@ -9,11 +9,9 @@ from pydantic import Field
 
 from ddpforge.interfaces import Callback
 from ddpforge.interfaces.callback import RunContext
+from ddpforge.sweeps.journal import PRUNED, opened_trial
 
-__all__ = ["STUDY", "OptunaPruning"]
-
-STUDY = "sweep"
-PRUNED = "pruned"  # the mark of a trial that was ended early
+__all__ = ["OptunaPruning"]
 
 logger = logging.getLogger("ddpforge")
 
@@ -36,8 +34,6 @@ class OptunaPruning(Callback):
         """Opens the study."""
         self._ranks = run.world.all
         if self._ranks.is_main:
-            from ddpforge.sweeps.optuna_study import opened_trial
-
             self._trial = opened_trial(self._journal, self._number)
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool:

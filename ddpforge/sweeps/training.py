@@ -127,13 +127,13 @@ class _Queue:
         with self._lock:
             if self.stopped or self.error:
                 return None
-            return next(self._waiting, None)
+            if variant := next(self._waiting, None):
+                self._begins(variant)
+            return variant
 
     def _train(self, variant: Variant, slot: int) -> None:
         log = self._commands.log(variant)
         log.parent.mkdir(parents=True, exist_ok=True)
-        with self._lock:
-            self._begins(variant)
         with log.open("ab") as file:
             # A session of its own: a terminal would send Ctrl-C to it, too.
             process = self._processes[slot] = subprocess.Popen(

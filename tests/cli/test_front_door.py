@@ -127,6 +127,8 @@ def test_what_was_mistyped_is_recognised(arguments: list[str], hint: str) -> Non
         (["launch", "digits", "--gpus", "2"], "write --nproc N"),
         (["run", "digits", "--lr", "1e-3"], "values of the recipe are set by KEY=VALUE, e.g. optimizer.lr=1e-3"),
         (["run", "digits", "--optimizer.lr=1e-3"], "write optimizer.lr=VALUE"),
+        (["run"], "ddpforge run digits "),
+        (["check"], "a recipe of your own is a TOML file: ddpforge recipes cp NAME"),
         (["run", "--config", "r.toml"], "the recipe follows without an option"),
         (["check", "digits", "optimizer.lr", "1e-3"], "what follows is [KEY=VALUE]..., e.g. optimizer.lr=1e-3"),
     ],

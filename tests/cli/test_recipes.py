@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 
 from ddpforge.cli import main
 from ddpforge.errors import ExitCode
-from ddpforge.recipe import bundled
+from ddpforge.recipe import bundled, load_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +34,21 @@ def test_every_bundled_recipe_is_listed_with_what_it_trains() -> None:
 @pytest.mark.parametrize(
     ("target", "expected"), [([], "digits.toml"), (["mine.toml"], "mine.toml"), (["sub"], "sub/digits.toml")]
 )
-def test_a_copy_is_the_same_to_the_letter_and_its_path_is_printed(target: list[str], expected: str) -> None:
+def test_a_copy_is_the_same_below_its_schema_and_its_path_is_printed(target: list[str], expected: str) -> None:
     Path("sub").mkdir()
     result = invoke("cp", "digits", *target)
     assert (result.exit_code, result.stdout) == (0, f"{expected}\n")
-    assert Path(expected).read_bytes() == bundled()["digits"].read_bytes()
+    text = Path(expected).read_text()
+    assert text == "#:schema recipe.schema.json\n\n" + bundled()["digits"].read_text()
+    assert load_recipe(expected).recipe == load_recipe("digits").recipe
+    schema = json.loads(Path(expected).with_name("recipe.schema.json").read_text())
+    assert {"model", "train"} < schema["properties"].keys()
+
+
+def test_a_schema_that_is_there_is_left_alone() -> None:
+    Path("recipe.schema.json").write_text("mine")
+    assert invoke("cp", "digits").exit_code == 0
+    assert Path("recipe.schema.json").read_text() == "mine"
 
 
 def test_an_existing_file_is_not_overwritten() -> None:

@@ -316,7 +316,7 @@ def invoke(*arguments: str) -> Result:
         (["tiny.toml", "--set", "train.length"], "train.length"),
         (["tiny.toml", "--out", "tiny.toml"], "is a file"),
         (["tiny.toml", "--frehs"], "Did you mean '--fresh'?"),
-        ([], "Missing argument 'RECIPE'"),
+        ([], "Missing argument 'RECIPE'.\n  = help: ddpforge run cifar10"),
     ],
 )
 def test_mistakes_are_told_on_stderr_before_anything_is_started(arguments: list[str], complaint: str) -> None:

@@ -113,3 +113,16 @@ def test_data_without_a_length_has_steps_and_no_epochs() -> None:
 def test_wall_time_is_no_number_of_steps() -> None:
     with pytest.raises(ValueError, match="10m is a wall time; expected epochs or steps"):
         Horizon(None, 7).steps(Duration.parse("10m"))
+
+
+@pytest.mark.parametrize(("text", "steps"), [("10%", 10), ("0.5%", 1), ("0%", 0), ("33.3%", 34), ("100%", 100)])
+def test_percent_are_of_the_whole_run(text: str, steps: int) -> None:
+    assert str(Duration.parse(text)) == text
+    assert Horizon(100, None).steps(Duration.parse(text)) == steps
+
+
+def test_percent_of_a_run_without_a_number_of_steps_are_refused() -> None:
+    with pytest.raises(ValueError, match="10% needs to know how many steps the run has, and its length is a wall time"):
+        Horizon(None, 10).steps(Duration.parse("10%"))
+    with pytest.raises(ValueError, match="must be at most 100%"):
+        Duration.parse("101%")

@@ -92,6 +92,18 @@ def test_code_that_is_not_beside_its_recipe_is_not_looked_for_elsewhere(load: Lo
 
 
 # ---------------------------------------------------------------------------------------------- extends
+def test_a_recipe_that_comes_with_ddpforge_is_extended_by_its_name_unless_a_file_has_it(
+    load: Load, registry: Registry
+) -> None:
+    child = 'recipe = 1\nextends = ["digits"]\nname = "mine"\ntrain.seed = 3\n'
+    loaded = load(child)
+    ours = load_recipe("digits", registry=registry)
+    assert loaded.recipe.train == ours.recipe.train.model_copy(update={"seed": 3})
+    assert "recipes/digits.toml" in str(loaded.origins["train", "global_batch"])
+    with pytest.raises(RecipeError, match="no such recipe: `digit`"):
+        load(child.replace('"digits"', '"digit"'))
+
+
 def test_later_layers_win_tables_merge_and_arrays_are_replaced(load: Load, valid: str) -> None:
     child = 'extends = ["one.toml", "two.toml"]\n[optimizer]\nbetas = [0.5, 0.6]\n[train]\nseed = 3\n'
     one = valid + "seed = 1\n[checkpoint]\nkeep = { last = 7 }\n"

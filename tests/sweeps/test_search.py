@@ -12,7 +12,8 @@ from run_folders import made, trained
 
 from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.ranks.collectives import Alone
-from ddpforge.sweeps.optuna_study import Search, opened_trial
+from ddpforge.sweeps.journal import opened_trial
+from ddpforge.sweeps.optuna_study import Search
 from ddpforge.sweeps.pruning import OptunaPruning
 from ddpforge.sweeps.space import Space, Variant
 from ddpforge.sweeps.training import Trained

@@ -46,8 +46,8 @@ class Curriculum(EpochOrder):
     ) -> None:
         super().__init__(len(data), global_batch=global_batch, drop_last=drop_last)
         self._easiest = np.argsort(numbers(data, by), kind="stable").astype(np.uint64)
-        if until.is_time:
-            raise UsageError(f"until: {until} is a wall time; expected epochs or steps")
+        if until.unit not in ("ep", "st"):
+            raise UsageError(f"until: {until} must be in epochs or steps", hints=['for example "2ep" or "1000st"'])
         self._until = Horizon(None, self.steps_per_epoch).steps(until)
         self._start, self._seed = start, seed
 

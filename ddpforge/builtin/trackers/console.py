@@ -16,7 +16,9 @@ class ConsoleTracker(Tracker):
     """Shows the step, the training loss, the speed and the time that is left; evaluations get a line each.
 
     Without a terminal that is a line every second, then less and less often, every 30 seconds in the end.
-    Reads `config["run"]` (`total_steps`, `strategy`, `micro_batch`, `accumulation`) and `config["train"]`.
+    Begins with two lines of what is trained, on what and where.
+    Reads `config["run"]` (`total_steps`, `strategy`, `micro_batch`, `accumulation`) and `config["train"]`; also, where
+    they are there, `parameters`, `trained`, `samples`, `steps_per_epoch` and `device`.
     """
 
     def __init__(self) -> None:
@@ -33,6 +35,7 @@ class ConsoleTracker(Tracker):
 
         self._console = Console(stderr=True)
         self._print(_opening(name, config, resumed_at))
+        self._print(f"  {_summary(folder, config)}")
         self._bar = _bar(self._console)
         self._task = self._bar.add_task("", total=self._total, completed=self._step, numbers="")
         self._bar.start()
@@ -116,6 +119,21 @@ def _opening(name: str, config: Mapping[str, Any], resumed_at: int | None) -> st
     ranks = f"{size} ranks" if size > 1 else "1 rank"
     batches = f"global batch {batch} = {ranks} x {passes} x {micro}"
     return f"{name}: {run['strategy']}, {steps}{start}, {batches}"
+
+
+def _summary(folder: Path, config: Mapping[str, Any]) -> str:
+    """The model, the data, what computes and where it all goes."""
+    run, parts = config["run"], []
+    if count := run.get("parameters"):
+        trained = run.get("trained", count)
+        frozen = f", {trained:,} trained and {count - trained:,} frozen" if trained < count else ""
+        parts.append(f"{count:,} parameters{frozen}")
+    if samples := run.get("samples"):
+        epoch = run.get("steps_per_epoch")
+        parts.append(f"{samples:,} samples{f', {epoch:,} steps per epoch' if epoch else ''}")
+    if device := run.get("device"):
+        parts.append(f"{config['train'].get('precision', 'fp32')} on {device}")
+    return "; ".join([*parts, f"folder {folder}"])
 
 
 def _evaluation(metrics: Mapping[str, float]) -> str:

@@ -45,7 +45,7 @@ def config(total: int | None = 300, *, accumulation: int = 4, micro_batch: int =
 def started(config: dict[str, Any], resumed_at: int | None = None) -> tuple[ConsoleTracker, Clock]:
     tracker, clock = ConsoleTracker(), Clock()
     tracker.clock = clock
-    tracker.start(name="digits", folder=Path(), config=config, resumed_at=resumed_at)
+    tracker.start(name="digits", folder=Path("runs/digits"), config=config, resumed_at=resumed_at)
     return tracker, clock
 
 
@@ -65,6 +65,7 @@ def test_a_run_without_a_terminal_reads_like_a_log(capsys: pytest.CaptureFixture
     assert out == ""
     assert [re.sub(STAMP, "10:01:32", line) for line in err.splitlines()] == [
         "digits: ddp, 300 steps, global batch 256 = 2 ranks x 4 x 32",
+        "  folder runs/digits",
         "10:01:32 step 1/300 (0%) loss 1.0000",
         "10:01:32 step 65/300 (22%) loss 0.0154 64.0 step/s eta 4s",
         "10:01:32 step 129/300 (43%) loss 0.0078 64.0 step/s eta 3s",
@@ -95,7 +96,7 @@ def test_the_last_row_is_shown_even_when_training_ends_early(capsys: pytest.Capt
     tracker.finish(state="stopped", summary={})
     assert re.fullmatch(
         rf"{STAMP} step 1/300 .*\n{STAMP} step 7/300 \(2%\) loss 0\.1429 .*\nstopped after 0s\n",
-        capsys.readouterr().err.split("\n", 1)[1],
+        capsys.readouterr().err.split("\n", 2)[2],
     )
 
 
@@ -103,13 +104,13 @@ def test_evaluations_are_shown_however_close(capsys: pytest.CaptureFixture[str])
     tracker, _ = started(config())
     for step in (1, 2, 3):
         tracker.log(step, {"eval/loss": float("nan")})
-    assert capsys.readouterr().err.splitlines()[1:] == [f"eval step {step} loss nan" for step in (1, 2, 3)]
+    assert capsys.readouterr().err.splitlines()[2:] == [f"eval step {step} loss nan" for step in (1, 2, 3)]
 
 
 def test_a_resumed_run_by_the_clock_says_so_and_has_no_eta(capsys: pytest.CaptureFixture[str]) -> None:
     tracker, clock = started(config(total=None, accumulation=1, micro_batch=128), resumed_at=100)
     train(tracker, clock, range(101, 103), seconds=2.0)
-    opening, first, second = capsys.readouterr().err.splitlines()
+    opening, _, first, second = capsys.readouterr().err.splitlines()
     assert opening == "digits: ddp, for 2h from step 100, global batch 256 = 2 ranks x 1 x 128"
     assert first.endswith("step 101 loss 0.0099")
     assert second.endswith("step 102 loss 0.0098 0.5 step/s")
@@ -125,7 +126,7 @@ def test_speed_is_counted_afresh_after_a_rewind(capsys: pytest.CaptureFixture[st
 
 def test_one_rank_is_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     started(config(accumulation=8))
-    assert capsys.readouterr().err == "digits: ddp, 300 steps, global batch 256 = 1 rank x 8 x 32\n"
+    assert capsys.readouterr().err.splitlines()[0] == "digits: ddp, 300 steps, global batch 256 = 1 rank x 8 x 32"
 
 
 class Terminal(io.StringIO):
@@ -168,3 +169,26 @@ def test_forced_colour_does_not_make_a_pipe_a_terminal(
     tracker, clock = started(config())
     train(tracker, clock, range(1, 2), seconds=1 / 64)
     assert "\r" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("facts", "line"),
+    [
+        (
+            {"parameters": 4810, "trained": 4810, "samples": 1437, "steps_per_epoch": 23, "device": "cpu"},
+            "4,810 parameters; 1,437 samples, 23 steps per epoch; bf16 on cpu; folder runs/digits",
+        ),
+        (
+            {"parameters": 4810, "trained": 650, "samples": None, "steps_per_epoch": None, "device": "cuda:0"},
+            "4,810 parameters, 650 trained and 4,160 frozen; bf16 on cuda:0; folder runs/digits",
+        ),
+    ],
+)
+def test_a_run_begins_with_what_is_trained_on_what_and_where(
+    capsys: pytest.CaptureFixture[str], facts: dict[str, Any], line: str
+) -> None:
+    described = config()
+    described["run"] |= facts
+    described["train"]["precision"] = "bf16"
+    started(described)
+    assert capsys.readouterr().err.splitlines()[1] == f"  {line}"
