@@ -326,7 +326,7 @@ def test_weights_and_lengths_are_finite_numbers() -> None:
         Weighted(data, 0, 2, False)
     with pytest.raises(UsageError, match="must hold numbers, not text"):
         Bucketed(data, 0, 2, False, by="labels")
-    with pytest.raises(UsageError, match="2h is a wall time"):
+    with pytest.raises(UsageError, match="2h must be in epochs or steps"):
         Curriculum(data, 0, 2, False, until=Duration(2, "h"))
 
 
