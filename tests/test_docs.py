@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 import pytest
+import yaml  # type: ignore[import-untyped]
 from launched import Ranks
 
 import ddpforge as package
@@ -168,6 +169,26 @@ def test_commands_parse(page: Path, generate: ModuleType) -> None:
         if "ddpforge " in span and "…" not in span:
             for words in command_lines(span):
                 parse(words, commands, whole=False)
+
+
+def test_the_yaml_of_clusters_is_read_and_its_commands_parse(generate: ModuleType) -> None:
+    commands = dict(generate.commands())
+    documents = [yaml.safe_load_all(text) for text in blocks(DOCS / "how-to/clusters.md", "yaml")]
+    found = [words for each in documents for words in commands_within(list(each))]
+    assert [words[0] for words in found if words] == ["launch", "launch"]
+    for words in filter(None, found):
+        parse(words, commands)
+
+
+def commands_within(value: Any) -> Iterator[list[str]]:
+    """ddpforge's arguments, wherever a value of YAML has them: in a list of words, or in a shell script."""
+    if isinstance(value, str):
+        yield from command_lines(value)
+    elif isinstance(value, list) and value[:1] == ["ddpforge"]:
+        yield value[1:]
+    elif isinstance(value, list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from commands_within(each)
 
 
 def command_lines(script: str) -> Iterator[list[str]]:

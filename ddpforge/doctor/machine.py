@@ -1,4 +1,4 @@
-"""What one machine can say about itself: packages, devices, memory, limits, disk, names and variables."""
+"""Looks at one machine by itself: packages, devices, memory, limits, disk, names and variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks find out together: whether they meet, share a folder and the time, and how fast they talk."""
+"""Looks at what only several ranks can see: a folder and the time that they share, and how fast they talk."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _CLOCKS = 1.0  # seconds
 
 
 def alike(ranks: Ranks, loaded: LoadedRecipe, registry: Registry) -> Iterator[Finding]:
-    """Whether all run the same software and recipe."""
+    """Compares the software and the recipe of all."""
     yield from _refused(
         lambda: refuse_differences(ranks, loaded, registry), "all ranks have the same software and recipe"
     )
 
 
 def folder(ranks: Ranks, place: Path) -> Iterator[Finding]:
-    """Whether all see what rank 0 writes, and that it is locked."""
+    """Looks whether all see what rank 0 writes, and that it is locked."""
     locks = True
 
     def look() -> None:

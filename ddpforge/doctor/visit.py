@@ -40,7 +40,7 @@ def visit(recipe: str | None, sets: Sequence[str], out: str | None) -> list[Find
 
 
 def _alone(loaded: LoadedRecipe | None, registry: Registry, place: Path) -> Iterator[Finding]:
-    """What this machine finds out by itself; the first of its ranks does."""
+    """This machine by itself: the first of its ranks looks."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

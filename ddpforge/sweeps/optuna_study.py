@@ -131,7 +131,10 @@ def _study(folder: Path, mode: str, seed: int) -> Study:
     _quiet()
     folder.mkdir(parents=True, exist_ok=True)
     study = optuna.create_study(
-        study_name=STUDY, storage=_storage(folder / _JOURNAL), direction=f"{mode}imize", load_if_exists=True
+        study_name=STUDY,
+        storage=_storage(folder / _JOURNAL),
+        direction="minimize" if mode == "min" else "maximize",
+        load_if_exists=True,
     )
     # Another seed for those that follow: the same one would propose again what was tried.
     study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials), constant_liar=True)

@@ -51,6 +51,7 @@ log = logging.getLogger("ddpforge")
 
 _MOST_SKIPS = 100  # steps in a row without a finite gradient, after which skipping is no longer training
 _MOST_ROLLBACKS = 10
+_FACTOR = "callbacks/lr_factor"
 
 
 class _GoBack(Exception):
@@ -259,7 +260,8 @@ class Trainer:
         """One step. Returns this rank's totals: the losses and, when `measure`, the task's metrics."""
         self._shows.step = step
         phases.enter_step(step)
-        self._rates.set(step - 1, self._wanted_factor())
+        self._factor = self._wanted_factor()
+        self._rates.set(step - 1, self._factor)
 
         drawn: list[MicroBatch] = []
         draws = self._draws(source, drawn)
@@ -317,8 +319,10 @@ class Trainer:
         ballot = self._ballot.totals(self._wishes(alarms), seconds=pace, saved=self.saving.ready)
 
         phases.mark(phases.REDUCE)
-        means = self.world.all.mean({**totals, **ballot, **self._read.totals()}, reports_of(self.task))
+        rates = {_FACTOR: Total(torch.tensor(self._factor, dtype=torch.float64), 1)} if self._setting_rates else {}
+        means = self.world.all.mean({**totals, **ballot, **self._read.totals(), **rates}, reports_of(self.task))
         self._read.refuse_another(means, step=self.progress.step)
+        self._refuse_another_factor(means.pop(_FACTOR, self._factor))
         self._count(means)
         if self._agreed.all_saved:
             self.saving.settle()
@@ -342,6 +346,15 @@ class Trainer:
             record_halt()
             self.halt.obeyed()
         return self._agreed
+
+    def _refuse_another_factor(self, mean: float) -> None:
+        """Raises PluginError where callbacks of other ranks want other rates, which would part the weights."""
+        if not math.isclose(mean, self._factor, rel_tol=1e-9, abs_tol=1e-12):
+            raise PluginError(
+                f"callbacks {', '.join(self._setting_rates)} multiply the learning rate of step {self.progress.step} "
+                f"with {self._factor:g} on this rank and {mean:g} on average",
+                hints=["decide in `lr_factor` from what callbacks are told, which is the same on every rank"],
+            )
 
     def _look_at_norms(self, totals: Mapping[str, Total], *, logs: bool) -> None:
         """Does what the recipe says where a gradient was not finite; `logs` says that the step is to have a row.

@@ -16,6 +16,7 @@ __all__ = ["Board", "within"]
 
 T = TypeVar("T")
 _WAIT = 2.0  # seconds that a store, or a disk, may take
+_AGAIN = 5.0  # seconds for which a store that did not answer is left alone
 
 
 class Board:
@@ -30,6 +31,7 @@ class Board:
     ) -> None:
         self._logs, self._attempt, self._store, self._seldom, self._clock = logs, attempt, store, seldom, clock
         self._talk: Any = None
+        self._asks_again = clock()  # when, after the store was out of reach
         self._written = clock()
         self._reached: float | None = None
         self._shown: tuple[int, int] | None = None
@@ -98,7 +100,7 @@ class Board:
 
     # -- the store
     def _ask(self, **question: Any) -> Any:
-        if not self._store:
+        if not self._store or self._clock() < self._asks_again:
             return None
         try:
             if self._talk is None:
@@ -109,7 +111,7 @@ class Board:
             self._talk.flush()
             answer = json.loads(self._talk.readline())
         except (OSError, ValueError):
-            self._talk = None
+            self._talk, self._asks_again = None, self._clock() + _AGAIN
             return None
         self._reached = self._clock()
         self._alarm = self._alarm or bool(answer.get("alarm"))

@@ -53,16 +53,13 @@ class Process:
             return f"was killed by signal {number}{f' ({name})' if name else ''}{memory}"
         return f"ended by itself with code {status >> 8}" if status else "ended without a word: killed, or crashed,"
 
-    def hold(self) -> str:
-        """Stops it where it stands; returns the stacks of its threads, and of those of its loader processes.
+    def stacks(self) -> str:
+        """The stacks of its threads, and of those of its loader processes; a frozen one would have to go on for that.
 
-        One that is stopped already writes none: it would have to go on for that, see `end`.
+        It is not stopped for them: a program that wraps it, as nsenter and sudo do, would stop with it, for ever.
         """
-        stacks = "" if self.frozen() else self._dump()
-        _send(self.pid, signal.SIGSTOP)
-        return stacks
-
-    def _dump(self) -> str:
+        if self.frozen():
+            return ""
         for pid in [self.pid, *_children(self.pid)]:
             if _listens(pid):
                 _send(pid, STACKS)

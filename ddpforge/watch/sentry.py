@@ -50,8 +50,8 @@ class Watched(Protocol):
     def death(self) -> str:
         """The way it ended."""
 
-    def hold(self) -> str:
-        """Stops it where it stands; returns the stacks of all its threads."""
+    def stacks(self) -> str:
+        """The stacks of all its threads."""
 
     def line(self, stacks: str) -> str:
         """The line on which its main thread stands."""
@@ -182,7 +182,7 @@ class Sentry:
         frozen = self._process.frozen()
         if not frozen and self._clock() - self._failed < _GRACE:
             return False
-        stacks = self._process.hold()
+        stacks = self._process.stacks()
         self._teller.keep_stacks(stacks)
         self._teller.tell_end(str(self._row(at=self._process.line(stacks), frozen=frozen)))
         self._process.end()
@@ -193,7 +193,7 @@ class Sentry:
         """Calls everybody; says where this rank stands and, if nobody has, who the others wait for; ends the rank."""
         self._board.call()
         left, frozen = self._process.place().left, self._process.frozen()
-        stacks = "" if left else self._process.hold()
+        stacks = "" if left else self._process.stacks()
         self._teller.keep_stacks(stacks)
         mine = self._row(at=self._process.line(stacks), frozen=frozen, answers=True)
         self._board.show(mine)

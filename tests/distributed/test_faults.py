@@ -14,7 +14,7 @@ from hosts import Hosts
 from launched import Ranks
 from sharding import DDP, FSDP, ZERO
 
-STALL = 2.0
+STALL = 3.0
 RECIPE = """
 recipe = 1
 name = "run"
@@ -23,8 +23,8 @@ data.train = {{ use = "./faults.py:Points" }}
 data.eval = {{ use = "digits", split = "test" }}
 task = {{ use = "classification" }}
 optimizer = {{ use = "sgd", lr = 0.1 }}
-train = {{ length = "100000st", global_batch = 12, stall = "{stall:g}s", eval_every = "5st", eval_batch = 100 }}
-checkpoint = {{ every = "5st", background = {background} }}
+train = {{ length = "100000st", global_batch = 12, stall = "{stall:g}s", eval_every = "{every}", eval_batch = 100 }}
+checkpoint = {{ every = "{every}" }}
 track.every = "1000st"
 strategy = {{ {strategy} }}
 [callbacks.fault]
@@ -141,9 +141,9 @@ CASES = [
 ]
 
 
-def prepare(folder: Path, kind: str, rank: int, strategy: str, background: str = "true") -> None:
+def prepare(folder: Path, kind: str, rank: int, strategy: str, every: str = "5st") -> None:
     table = strategy.replace("\n", ", ")
-    text = RECIPE.format(kind=kind, rank=rank, strategy=table, stall=STALL, background=background)
+    text = RECIPE.format(kind=kind, rank=rank, strategy=table, stall=STALL, every=every)
     (folder / "run.toml").write_text(text)
     (folder / "faults.py").write_text(FAULTS)
 
@@ -232,7 +232,7 @@ def test_a_network_that_is_cut_ends_the_ranks_on_both_hosts(
     tmp_path: Path, hosts: Hosts, strategy: str, cut: str
 ) -> None:
     """The first host has the store, so it is the other one that is out of touch."""
-    prepare(tmp_path, "none", 0, strategy)
+    prepare(tmp_path, "none", 0, strategy, every="100000st")
     store = hosts["a"].start(sys.executable, "-c", SERVES, cwd=tmp_path)
     ranks = []
     for rank, letter in enumerate("ab"):
@@ -253,6 +253,6 @@ def test_a_network_that_is_cut_ends_the_ranks_on_both_hosts(
     print(f"cut {cut}: over after {seconds:.1f} s")
     store.kill()
     assert all(codes)
-    assert seconds < STALL * 3 + 10  # it may be cut in an evaluation
+    assert seconds < STALL + 10
     error = told(tmp_path, "status")["error"]
-    assert error.startswith("rank 1 on nodeb lost touch with the first host"), error
+    assert re.match(r"rank 1 (on nodeb lost touch with the first host|did not answer \(process \d+ on nodeb\))", error)

@@ -51,7 +51,7 @@ class Slow(Callback):
     def on_step(self, info):
         Path("step").write_text(str(info.step))
         if info.step >= 5 and Path("slow").exists():
-            time.sleep(0.3)
+            time.sleep(4)
 """
 
 
@@ -73,10 +73,10 @@ def submitted(slurm: Slurm, folder: Path, *flags: str) -> Job:
     return slurm.submit(folder / "job.sh", cwd=folder, env={"OMP_NUM_THREADS": "1"})
 
 
-def says(folder: Path, text: str, times: int = 1) -> None:
+def says(job: Job, folder: Path, text: str, times: int = 1) -> None:
     """Waits until the job has printed `text` so often."""
     out = folder / "out.txt"
-    until(lambda: out.exists() and out.read_text().count(text) >= times, 150, lambda: out.read_text())
+    until(lambda: out.exists() and out.read_text().count(text) >= times, 200, lambda: f"{out.read_text()}\n{job.facts}")
 
 
 def trains(folder: Path) -> None:
@@ -85,12 +85,18 @@ def trains(folder: Path) -> None:
     until(lambda: step.exists() and int(step.read_text() or 0) >= 6, 120, (folder / "out.txt").read_text)
 
 
+def newest(run: Path) -> Path:
+    """A run's last checkpoint."""
+    return max(run.glob("checkpoints/step-*"))
+
+
 def finishes(job: Job, folder: Path) -> None:
     """Lets a job that is queued again come to its end, and compares what it has come to, tensor by tensor."""
     (folder / "slow").unlink()
     job.begin()
     assert job.wait(timeout=150) == "COMPLETED", (folder / "out.txt").read_text()
-    found, expected = (Reader(folder / f"runs/{name}/checkpoints/step-{STEPS:08d}") for name in ("job", "undisturbed"))
+    found, expected = (Reader(newest(folder / "runs" / name)) for name in ("job", "undisturbed"))
+    assert found.facts.step == STEPS
     for section in ("model", "optimizer"):
         names = list(expected.names(section))
         assert list(found.names(section)) == names
@@ -115,15 +121,14 @@ def test_preempted(slurm: Slurm, folder: Path, flags: tuple[str, ...]) -> None:
 
 
 def test_out_of_time_twice_in_a_row(slurm: Slurm, folder: Path) -> None:
-    job = submitted(slurm, folder, "--time=1", "--signal=20")
+    job = submitted(slurm, folder, "--time=2", "--signal=20")
     for attempt in (1, 2):
-        says(folder, "queued again", times=attempt)
+        says(job, folder, "queued again", times=attempt)
         job.wait("PENDING", timeout=60)
         if attempt == 1:
             job.begin()
     finishes(job, folder)
-    assert RunFolder(folder / "runs/job").attempts() in (2, 3)  # a stop may come before training has begun
-    assert job.restarts == 2
+    assert job.restarts == 2  # Slurm may ask a minute early, which on a busy machine is before training begins
 
 
 @pytest.mark.parametrize("flags", [(), ("--one-task-per-rank",)], ids=["launchers", "tasks"])
@@ -131,7 +136,7 @@ def test_asked_to_stop_while_it_starts(slurm: Slurm, folder: Path, flags: tuple[
     job = submitted(slurm, folder, *flags)
     until(lambda: f"{job.number}.0" in slurm.run("squeue", "--steps", "-h", "-o", "%i"), 20)
     slurm.run("scancel", "--batch", "--signal=USR1", job.number)  # ranks are about to import torch
-    says(folder, "queued again")
+    says(job, folder, "queued again")
     job.wait("PENDING", timeout=60)
     finishes(job, folder)
     assert job.restarts == 1

@@ -16,7 +16,7 @@ from doubles import Loop, Numbers, Plain, Saved, noting
 import ddpforge.training.loop
 from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.errors import CheckpointError, Diverged, PluginError
-from ddpforge.interfaces import Callback, StepInfo
+from ddpforge.interfaces import Callback, StepInfo, Total
 from ddpforge.launchers.verdict import Words
 from ddpforge.ranks.halt import NoHalt
 from ddpforge.training.cadence import Stopwatch
@@ -641,3 +641,24 @@ def test_a_callback_without_a_state_is_named_when_it_is_saved(returned: Any) -> 
     with pytest.raises(PluginError, match=r"callback `it`: Stateless.state returned") as told:
         Loop(steps=1, callbacks={"it": Stateless()}).fit()
     assert "`{}` where there is nothing to keep" in told.value.hints[0]
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_ranks_whose_callbacks_want_other_rates_are_told_so(factor: float) -> None:
+    class Elsewhere(Plain):
+        """Another rank, whose factor is always 1."""
+
+        def __init__(self) -> None:
+            super().__init__(ranks=2)
+            alone = self.ranks.mean
+            self.ranks.mean = lambda totals, *rest: alone(  # type: ignore[method-assign]
+                {name: Total((x.sum + 1) / 2, 1) if "factor" in name else x for name, x in totals.items()}, *rest
+            )
+
+    callbacks = {"rates": Does(lr_factor=lambda: factor)}
+    loop = Loop(steps=1, callbacks=callbacks, evaluation=False, replica=Elsewhere())
+    if factor == 1.0:
+        assert loop.fit() == "done"
+        return
+    with pytest.raises(PluginError, match=r"callbacks rates multiply .* step 1 with 0.5 on this rank and 0.75 on"):
+        loop.fit()

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from doubles import Clock
 
-from ddpforge.launchers.store import Attempts, serving
+from ddpforge.launchers.nodes import Nodes
+from ddpforge.launchers.store import ADDRESS, Attempts, serving, store_at
 from ddpforge.watch.board import Board, within
 from ddpforge.watch.rows import Row
 
@@ -118,3 +119,22 @@ def test_a_disk_that_never_answers_is_given_up() -> None:
     pipe = os.pipe()
     assert within(0.01, lambda: os.read(pipe[0], 1)) is None
     assert within(5.0, lambda: 3) == 3
+
+
+def test_the_first_machine_has_the_store_one_port_after_the_endpoint() -> None:
+    first, second = (Nodes.of(2, rank, "node7:29500") for rank in (0, 1))
+    assert [(node.store, node.is_first) for node in (first, second)] == [("node7:29501", True), ("node7:29501", False)]
+    assert (Nodes().store, Nodes().is_first) == (None, True)
+
+
+def test_ranks_find_a_store_here_or_elsewhere_or_do_without(capsys: pytest.CaptureFixture[str]) -> None:
+    with store_at("node7:29501", here=False) as variables:
+        assert variables == {ADDRESS: "node7:29501"}
+    with store_at(None, here=True) as variables:
+        host, _, port = variables[ADDRESS].partition(":")
+        assert host == "127.0.0.1"
+        with socket.create_connection((host, int(port))):
+            pass
+        with serving("", 0) as taken, store_at(f"node7:{taken}", here=True) as without:
+            assert without == {}
+    assert f"no store at node7:{taken}: " in capsys.readouterr().err

@@ -72,7 +72,7 @@ class Rank:
     def death(self) -> str:
         return "was killed by signal 9 (SIGKILL)"
 
-    def hold(self) -> str:
+    def stacks(self) -> str:
         return "stacks"
 
     def line(self, stacks: str) -> str:

@@ -35,7 +35,7 @@ class Adapters(BaseModel):
     train: _Train = ()
 
     def put_into(self, base: nn.Module) -> nn.Module:
-        """Gives `base` the adapters that `lora` describes; raises what that raises."""
+        """Freezes `base` and puts the adapters into it, as `lora` does; raises what that raises."""
         return lora(base=base, **dict(self))
 
 
