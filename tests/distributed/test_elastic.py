@@ -22,7 +22,7 @@ model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
 data.train = { use = "digits", split = "train" }
 task = { use = "classification" }
 optimizer = { use = "sgd", lr = 0.01 }
-train = { length = "4000st", global_batch = 12 }
+train = { length = "3000st", global_batch = 12 }
 track.every = "10st"
 checkpoint.every = "100st"
 callbacks.slow = { use = "./slow.py:Slow", seconds = 0.0 }
@@ -84,7 +84,8 @@ def launched(hosts: Hosts, host: str, folder: Path, *more: str) -> Command:
 def test_machines_join_leave_and_die_and_the_curve_stays(hosts: Hosts, folder: Path) -> None:
     """b joins, leaves as asked, comes back, and loses its power; a alone trains to the end."""
     ddpforge = (sys.executable, "-m", "ddpforge", "run", "run.toml", "--set=name=undisturbed")
-    hosts["a"].run(*ddpforge, cwd=folder)
+    code, said = hosts["a"].start(*ddpforge, cwd=folder, env={"OMP_NUM_THREADS": "1"}).ended(timeout=300)
+    assert code == 0, said
 
     elastic = ("--nnodes=1:2", "--endpoint=nodea", "--max-restarts=3", "--set=callbacks.slow.seconds=0.03")
     first = launched(hosts, "a", folder, *elastic)
