@@ -140,7 +140,7 @@ class Failures:
             deadline = time.monotonic() + patience
             while (found := self.cause()) is None and time.monotonic() < deadline:
                 if len(self.told()) >= self._size:
-                    return None
+                    return self.cause()  # the last one may have told it just now
                 sleep(0.05)
             if found:
                 return found
