@@ -349,7 +349,7 @@ def test_a_file_where_the_folder_should_be_is_an_environment_problem(ddpforge: C
     Path("taken").write_text("")
     refused = ddpforge("run", "tiny.toml", "--out", "taken/below", nproc=2, fails=True)
     assert refused.codes == [ExitCode.ENVIRONMENT] * 2
-    assert "taken/below/tiny cannot be written" in refused.stderr
+    assert "the folder of runs taken/below cannot be written" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 
