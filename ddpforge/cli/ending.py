@@ -19,6 +19,8 @@ from ddpforge.errors import ExitCode, ForgeError, Postponed
 from ddpforge.launchers.verdict import record_verdict
 from ddpforge.ranks import leaving
 
+_OURS = ("__main__", "click", "contextlib", "ddpforge")  # what a command goes through before a component is called
+
 
 @contextmanager
 def ending(*, status: bool = False) -> Iterator[None]:
@@ -33,7 +35,7 @@ def ending(*, status: bool = False) -> Iterator[None]:
         if isinstance(error, ForgeError):
             complain(error)
         elif isinstance(error, Exception):
-            click.echo(f"[rank {os.environ.get('RANK', '0')}] {redact(traceback.format_exc())}", err=True)
+            click.echo(f"[rank {os.environ.get('RANK', '0')}] {redact(_trace(error))}", err=True)
         if status and os.environ.get("RANK", "0") == "0":
             click.echo(json.dumps(failure(error)))
         leave(_exit_code(error), str(failure(error)["error"]))
@@ -72,6 +74,14 @@ def failure(error: BaseException) -> dict[str, Any]:
         "metrics": {},
         "error": redact(f"{type(error).__name__}: {error}".removesuffix(": ")),
     }
+
+
+def _trace(error: Exception) -> str:
+    """The traceback from where a component was called, if one was; a run's log has all of it."""
+    trace = error.__traceback__
+    while trace and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
 
 
 def _exit_code(error: BaseException) -> ExitCode:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +36,12 @@ def test_a_command_that_did_not_come_to_its_end_leaves_with_the_code_that_says_w
     assert (status["state"], status["exit_code"]) == ("failed", code)
     assert said in ended.stderr
     assert bool(ended.stderr) is bool(said)
+
+
+def test_a_traceback_begins_where_the_users_code_does(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def count(x):\n    return len(x)\n")
+    script = SCRIPT.replace("raise {error}", "import mine; mine.count(1)")
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    _, _, trace = ended.stderr.partition("Traceback (most recent call last):\n")
+    assert trace.splitlines()[0].endswith('mine.py", line 2, in count')
+    assert "TypeError: object of type 'int' has no len()" in trace
