@@ -30,8 +30,8 @@ from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.metrics import read_metrics
 from ddpforge.starting import Ranks, prepare
 from ddpforge.strategies.named_state import tensors
+from ddpforge.training.building import WEIGHTS
 from ddpforge.training.left_out import has_left_out, refuse_others
-from ddpforge.training.parts import WEIGHTS
 
 __all__ = ["TrainedRun", "evaluate", "launch", "load"]
 

@@ -33,8 +33,11 @@ from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.opening import open_folder
 from ddpforge.training.assemble import evaluating
+from ddpforge.training.building import build_data_and_model
 from ddpforge.training.callbacks import overriding
+from ddpforge.training.foreseeing import foresee
 from ddpforge.training.parts import Parts, key_of
+from ddpforge.training.trying import rehearse_training
 
 __all__ = ["Evaluation", "Outcome", "evaluate", "run"]
 
@@ -116,7 +119,7 @@ def evaluate(folder: RunFolder, checkpoint: Path, *, sets: Sequence[str] = (), o
     adopt_slurm()
     parts = _load(folder.resolved, sets, trains=False, only=only)
     world = _join(parts)
-    parts.build()
+    build_data_and_model(parts)
     parts.report()
     reader = Reader(checkpoint)
     step = reader.facts.step
@@ -149,10 +152,10 @@ def _load(source: str | Path, sets: Sequence[str], *, trains: bool = True, only:
 
 def _join(parts: Parts, *, folder: RunFolder | None = None) -> World:
     """Joins the world that the strategy finds, unless it is known already that the recipe cannot work in it."""
-    parts.foresee(ranks=world_size(), folder=folder)
+    foresee(parts, ranks=world_size(), folder=folder)
     if parts.found:
-        parts.build(meta=True)  # nobody has joined: all that is wrong is told at once
-        parts.rehearse()
+        build_data_and_model(parts, meta=True)  # nobody has joined: all that is wrong is told at once
+        rehearse_training(parts)
     parts.report()
     joined = join(parts.recipe.train, parts.strategy)
     leaving.at_once()
