@@ -42,7 +42,7 @@ CODE = """
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
-from ddpforge.interfaces import Task, Total
+from ddpforge.interfaces import Rows, Task, Total
 
 class Net(nn.Module):
     def __init__(self, inputs: int = 4, outputs: int = 3, gives: str = "logits") -> None:
@@ -78,6 +78,13 @@ class Odd(Task):
     def metrics(self, outputs, batch):
         if self.how == "list":
             return [1.0]
+        if self.how == "rows":
+            return {"it": Rows(batch[1])}
+        if self.how == "listed":
+            return {"it": Rows([0.5] * 8, batch[1])}
+        if self.how == "by turns":
+            self.calls = getattr(self, "calls", 0) + 1
+            return {"it": Rows(batch[1]) if self.calls % 2 else Total(batch[1].sum(), 8)}
         return {"it": 0.5} if self.how == "floats" else {"it": Total(torch.zeros(3), 3)} if self.how == "wide" else {}
 """
 
@@ -136,6 +143,12 @@ def test_parts_that_fit_are_built_and_tried(parts: Callable[..., Parts]) -> None
         (["task={use='./mine.py:Odd', how='wide'}"], "metric `it` is no single number: it is of shape [3], []"),
         (["task={use='./mine.py:Odd', how='list'}"], "metrics returns a list (a float), not a dict of totals"),
         (["task={use='./mine.py:Odd', how='mean'}"], "returns a mean over the batch"),
+        (["task={use='./mine.py:Odd', how='rows'}"], "metric `it` returns Rows, and nothing finishes it"),
+        (["task={use='./mine.py:Odd', how='listed'}"], "metric `it` has Rows of a list (a float, a float"),
+        (
+            ["task={use='./mine.py:Odd', how='by turns'}"],
+            "metric `it` is now Rows of shape [], now a Total of shape []",
+        ),
     ],
 )
 def test_a_form_that_cannot_work_is_told_in_words(parts: Callable[..., Parts], sets: list[str], said: str) -> None:
@@ -148,7 +161,15 @@ def test_a_form_that_cannot_work_is_told_in_words(parts: Callable[..., Parts], s
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("mean", "returns a mean over the batch"), ("alone", "not a pair"), ("floats", "must be a Total"), ("sum", "")],
+    [
+        ("mean", "returns a mean over the batch"),
+        ("alone", "not a pair"),
+        ("floats", "must be a Total"),
+        ("rows", "nothing finishes it"),
+        ("listed", "has Rows of a list"),
+        ("by turns", "is now Rows of shape [], now a Total"),
+        ("sum", ""),
+    ],
 )
 def test_a_run_tries_a_task_of_its_own_files_with_a_model_that_only_computes(
     parts: Callable[..., Parts], how: str, said: str
