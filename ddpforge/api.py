@@ -91,7 +91,7 @@ def evaluate(
     `run` is a run's folder, or its name in runs/. For the rest see `runner.evaluate`. Raises ForgeError.
     """
     folder = RunFolder.find(str(run))
-    return runner.evaluate(folder, choose(folder, step=step, best=best), sets=sets, only=only)
+    return runner.evaluate(folder, step=step, best=best, sets=sets, only=only)
 
 
 def load(run: str | Path, *, step: int | None = None, best: bool = False) -> TrainedRun:

@@ -36,6 +36,7 @@ from ddpforge.runs.opening import Opened, mention_what_is_lost
 from ddpforge.runs.shown import ShownFiles
 from ddpforge.training.assemble import assemble, ending
 from ddpforge.training.building import build_data_and_model, deal_out
+from ddpforge.training.callbacks import refuse_state
 from ddpforge.training.left_out import has_left_out
 from ddpforge.training.loop import Trainer
 from ddpforge.training.memory import explained
@@ -166,6 +167,7 @@ class Attempt:
         if checkpoint:
             trainer.restore(checkpoint)
             self._refuse_nothing_to_do(trainer)
+        refuse_state(trainer.callbacks)
         trainer.saving.origin = on_rank_zero(self.world.all, lambda: self._begin(trainer))
         self._begun = True
         return trainer

@@ -546,6 +546,27 @@ def test_one_error_of_the_machine_stays_what_it_is(parts: Callable[..., Parts]) 
     assert (caught.value.exit_code, caught.value.hints) == (3, ("mount it",))
 
 
+def test_a_state_that_no_checkpoint_can_hold_is_found_before_training(
+    ddpforge: Callable[..., object], tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text(RECIPE)
+    keeps = """
+from ddpforge.interfaces import Callback
+
+class Keeps(Callback):
+    def on_step(self, info):
+        open("trained", "w").close()
+    def state(self):
+        return {"seen": {1, 2}}
+"""
+    (tmp_path / "mine.py").write_text(CODE + keeps)
+    failed = ddpforge("run", "run.toml", "--set", "callbacks.keeps={use='./mine.py:Keeps'}", fails=True)
+    assert failed.codes == [3]  # type: ignore[attr-defined]
+    assert "seen in the state of callback keeps cannot be saved" in failed.stderr  # type: ignore[attr-defined]
+    assert "Traceback" not in failed.stderr  # type: ignore[attr-defined]
+    assert not (tmp_path / "trained").exists()
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_run_says_all_of_it_and_makes_no_folder(ddpforge: Callable[..., object], tmp_path: Path, nproc: int) -> None:
     (tmp_path / "run.toml").write_text(RECIPE)

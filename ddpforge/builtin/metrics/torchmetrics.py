@@ -93,14 +93,14 @@ class TorchMetric(Metric):
         return self._numbers(value)
 
     def _refuse_classes(self, outputs: Any, targets: Any) -> None:
-        """Raises UsageError where a metric of two classes, which takes a score a sample, is given one for each class."""
+        """Raises UsageError where a metric of two classes, which takes one score a sample, gets one for each class."""
         kind = type(self._metric).__name__
         if not (kind.startswith("Binary") and isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
             return
         if outputs.ndim == targets.ndim + 1 and (classes := outputs.shape[1]) > 1:
             raise UsageError(
-                f"{self.name} is of two classes, with one score a sample; the model's outputs {list(outputs.shape)} are "
-                f"scores of {classes} classes",
+                f"{self.name} is of two classes, with one score a sample; the model's outputs {list(outputs.shape)} "
+                f"are scores of {classes} classes",
                 hints=[f"name {kind.replace('Binary', 'Multiclass', 1)}, with num_classes = {classes}"],
             )
 
