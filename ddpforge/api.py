@@ -30,8 +30,8 @@ from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.metrics import read_metrics
 from ddpforge.starting import Ranks, prepare
 from ddpforge.strategies.named_state import tensors
+from ddpforge.training.building import WEIGHTS
 from ddpforge.training.left_out import has_left_out, refuse_others
-from ddpforge.training.parts import WEIGHTS
 
 __all__ = ["TrainedRun", "evaluate", "launch", "load"]
 
@@ -91,7 +91,7 @@ def evaluate(
     `run` is a run's folder, or its name in runs/. For the rest see `runner.evaluate`. Raises ForgeError.
     """
     folder = RunFolder.find(str(run))
-    return runner.evaluate(folder, choose(folder, step=step, best=best), sets=sets, only=only)
+    return runner.evaluate(folder, step=step, best=best, sets=sets, only=only)
 
 
 def load(run: str | Path, *, step: int | None = None, best: bool = False) -> TrainedRun:

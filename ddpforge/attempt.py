@@ -35,11 +35,14 @@ from ddpforge.runs.folder import (
 from ddpforge.runs.opening import Opened, mention_what_is_lost
 from ddpforge.runs.shown import ShownFiles
 from ddpforge.training.assemble import assemble, ending
+from ddpforge.training.building import build_data_and_model, deal_out
+from ddpforge.training.callbacks import refuse_state
 from ddpforge.training.left_out import has_left_out
 from ddpforge.training.loop import Trainer
 from ddpforge.training.memory import explained
 from ddpforge.training.parts import Parts
 from ddpforge.training.trackers import TrackerGroup
+from ddpforge.training.trying import rehearse_training
 from ddpforge.watch.rows import described, here
 from ddpforge.watch.watch import Unwatched, Watch
 
@@ -164,6 +167,7 @@ class Attempt:
         if checkpoint:
             trainer.restore(checkpoint)
             self._refuse_nothing_to_do(trainer)
+        refuse_state(trainer.callbacks)
         trainer.saving.origin = on_rank_zero(self.world.all, lambda: self._begin(trainer))
         self._begun = True
         return trainer
@@ -373,11 +377,11 @@ def on_every_rank(peers: Peers, action: Callable[[], None]) -> None:
 
 def build_parts(parts: Parts, world: World, *, rehearses: bool) -> None:
     """Builds data and model; of a new run it tries out the first samples, too."""
-    parts.build()
+    build_data_and_model(parts)
     if not parts.found:
-        parts.open(world)
+        deal_out(parts, world)
     if rehearses:
-        parts.rehearse()
+        rehearse_training(parts)
     parts.report()
 
 

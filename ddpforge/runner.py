@@ -29,12 +29,16 @@ from ddpforge.ranks.signals import StopRequests
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe, load_recipe
 from ddpforge.recipe.load import refuse_text
+from ddpforge.runs.checkpoints import choose
 from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.opening import open_folder
 from ddpforge.training.assemble import evaluating
+from ddpforge.training.building import build_data_and_model
 from ddpforge.training.callbacks import overriding
+from ddpforge.training.foreseeing import foresee
 from ddpforge.training.parts import Parts, key_of
+from ddpforge.training.trying import rehearse_training
 
 __all__ = ["Evaluation", "Outcome", "evaluate", "run"]
 
@@ -106,8 +110,17 @@ class Evaluation:
 
 
 @leaving.nobody_leaves()
-def evaluate(folder: RunFolder, checkpoint: Path, *, sets: Sequence[str] = (), only: Sequence[str] = ()) -> Evaluation:
-    """Evaluates one of a run's checkpoints on the recipe's evaluation sets; called on every rank.
+def evaluate(
+    folder: RunFolder,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    sets: Sequence[str] = (),
+    only: Sequence[str] = (),
+) -> Evaluation:
+    """Evaluates a run's newest intact checkpoint, its `best`, or that of a `step`, on the recipe's evaluation sets.
+
+    Called on every rank; the first chooses, which may mean to read all of a checkpoint.
 
     `only` names those of several `[data.eval.NAME]` to evaluate on. Averaged weights are used where the recipe's
     callbacks evaluate with them. Only the model, evaluation data and callbacks are built, and only weights are read.
@@ -116,16 +129,16 @@ def evaluate(folder: RunFolder, checkpoint: Path, *, sets: Sequence[str] = (), o
     adopt_slurm()
     parts = _load(folder.resolved, sets, trains=False, only=only)
     world = _join(parts)
-    parts.build()
+    checkpoint = on_rank_zero(world.all, lambda: choose(folder, step=step, best=best))
+    build_data_and_model(parts)
     parts.report()
     reader = Reader(checkpoint)
-    step = reader.facts.step
     with evaluating(parts, world, reader, folder.path) as evaluator:
         if world.is_main:
             log.info("%s", _what_is_evaluated(checkpoint, parts))
-        metrics = evaluator.evaluate(step)
+        metrics = evaluator.evaluate(reader.facts.step)
     leave(world)
-    return Evaluation(step, metrics, world.is_main)
+    return Evaluation(reader.facts.step, metrics, world.is_main)
 
 
 def _what_is_evaluated(checkpoint: Path, parts: Parts) -> str:
@@ -149,10 +162,10 @@ def _load(source: str | Path, sets: Sequence[str], *, trains: bool = True, only:
 
 def _join(parts: Parts, *, folder: RunFolder | None = None) -> World:
     """Joins the world that the strategy finds, unless it is known already that the recipe cannot work in it."""
-    parts.foresee(ranks=world_size(), folder=folder)
+    foresee(parts, ranks=world_size(), folder=folder)
     if parts.found:
-        parts.build(meta=True)  # nobody has joined: all that is wrong is told at once
-        parts.rehearse()
+        build_data_and_model(parts, meta=True)  # nobody has joined: all that is wrong is told at once
+        rehearse_training(parts)
     parts.report()
     joined = join(parts.recipe.train, parts.strategy)
     leaving.at_once()

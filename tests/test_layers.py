@@ -105,6 +105,10 @@ TOLERATED = {
         "ddpforge.strategies.deepspeed.replica",
         "ddpforge.strategies.deepspeed.strategy",
     ): "two halves of one thing; the half that is made second names the type of the first",
+    (
+        "ddpforge.strategies.fsdp.replica",
+        "ddpforge.strategies.fsdp.strategy",
+    ): "two halves of one thing; the half that is made second names the type of the first",
 }
 
 

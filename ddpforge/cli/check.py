@@ -49,37 +49,41 @@ def check(
 
 def _check(recipe: str, sets: Sequence[str], ranks: int, device: str | None, builds: bool, imports: bool) -> str:
     """Describes the run that the recipe amounts to; raises ForgeError when it cannot be run."""
-    parts = foresee(recipe, sets, ranks, device, imports=imports)
+    parts = foreseen(recipe, sets, ranks, device, imports=imports)
     built = _build(parts) if builds else ""
     parts.report()
     skipped = f"; not imported, nor checked: {', '.join(parts.not_imported)}" if parts.not_imported else ""
     return f"{parts.batch}{skipped}{built}"
 
 
-def foresee(recipe: str, sets: Sequence[str], ranks: int, device: str | None, *, imports: bool = True) -> "Parts":
+def foreseen(recipe: str, sets: Sequence[str], ranks: int, device: str | None, *, imports: bool = True) -> "Parts":
     """Loads a recipe and asks what can be known of it on so many ranks; `report` of what it returns says that."""
     from ddpforge.components.registry import Registry
     from ddpforge.recipe import load_recipe
     from ddpforge.runs.folder import RunFolder
+    from ddpforge.training.foreseeing import foresee
     from ddpforge.training.parts import Parts
 
     registry = Registry.installed() if imports else Registry.installed().only_registered()
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     parts = Parts(loaded, registry)
-    parts.foresee(ranks=ranks, device=device, folder=RunFolder.of(loaded.recipe))
+    foresee(parts, ranks=ranks, device=device, folder=RunFolder.of(loaded.recipe))
     return parts
 
 
 def _build(parts: "Parts") -> str:
-    parts.build(meta=True)
-    tried = parts.try_out()
+    from ddpforge.training.building import build_data_and_model, shares_of
+    from ddpforge.training.trying import try_out
+
+    build_data_and_model(parts, meta=True)
+    tried = try_out(parts)
     parts.report()
     steps = parts.plan.horizon.total
     lines = [
         f"{parts.size.all:,} parameters, {parts.size.trainable:,} of them trainable",
         f"{steps:,} steps" if steps is not None else f"{parts.recipe.train.length} of training",
     ]
-    lines += [f"optimizer of {share}" for share in parts.shares()]
+    lines += [f"optimizer of {share}" for share in shares_of(parts)]
     for key, rehearsal in tried.items():
         numbers = "".join(f", {name} {value:.4g}" for name, value in rehearsal.metrics.items())
         lines.append(f"[data.{key}] gives {rehearsal.batch}{numbers}")

@@ -29,12 +29,11 @@ def evaluate(
         adopt_slurm()
 
         from ddpforge.runner import evaluate as evaluate_run
-        from ddpforge.runs.checkpoints import choose
         from ddpforge.runs.folder import RunFolder
 
         folder = RunFolder.find(run)
         with results_alone(as_json):
-            found = evaluate_run(folder, choose(folder, step=step, best=best), sets=sets, only=only)
+            found = evaluate_run(folder, step=step, best=best, sets=sets, only=only)
         if found.is_main:
             numbers = "  ".join(f"{name} {value:.6g}" for name, value in found.metrics.items())
             click.echo(json.dumps(found.as_dict()) if as_json else f"{folder.path} at step {found.step}: {numbers}")

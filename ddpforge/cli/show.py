@@ -31,18 +31,20 @@ def show(recipe: str, sets: Sequence[str], ranks: int, device: str | None, impor
     from ddpforge.components.registry import Registry
     from ddpforge.recipe import load_recipe
     from ddpforge.runs.folder import RunFolder
+    from ddpforge.training.building import shares_of
     from ddpforge.training.contract import contract_of
+    from ddpforge.training.foreseeing import foresee
     from ddpforge.training.parts import Parts
     from ddpforge.training.turns import draws_of
 
     registry = Registry.installed() if imports else Registry.installed().only_registered()
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     parts = Parts(loaded, registry)
-    parts.foresee(ranks=ranks, device=device, folder=RunFolder.of(loaded.recipe))
-    shares = parts.shares()
+    foresee(parts, ranks=ranks, device=device, folder=RunFolder.of(loaded.recipe))
+    shares = shares_of(parts)
     parts.report()
     loaded = parts.loaded  # with what the components declare
-    contract = contract_of(parts.strategy) if hasattr(parts, "strategy") else None
+    contract = contract_of(parts.strategy) if parts.built.strategy is not None else None
     generated = parts.strategy.generated_config(loaded.recipe.train, ranks) if contract else {}
 
     if as_json:

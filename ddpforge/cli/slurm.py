@@ -108,14 +108,14 @@ def slurm(
 
 def _check(recipe: str, sets: Sequence[str], out: str | None, ranks: int, *, gpus: bool, array: str | None) -> Recipe:
     """The recipe, which can be trained by so many ranks; the first of an array's."""
-    from ddpforge.cli.check import foresee
+    from ddpforge.cli.check import foreseen
     from ddpforge.launchers.slurm import indices
     from ddpforge.recipe import load_recipe
     from ddpforge.runs.folder import RunFolder
 
     numbers = indices(array) if array else []
     with _as_task(numbers[:1]):
-        parts = foresee(recipe, sets, ranks, "cuda" if gpus else None)
+        parts = foreseen(recipe, sets, ranks, "cuda" if gpus else None)
         parts.report()
         first = RunFolder.of(parts.recipe, out).path
     with _as_task(numbers[1:2]):

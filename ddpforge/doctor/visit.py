@@ -63,11 +63,13 @@ def _alone(loaded: LoadedRecipe | None, registry: Registry, place: Path) -> Iter
 
 def _checkpoint(loaded: LoadedRecipe, registry: Registry) -> int:
     """Bytes of a checkpoint, at most; raises what makes the recipe impossible here."""
+    from ddpforge.training.building import build_data_and_model
+    from ddpforge.training.foreseeing import foresee
     from ddpforge.training.parts import Parts
 
     parts = Parts(loaded, registry)
-    parts.foresee(ranks=world_size())
-    parts.build(meta=True)
+    foresee(parts, ranks=world_size())
+    build_data_and_model(parts, meta=True)
     parts.report()
     return parts.size.all * _COPIES * _BYTES
 

@@ -52,8 +52,8 @@ def load_initial(
     keep their values; what is missing (an error where it must be `whole`) and what is left over goes to the log.
     Floating-point tensors may have another dtype.
 
-    Raises UsageError when there is nothing like that, not one name fits, or a glob matches nothing; CheckpointError
-    when a shape differs.
+    Raises UsageError when there is nothing like that, not one name fits, a glob matches nothing, or shapes or kinds of
+    numbers differ: it names all of those.
     """
     path = on_rank_zero(ranks, lambda: find_initial(source, key))
     found = _open(path)
@@ -80,7 +80,8 @@ def load_initial(
             + (f"it lacks {_listed(missing)}" if taken else "none of its tensors has a name that the model knows"),
             hints=[f"it has {_listed(found)}", f"the model has {_listed(wanted)}"],
         )
-    take({name: _fitting(name, saved, *wanted[name], key) for name, saved in taken.items()})
+    _refuse_unfit(taken, wanted, key)
+    take({name: _in_dtype(saved, wanted[name][1]) for name, saved in taken.items()})
     if ranks.is_main:
         _report(path, key, len(taken), {"not in it": missing, "not in the model": unexpected, "left alone": skipped})
 
@@ -164,18 +165,30 @@ class _InFile:
             copy(self.shape, Range(0, whole.numel()), whole.reshape(-1), simple, held)
 
 
-def _fitting(name: str, saved: SavedTensor, shape: tuple[int, ...], dtype: torch.dtype, key: str) -> SavedTensor:
+def _refuse_unfit(
+    taken: Mapping[str, SavedTensor], wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]], key: str
+) -> None:
+    unfit = {name: wrong for name, saved in taken.items() if (wrong := _difference(saved, *wanted[name]))}
+    if not unfit:
+        return
+    said = [f"`{name}` is {mine} in the model and {theirs} in {key}" for name, (mine, theirs) in unfit.items()]
+    more = f"; and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
+    names = json.dumps(sorted(unfit)) if len(unfit) <= _SHOWN else f"[…], with globs for these {len(unfit)}"
+    skip = f"begin with the model's own: checkpoint.init_skip = {names}"
+    raise UsageError("; ".join(said[:_SHOWN]) + more, hints=[skip] if key == _KEY else [])
+
+
+def _difference(saved: SavedTensor, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[str, str] | None:
+    """The shapes, or the kinds of numbers, of the model's tensor and the saved one, where they do not go together."""
     if tuple(saved.shape) != shape:
-        raise CheckpointError(
-            f"`{name}` is {list(shape)} in the model and {list(saved.shape)} in {key}",
-            hints=[f'begin with the model\'s own: checkpoint.init_skip = ["{name}"]'] if key == _KEY else [],
-        )
-    if saved.dtype == dtype:
-        return saved
-    if not (saved.dtype.is_floating_point and dtype.is_floating_point):
-        kinds = [str(kind).removeprefix("torch.") for kind in (dtype, saved.dtype)]
-        raise CheckpointError(f"`{name}` is {kinds[0]} in the model and {kinds[1]} in {key}")
-    return _Converted(saved, dtype)
+        return str(list(shape)), str(list(saved.shape))
+    if saved.dtype != dtype and not (saved.dtype.is_floating_point and dtype.is_floating_point):
+        return str(dtype).removeprefix("torch."), str(saved.dtype).removeprefix("torch.")
+    return None
+
+
+def _in_dtype(saved: SavedTensor, dtype: torch.dtype) -> SavedTensor:
+    return saved if saved.dtype == dtype else _Converted(saved, dtype)
 
 
 @dataclass(frozen=True)

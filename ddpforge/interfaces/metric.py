@@ -44,6 +44,11 @@ class Rows:
         return both
 
     @property
+    def newest(self) -> tuple[Tensor, ...]:
+        """The columns of the batch that was added last."""
+        return self._batches[-1]
+
+    @property
     def columns(self) -> tuple[Tensor, ...]:
         """Each column, over all batches that were added."""
         import torch

@@ -36,6 +36,8 @@ from ddpforge.recipe import LoadedRecipe, load_recipe
 from ddpforge.testing.checks.data import batches
 from ddpforge.testing.report import place_of
 from ddpforge.training.assemble import assemble
+from ddpforge.training.building import build_data_and_model
+from ddpforge.training.foreseeing import foresee
 from ddpforge.training.loop import Trainer
 from ddpforge.training.parts import Parts
 
@@ -62,9 +64,9 @@ class Site:
         """A trainer of the job's recipe."""
         recipe = self.loaded.recipe
         parts = Parts(self.loaded, self.registry)
-        parts.foresee(ranks=self.world.all.size)
-        parts.strategy = self.strategy
-        parts.build()
+        foresee(parts, ranks=self.world.all.size)
+        parts.built.strategy = self.strategy
+        build_data_and_model(parts)
         parts.report()
         checkpoints = Checkpoints(self.folder / folder, recipe.checkpoint, peers=self.peers, ranks=self.world.all)
         (self.folder / folder).mkdir(exist_ok=True)

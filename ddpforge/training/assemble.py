@@ -19,6 +19,7 @@ from ddpforge.ranks.leaving import nobody_leaves
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.training.beside import place
 from ddpforge.training.blocks import find_blocks, rework_blocks
+from ddpforge.training.building import deal_out
 from ddpforge.training.contract import contract_of, prove
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fitness import watch_batchnorm
@@ -59,7 +60,7 @@ def assemble(
     """
     recipe = parts.recipe
     if not parts.is_open:
-        parts.open(world)
+        deal_out(parts, world)
 
     model = _spread(parts)
     with _recipes_fault():
@@ -102,7 +103,7 @@ def evaluating(parts: Parts, world: World, checkpoint: Reader, folder: Path) -> 
     A strategy prepares a model together with an optimizer: it gets SGD, which keeps nothing. Callbacks that have
     started hear how it ended. Raises what `assemble` raises, and CheckpointError where the checkpoint does not fit.
     """
-    parts.open(world)
+    deal_out(parts, world)
     with ExitStack() as life:
         model = _spread(parts)
         with _recipes_fault():

@@ -6,10 +6,11 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ddpforge.errors import PluginError, UsageError
+from ddpforge.checkpoint.contents import RankState, flatten
+from ddpforge.errors import CheckpointError, PluginError, UsageError
 from ddpforge.interfaces import Callback, Contract
 
-__all__ = ["add_numbers", "check_callback", "overriding", "reads_gradients", "state_of"]
+__all__ = ["add_numbers", "check_callback", "overriding", "reads_gradients", "refuse_state", "state_of"]
 
 
 def overriding(callbacks: Mapping[str, Callback], method: str) -> list[str]:
@@ -56,6 +57,15 @@ def state_of(name: str, callback: Callback) -> Mapping[str, Any]:
             hints=["return a mapping of tensors, parts, numbers and text by name; `{}` where there is nothing to keep"],
         )
     return found
+
+
+def refuse_state(callbacks: Mapping[str, Callback]) -> None:
+    """Raises PluginError for a callback whose state no checkpoint can hold."""
+    for name, callback in callbacks.items():
+        try:
+            flatten(RankState(model={}, callbacks={name: state_of(name, callback)}), rank=0, ranks=1)
+        except CheckpointError as error:
+            raise PluginError(error.message, hints=error.hints) from error
 
 
 def check_callback(name: str, callback: Callback, contract: Contract | None, others: Iterable[str]) -> None:

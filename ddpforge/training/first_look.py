@@ -108,12 +108,19 @@ def checked_quantity(name: object, quantity: object) -> None:
             f"metric `{name}` is a {type(quantity).__name__}, and must be a Total of a tensor and a count, or Rows",
             hints=[_TOTAL],
         )
-    elif len({len(x) for x in quantity.columns}) != 1:
-        lengths = ", ".join(str(len(x)) for x in quantity.columns) or "none"
-        raise PluginError(
-            f"metric `{name}` has Rows whose columns differ in length: {lengths}",
-            hints=["return a row for each sample: Rows(scores, targets)"],
-        )
+    else:
+        _check_rows(name, quantity)
+
+
+def _check_rows(name: object, rows: Rows) -> None:
+    for column in rows.newest:
+        if not isinstance(column, Tensor) or not column.ndim:
+            raise PluginError(
+                f"metric `{name}` has Rows of {described(column)}, not of tensors with rows", hints=[_ROWS]
+            )
+    if len({len(column) for column in rows.newest}) != 1:
+        lengths = ", ".join(str(len(column)) for column in rows.newest) or "none"
+        raise PluginError(f"metric `{name}` has Rows whose columns differ in length: {lengths}", hints=[_ROWS])
 
 
 def _wrong(sum: Any, count: Any) -> str | None:
@@ -127,6 +134,7 @@ def _wrong(sum: Any, count: Any) -> str | None:
     return None
 
 
+_ROWS = "return a row for each sample: Rows(scores, targets)"
 _TOTAL = "return Total(values.sum(), len(values)): means are taken once, over all batches and ranks"
 
 

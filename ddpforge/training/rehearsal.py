@@ -16,11 +16,13 @@ from ddpforge.builtin.tasks.forms import described
 from ddpforge.data import RankShare, open_data, to_device
 from ddpforge.data.nests import size
 from ddpforge.data.randomness import own_random_numbers
-from ddpforge.interfaces import Task, Total, World
+from ddpforge.errors import PluginError
+from ddpforge.interfaces import Metric, Rows, Task, Total, World
 from ddpforge.ranks.collectives import Alone
 from ddpforge.training.first_look import checked_loss, checked_metrics, explain, first_metrics
 from ddpforge.training.one_turn import of_turns, with_sum
 from ddpforge.training.sums import refuse_mean
+from ddpforge.training.totals import add
 
 __all__ = ["FEW", "Rehearsal", "first_batch", "rehearse", "try_before_model"]
 
@@ -111,6 +113,8 @@ def _rehearse(
             loss, outputs = checked_loss(task, task.loss(model, batch), gradients=use == "training")
             with torch.no_grad():
                 found = checked_metrics(task, first_metrics(task, outputs, batch))
+                add({**found}, checked_metrics(task, first_metrics(task, outputs, batch)))
+            _refuse_unfinished(found, task)
     except Exception as error:
         explain(error, task, form, use)
         raise
@@ -124,6 +128,20 @@ def _rehearse(
         warnings.simplefilter("ignore")  # so few samples may well lack a class
         means = alone.mean({"loss": Total(loss.detach(), max(items, 1e-12)), **found}, task.reports)
     return Rehearsal(form, task.finish(means))
+
+
+def _refuse_unfinished(found: Mapping[str, Total | Rows], task: Task) -> None:
+    """Raises PluginError for rows that no metric makes a number of."""
+    for name, quantity in found.items():
+        metric = task.reports.get(name)
+        if isinstance(quantity, Rows) and (metric is None or type(metric).finish is Metric.finish):
+            raise PluginError(
+                f"metric `{name}` returns Rows, and nothing finishes it",
+                hints=[
+                    "give the Metric a `finish(self, *columns)`, which is called with the rows of all ranks, and the "
+                    "task `self.reports = {metric.name: metric}`"
+                ],
+            )
 
 
 def _autocast(precision: str, device: str) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.data import MicroBatch
+from ddpforge.errors import PluginError
 from ddpforge.interfaces import Pass, Rows, Task, Total
 from ddpforge.training.first_look import FirstLook, checked_quantity
 
@@ -65,8 +66,27 @@ class Meter:
 def add(quantities: dict[str, Q], more: Mapping[str, Q]) -> None:
     """Adds `more` to `quantities`, by name."""
     for name, quantity in more.items():
-        before: Any = quantities.get(name)  # of the same kind
-        quantities[name] = quantity if before is None else before + quantity
+        before: Any = quantities.get(name)
+        quantities[name] = quantity if before is None else _refuse_another(name, before, quantity) + quantity
+
+
+def _refuse_another(name: str, before: Any, quantity: Total | Rows) -> Any:
+    """Returns `before`; raises PluginError unless `quantity`, of another batch, can be added to it."""
+    if type(before) is type(quantity) and _shapes(before) == _shapes(quantity):
+        return before
+    raise PluginError(
+        f"metric `{name}` is now {_described(before)}, now {_described(quantity)}, which cannot be added up",
+        hints=["return the same form whatever is in the batch"],
+    )
+
+
+def _shapes(quantity: Total | Rows) -> list[torch.Size]:
+    return [quantity.sum.shape] if isinstance(quantity, Total) else [x.shape[1:] for x in quantity.newest]
+
+
+def _described(quantity: Total | Rows) -> str:
+    shapes = ", ".join(str(list(shape)) for shape in _shapes(quantity))
+    return f"a Total of shape {shapes}" if isinstance(quantity, Total) else f"Rows of shape {shapes}"
 
 
 def _exact(name: str, quantity: Total | Rows) -> Total | Rows:

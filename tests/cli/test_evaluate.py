@@ -1,17 +1,20 @@
 """`ddpforge eval`: the number that training reported, again."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from forked import in_ranks
 from launched import Ranks, Zygote
 
-from ddpforge.cli import main
+from ddpforge import runner
 from ddpforge.errors import ExitCode
+from ddpforge.runs.checkpoints import choose
+from ddpforge.runs.folder import RunFolder
 
 RECIPE = """\
 recipe = 1
@@ -117,10 +120,6 @@ def test_a_checkpoint_that_is_asked_for_must_be_whole(folder: Path, ddpforge: Ca
 
 
 # ---------------------------------------------------------------------------------------------- mistakes
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["eval", *arguments])
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint", "hint"),
     [
@@ -131,21 +130,38 @@ def invoke(*arguments: str) -> Result:
         (["tiny", "--setp", "2"], "No such option '--setp'", "Did you mean"),
     ],
 )
-def test_mistakes_are_told_on_stderr_with_a_way_out(arguments: list[str], complaint: str, hint: str) -> None:
-    result = invoke(*arguments)
-    assert result.exit_code == ExitCode.USAGE
+def test_mistakes_are_told_on_stderr_with_a_way_out(
+    ddpforge: Callable[..., Ranks], arguments: list[str], complaint: str, hint: str
+) -> None:
+    result = ddpforge("eval", *arguments, fails=True)
+    assert result.codes == [ExitCode.USAGE]
     assert complaint in result.stderr
     assert hint in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
 
 
-def test_a_run_without_an_intact_checkpoint_has_nothing_to_evaluate(folder: Path) -> None:
+def test_one_rank_alone_chooses_for_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To choose is to read all of a checkpoint."""
+
+    def noted(*run: Any, **how: Any) -> Path:
+        with Path("chose").open("a") as file:
+            file.write(os.environ["RANK"])
+        return choose(*run, **how)
+
+    monkeypatch.setattr(runner, "choose", noted)
+    found = in_ranks(2, lambda rank: runner.evaluate(RunFolder.find("tiny")).step)
+    assert (found, Path("chose").read_text()) == ([6, 6], "0")
+
+
+def test_a_run_without_an_intact_checkpoint_has_nothing_to_evaluate(
+    folder: Path, ddpforge: Callable[..., Ranks]
+) -> None:
     for committed in folder.glob("runs/tiny/checkpoints/step-*/COMMIT"):
         committed.unlink()
-    result = invoke("tiny")
-    assert result.exit_code == ExitCode.USAGE
-    assert "runs/tiny has no intact checkpoint" in result.stderr
+    result = ddpforge("eval", "tiny", nproc=2, fails=True)
+    assert result.codes == [ExitCode.USAGE] * 2
+    assert result.stderr.count("runs/tiny has no intact checkpoint") == 1
 
 
 def test_a_recipe_without_evaluation_data_is_a_mistake(folder: Path, ddpforge: Callable[..., Ranks]) -> None:

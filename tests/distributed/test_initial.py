@@ -98,7 +98,7 @@ def test_another_shape_is_an_error_unless_it_is_skipped(bench: Bench, weights: d
     name = next(name for name, tensor in weights.items() if tensor.ndim == 2)
     save_file({**weights, name: torch.zeros(2, 2)}, bench.folder / "odd.safetensors")
     refused = begin(bench, "odd.safetensors", fails=True)
-    assert set(refused.codes) == {ExitCode.ENVIRONMENT}
+    assert set(refused.codes) == {ExitCode.USAGE}
     assert f"`{name}` is {list(weights[name].shape)} in the model and [2, 2] in checkpoint.init_from" in refused.stderr
     assert "Traceback" not in refused.stderr
 

@@ -15,7 +15,7 @@ from parts import RaggedTokens
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.orders.permutation import permute
 from ddpforge.data import mix
-from ddpforge.training.parts import WEIGHTS
+from ddpforge.training.building import WEIGHTS
 
 RECIPE = """
 recipe = 1

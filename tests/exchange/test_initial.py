@@ -260,10 +260,10 @@ def test_what_is_skipped_is_not_missing(tmp_path: Path, said: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "skip", "error", "complaint"),
     [
-        ({"embed": torch.zeros(3, 4)}, [], CheckpointError, r"`embed` is \[4, 3\] in the model and \[3, 4\] in"),
-        ({"norm": torch.zeros(3, dtype=torch.int32)}, [], CheckpointError, "`norm` is float32 in the model and int32"),
-        ({"seen": torch.tensor(7.0)}, [], CheckpointError, "`seen` is int64 in the model and float32 in"),
-        ({"seen": torch.tensor(7, dtype=torch.int32)}, [], CheckpointError, "`seen` is int64 in the model and int32"),
+        ({"embed": torch.zeros(3, 4)}, [], UsageError, r"`embed` is \[4, 3\] in the model and \[3, 4\] in"),
+        ({"norm": torch.zeros(3, dtype=torch.int32)}, [], UsageError, "`norm` is float32 in the model and int32"),
+        ({"seen": torch.tensor(7.0)}, [], UsageError, "`seen` is int64 in the model and float32 in"),
+        ({"seen": torch.tensor(7, dtype=torch.int32)}, [], UsageError, "`seen` is int64 in the model and int32"),
         ({}, ["Embed"], UsageError, 'checkpoint.init_skip: "Embed" matches no tensor of the model'),
         ({}, ["norm", "x*"], UsageError, r'checkpoint.init_skip: "x\*" matches no tensor of the model'),
         ({}, ["*"], UsageError, "checkpoint.init_skip leaves nothing to take"),
@@ -283,6 +283,21 @@ def test_what_does_not_fit_is_refused_and_the_model_is_as_it_was(
         )
 
     assert not any(tensor.any() for tensor in model.state_dict().values())
+
+
+def test_all_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
+    path = saved(tmp_path / "some.safetensors", embed=torch.zeros(3, 4), norm=torch.zeros(2), seen=torch.tensor(7.0))
+
+    with pytest.raises(UsageError) as caught:
+        began(path)
+
+    assert caught.value.message == (
+        "`embed` is [4, 3] in the model and [3, 4] in checkpoint.init_from; "
+        "`norm` is [3] in the model and [2] in checkpoint.init_from; "
+        "`seen` is int64 in the model and float32 in checkpoint.init_from"
+    )
+    assert caught.value.hints == ('begin with the model\'s own: checkpoint.init_skip = ["embed", "norm", "seen"]',)
+    assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize("skip", [[], ["norm"]])

@@ -17,6 +17,8 @@ from ddpforge.recipe import load_recipe
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.single import Single
 from ddpforge.training.assemble import assemble
+from ddpforge.training.building import build_data_and_model
+from ddpforge.training.foreseeing import foresee
 from ddpforge.training.parts import Parts
 
 RECIPE = """
@@ -50,10 +52,10 @@ def test_statistics_are_those_of_all_ranks_where_the_recipe_asks_for_it(
     path.write_text(RECIPE)
     loaded = load_recipe(str(path), sets=[f"train.sync_batchnorm={str(asked).lower()}"], registry=registry)
     parts = Parts(loaded, registry)
-    parts.foresee(ranks=1, device="cuda")  # a CPU would be refused
-    parts.strategy = strategy()
+    foresee(parts, ranks=1, device="cuda")  # a CPU would be refused
+    parts.built.strategy = strategy()
     parts.strategy.setup(loaded.recipe.train, ALONE)
-    parts.build()
+    build_data_and_model(parts)
     parts.report()
     checkpoints = Checkpoints(tmp_path, loaded.recipe.checkpoint, peers=Peers.alone(), ranks=ALONE.all)
     trainer = assemble(parts, ALONE, checkpoints, Rows([]), folder=Path("runs/run"), life=ExitStack())

@@ -219,7 +219,7 @@ def test_a_teacher_lacks_nothing(weights: Callable[..., str]) -> None:
     file = weights(3.0)
     with pytest.raises(UsageError, match=r"weights of other = .*: it lacks 2.bias, 2.weight"):
         placed(net(), Beside(module=nn.Sequential(*net(), nn.Linear(1, 1)), weights=file))
-    with pytest.raises(CheckpointError, match=r"`0.weight` is \[1, 2\] in the model and \[1, 1\] in weights of other"):
+    with pytest.raises(UsageError, match=r"`0.weight` is \[1, 2\] in the model and \[1, 1\] in weights of other"):
         placed(net(), Beside(module=nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1)), weights=file))
 
 

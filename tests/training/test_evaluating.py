@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from ddpforge.interfaces import Callback, CanonicalState, RunContext, World
 from ddpforge.ranks.collectives import Alone
 from ddpforge.recipe import load_recipe
 from ddpforge.training.assemble import evaluating
+from ddpforge.training.building import build_data_and_model
+from ddpforge.training.foreseeing import foresee
 from ddpforge.training.parts import Parts
 
 FOLDER = Path("runs/run")
@@ -78,8 +81,8 @@ def parts(tmp_path: Path) -> Parts:
     (tmp_path / "run.toml").write_text(RECIPE)
     registry = Registry.installed()
     built = Parts(load_recipe(tmp_path / "run.toml", registry=registry), registry, trains=False)
-    built.foresee(ranks=1, device="cpu")
-    built.build()
+    foresee(built, ranks=1, device="cpu")
+    build_data_and_model(built)
     built.report()
     return built
 
@@ -94,7 +97,7 @@ def watched(parts: Parts, **callbacks: Callback) -> None:
     """Has the recipe name these callbacks, and no other."""
     component = next(iter(parts.recipe.callbacks.values()))
     named = dict.fromkeys(callbacks, component)
-    parts.recipe = parts.recipe.model_copy(update={"callbacks": named})
+    parts.loaded = replace(parts.loaded, recipe=parts.recipe.model_copy(update={"callbacks": named}))
     parts.callbacks = callbacks
 
 

@@ -9,6 +9,7 @@ from ddpforge.components.registry import Registry
 from ddpforge.errors import RecipeError
 from ddpforge.recipe import load_recipe
 from ddpforge.runs.folder import recipe_changes
+from ddpforge.training.foreseeing import foresee
 from ddpforge.training.parts import Parts
 
 RECIPE = """
@@ -75,7 +76,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Part
     def make(*sets: str) -> Parts:
         registry = Registry.installed()
         parts = Parts(load_recipe("run.toml", sets=sets, registry=registry), registry)
-        parts.foresee(ranks=1, device="cpu")
+        foresee(parts, ranks=1, device="cpu")
         parts.report()
         return parts
 

@@ -14,7 +14,10 @@ from ddpforge.errors import ForgeError, RecipeError, UsageError
 from ddpforge.interfaces import World
 from ddpforge.ranks.collectives import Alone
 from ddpforge.recipe import load_recipe
+from ddpforge.training.building import build_data_and_model, deal_out
+from ddpforge.training.foreseeing import foresee
 from ddpforge.training.parts import Parts
+from ddpforge.training.trying import rehearse_training, try_out
 
 RECIPE = """
 recipe = 1
@@ -39,7 +42,7 @@ CODE = """
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
-from ddpforge.interfaces import Task, Total
+from ddpforge.interfaces import Rows, Task, Total
 
 class Net(nn.Module):
     def __init__(self, inputs: int = 4, outputs: int = 3, gives: str = "logits") -> None:
@@ -75,6 +78,13 @@ class Odd(Task):
     def metrics(self, outputs, batch):
         if self.how == "list":
             return [1.0]
+        if self.how == "rows":
+            return {"it": Rows(batch[1])}
+        if self.how == "listed":
+            return {"it": Rows([0.5] * 8, batch[1])}
+        if self.how == "by turns":
+            self.calls = getattr(self, "calls", 0) + 1
+            return {"it": Rows(batch[1]) if self.calls % 2 else Total(batch[1].sum(), 8)}
         return {"it": 0.5} if self.how == "floats" else {"it": Total(torch.zeros(3), 3)} if self.how == "wide" else {}
 """
 
@@ -89,8 +99,8 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Part
     def make(*sets: str) -> Parts:
         registry = Registry.installed()
         parts = Parts(load_recipe("run.toml", sets=sets, registry=registry), registry)
-        parts.foresee(ranks=1, device="cpu")
-        parts.build(meta=True)
+        foresee(parts, ranks=1, device="cpu")
+        build_data_and_model(parts, meta=True)
         return parts
 
     return make
@@ -99,9 +109,9 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Part
 def told(parts: Parts, *, strict: bool = False) -> dict[str, str]:
     """What is wrong, by key: what a run finds, or a check."""
     if strict:
-        parts.try_out()
+        try_out(parts)
     else:
-        parts.rehearse()
+        rehearse_training(parts)
     try:
         parts.report()
     except RecipeError as error:
@@ -111,7 +121,7 @@ def told(parts: Parts, *, strict: bool = False) -> dict[str, str]:
 
 def test_parts_that_fit_are_built_and_tried(parts: Callable[..., Parts]) -> None:
     built = parts()
-    tried = built.try_out()
+    tried = try_out(built)
     built.report()
     assert tried["train"].batch == "a list (float32 [8, 4], int64 [8])"
     assert tried["train"].metrics.keys() == {"loss", "accuracy"}
@@ -133,6 +143,12 @@ def test_parts_that_fit_are_built_and_tried(parts: Callable[..., Parts]) -> None
         (["task={use='./mine.py:Odd', how='wide'}"], "metric `it` is no single number: it is of shape [3], []"),
         (["task={use='./mine.py:Odd', how='list'}"], "metrics returns a list (a float), not a dict of totals"),
         (["task={use='./mine.py:Odd', how='mean'}"], "returns a mean over the batch"),
+        (["task={use='./mine.py:Odd', how='rows'}"], "metric `it` returns Rows, and nothing finishes it"),
+        (["task={use='./mine.py:Odd', how='listed'}"], "metric `it` has Rows of a list (a float, a float"),
+        (
+            ["task={use='./mine.py:Odd', how='by turns'}"],
+            "metric `it` is now Rows of shape [], now a Total of shape []",
+        ),
     ],
 )
 def test_a_form_that_cannot_work_is_told_in_words(parts: Callable[..., Parts], sets: list[str], said: str) -> None:
@@ -145,7 +161,15 @@ def test_a_form_that_cannot_work_is_told_in_words(parts: Callable[..., Parts], s
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("mean", "returns a mean over the batch"), ("alone", "not a pair"), ("floats", "must be a Total"), ("sum", "")],
+    [
+        ("mean", "returns a mean over the batch"),
+        ("alone", "not a pair"),
+        ("floats", "must be a Total"),
+        ("rows", "nothing finishes it"),
+        ("listed", "has Rows of a list"),
+        ("by turns", "is now Rows of shape [], now a Total"),
+        ("sum", ""),
+    ],
 )
 def test_a_run_tries_a_task_of_its_own_files_with_a_model_that_only_computes(
     parts: Callable[..., Parts], how: str, said: str
@@ -232,13 +256,13 @@ def test_a_model_that_only_computes_is_told_to_have_another_shape_before_trainin
 ) -> None:
     """Where ranks have GPUs, too: the model fails before it is on one."""
     built = parts(model % 5, task)
-    monkeypatch.setattr("ddpforge.training.parts.device_type", lambda train: device)
+    monkeypatch.setattr("ddpforge.training.trying.device_type", lambda train: device)
     (message,) = told(built).values()
     assert "a batch of [data.train] cannot be evaluated: " in message
     assert said in message
     assert told(parts(model % 4, task)) == {}
     opened = parts(model % 5, task, "train.global_batch=16")
-    opened.open(ALONE)
+    deal_out(opened, ALONE)
     assert told(opened).keys() == {"data.train"}
 
 
@@ -289,10 +313,11 @@ def test_what_may_work_in_training_is_left_to_it(
     parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch, sets: list[str]
 ) -> None:
     Path("mine.py").write_text(CODE + MORE)
-    monkeypatch.setattr(Parts, "_ask_strategy", lambda self, ranks, device: None)  # who refuses some of that
+    # The strategy would refuse some of that.
+    monkeypatch.setattr("ddpforge.training.foreseeing._ask_strategy", lambda parts, ranks, device: None)
     built = parts(OWN, *sets)
     assert told(built) == {}
-    built.open(ALONE)
+    deal_out(built, ALONE)
     assert told(built) == {}
 
 
@@ -305,7 +330,7 @@ def test_random_numbers_are_what_they_were(parts: Callable[..., Parts]) -> None:
     built = parts()
     torch.manual_seed(7)
     wanted = torch.get_rng_state()
-    built.try_out()
+    try_out(built)
     assert torch.equal(torch.get_rng_state(), wanted)
 
 
@@ -317,7 +342,7 @@ def test_initial_weights_that_are_not_there_do_not_matter_to_a_resume(parts: Cal
     for made in (True, False):
         built = Parts(loaded, Registry.installed())
         (Path("runs/run/checkpoints") / "step-000000001-0000").mkdir(parents=True, exist_ok=True)
-        built.foresee(ranks=1, device="cpu", folder=RunFolder.of(loaded.recipe) if made else None)
+        foresee(built, ranks=1, device="cpu", folder=RunFolder.of(loaded.recipe) if made else None)
         assert built.found is not made
 
 
@@ -327,7 +352,7 @@ SETS = ["data.eval.one.use=./mine.py:Data", "data.eval.two={use='./mine.py:Data'
 
 def test_every_evaluation_set_is_tried_by_its_name(parts: Callable[..., Parts]) -> None:
     built = parts(*SETS)
-    assert built.try_out().keys() == {"train", "eval.one", "eval.two"}
+    assert try_out(built).keys() == {"train", "eval.one", "eval.two"}
     built.report()
 
 
@@ -400,8 +425,8 @@ def evaluated(*only: str, sets: Sequence[str] = SETS) -> Parts:
     lost = [f"{kind}={{use='./gone.py:gone'}}" for kind in ("data.train", "optimizer", "schedule", "track.lost")]
     registry = Registry.installed()
     built = Parts(load_recipe("run.toml", sets=[*lost, *sets], registry=registry), registry, trains=False, only=only)
-    built.foresee(ranks=3, device="cpu")  # among which a batch of 8 cannot be dealt out
-    built.build()
+    foresee(built, ranks=3, device="cpu")  # among which a batch of 8 cannot be dealt out
+    build_data_and_model(built)
     built.report()
     return built
 
@@ -410,7 +435,7 @@ def evaluated(*only: str, sets: Sequence[str] = SETS) -> Parts:
 def test_an_evaluation_needs_no_training_data_optimizer_schedule_or_tracker() -> None:
     built = evaluated()
     assert built.data.keys() == {"eval.one", "eval.two"}
-    built.open(Plain(ranks=3).world)
+    deal_out(built, Plain(ranks=3).world)
     assert [len(micro.data[0]) for micro in built.evaluation["one"].evaluation()] == [2, 2, 1]  # of 16
 
 
@@ -519,6 +544,27 @@ def test_one_error_of_the_machine_stays_what_it_is(parts: Callable[..., Parts]) 
     with pytest.raises(ForgeError, match="no disk") as caught:
         parts("data.train.use=./mine.py:absent").report()
     assert (caught.value.exit_code, caught.value.hints) == (3, ("mount it",))
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_found_before_training(
+    ddpforge: Callable[..., object], tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text(RECIPE)
+    keeps = """
+from ddpforge.interfaces import Callback
+
+class Keeps(Callback):
+    def on_step(self, info):
+        open("trained", "w").close()
+    def state(self):
+        return {"seen": {1, 2}}
+"""
+    (tmp_path / "mine.py").write_text(CODE + keeps)
+    failed = ddpforge("run", "run.toml", "--set", "callbacks.keeps={use='./mine.py:Keeps'}", fails=True)
+    assert failed.codes == [3]  # type: ignore[attr-defined]
+    assert "seen in the state of callback keeps cannot be saved" in failed.stderr  # type: ignore[attr-defined]
+    assert "Traceback" not in failed.stderr  # type: ignore[attr-defined]
+    assert not (tmp_path / "trained").exists()
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

@@ -17,9 +17,12 @@ from ddpforge.interfaces import Ranks, World
 from ddpforge.recipe import load_recipe
 from ddpforge.testing.doubles import in_threads
 from ddpforge.training.batchnorm import BatchNormAverager
+from ddpforge.training.building import build_data_and_model
 from ddpforge.training.evaluation import Evaluator
+from ddpforge.training.foreseeing import foresee
 from ddpforge.training.parts import Parts
 from ddpforge.training.step import Stepper
+from ddpforge.training.trying import rehearse_training
 from ddpforge.training.whole_batch import Even
 
 SAMPLES = 21
@@ -152,9 +155,9 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mappi
     def tell(*sets: str, ranks: int = 2) -> Mapping[str, str]:
         registry = Registry.installed()
         parts = Parts(load_recipe("run.toml", sets=sets, registry=registry), registry)
-        parts.foresee(ranks=ranks, device="cpu")
-        parts.build(meta=True)
-        parts.rehearse()
+        foresee(parts, ranks=ranks, device="cpu")
+        build_data_and_model(parts, meta=True)
+        rehearse_training(parts)
         try:
             parts.report()
         except RecipeError as error:

@@ -65,6 +65,7 @@ class TorchMetric(Metric):
 
     def __call__(self, outputs: Any, targets: Any) -> Total | Rows:
         """The states after this batch alone: one after the other in a total, or a column each."""
+        self._refuse_classes(outputs, targets)
         metric = self._metric
         device = next((x.device for x in (outputs, targets) if isinstance(x, Tensor)), metric.device)
         if metric.device != device:
@@ -90,6 +91,18 @@ class TorchMetric(Metric):
             value = metric.compute()
         metric.reset()
         return self._numbers(value)
+
+    def _refuse_classes(self, outputs: Any, targets: Any) -> None:
+        """Raises UsageError where a metric of two classes, which takes one score a sample, gets one for each class."""
+        kind = type(self._metric).__name__
+        if not (kind.startswith("Binary") and isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
+            return
+        if outputs.ndim == targets.ndim + 1 and (classes := outputs.shape[1]) > 1:
+            raise UsageError(
+                f"{self.name} is of two classes, with one score a sample; the model's outputs {list(outputs.shape)} "
+                f"are scores of {classes} classes",
+                hints=[f"name {kind.replace('Binary', 'Multiclass', 1)}, with num_classes = {classes}"],
+            )
 
     def _rows(self, columns: Sequence[Tensor]) -> Rows:
         if len({len(column) for column in columns}) > 1:

@@ -200,3 +200,13 @@ def test_options_that_torchmetrics_refuses_are_the_recipes_fault() -> None:
 def test_other_threads_dtype_is_as_it_was() -> None:
     evaluated(3, named("torchmetrics.classification:MulticlassAUROC", num_classes=CLASSES))
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_metric_of_two_classes_says_how_many_the_model_has() -> None:
+    for kind in ("AUROC", "Accuracy"):
+        with pytest.raises(
+            UsageError, match=r"is of two classes.* outputs \[41, 5\] are scores of 5 classes"
+        ) as caught:
+            named(f"torchmetrics.classification:Binary{kind}")(LOGITS, TARGETS)
+        assert caught.value.hints == (f"name Multiclass{kind}, with num_classes = 5",)
+    assert isinstance(named("torchmetrics.classification:BinaryAUROC")(LOGITS[:, 0], TARGETS % 2), Rows)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
-from math import prod
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
-import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,25 +15,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from ddpforge.errors import CheckpointError, StrategyError
-from ddpforge.interfaces import (
-    CanonicalState,
-    Contract,
-    Part,
-    Range,
-    Refusal,
-    Replica,
-    SavedTensor,
-    Strategy,
-    Weights,
-    World,
-)
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import Contract, Refusal, Replica, Strategy, Weights, World
 from ddpforge.ranks.join import limit_waiting
-from ddpforge.strategies import named_state
+from ddpforge.strategies.fsdp.replica import FSDPReplica
+from ddpforge.strategies.fsdp.shards import Shards, part_of
 from ddpforge.strategies.meta import materialise
 from ddpforge.strategies.precision import precision_for
 from ddpforge.strategies.several import members
-from ddpforge.strategies.torch_replica import TorchReplica
 from ddpforge.strategies.trial import tried
 
 if TYPE_CHECKING:
@@ -166,7 +152,7 @@ class FSDP(Strategy):
     def beside(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
         """Shards the module like the model, apart from it."""
         # No backward pass comes to free what is left over of the blocks.
-        return _Shards(self._shard_all(module, blocks, reshard_after_forward=True))
+        return Shards(self._shard_all(module, blocks, reshard_after_forward=True))
 
     def _shard_all(
         self, model: nn.Module, blocks: Sequence[nn.Module], *, reshard_after_forward: bool | None = None
@@ -204,7 +190,7 @@ class FSDP(Strategy):
         for _, member in members(optimizer):
             self._try(member)
         self._check(model)
-        return _FSDPReplica(self, model, optimizer)
+        return FSDPReplica(self, model, optimizer)
 
     def _try(self, optimizer: Optimizer) -> None:
         """Raises StrategyError for an optimizer that does not do with shards what it does with a whole weight."""
@@ -230,8 +216,8 @@ class FSDP(Strategy):
                         hints=hints,
                     )
             moved = (whole[0] - values[0]).abs().max()
-            mine = [_part(self._sharded(weight)).tensor for weight in whole]
-            if any((_part(s).tensor - m).abs().max() > 1e-3 * moved for s, m in zip(shards, mine, strict=True)):
+            mine = [part_of(self._sharded(weight)).tensor for weight in whole]
+            if any((part_of(s).tensor - m).abs().max() > 1e-3 * moved for s, m in zip(shards, mine, strict=True)):
                 raise StrategyError(f"{name} updates a sharded weight otherwise than a whole one", hints=hints)
 
     def _sharded(self, whole: Tensor) -> Tensor:
@@ -273,194 +259,6 @@ class FSDP(Strategy):
             rows = -(-parameter.shape[0] // shards)
             if len(parameter.to_local()) > rows or not parameter.placements[-1].is_shard(0):
                 raise StrategyError(f"asked for FSDP, but parameter `{name}` is placed as {parameter.placements}")
-
-
-class _FSDPReplica(TorchReplica):
-    """This rank's shards."""
-
-    def __init__(self, strategy: FSDP, model: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__(strategy, model, optimizer, _Shards(model))
-        self._strategy, self._model = strategy, cast(FSDPModule, model)
-        self._watch_gradients(model)
-
-    def _watch_gradients(self, model: nn.Module) -> None:
-        """Notes which parameters get a gradient in a backward pass, before gradients are reduced over ranks."""
-        self._used: set[str] = set()
-        self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # not in torch 2.11
-            # Ranks that used different parameters then come to the end of backward, where that is reported.
-            self._model.set_reduce_scatter_unused_params(True)
-        for prefix, unit in model.named_modules():
-            if isinstance(unit, FSDPModule):
-                _at_first_forward(cast(nn.Module, unit), partial(self._watch_unit, prefix))
-
-    def _watch_unit(self, prefix: str, unit: nn.Module) -> None:
-        """Called while the unit's parameters are gathered: what backward gives gradients to are these, not shards."""
-        for name, parameter in unit.named_parameters(prefix):
-            if name in self._trained and not isinstance(parameter, DTensor):
-
-                def note(_: Tensor, name: str = name) -> None:
-                    self._used.add(name)
-
-                trains = parameter.requires_grad  # not in a turn of others, and there are no hooks without
-                parameter.requires_grad_(True).register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-                parameter.requires_grad_(trains)
-
-    # -- one step
-    @contextmanager
-    def turn(self, name: str) -> Iterator[None]:
-        """Gathers weights anew, which is when they learn what is frozen."""
-        _reshard(self.bare)
-        try:
-            with super().turn(name):
-                yield
-        finally:
-            _reshard(self.bare)
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Autocast that keeps no copies of gathered weights."""
-        return self.precision.sharded_forward(compiled=self.train.compile != "off")
-
-    def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
-        """Holds back what need not happen before the last micro-batch: the all-reduce over replicas, or everything."""
-        if self._strategy.accumulate == "whole":
-            self._model.set_requires_gradient_sync(last)
-        elif self._strategy.replicas > 1:
-            self._model.set_requires_all_reduce(last)
-        return super().forward(last=last)
-
-    def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of `loss`; every trained parameter must get one, on every rank, in every micro-batch.
-
-        Ranks that used different parameters would have added up gradients that do not belong together.
-        """
-        super().backward(loss)
-        trained, names = self.gradients.trained, self.gradients.names
-        if len(self._used) != len(trained):
-            self.gradients.refuse_unused([p for p in trained if names[id(p)] not in self._used])
-        self._used.clear()
-
-    def norm(self, gradients: list[Tensor]) -> Tensor:
-        """The norm over all shards: one all-reduce of a number."""
-        square = torch.nn.utils.get_total_norm(_local(gradients)).to(self.world.device).square()
-        dist.all_reduce(square, group=self._strategy.mesh.get_group(-1))
-        # Where the optimizer updates on the host, it must not look at a number that is still on its way there.
-        return square.sqrt().cpu() if self._strategy.cpu_offload else square.sqrt()
-
-    def held(self, gradients: Iterable[Tensor]) -> list[Tensor]:
-        """The shards."""
-        return _local(gradients)
-
-    def clip(self, largest: float, norm: Tensor) -> None:
-        """torch's own formula, on the shards."""
-        factor = (largest / (norm + 1e-6)).clamp(max=1.0)
-        shards = _local(p.grad for p in self.gradients.trained if p.grad is not None)
-        torch._foreach_mul_(shards, factor.to(shards[0].device))
-
-    # -- to disk and back
-    def state(self) -> CanonicalState[Tensor | Part]:
-        """The shards."""
-        _reshard(self.bare)
-        state = named_state.capture(self.bare, self.optimizer)
-        _refuse_own_shapes(state)
-        return CanonicalState(
-            model=_parts(state.model),
-            optimizer={name: _parts(entry) for name, entry in state.optimizer.items()},
-            aliases=state.aliases,
-            shared=self.remembered(),
-            numbers=self.precision.state(),
-        )
-
-    def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
-        """Every rank reads its shards."""
-        _reshard(self.bare)
-        _refuse_own_shapes(state)
-        named_state.restore(self.bare, self.optimizer, state, partial=partial, part_of=_part, like=_shard)
-        self.remember(state)
-
-
-class _Shards(Weights):
-    """Weights that are DTensors."""
-
-    def __init__(self, model: nn.Module) -> None:
-        # A forward pass without backward leaves gathered weights in the model, so the shards are remembered here.
-        self._model = model
-        self._parts = {name: _part(p) for name, p in model.named_parameters() if p.requires_grad}
-        self._frozen = {name: _part(p) for name, p in model.named_parameters() if not p.requires_grad}
-
-    def parts(self) -> Mapping[str, Part]:
-        return self._parts
-
-    def frozen(self) -> Mapping[str, Part]:
-        return self._frozen
-
-    def changed(self) -> None:
-        _reshard(self._model)
-
-    def observing(self) -> AbstractContextManager[Any]:
-        """Gives gathered weights back, so that what callbacks see and write are the shards."""
-        _reshard(self._model)
-        return nullcontext()
-
-
-def _at_first_forward(unit: nn.Module, action: Callable[[nn.Module], None]) -> None:
-    """Calls `action(unit)` once, when the unit's forward begins and FSDP has gathered its parameters."""
-
-    def hook(module: nn.Module, _: Any) -> None:
-        handle.remove()
-        action(module)
-
-    handle = unit.register_forward_pre_hook(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
-
-
-def _reshard(model: nn.Module) -> None:
-    """Drops gathered weights: the model's parameters are the shards again, and what is gathered next is their value."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-@torch.no_grad()
-def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's shards, without gradients."""
-    return [cast(DTensor, tensor).to_local().detach() for tensor in tensors]
-
-
-def _refuse_own_shapes(state: CanonicalState[Any]) -> None:
-    for name, entry in state.optimizer.items():
-        for key, value in entry.items():
-            shape = tuple(getattr(value, "shape", ()))
-            if shape and name in state.model and shape != tuple(state.model[name].shape):
-                raise CheckpointError(
-                    f"the optimizer keeps `{key}` of `{name}` in a shape of its own, {list(shape)}, and which rank "
-                    "would have what of it is not known",
-                    hints=['set strategy.use = "ddp", or use AdamW, SGD or another element-wise optimizer'],
-                )
-
-
-def _parts(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _part(value) if isinstance(value, DTensor) else value for name, value in values.items()}
-
-
-def _part(tensor: Tensor) -> Part:
-    """This rank's part of a tensor: some rows, if it is sharded."""
-    if not isinstance(tensor, DTensor):
-        return Part.whole(tensor)
-    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-    (local,) = _local([tensor])
-    rows = -(-shape[0] // mesh.size(-1))
-    start = min(mesh.get_local_rank(mesh.ndim - 1) * rows, shape[0]) * prod(shape[1:])
-    replica, replicas = (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim == 2 else (0, 1)
-    return Part(local, shape, Range(start, start + local.numel()), replica, replicas)
-
-
-def _shard(mine: Tensor, like: Tensor) -> Tensor:
-    """This rank's rows as a tensor that lies on the ranks as `like` does; without communication."""
-    if not isinstance(like, DTensor):
-        return mine
-    return DTensor.from_local(
-        mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
 
 
 def _refuse_form(name: str, parameter: nn.Parameter) -> None:
