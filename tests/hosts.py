@@ -25,6 +25,7 @@ _READY = (
     'ip link set lo up; hostname "$1"; mount --bind "$2" /etc/hosts; mount --bind "$3" /etc/nsswitch.conf; echo ready'
 )
 _NAMESPACES = ("net", "uts", "pid", "mnt")
+_CLONE_FS = 0x200  # of <sched.h>
 _IN_FOLDER = 'cd "$1" && shift && exec "$@"'  # inside: a folder that was entered before is the one outside
 
 
@@ -100,6 +101,7 @@ class Host:
     def enter(self) -> None:
         """Makes this process, a fork of the test's, one of the host's; for `in_ranks`, where imports are done."""
         libc = ctypes.CDLL(None, use_errno=True)
+        libc.unshare(_CLONE_FS)  # libraries start threads after a fork, and who shares a folder with one cannot enter
         handles = [os.open(f"/proc/{self.pid}/ns/{kind}", os.O_RDONLY) for kind in _NAMESPACES]
         for handle in handles:
             if libc.setns(handle, 0) != 0:

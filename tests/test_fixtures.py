@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -46,7 +47,10 @@ def test_a_signal_reaches_a_command_and_its_end_is_told(hosts: Hosts, tmp_path: 
 
 
 def test_a_fork_of_the_tests_process_enters_a_host(hosts: Hosts) -> None:
+    """Also one in which a library has started a thread, as OpenTelemetry does after a fork."""
+
     def where(rank: int) -> str:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
         hosts["ab"[rank]].enter()
         return os.uname().nodename
 

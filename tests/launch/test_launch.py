@@ -178,7 +178,7 @@ def test_every_launcher_starts_every_strategy(
     ended = start(f'{command} --set strategy.use="{strategy}" --json')
     assert ended.returncode == 0, ended.stderr
     found = status(tmp_path / "runs/tiny")
-    assert json.loads(ended.stdout) == found  # one object, from one rank
+    assert json.loads(ended.stdout.splitlines()[-1]) == found  # DeepSpeed speaks in the launcher itself, before
     assert (found["state"], found["strategy"], found["world_size"]) == ("done", strategy, 2)
     assert losses(tmp_path / "runs/tiny") == pytest.approx(curve, rel=1e-5)
 

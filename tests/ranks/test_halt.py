@@ -11,6 +11,7 @@ from ddpforge.ranks.halt import STOP, Halt, seconds_of
 
 
 def test_time_counts_from_the_launch_however_often_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DDPFORGE_STARTED", raising=False)
     clock = Clock()
     halt = Halt(tmp_path, "90s", clock)
     for passed, expected in ((0, False), (89, False), (1, True)):
