@@ -256,3 +256,39 @@ def test_a_network_that_is_cut_ends_the_ranks_on_both_hosts(
     assert seconds < STALL + 10
     error = told(tmp_path, "status")["error"]
     assert re.match(r"rank 1 (on nodeb lost touch with the first host|did not answer \(process \d+ on nodeb\))", error)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fault", "rank", "said"),
+    [
+        ("cut a", 1, "on nodeb lost touch with the first host"),
+        ("cut b", 1, "on nodeb lost touch with the first host"),
+        ("killed", 1, KINDS["killed"].said),
+        ("frozen", 0, KINDS["frozen"].said),
+    ],
+)
+def test_launches_on_two_hosts_end_soon_and_say_why(
+    tmp_path: Path, hosts: Hosts, fault: str, rank: int, said: str
+) -> None:
+    """Of a cut the launcher of the other host hears nothing: it would wait a minute for the store on the first one."""
+    kind, _, cut = fault.partition(" ")
+    prepare(tmp_path, "none" if cut else kind, rank, DDP, every="100000st" if cut else "5st")
+    command = (sys.executable, "-m", "ddpforge", "launch", "run.toml", "-n", "1", "--nnodes=2", "--endpoint=nodea")
+    env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    launches = [hosts[letter].start(*command, cwd=tmp_path, env=env) for letter in "ab"]
+    while not (tmp_path / ("stepped" if cut else "struck")).exists():
+        assert all(launch.poll() is None for launch in launches), [launch.ended() for launch in launches]
+        time.sleep(0.1)
+    began = time.time()
+    if cut:
+        hosts.cut(cut)
+    ended = [launch.ended(60) for launch in launches]
+    seconds = time.time() - began
+    print(f"{fault}, by launch: over after {seconds:.1f} s")
+    error = told(tmp_path, "status")["error"]
+    assert re.match(f"rank {rank} {said}", error), error
+    assert [code for code, _ in ended] == [1, 1]
+    assert all(f"error: {error}" in text and "Traceback" not in text for _, text in ended), ended
+    assert seconds < STALL + 10
+    assert left(tmp_path) == []

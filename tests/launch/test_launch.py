@@ -398,6 +398,19 @@ signal.pause()
     assert begin(pretend(script), nproc=1, patience=0.0).code == 1
 
 
+def test_a_launcher_that_has_not_noticed_the_end_of_its_ranks_is_ended_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun does not while it asks a store that its machine has lost touch with."""
+    monkeypatch.setattr("ddpforge.launchers.process._BLIND", 0.0)
+    script = """
+import subprocess
+dead = subprocess.Popen(["true"])
+os.getpid = lambda: dead.pid
+record_start(); record_verdict(1)
+signal.pause()
+"""
+    assert begin(pretend(script), nproc=1, patience=1e9).code == 1
+
+
 def test_ranks_that_are_still_saving_are_waited_for() -> None:
     """Their launcher may be gone by a signal that was meant for all."""
     rank = """
