@@ -27,6 +27,7 @@ _BLIND = 0.2  # of that, where it has not even noticed: it looks often, unless a
 _LOOK = 1.0
 _ENDED = {"Z", "X"}  # as the kernel has it: nobody has asked for the exit code yet, or somebody has
 _SAVING = 600.0  # seconds for ranks that outlive their launcher
+_TELLING = 10.0  # seconds for the processes beside them
 
 
 def launch(
@@ -122,32 +123,35 @@ class _Running:
         return states if set(states) <= _ENDED else ""
 
     def _wait_for_ranks(self) -> None:
-        """They may be saving, when a signal has ended their launcher at once."""
+        """They may be saving, when a signal has ended their launcher at once; who saw one die may be telling of it."""
         import psutil
 
-        psutil.wait_procs(self._ranks(), timeout=_SAVING)
-
-    def _ranks(self) -> list[Any]:
-        import psutil
-
-        found = []
-        for pid in filter(_is_alive, self._words().pids):
-            with suppress(psutil.NoSuchProcess):
-                found.append(psutil.Process(pid))
-        return found
+        psutil.wait_procs(_processes(self._words().pids), timeout=_SAVING)
+        psutil.wait_procs(_processes(self._words().watches), timeout=_TELLING)
 
     def _kill(self) -> None:
         """Ends it and all that it has started, at once."""
         import psutil
 
         assert self._process is not None
-        ranks = self._ranks()
+        ranks = _processes(self._words().pids)
         with suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(self._process.pid)
             ranks += [launcher, *launcher.children(recursive=True)]
         for process in ranks:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+def _processes(pids: Sequence[int]) -> list[Any]:
+    """Those that are alive."""
+    import psutil
+
+    found = []
+    for pid in filter(_is_alive, pids):
+        with suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
 
 
 def _is_alive(pid: int) -> bool:
