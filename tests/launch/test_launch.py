@@ -427,6 +427,23 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert launch(pretend(script), nproc=1) == ExitCode.STOPPED
 
 
+def test_who_saw_a_rank_die_is_waited_for() -> None:
+    """The process beside a rank needs a moment to tell of it; the launcher here ends at once."""
+    watch = """
+import sys
+from ddpforge.launchers.verdict import record_verdict
+sys.stdin.read(); record_verdict(3)
+"""
+    script = f"""
+import subprocess
+from ddpforge.launchers.verdict import record_watch
+watch = subprocess.Popen([sys.executable, "-c", {watch!r}], stdin=subprocess.PIPE)
+record_watch(watch.pid)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert launch(pretend(script), nproc=1) == 3
+
+
 def test_a_launcher_that_was_killed_is_reported_like_a_shell_does() -> None:
     assert launch(pretend("os.kill(os.getpid(), signal.SIGKILL)"), nproc=1) == 128 + signal.SIGKILL
 
