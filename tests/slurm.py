@@ -80,6 +80,7 @@ class Job:
 
     def begin(self) -> None:
         """Starts a requeued job now: Slurm lets it wait for two minutes."""
+        time.sleep(1.1)  # in the second in which it ended, slurmd takes a job for the old one, and it fails
         until(self._begins, 30, lambda: f"job {self.number} does not begin: {self.facts}")
 
     def _begins(self) -> bool:

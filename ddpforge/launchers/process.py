@@ -22,9 +22,12 @@ __all__ = ["PATIENCE", "launch", "start"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _ONE_REQUEST = 5.0  # seconds in which the same signal is the same request: schedulers send it to whole process trees
-PATIENCE = 15.0  # seconds that a launcher gets to notice that its ranks are gone
+PATIENCE = 15.0  # seconds that a launcher gets to end after its ranks
+_BLIND = 0.2  # of that, where it has not even noticed: it looks often, unless a store hangs that it has lost touch with
 _LOOK = 1.0
+_ENDED = {"Z", "X"}  # as the kernel has it: nobody has asked for the exit code yet, or somebody has
 _SAVING = 600.0  # seconds for ranks that outlive their launcher
+_TELLING = 10.0  # seconds for the processes beside them
 
 
 def launch(
@@ -106,37 +109,32 @@ class _Running:
                 code = self._process.wait(_LOOK)
                 break
             except subprocess.TimeoutExpired:
-                idle = (idle or time.monotonic()) if self._is_left_alone() else None
-                if idle and time.monotonic() - idle > patience:
+                states = self._left_alone()
+                idle = (idle or time.monotonic()) if states else None
+                if idle and time.monotonic() - idle > patience * (_BLIND if "Z" in states else 1.0):
                     self._kill()
         self._wait_for_ranks()
         return code
 
-    def _is_left_alone(self) -> bool:
+    def _left_alone(self) -> str:
+        """The states of its ranks, "Z" for one that it has not looked at since; empty unless all have failed."""
         words = self._words()
-        return bool(words.pids) and not words.all_done and not any(map(_is_alive, words.pids))
+        states = "" if words.all_done else "".join(map(_state, words.pids))
+        return states if set(states) <= _ENDED else ""
 
     def _wait_for_ranks(self) -> None:
-        """They may be saving, when a signal has ended their launcher at once."""
+        """They may be saving, when a signal has ended their launcher at once; who saw one die may be telling of it."""
         import psutil
 
-        psutil.wait_procs(self._ranks(), timeout=_SAVING)
-
-    def _ranks(self) -> list[Any]:
-        import psutil
-
-        found = []
-        for pid in filter(_is_alive, self._words().pids):
-            with suppress(psutil.NoSuchProcess):
-                found.append(psutil.Process(pid))
-        return found
+        psutil.wait_procs(_processes(self._words().pids), timeout=_SAVING)
+        psutil.wait_procs(_processes(self._words().watches), timeout=_TELLING)
 
     def _kill(self) -> None:
         """Ends it and all that it has started, at once."""
         import psutil
 
         assert self._process is not None
-        ranks = self._ranks()
+        ranks = _processes(self._words().pids)
         with suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(self._process.pid)
             ranks += [launcher, *launcher.children(recursive=True)]
@@ -145,11 +143,27 @@ class _Running:
                 process.kill()
 
 
+def _processes(pids: Sequence[int]) -> list[Any]:
+    """Those that are alive."""
+    import psutil
+
+    found = []
+    for pid in filter(_is_alive, pids):
+        with suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
+
+
 def _is_alive(pid: int) -> bool:
     """True while the process runs; one that has ended and that nobody has waited for does not."""
+    return _state(pid) not in _ENDED
+
+
+def _state(pid: int) -> str:
+    """The kernel's letter for what a process does; "X" for one that is gone."""
     with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "X"
 
 
 @contextmanager

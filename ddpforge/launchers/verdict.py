@@ -15,7 +15,7 @@ from ddpforge.errors import ExitCode
 
 __all__ = [
     *("STARTED", "VERDICT", "Death", "Ended", "Words", "has_begun", "is_final", "is_launched"),
-    *("record_begun", "record_death", "record_halt", "record_start", "record_verdict"),
+    *("record_begun", "record_death", "record_halt", "record_start", "record_verdict", "record_watch"),
 ]
 
 VERDICT = "DDPFORGE_VERDICT"  # the variable that names the file
@@ -54,6 +54,11 @@ def is_launched() -> bool:
 def record_start() -> None:
     """Called by a rank that begins, once it hears requests to stop."""
     _record({"rank": _rank(), "pid": os.getpid()})
+
+
+def record_watch(pid: int) -> None:
+    """Called by a rank with a process beside it, which may have the last word."""
+    _record({"rank": _rank(), "watch": pid})
 
 
 def record_begun() -> None:
@@ -111,6 +116,11 @@ class Words:
     def pids(self) -> list[int]:
         """The processes of all ranks that began."""
         return [word["pid"] for word in self._all if "pid" in word]
+
+    @property
+    def watches(self) -> list[int]:
+        """The processes beside ranks."""
+        return [word["watch"] for word in self._all if "watch" in word]
 
     @property
     def codes(self) -> list[int]:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from ddpforge.launchers.store import ADDRESS
+from ddpforge.launchers.verdict import record_watch
 from ddpforge.ranks import phases
 from ddpforge.watch import sidecar
 from ddpforge.watch.board import Board
@@ -77,6 +78,7 @@ class Watch(Unwatched):
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=(self._words, self._stacks)
             )
+        record_watch(self._process.pid)
         return self
 
     def __exit__(

@@ -4,13 +4,13 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from hosts import Hosts
+from hosts import Command, Hosts
 from launched import Ranks
 from sharding import DDP, FSDP, ZERO
 
@@ -100,7 +100,6 @@ class Fault(Callback):
 
     def on_step(self, info):
         global armed
-        Path("stepped").touch()
         if self.here and info.step >= 3:
             armed = self.kind
 
@@ -225,6 +224,13 @@ with serving("", 29800):
 """
 
 
+def until_watched(folder: Path, commands: Sequence[Command]) -> None:
+    """Waits until the processes beside both ranks have shown where they stand: in the store, then in files."""
+    while not all((folder / f"runs/run/logs/phase-rank-{rank}.json").exists() for rank in (0, 1)):
+        assert all(command.poll() is None for command in commands), [command.ended() for command in commands]
+        time.sleep(0.1)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("cut", ["a", "b"])
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
@@ -242,10 +248,7 @@ def test_a_network_that_is_cut_ends_the_ranks_on_both_hosts(
         env = {name: str(value) for name, value in {**world, **places, **others}.items()}
         command = (sys.executable, "-m", "ddpforge", "run", "run.toml")
         ranks.append(hosts[letter].start(*command, cwd=tmp_path, env=env))
-    while not (tmp_path / "stepped").exists():
-        assert all(rank.poll() is None for rank in ranks), [rank.ended() for rank in ranks]
-        time.sleep(0.1)
-    time.sleep(1.0)
+    until_watched(tmp_path, ranks)
     hosts.cut(cut)
     began = time.time()
     codes = [rank.ended(60)[0] for rank in ranks]
@@ -256,3 +259,37 @@ def test_a_network_that_is_cut_ends_the_ranks_on_both_hosts(
     assert seconds < STALL + 10
     error = told(tmp_path, "status")["error"]
     assert re.match(r"rank 1 (on nodeb lost touch with the first host|did not answer \(process \d+ on nodeb\))", error)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fault", "rank", "said"),
+    [
+        ("cut a", 1, "on nodeb lost touch with the first host"),
+        ("cut b", 1, "on nodeb lost touch with the first host"),
+        ("killed", 1, KINDS["killed"].said),
+        ("frozen", 0, KINDS["frozen"].said),
+    ],
+)
+def test_launches_on_two_hosts_end_soon_and_say_why(
+    tmp_path: Path, hosts: Hosts, fault: str, rank: int, said: str
+) -> None:
+    """Of a cut the launcher of the other host hears nothing: it would wait a minute for the store on the first one."""
+    kind, _, cut = fault.partition(" ")
+    prepare(tmp_path, "none" if cut else kind, rank, DDP, every="100000st" if cut else "5st")
+    command = (sys.executable, "-m", "ddpforge", "launch", "run.toml", "-n", "1", "--nnodes=2", "--endpoint=nodea")
+    env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    launches = [hosts[letter].start(*command, cwd=tmp_path, env=env) for letter in "ab"]
+    if cut:
+        until_watched(tmp_path, launches)
+        (tmp_path / "struck").write_text(str(time.time()))
+        hosts.cut(cut)
+    ended = [launch.ended() for launch in launches]
+    seconds = time.time() - float((tmp_path / "struck").read_text())
+    print(f"{fault}, by launch: over after {seconds:.1f} s")
+    error = told(tmp_path, "status")["error"]
+    assert re.match(f"rank {rank} {said}", error), error
+    assert [code for code, _ in ended] == [1, 1]
+    assert all(f"error: {error}" in text and "Traceback" not in text for _, text in ended), ended
+    assert seconds < STALL + 10
+    assert left(tmp_path) == []

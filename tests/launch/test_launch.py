@@ -398,6 +398,19 @@ signal.pause()
     assert begin(pretend(script), nproc=1, patience=0.0).code == 1
 
 
+def test_a_launcher_that_has_not_noticed_the_end_of_its_ranks_is_ended_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun does not while it asks a store that its machine has lost touch with."""
+    monkeypatch.setattr("ddpforge.launchers.process._BLIND", 0.0)
+    script = """
+import subprocess
+dead = subprocess.Popen(["true"])
+os.getpid = lambda: dead.pid
+record_start(); record_verdict(1)
+signal.pause()
+"""
+    assert begin(pretend(script), nproc=1, patience=1e9).code == 1
+
+
 def test_ranks_that_are_still_saving_are_waited_for() -> None:
     """Their launcher may be gone by a signal that was meant for all."""
     rank = """
@@ -412,6 +425,23 @@ rank.stdout.readline()
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert launch(pretend(script), nproc=1) == ExitCode.STOPPED
+
+
+def test_who_saw_a_rank_die_is_waited_for() -> None:
+    """The process beside a rank needs a moment to tell of it; the launcher here ends at once."""
+    watch = """
+import sys
+from ddpforge.launchers.verdict import record_verdict
+sys.stdin.read(); record_verdict(3)
+"""
+    script = f"""
+import subprocess
+from ddpforge.launchers.verdict import record_watch
+watch = subprocess.Popen([sys.executable, "-c", {watch!r}], stdin=subprocess.PIPE)
+record_watch(watch.pid)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert launch(pretend(script), nproc=1) == 3
 
 
 def test_a_launcher_that_was_killed_is_reported_like_a_shell_does() -> None:
