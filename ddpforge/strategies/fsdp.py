@@ -23,6 +23,7 @@ from ddpforge.interfaces import (
     CanonicalState,
     Contract,
     Part,
+    PartWeights,
     Range,
     Refusal,
     Replica,
@@ -379,20 +380,13 @@ class _FSDPReplica(TorchReplica):
         self.remember(state)
 
 
-class _Shards(Weights):
+class _Shards(PartWeights):
     """Weights that are DTensors."""
 
     def __init__(self, model: nn.Module) -> None:
         # A forward pass without backward leaves gathered weights in the model, so the shards are remembered here.
+        super().__init__(model, _part)
         self._model = model
-        self._parts = {name: _part(p) for name, p in model.named_parameters() if p.requires_grad}
-        self._frozen = {name: _part(p) for name, p in model.named_parameters() if not p.requires_grad}
-
-    def parts(self) -> Mapping[str, Part]:
-        return self._parts
-
-    def frozen(self) -> Mapping[str, Part]:
-        return self._frozen
 
     def changed(self) -> None:
         _reshard(self._model)
