@@ -16,7 +16,7 @@ from ddpforge.interfaces.order import EpochOrder, Order
 from ddpforge.interfaces.regions import Box, Part, Pieces, Range, Region
 from ddpforge.interfaces.seeds import mix
 from ddpforge.interfaces.shown import Histogram, Show, ShownKind, Table
-from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights, WholeWeights
+from ddpforge.interfaces.state import CanonicalState, PartWeights, SavedTensor, Weights, WholeWeights
 from ddpforge.interfaces.strategy import (
     Compute,
     Contract,
@@ -51,6 +51,7 @@ __all__ = [
     "Metric",
     "Order",
     "Part",
+    "PartWeights",
     "PartedData",
     "Pass",
     "Pieces",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ddpforge.interfaces.regions import Part, Region
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from ddpforge.interfaces.world import Ranks
 
-__all__ = ["CanonicalState", "SavedTensor", "Weights", "WholeWeights"]
+__all__ = ["CanonicalState", "PartWeights", "SavedTensor", "Weights", "WholeWeights"]
 
 X = TypeVar("X")
 
@@ -93,20 +94,26 @@ class Weights(ABC):
         return nullcontext()
 
 
-class WholeWeights(Weights):
-    """The weights of a model that each of `ranks` holds whole."""
+class PartWeights(Weights):
+    """The weights of a model, of each of which this rank holds what `part_of` says of the parameter."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, part_of: Callable[[Tensor], Part]) -> None:
         self._parts: dict[str, Part] = {}
         self._frozen: dict[str, Part] = {}
         for name, parameter in model.named_parameters():
-            part = Part.whole(parameter.detach(), replica=ranks.rank, replicas=ranks.size)
-            (self._parts if parameter.requires_grad else self._frozen)[name] = part
+            (self._parts if parameter.requires_grad else self._frozen)[name] = part_of(parameter.detach())
 
     def parts(self) -> Mapping[str, Part]:
-        """Every trained parameter."""
+        """Of every trained parameter."""
         return self._parts
 
     def frozen(self) -> Mapping[str, Part]:
-        """Every other parameter."""
+        """Of every other parameter."""
         return self._frozen
+
+
+class WholeWeights(PartWeights):
+    """The weights of a model that each of `ranks` holds whole."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        super().__init__(model, partial(Part.whole, replica=ranks.rank, replicas=ranks.size))

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpforge.interfaces import Beside, Task, Total
@@ -54,8 +53,8 @@ class PPO(Task):
         return {"old": Beside(module=self.old, follows="", momentum=lambda step: float((step + 1) % self.times > 0))}
 
     @torch.no_grad()
-    def play(self, policy: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """States [B, T, 2], actions, their log-probabilities and returns [B, T]."""
+    def play(self, policy: nn.Module, batch: Tensor) -> tuple[Tensor, ...]:
+        """States [B, T, 2], actions, their log-probabilities, returns and rewards [B, T]."""
         place, speed, seen = batch[:, 0], batch[:, 1] * 0.1, []
         for step in range(STEPS):
             state = torch.stack([place, speed * 10], dim=1)
@@ -67,16 +66,15 @@ class PPO(Task):
         states, actions, logs, rewards = (torch.stack(each, dim=1) for each in zip(*seen, strict=True))
         discounts = self.gamma ** torch.arange(STEPS, device=batch.device)
         togo = (rewards * discounts).flip(1).cumsum(1).flip(1) / discounts * (1 - self.gamma)
-        return states, actions, logs, torch.stack([togo, rewards], dim=-1)
+        return states, actions, logs, togo, rewards
 
     def loss(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, Any]:
-        states, actions, before, returns = self.play(self.old if model.training else model, batch)
-        togo, rewards = returns.unbind(-1)
+        states, actions, before, togo, rewards = self.play(self.old if model.training else model, batch)
         out = model(states).float()
         now = out[..., :2].log_softmax(-1).gather(2, actions[..., None]).squeeze(2)
         advantage, ratio = togo - out[..., 2].detach(), (now - before).exp()
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - self.clip, 1 + self.clip) * advantage)
-        return (F.mse_loss(out[..., 2], togo, reduction="none") - gain).sum() / STEPS, rewards.mean(1)
+        return (nn.functional.mse_loss(out[..., 2], togo, reduction="none") - gain).sum() / STEPS, rewards.mean(1)
 
     def metrics(self, outputs: Tensor, batch: Tensor) -> Mapping[str, Total]:
         return {"reward": Total(outputs.sum(), len(outputs))}

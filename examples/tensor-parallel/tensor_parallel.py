@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
-from ddpforge.interfaces import Box, CanonicalState, Contract, Part, Replica, Strategy, Weights, World
+from ddpforge.interfaces import Box, CanonicalState, Contract, Part, PartWeights, Replica, Strategy, World
 from ddpforge.ranks.collectives import Alone
 from ddpforge.strategies import TorchReplica, named_state
 
@@ -40,24 +40,12 @@ class TensorParallel(Strategy):
         return parallelize_module(super().wrap(model, blocks), self.mesh, self.plan)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        return Cut(self, model, optimizer, Shards(model))
-
-
-class Shards(Weights):
-    def __init__(self, model: nn.Module) -> None:
-        self.mine = {name: part(parameter) for name, parameter in model.named_parameters()}
-
-    def parts(self) -> Mapping[str, Part]:
-        return self.mine
-
-    def frozen(self) -> Mapping[str, Part]:
-        return {}
+        return Cut(self, model, optimizer, PartWeights(model, part))
 
 
 class Cut(TorchReplica):
-    def norm(self, gradients: list[Tensor]) -> Tensor:
-        norms: list[Any] = [gradient.norm() for gradient in gradients]  # each over all ranks
-        return torch.stack([norm.full_tensor() for norm in norms]).norm()
+    def norm(self, gradients: list[Any]) -> Tensor:
+        return torch.stack([gradient.norm().full_tensor() for gradient in gradients]).norm()
 
     def clip(self, largest: float, norm: Tensor) -> None:
         shards: list[Any] = [parameter.grad for parameter in self.gradients.trained]

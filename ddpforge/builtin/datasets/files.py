@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+import secrets
+from collections.abc import Callable
 from glob import glob
 from importlib import import_module
 from pathlib import Path
@@ -10,11 +14,12 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from ddpforge.errors import EnvironmentProblem, UsageError
 
-__all__ = ["Classes", "Lanes", "Shuffle", "Window", "find_files", "library", "numeric"]
+__all__ = ["Classes", "Lanes", "Shuffle", "Window", "find_files", "keep", "library", "numeric"]
 
 _Number = Annotated[int, Field(ge=1, le=4096)]
 
@@ -75,4 +80,22 @@ def find_files(path: str, suffix: str) -> list[Path]:
     if missing or not found:
         what = f"no such file: {missing[0]}" if missing else f"no file matches {path}"
         raise EnvironmentProblem(f"path: {what}", hints=[f"looked in {Path.cwd()}"])
+    return found
+
+
+def keep(folder: str | None, name: str, facts: list[Any], find: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
+    """The numbers that `find` finds in a file, or what `folder` keeps of them for the same `facts`."""
+    if folder is None:
+        return find()
+    digest = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+    kept = Path(folder) / f"{name}-{digest[:16]}.npy"
+    if not kept.is_file():
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise EnvironmentProblem(f"index: {folder} cannot be made a folder: {error}") from error
+        draft = kept.with_name(f"{secrets.token_hex(8)}.npy")  # every rank may write one, and it appears whole
+        np.save(draft, find())
+        draft.rename(kept)
+    found: NDArray[np.int64] = np.load(kept, mmap_mode="r")
     return found

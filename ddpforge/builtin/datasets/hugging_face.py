@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 from torch.utils.data import default_collate
 
-from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, library, numeric
+from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, keep, library, numeric
 from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.interfaces import PartedData
 
 __all__ = ["hugging_face"]
+
+log = logging.getLogger("ddpforge")
 
 
 def hugging_face(
@@ -38,6 +44,13 @@ def hugging_face(
             " say it themselves."
         ),
     ] = None,
+    index: Annotated[
+        str | None,
+        Field(
+            description="With `streaming`: a folder that keeps the number of rows of each file. What does not say it is"
+            " read whole for that, once."
+        ),
+    ] = None,
     classes: Classes = None,
     shuffle: Shuffle = False,
     window: Window = 1,
@@ -48,15 +61,18 @@ def hugging_face(
 
     Without `streaming` it is on disk and mapped, and any order can be had of it; its columns are what `by` of an order
     names. With `streaming` each rank and loader process reads its own shards, and a resume enters them: of parquet
-    files, as most datasets on the hub are, row groups, whose lengths are in the files' footers; of others, shards whose
-    lengths `shard_lengths` says. Of another form without those nobody can know beforehand which samples form a step:
-    every rank reads all of it and keeps its part, and a resume reads it again from the start.
+    files, as most datasets on the hub are, row groups, whose lengths are in the files' footers; of others (JSON, CSV,
+    text, arrow, tar), files, whose rows are counted where `index` names a folder, or whose lengths `shard_lengths`
+    says. Without either, and of one file alone, nobody can know beforehand which samples form a step: every rank reads
+    all of it and keeps its part, and a resume reads it again from the start.
 
     Raises EnvironmentProblem for what cannot be loaded, and UsageError for columns that there are not.
     """
     datasets = library("datasets", "datasets")
-    if not streaming and (shard_lengths or shuffle or window > 1):
-        raise UsageError("shard_lengths, shuffle and window are for streaming = true; see [data.order] for others")
+    if not streaming and (shard_lengths or index or shuffle or window > 1):
+        raise UsageError("shard_lengths, index, shuffle and window are for streaming = true; see [data.order]")
+    if shard_lengths and index:
+        raise UsageError("shard_lengths and index both say how long the shards are: name one of them")
     options: dict[str, Any] = {"revision": revision} | ({"data_files": data_files} if data_files else {})
     try:
         if streaming:
@@ -73,8 +89,8 @@ def hugging_face(
     if not streaming:
         return Rows(data.select_columns(list(columns)), columns, number)
     lengths = _lengths(shard_lengths, data.num_shards) if shard_lengths else None
-    if lengths is None and (lengths := _row_groups(builder, split)):
-        data = data.reshard()
+    if lengths is None:
+        data, lengths = _in_parts(data, builder, split, index)
     data = data.select_columns(list(columns)) if features else data
     if lengths is None:
         return Streamed(data, columns, number)
@@ -164,17 +180,66 @@ def _check_shapes(column: str, values: Sequence[Any]) -> None:
         )
 
 
-def _row_groups(builder: Any, split: str) -> list[int] | None:
-    """The number of rows of each row group of the split's parquet files, from their footers; None for other forms."""
-    forms = library("datasets.packaged_modules.parquet.parquet", "datasets")
-    if not isinstance(builder, forms.Parquet) or builder.config.filters is not None:
-        return None
-    found = []
-    for file in builder.config.data_files[split]:
-        with library("fsspec", "datasets").open(file) as opened:
-            footer = library("pyarrow.parquet", "datasets").ParquetFile(opened).metadata
-        found += [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
+def _in_parts(data: Any, builder: Any, split: str, index: str | None) -> tuple[Any, list[int] | None]:
+    """The stream, cut as far as it can be, and the lengths of its shards; None for one that must be read whole."""
+    files = _files(builder, split)
+    parquet = library("datasets.packaged_modules.parquet.parquet", "datasets").Parquet
+    if files and isinstance(builder, parquet) and builder.config.filters is None:
+        return data.reshard(), _measured(files, builder, index, _row_groups)
+    if data.num_shards == 1 or data.num_shards != len(files):
+        why = "it does not come in several files that can be read each by itself"
+    elif index is None:
+        why = f"name a folder as `index` to have the rows of its {len(files)} files counted once"
+    else:
+        in_tables = isinstance(builder, library("datasets", "datasets").ArrowBasedBuilder)
+        return data, _measured(files, builder, index, partial(_rows, data, in_tables))
+    log.info("%s (%s) is read whole by every rank and loader process: %s", builder.dataset_name, split, why)
+    return data, None
+
+
+def _files(builder: Any, split: str) -> list[tuple[str, Any]]:
+    """The files of a split, in the order of its shards, each with what changes when it is written anew."""
+    found: list[tuple[str, Any]] = []
+    known = builder.config.data_files or {}
+    for name in known if split == "all" else split.split("+"):
+        files = known.get(name.strip(), [])
+        versions = getattr(files, "origin_metadata", [])
+        if len(versions) != len(files):  # those of other files are among them
+            every = any(versions) and library("datasets.fingerprint", "datasets").Hasher.hash(versions)
+            versions = [every] * len(files)
+        found += zip(files, versions, strict=True)
     return found
+
+
+def _measured(
+    files: Sequence[tuple[str, Any]], builder: Any, index: str | None, find: Callable[[int, str], NDArray[np.int64]]
+) -> list[int]:
+    """The lengths of all parts, found file by file."""
+    options = {key: value for key, value in vars(builder.config).items() if key != "data_files"}
+    found: dict[int, NDArray[np.int64]] = {}
+    for number in random.SystemRandom().sample(range(len(files)), len(files)):  # ranks with one index share the work
+        file, version = files[number]
+        facts = [type(builder).__name__, options, file, version]
+        found[number] = keep(index if version else None, Path(file).stem, facts, partial(find, number, file))
+    return [int(rows) for number in range(len(files)) for rows in found[number]]
+
+
+def _row_groups(number: int, file: str) -> NDArray[np.int64]:
+    """The number of rows of each row group of a file, from its footer."""
+    with library("fsspec", "datasets").open(file) as opened:
+        footer = library("pyarrow.parquet", "datasets").ParquetFile(opened).metadata
+    return np.array([footer.row_group(group).num_rows for group in range(footer.num_row_groups)], dtype=np.int64)
+
+
+def _rows(data: Any, in_tables: bool, number: int, file: str) -> NDArray[np.int64]:
+    """The number of rows of a file, counted; nothing is decoded."""
+    shard = data.shard(data.num_shards, number)
+    try:
+        if in_tables:
+            return np.array([sum(map(len, shard.with_format("arrow").iter(1000)))])
+        return np.array([sum(1 for _ in (shard.decode(False) if shard.features else shard))])
+    except (OSError, ValueError) as error:  # pyarrow's own are ValueErrors
+        raise EnvironmentProblem(f"{file} cannot be read: {error}") from error
 
 
 def _lengths(path: Path, shards: int) -> list[int]:

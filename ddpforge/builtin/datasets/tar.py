@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-import secrets
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, find_files, library
+from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, find_files, keep, library
 from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.interfaces import PartedData
 
@@ -130,21 +127,9 @@ class Tar(PartedData):
 
 def _indexed(file: Path, fields: Sequence[Sequence[str]], folder: str | None) -> NDArray[np.int64]:
     """The index of a file, or what `folder` keeps of it, if the file has not changed since."""
-    if folder is None:
-        return _index(file, fields)
     now = file.stat()
-    facts = json.dumps([str(file.resolve()), now.st_size, now.st_mtime_ns, fields])
-    kept = Path(folder) / f"{file.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.npy"
-    if not kept.is_file():
-        try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise EnvironmentProblem(f"index: {folder} cannot be made a folder: {error}") from error
-        draft = kept.with_name(f"{secrets.token_hex(8)}.npy")  # every rank may write one, and it appears whole
-        np.save(draft, _index(file, fields))
-        draft.rename(kept)
-    found: NDArray[np.int64] = np.load(kept, mmap_mode="r")
-    return found
+    facts = [str(file.resolve()), now.st_size, now.st_mtime_ns, fields]
+    return keep(folder, file.stem, facts, lambda: _index(file, fields))
 
 
 def _index(file: Path, fields: Sequence[Sequence[str]]) -> NDArray[np.int64]:

@@ -12,27 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ddpforge.interfaces import Part, Range, Weights
+from ddpforge.interfaces import Part, PartWeights, Range
 
 __all__ = ["Shards", "local", "part_of", "parts_of", "reshard", "shard_like"]
 
 
-class Shards(Weights):
+class Shards(PartWeights):
     """Weights that are DTensors."""
 
     def __init__(self, model: nn.Module) -> None:
         # A forward pass without backward leaves gathered weights in the model, so the shards are remembered here.
+        super().__init__(model, part_of)
         self._model = model
-        self._parts = {name: part_of(p) for name, p in model.named_parameters() if p.requires_grad}
-        self._frozen = {name: part_of(p) for name, p in model.named_parameters() if not p.requires_grad}
-
-    def parts(self) -> Mapping[str, Part]:
-        """This rank's shards of what is trained, by name."""
-        return self._parts
-
-    def frozen(self) -> Mapping[str, Part]:
-        """This rank's shards of the rest."""
-        return self._frozen
 
     def changed(self) -> None:
         """Drops what was gathered before the change."""

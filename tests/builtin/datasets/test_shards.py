@@ -2,10 +2,12 @@
 
 import io
 import json
+import os
 import pickle
 import tarfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from ddpforge.builtin.datasets import files
+from ddpforge.builtin.datasets import hugging_face as hf
 from ddpforge.builtin.datasets.files import find_files, library
-from ddpforge.builtin.datasets.hugging_face import Shards, hugging_face
+from ddpforge.builtin.datasets.hugging_face import Shards, Streamed, hugging_face
 from ddpforge.builtin.datasets.parquet import Parquet
 from ddpforge.builtin.datasets.tar import Tar
 from ddpforge.builtin.datasets.tokens import Tokens
@@ -41,6 +44,8 @@ def write_tar(path: Path, samples: list[dict[str, bytes]], first: int = 0) -> No
                 about.size = len(data)
                 archive.addfile(about, io.BytesIO(data))
 
+
+Streams = Callable[..., Any]
 
 SIZES = [30, 0, 47, 13, 25, 45]  # 160 samples
 
@@ -319,17 +324,35 @@ def test_a_dataset_of_hugging_face_from_files(tables: Path) -> None:
 
 
 def streamed(folder: Path, form: str = "parquet", **more: Any) -> Any:
-    files = str(folder / f"*.{form}")
-    return hugging_face(path=form, data_files=files, split="train", columns=["x", "y"], streaming=True, **more)
+    options = {"path": form, "columns": ["x", "y"], "split": "train", "streaming": True}
+    return hugging_face(data_files=str(folder / f"*.{form}"), **(options | more))
 
 
 @pytest.fixture
 def lines(tmp_path: Path) -> Path:
     """Two files of 50 rows, in a form that does not say how many."""
-    for number in (0, 1):
-        rows = [{"x": [row / 2, 1.0], "y": row} for row in range(number * 50, number * 50 + 50)]
-        (tmp_path / f"part-{number}.json").write_text("\n".join(map(json.dumps, rows)))
+    write_rows(tmp_path, "json", [50, 50])
     return tmp_path
+
+
+def write_rows(folder: Path, form: str, sizes: list[int]) -> None:
+    """Files of so many rows each, whose `y` is the number of the row."""
+    import pyarrow
+    from pyarrow import csv, feather
+
+    first = 0
+    for number, size in enumerate(sizes):
+        path, places = folder / f"part-{number}.{form}", range(first, first + size)
+        rows = [{"x": place / 2 if form == "csv" else [place / 2, 1.0], "y": place} for place in places]
+        if form == "json":
+            path.write_text("\n".join(map(json.dumps, rows)))
+        elif form == "tar":
+            samples = [{f"{key}.json": json.dumps(row[key]).encode() for key in row} for row in rows]
+            write_tar(path, samples, first)
+        else:
+            write = csv.write_csv if form == "csv" else feather.write_feather
+            write(pyarrow.Table.from_pylist(rows), str(path))
+        first += size
 
 
 @pytest.mark.usefixtures("offline")
@@ -350,11 +373,23 @@ def test_a_stream_of_hugging_face_with_and_without_known_shards(lines: Path) -> 
         streamed(lines, "json", shard_lengths=lines / "lengths.txt")
 
 
+ROWS = [20, 20, 10] * 2
+
+
+@pytest.fixture(params=["parquet", "json"])
+def parted(request: pytest.FixtureRequest, tmp_path: Path) -> Streams:
+    """A stream in parts of `ROWS` rows: row groups, or files that are counted."""
+    if request.param == "parquet":
+        return partial(streamed, request.getfixturevalue("tables"))
+    write_rows(tmp_path, "json", ROWS)
+    return partial(streamed, tmp_path, "json", index=str(tmp_path / "index"))
+
+
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_row_groups_of_a_parquet_stream_are_read_by_whom_they_are_for(
-    tables: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, workers: int
+def test_parts_of_a_stream_are_read_by_whom_they_are_for(
+    parted: Streams, monkeypatch: pytest.MonkeyPatch, ranks: int, workers: int
 ) -> None:
     """Every sample once over all ranks and loader processes; a resume opens what it goes on with."""
     opened_parts: list[tuple[int, int]] = []
@@ -365,8 +400,8 @@ def test_row_groups_of_a_parquet_stream_are_read_by_whom_they_are_for(
         return original(self, part, epoch=epoch, skip=skip)
 
     monkeypatch.setattr(Shards, "open", noted)
-    data = streamed(tables, lanes=(ranks, workers))
-    assert list(data.parts) == [20, 20, 10] * 2
+    data = parted(lanes=(ranks, workers))
+    assert list(data.parts) == ROWS
     whose = [(rank, worker) for rank in range(ranks) for worker in range(workers)]
     seen = {
         (rank, worker): [numbers(micro) for micro in hand(data, rank=rank, ranks=ranks, worker=worker, workers=workers)]
@@ -374,6 +409,7 @@ def test_row_groups_of_a_parquet_stream_are_read_by_whom_they_are_for(
     }
     used = [one for micros in seen.values() for micro in micros for one in micro]
     assert sorted(used) == list(range(100))
+    assert len(opened_parts) <= len(ROWS) + ranks * workers  # each lane begins in the middle of a part
 
     opened_parts.clear()
     rest = hand(data, rank=0, ranks=ranks, worker=0, workers=workers, start=workers)
@@ -384,13 +420,88 @@ def test_row_groups_of_a_parquet_stream_are_read_by_whom_they_are_for(
 
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_parquet_stream_resumes_in_loader_processes(tables: Path, workers: int) -> None:
-    data = streamed(tables, shuffle=True, window=3)
+def test_a_stream_in_parts_resumes_in_loader_processes(parted: Streams, workers: int) -> None:
+    data = parted(shuffle=True, window=3)
     straight = [sorted(numbers(micro)) for micro, _ in zip(opened(data).training(0), range(14), strict=False)]
     assert sorted(one for step in straight[:7] for one in step) == list(range(100))
     assert sorted(one for step in straight[7:] for one in step) == list(range(100))
-    again = opened(streamed(tables, shuffle=True, window=3), workers=workers).training(5)
+    again = opened(parted(shuffle=True, window=3), workers=workers).training(5)
     assert [sorted(numbers(next(again))) for _ in range(4)] == straight[5:9]
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("form", ["json", "csv", "arrow", "tar"])
+def test_a_resume_reads_no_file_that_it_has_left(tmp_path: Path, form: str) -> None:
+    """Those may be gone: of 100 rows in six files, the last 24 are in two."""
+    write_rows(tmp_path, form, ROWS)
+    columns = {"columns": ["x.json", "y.json"], "path": "webdataset"} if form == "tar" else {}
+    data = streamed(tmp_path, form, index=str(tmp_path / "index"), lanes=(1, 1), **columns)
+    assert list(data.parts) == ROWS
+    for number in range(4):
+        (tmp_path / f"part-{number}.{form}").unlink()
+    rest = hand(data, rank=0, ranks=1, worker=0, workers=1, start=19)
+    assert [one for micro in rest for one in numbers(micro)] == list(range(76, 100))
+
+
+@pytest.mark.usefixtures("offline")
+def test_rows_are_counted_once_where_an_index_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that was written anew is counted anew, alone."""
+    counted: list[int] = []
+    original = hf._rows
+
+    def noted(data: Any, in_tables: bool, number: int, file: str) -> Any:
+        counted.append(number)
+        return original(data, in_tables, number, file)
+
+    monkeypatch.setattr(hf, "_rows", noted)
+    write_rows(tmp_path, "json", ROWS)
+    kept = str(tmp_path / "index")
+    first = streamed(tmp_path, "json", index=kept)
+    assert sorted(counted) == [0, 1, 2, 3, 4, 5]
+    again = streamed(tmp_path, "json", index=kept)
+    assert len(counted) == 6
+    assert list(again) == list(first)
+
+    changed = tmp_path / "part-3.json"
+    changed.write_text('{"x": [0.0, 1.0], "y": 0}\n' * 7)
+    os.utime(changed, (2e9, 2e9))  # not within one tick of the clock
+    assert streamed(tmp_path, "json", index=kept).parts == [20, 20, 10, 7, 20, 10]
+    assert counted[6:] == [3]
+
+
+@pytest.mark.usefixtures("offline")
+def test_splits_are_counted_one_after_the_other(tables: Path, lines: Path) -> None:
+    named = {"train": str(tables / "part-1.*"), "test": str(tables / "part-0.*")}
+    for form in ("parquet", "json"):
+        files = {split: path.replace("*", form) for split, path in named.items()}
+        data: Any = hugging_face(
+            path=form, data_files=files, split="train+test", columns=["y"], streaming=True, index=str(lines / "index")
+        )
+        assert sum(data.parts) == 100
+        assert [row["y"] for row in data] == [*range(50, 100), *range(50)]
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_stream_that_is_read_whole_says_why(lines: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ddpforge")
+    assert isinstance(streamed(lines, "json"), Streamed)
+    (lines / "part-1.json").unlink()
+    assert isinstance(streamed(lines, "json", index=str(lines / "index")), Streamed)
+    said = [record.message.partition(": ")[2] for record in caplog.records]
+    assert said == [
+        "name a folder as `index` to have the rows of its 2 files counted once",
+        "it does not come in several files that can be read each by itself",
+    ]
+
+
+@pytest.mark.usefixtures("offline")
+def test_streams_that_cannot_be_counted_are_refused(lines: Path) -> None:
+    kept = str(lines / "index")
+    with pytest.raises(UsageError, match="shard_lengths and index both say"):
+        streamed(lines, "json", index=kept, shard_lengths=lines / "lengths.txt")
+    (lines / "part-1.json").write_text('{"x": [1')
+    with pytest.raises(EnvironmentProblem, match=r"part-1\.json cannot be read"):
+        streamed(lines, "json", index=kept)
 
 
 @pytest.mark.usefixtures("offline")
