@@ -88,7 +88,7 @@ def keep(folder: str | None, name: str, facts: list[Any], find: Callable[[], NDA
     if folder is None:
         return find()
     digest = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
-    kept = Path(folder) / f"{name}-{digest[:16]}.npy"
+    kept = Path(folder) / f"{name[:100]}-{digest[:16]}.npy"
     if not kept.is_file():
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
