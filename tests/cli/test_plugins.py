@@ -64,7 +64,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def call(*arguments: str) -> Result:
-    result = CliRunner().invoke(plugins, arguments)
+    # As `main` gives them: click keeps a command's help option from its first call.
+    result = CliRunner().invoke(plugins, arguments, help_option_names=["-h", "--help"])
     if isinstance(result.exception, PluginError | UsageError):
         raise result.exception
     return result
