@@ -118,7 +118,7 @@ def _ask_metrics(parts: Parts) -> None:
         if type(metric).finish is not Metric.finish and metric.name not in parts.task.reports:
             raise PluginError(
                 f"task `{parts.recipe.task.use}` does not say who finishes {metric.name}, which is no mean",
-                hints=["in its constructor: parts.reports = {metric.name: metric for metric in metrics}"],
+                hints=["in its constructor: self.reports = {metric.name: metric for metric in metrics}"],
             )
     parts.loaded = settled(parts.loaded, parts.task.reports)
     if parts.trains and (metric := unsettled(parts.loaded)):
