@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -97,7 +98,8 @@ class Search:
     def _pruning(self, number: int) -> tuple[str, ...]:
         if not self._prunes:
             return ()
-        options = f"journal = '{(self._folder / _JOURNAL).absolute()}', trial = {number}, metric = '{self._metric}'"
+        journal = json.dumps(str((self._folder / _JOURNAL).absolute()))  # TOML's strings are JSON's
+        options = f"journal = {journal}, trial = {number}, metric = {json.dumps(self._metric)}"
         return (f"callbacks.pruning={{ use = '{_CALLBACK}', {options} }}",)
 
 
