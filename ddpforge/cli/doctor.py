@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
+from ddpforge.cli.ending import leave
 from ddpforge.cli.options import json_option, out_option, sets_options
+from ddpforge.errors import ExitCode
 from ddpforge.launchers.srun import adopt_slurm
 
 if TYPE_CHECKING:
@@ -35,9 +35,8 @@ def doctor(recipe: str | None, sets: tuple[str, ...], out: str | None, as_json: 
     findings = visit(recipe, sets, out)
     if findings is not None:  # this is rank 0
         _show(findings, as_json=as_json)
-    sys.stdout.flush()
-    failed = findings is not None and any(finding.level == "error" for finding in findings)
-    os._exit(3 if failed else 0) if "RANK" in os.environ else sys.exit(3 if failed else 0)
+    failed = any(finding.level == "error" for finding in findings or ())
+    leave(ExitCode.ENVIRONMENT if failed else ExitCode.DONE)
 
 
 def _show(findings: Sequence[Finding], *, as_json: bool) -> None:
