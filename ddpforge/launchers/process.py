@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -15,13 +14,12 @@ from types import FrameType, MappingProxyType
 from typing import IO, Any
 
 from ddpforge.launchers.command import variables_for
+from ddpforge.launchers.requests import heard, insists
 from ddpforge.launchers.store import store_at
 from ddpforge.launchers.verdict import VERDICT, Ended, Words
 
 __all__ = ["PATIENCE", "launch", "start"]
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-_ONE_REQUEST = 5.0  # seconds in which the same signal is the same request: schedulers send it to whole process trees
 PATIENCE = 15.0  # seconds that a launcher gets to end after its ranks
 _BLIND = 0.2  # of that, where it has not even noticed: it looks often, unless a store hangs that it has lost touch with
 _LOOK = 1.0
@@ -64,7 +62,7 @@ def start(
         said = Path(file.name)
         environment = {**variables_for(nproc), **os.environ, **ours, **variables, VERDICT: file.name}
         running = _Running(lambda: Words(said, nproc))
-        with _heard(running.ask):
+        with heard(running.ask):
             # A session of its own: a terminal would send Ctrl-C to the launcher too, which gives up at the second.
             running.begin(command, env=environment, start_new_session=True, stdout=output, stderr=output)
             code = running.wait(patience)
@@ -91,7 +89,7 @@ class _Running:
             self._asked[number] = now
             if self._process and len(self._asked) == 1:
                 self._process.terminate()
-        elif self._process and (number == signal.SIGINT or now - before > _ONE_REQUEST):
+        elif self._process and insists(number, since=now - before):
             self._kill()
 
     def begin(self, command: Sequence[str], **options: Any) -> None:
@@ -164,21 +162,6 @@ def _state(pid: int) -> str:
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return "X"
-
-
-@contextmanager
-def _heard(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handles the signals that ask to stop, but for those that nohup, say, has told this process to ignore."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python lets no other thread handle any
-        return
-    heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in heard}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from functools import cache, partial
 from types import FrameType
 from typing import Any, ClassVar
 
+from ddpforge.launchers.requests import insists, listened
+
 __all__ = ["StopRequests", "leave_stopping_to_the_rank"]
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-_ONE_REQUEST = 5.0  # seconds in which the same signal is the same request: a scheduler sends it, and so does a launcher
 log = logging.getLogger("ddpforge")
 
 
@@ -45,9 +45,7 @@ class StopRequests:
             if self._entered:
                 self.requested, self._heard = self._entered[-1].requested, dict(self._entered[-1]._heard)
             self._entered.append(self)
-            for number in _SIGNALS:
-                if signal.getsignal(number) != signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._on_signal)
+            self._before = {number: signal.signal(number, self._on_signal) for number in listened()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,8 +64,7 @@ class StopRequests:
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         now, before = self._clock(), self._heard.get(number)
         self._heard.setdefault(number, now)
-        again = before is not None and (number == signal.SIGINT or now - before > _ONE_REQUEST)
-        if again and not self._over:
+        if insists(number, since=None if before is None else now - before) and not self._over:
             raise KeyboardInterrupt
         if not self.requested:
             log.info("%s: finishing this step, then saving a checkpoint", signal.Signals(number).name)
@@ -92,9 +89,8 @@ def _ending() -> Any:
 
 
 def _leave_stopping(ending: Any, _: int) -> None:
-    for number in _SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, partial(_ignore_once, ending))
+    for number in listened():
+        signal.signal(number, partial(_ignore_once, ending))
 
 
 def _ignore_once(ending: Any, number: int, _: FrameType | None) -> None:

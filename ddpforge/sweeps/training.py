@@ -8,20 +8,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from ddpforge.errors import ExitCode
 from ddpforge.launchers.command import threads_per_process
+from ddpforge.launchers.requests import heard
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.overview import Standing, standing
 from ddpforge.sweeps.space import Variant
 
 __all__ = ["Commands", "Trained", "train"]
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +79,7 @@ def train(
     """
     queue = _Queue(iter(variants), commands, begins, told)
     places = [threading.Thread(target=queue.work, args=(slot,)) for slot in range(commands.jobs)]
-    with _signals(queue.stop):
+    with heard(queue.stop):
         for place in places:
             place.start()
         for place in places:
@@ -162,14 +160,3 @@ def _outcome(path: Path, variant: Variant, log: Path, code: int) -> Trained:
     said = next((line for line in reversed(lines) if "error" in line.casefold()), lines[-1] if lines else "")
     state = "stopped" if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED, -signal.SIGTERM) else "refused"
     return Trained(name=variant.name, state=state, error=said or f"exit code {code}", log=log)
-
-
-@contextmanager
-def _signals(stop: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
-    before = {number: signal.signal(number, stop) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

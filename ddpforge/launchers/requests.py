@@ -1,0 +1,38 @@
+"""The signals that ask a run to stop: which are heard, and when a second one is an order."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+__all__ = ["heard", "insists", "listened"]
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_ONE = 5.0  # seconds in which the same signal is the same request: schedulers send it to whole process trees
+
+
+def listened() -> list[signal.Signals]:
+    """The signals, but for those that this process was started to ignore, as nohup does."""
+    return [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+
+
+def insists(number: int, *, since: float | None) -> bool:
+    """True for a signal that came `since` seconds after the first of its kind, if that is a request of its own."""
+    return since is not None and (number == signal.SIGINT or since > _ONE)
+
+
+@contextmanager
+def heard(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handles them in here; Python lets the main thread alone do so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in listened()}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
