@@ -64,7 +64,7 @@ def run(
     adopt_slurm()
     refuse_text("allow_change", allow_change)
     seconds_of(max_time)  # raises UsageError
-    fresh = fresh and not has_begun()
+    fresh = fresh and not has_begun()  # ranks that are started again go on with what is fresh
     parts = _load(source, sets)
     folder = RunFolder.of(parts.recipe, out)
     with StopRequests() as stop, ExitStack() as claims:
@@ -72,7 +72,7 @@ def run(
         peers = _peers(parts.recipe, world)
         _leave_if_asked(stop, world, peers)
         share_folder(folder.path.parent, peers.ranks)
-        fresh = all(peers.ranks.everyone(fresh))
+        fresh = all(peers.ranks.everyone(fresh))  # a machine that joins later has begun nothing
         is_new = fresh or not folder.exists()
         if is_new:
             on_every_rank(peers, lambda: build_parts(parts, world, rehearses=True))
