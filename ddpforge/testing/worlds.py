@@ -6,8 +6,7 @@ import json
 import re
 import signal
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import copy
@@ -18,6 +17,7 @@ from typing import Any
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.local_code import neighbours
 from ddpforge.errors import ExitCode, PluginError
+from ddpforge.launchers.requests import heard
 from ddpforge.parity.compare import TOLERANCES, Point, Quantity, Record, compare, first_drift
 from ddpforge.testing.cases import Case
 from ddpforge.testing.ranks import run_ranks
@@ -123,7 +123,7 @@ class Worlds:
 
 def run_to_the_end(module: str, *arguments: str, nproc: int) -> CompletedProcess[str]:
     """Runs `module` on ranks; raises Interrupted where somebody stopped them, or this process."""
-    with _heard_as_ctrl_c(signal.SIGTERM, signal.SIGHUP):
+    with heard(signal.default_int_handler):  # whoever asks ends ranks, and what is temporary, as Ctrl-C does
         try:
             done = run_ranks(module, *arguments, cwd=Path.cwd(), ranks=nproc)
         except KeyboardInterrupt:
@@ -131,18 +131,6 @@ def run_to_the_end(module: str, *arguments: str, nproc: int) -> CompletedProcess
     if done.returncode in (ExitCode.STOPPED, ExitCode.INTERRUPTED, signal.SIGTERM):
         raise Interrupted(_STOPPED)
     return done
-
-
-@contextmanager
-def _heard_as_ctrl_c(*signals: signal.Signals) -> Iterator[None]:
-    """Has what a scheduler sends end ranks and temporary files too, unless it is ignored."""
-    heard = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, signal.default_int_handler) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _tables(case: Case, job: str) -> dict[str, Any]:
