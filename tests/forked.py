@@ -11,6 +11,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,9 +32,15 @@ from ddpforge.ranks.join import join
 from ddpforge.recipe.schema import TrainSection
 
 
-def in_ranks(ranks: int, action: Callable[[int], Any], *, timeout: float = 90) -> list[Any]:
+def in_ranks(
+    ranks: int,
+    action: Callable[[int], Any],
+    *,
+    timeout: float = 90,
+    forking: Callable[[int], AbstractContextManager[None]] = lambda rank: nullcontext(),
+) -> list[Any]:
     """What `action(rank)` returns in each of `ranks` processes that may form a group, or in one that no launcher has
-    started; a rank that raises fails the test with its own words."""
+    started; a rank that raises fails the test with its own words. Each is forked within `forking(rank)`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -41,8 +48,9 @@ def in_ranks(ranks: int, action: Callable[[int], Any], *, timeout: float = 90) -
         answers = [Path(folder) / str(rank) for rank in range(ranks)]
         children: list[int] = []
         for rank, answer in enumerate(answers):
-            if (child := os.fork()) == 0:
-                _be(rank, ranks, port, action, answer)
+            with forking(rank):
+                if (child := os.fork()) == 0:
+                    _be(rank, ranks, port, action, answer)
             children.append(child)
         _wait(children, timeout)
         found = [pickle.loads(answer.read_bytes()) if answer.exists() else (False, "ended") for answer in answers]

@@ -10,13 +10,14 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 import pytest
+from forked import in_ranks
 
 __all__ = ["Command", "Host", "Hosts", "needs_root", "new_hosts"]
 
@@ -24,7 +25,7 @@ _NETWORK = "10.77.0"
 _READY = (
     'ip link set lo up; hostname "$1"; mount --bind "$2" /etc/hosts; mount --bind "$3" /etc/nsswitch.conf; echo ready'
 )
-_NAMESPACES = ("net", "uts", "pid", "mnt")
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_FS = 0x200  # of <sched.h>
 _IN_FOLDER = 'cd "$1" && shift && exec "$@"'  # inside: a folder that was entered before is the one outside
 
@@ -98,16 +99,23 @@ class Host:
         assert code == 0, f"{self.name}: {words} ended with {code}\n{text}"
         return text
 
+    @contextmanager
+    def numbering(self) -> Iterator[None]:
+        """Processes that this one forks meanwhile are numbered by the host, as only new ones can be."""
+        with open("/proc/self/ns/pid") as own, open(f"/proc/{self.pid}/ns/pid") as of_host:
+            _enter(of_host)
+            try:
+                yield
+            finally:
+                _enter(own)
+
     def enter(self) -> None:
-        """Makes this process, a fork of the test's, one of the host's; for `in_ranks`, where imports are done."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.unshare(_CLONE_FS)  # libraries start threads after a fork, and who shares a folder with one cannot enter
-        handles = [os.open(f"/proc/{self.pid}/ns/{kind}", os.O_RDONLY) for kind in _NAMESPACES]
-        for handle in handles:
-            if libc.setns(handle, 0) != 0:
-                raise OSError(ctypes.get_errno(), f"{self.name} cannot be entered")
-        if child := os.fork():  # only a new process is in another namespace of processes
-            os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+        """Gives this process, which was forked while the host was `numbering`, the host's network, name and disks."""
+        _LIBC.unshare(_CLONE_FS)  # libraries start threads after a fork, and who shares a folder with one cannot enter
+        with ExitStack() as opened:
+            spaces = [opened.enter_context(open(f"/proc/{self.pid}/ns/{kind}")) for kind in ("net", "uts", "mnt")]
+            for space in spaces:
+                _enter(space)
 
     def own_disk(self, path: Path, store: Path) -> None:
         """Puts `store`, which only this host sees there, in the place of `path`."""
@@ -158,18 +166,23 @@ class Hosts(Mapping[str, Host]):
     def __len__(self) -> int:
         return len(self._hosts)
 
-    def become(self, rank: int, where: str) -> None:
-        """Makes this process, which `in_ranks` has forked, rank `rank` of a world that has one on each host in `where`.
+    def in_ranks(self, where: str, action: Callable[[int], Any]) -> list[Any]:
+        """What `action(rank)` returns in a world that has one rank on each host in `where`.
 
         "aab" are two ranks on nodea and one on nodeb; they meet on the first host.
         """
-        letter = where[rank]
-        self[letter].enter()
-        os.environ.update(
-            LOCAL_RANK=str(where[:rank].count(letter)),
-            LOCAL_WORLD_SIZE=str(where.count(letter)),
-            MASTER_ADDR=self[where[0]].name,
-        )
+
+        def there(rank: int) -> Any:
+            letter = where[rank]
+            self[letter].enter()
+            os.environ.update(
+                LOCAL_RANK=str(where[:rank].count(letter)),
+                LOCAL_WORLD_SIZE=str(where.count(letter)),
+                MASTER_ADDR=self[where[0]].name,
+            )
+            return action(rank)
+
+        return in_ranks(len(where), there, forking=lambda rank: self[where[rank]].numbering())
 
     def cut(self, letter: str) -> None:
         """Loses all that the host sends and is sent; it cannot see that."""
@@ -187,6 +200,11 @@ class Hosts(Mapping[str, Host]):
         """Ends all hosts."""
         for host in (*self._hosts.values(), self._switch):
             host.end()
+
+
+def _enter(namespace: IO[str]) -> None:
+    if _LIBC.setns(namespace.fileno(), 0) != 0:
+        raise OSError(ctypes.get_errno(), f"{namespace.name} cannot be entered")
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def test_a_fork_of_the_tests_process_enters_a_host(hosts: Hosts) -> None:
         hosts["ab"[rank]].enter()
         return os.uname().nodename
 
-    assert in_ranks(2, where) == ["nodea", "nodeb"]
+    assert in_ranks(2, where, forking=lambda rank: hosts["ab"[rank]].numbering()) == ["nodea", "nodeb"]
 
 
 def test_nothing_is_left_of_hosts_when_the_test_is_killed(tmp_path: Path) -> None:

@@ -144,7 +144,6 @@ def test_a_folder_that_one_host_has_for_itself_is_refused(
     monkeypatch.setattr(checks, "_CACHED", 0.0)
 
     def check(rank: int) -> str:
-        hosts.become(rank, "ab")
         world = set_up(DDP())
         try:
             checks.share_folder(runs, world.all)
@@ -153,7 +152,7 @@ def test_a_folder_that_one_host_has_for_itself_is_refused(
         return "shared"
 
     said = f"what rank 0 on nodea writes in {runs} is not seen by rank 1 on nodeb ({runs})"
-    assert in_ranks(2, check) == [f"EnvironmentProblem: {said}", f"PeerFailed: {said}"]
+    assert hosts.in_ranks("ab", check) == [f"EnvironmentProblem: {said}", f"PeerFailed: {said}"]
     assert os.listdir(runs) == os.listdir(tmp_path / "disk of b") == []
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from forked import in_ranks
 from hosts import Hosts
 from launched import Ranks
 
@@ -37,11 +36,10 @@ def test_hosts_that_share_no_folder_are_sick(hosts: Hosts, tmp_path: Path, monke
     monkeypatch.setattr(together, "_SIZES", (1,))
 
     def look(rank: int) -> list[dict[str, object]] | None:
-        hosts.become(rank, "ab")
         found = visit(None, [], str(tmp_path / "runs"))
         return None if found is None else [finding.as_dict() for finding in found]
 
-    found, nothing = in_ranks(2, look)
+    found, nothing = hosts.in_ranks("ab", look)
     assert nothing is None
     (sick,) = [finding for finding in found if finding["level"] == "error"]
     assert "is not seen by rank 1 on nodeb" in sick["what"]

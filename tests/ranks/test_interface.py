@@ -5,7 +5,7 @@ import socket
 
 import pytest
 import torch
-from forked import in_ranks, set_up
+from forked import set_up
 from hosts import Hosts
 
 from ddpforge.errors import EnvironmentProblem
@@ -22,11 +22,10 @@ def test_hosts_that_are_loopback_to_themselves_find_each_other(hosts: Hosts) -> 
         host.resolves_itself_to("127.0.1.1")
 
     def talk(rank: int) -> tuple[str | None, float]:
-        hosts.become(rank, "ab")
         world = set_up(DDP(), timeout="20s")
         return os.environ.get(GLOO), world.all.sum(torch.tensor(1.0 + rank)).item()
 
-    assert in_ranks(2, talk) == [("eth0", 3.0)] * 2
+    assert hosts.in_ranks("ab", talk) == [("eth0", 3.0)] * 2
 
 
 @pytest.fixture
