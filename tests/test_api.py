@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from forked import in_ranks, refused
+from jupyter_client.manager import start_new_kernel
 from launched import Zygote
 from torch import nn
 
@@ -21,6 +22,7 @@ from ddpforge.errors import CheckpointError, ExitCode, ForgeError, RecipeError, 
 from ddpforge.launchers import process
 from ddpforge.launchers.verdict import Death, Ended
 from ddpforge.recipe import load_recipe
+from ddpforge.runs.folder import RunFolder
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "search"
 SHORT = ("train.length=4st", "train.eval_every=2st", "checkpoint.every=2st", "schedule.warmup=1st")
@@ -208,6 +210,30 @@ def test_launch_works_where_there_is_no_script_to_start_again(run: Path, way: st
         [sys.executable, "-"], input=program, cwd=run.parents[1], capture_output=True, text=True, timeout=300
     )
     assert "runs/note: done at step 4" in ended.stdout, ended.stderr
+
+
+@pytest.mark.full
+def test_a_cell_of_a_notebook_launches_and_to_interrupt_it_stops_the_run(run: Path) -> None:
+    said: list[str] = []
+
+    def hear(message: dict[str, Any]) -> None:
+        said.append(message["content"].get("text", ""))
+        if "step 1/" in said[-1]:
+            manager.interrupt_kernel()
+
+    manager, client = start_new_kernel(cwd=str(run.parents[1]))
+    try:
+        sets = "['strategy.use=ddp', 'name=cell', 'train.length=100000st']"
+        cell = f"import torch, ddpforge; print(ddpforge.launch('run.toml', nproc=2, sets={sets}).sentence())"
+        reply = client.execute_interactive(cell, output_hook=hear, timeout=300)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    assert reply["content"]["status"] == "ok"
+    status = RunFolder(run.parent / "cell").status()
+    assert status is not None
+    assert status["state"] == "stopped"
+    assert "runs/cell: stopped at step" in "".join(said)
 
 
 def test_a_launch_that_is_refused_raises(ranks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

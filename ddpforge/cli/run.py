@@ -8,6 +8,7 @@ import click
 
 from ddpforge.cli.ending import ending, leave, results_alone
 from ddpforge.cli.options import json_option, out_option, recipe_argument, run_options, sets_options
+from ddpforge.launchers.requests import stop_with_parent
 from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.launchers.verdict import STARTED, record_start
 from ddpforge.ranks.signals import StopRequests
@@ -35,6 +36,8 @@ def run(
     """
     with ending(status=as_json), StopRequests():  # which notes them while torch is imported
         os.environ.setdefault(STARTED, str(time.time()))
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, or what is built on it, waits for its ranks
+            stop_with_parent()
         adopt_slurm()
         record_start()
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["heard", "insists", "listened"]
+__all__ = ["heard", "insists", "listened", "stop_with_parent"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_PDEATHSIG = 1  # of <linux/prctl.h>
 _ONE = 5.0  # seconds in which the same signal is the same request: schedulers send it to whole process trees
 
 
@@ -36,3 +38,14 @@ def heard(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+def stop_with_parent() -> None:
+    """Has SIGTERM sent to this process when the one that started it ends without a word, as by kill -9.
+
+    Linux alone can do that: prctl(2), PR_SET_PDEATHSIG.
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PDEATHSIG, int(signal.SIGTERM))

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ddpforge.errors import ExitCode
+from ddpforge.launchers.requests import stop_with_parent
 from ddpforge.launchers.verdict import VERDICT, Words, is_final, record_death
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def _halted(codes: list[int]) -> bool:
 def main() -> None:
     """Runs torchrun with this process' arguments; a traceback would only repeat that a rank has failed."""
     if VERDICT in os.environ:
+        stop_with_parent()
         _listen_to_the_launch_alone()
         if "LOGLEVEL" not in os.environ:  # torchrun's own variable
             logging.disable(logging.ERROR)  # ranks say why they end, and nobody else knows better

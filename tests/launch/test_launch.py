@@ -12,6 +12,7 @@ from pathlib import Path
 from shutil import copy
 from typing import Any
 
+import psutil
 import pytest
 from launched import Zygote
 
@@ -344,6 +345,30 @@ def test_no_launcher_is_needed_for_one_process_and_its_loaders_leave_stopping_to
     process = popen(f"ddpforge run tiny.toml --set=data.workers=1 --json {FOREVER}")
     os.killpg(process.pid, signal.SIGTERM)
     assert stopped(tmp_path / "runs/tiny", process, curve)["world_size"] == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "killed"),
+    [
+        pytest.param("ddpforge launch tiny.toml --nproc 2", "all", marks=pytest.mark.slow),
+        pytest.param("ddpforge launch tiny.toml --nproc 2", "first", marks=full),
+        pytest.param("ddpforge launch tiny.toml --nproc 2", "second", marks=full),
+        pytest.param("torchrun --nproc-per-node 2 -m ddpforge run tiny.toml", "first", marks=full),
+    ],
+)
+def test_ranks_stop_with_a_checkpoint_when_their_launcher_is_killed(
+    tmp_path: Path, popen: Callable[[str], subprocess.Popen[str]], curve: list[float], command: str, killed: str
+) -> None:
+    """The first is `ddpforge launch`, the second its torchrun."""
+    first = psutil.Process(popen(f"{command} {FOREVER}").pid)
+    below = first.children(recursive=True)
+    for process in [first, *first.children()][{"all": slice(2), "first": slice(1), "second": slice(1, 2)}[killed]]:
+        process.kill()
+    left = psutil.wait_procs([first, *below], timeout=60)[1]
+    assert left == []
+    found = status(tmp_path / "runs/tiny")
+    assert (found["state"], found["exit_code"]) == ("stopped", ExitCode.STOPPED)
+    assert losses(tmp_path / "runs/tiny")[:3] == pytest.approx(curve, rel=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------- launch() alone
