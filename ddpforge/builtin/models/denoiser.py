@@ -14,7 +14,7 @@ _Count = Annotated[int, Field(ge=1, le=2**16)]
 class Denoiser(nn.Module):
     """Images [B, channels, H, W] and times [B] from 0 to 1 → the noise in them, of the images' shape.
 
-    Residual blocks of two convolutions each, with the time added between them. There is no pooling: what is farther
+    Residual blocks of two convolutions each, scaled and shifted by the time between them. No pooling: what is farther
     apart than four pixels a block is not seen together.
     """
 
@@ -46,11 +46,13 @@ class _Block(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList(nn.GroupNorm(8, width) for _ in range(2))
         self.layers = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
-        self.time = nn.Linear(width, width)
+        self.time = nn.Linear(width, 2 * width)
 
     def forward(self, x: Tensor, when: Tensor) -> Tensor:
-        y = self.layers[0](F.silu(self.norms[0](x))) + self.time(when)[..., None, None]
-        out: Tensor = x + self.layers[1](F.silu(self.norms[1](y)))
+        scale, shift = self.time(when)[..., None, None].chunk(2, dim=1)
+        y = self.layers[0](F.silu(self.norms[0](x)))
+        # After the norm, which would take a shift of whole channels away again.
+        out: Tensor = x + self.layers[1](F.silu(self.norms[1](y) * (1 + scale) + shift))
         return out
 
 

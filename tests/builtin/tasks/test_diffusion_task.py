@@ -52,7 +52,7 @@ def test_the_denoiser_answers_in_the_form_of_the_images_and_looks_at_the_time() 
     x = torch.rand(3, 2, 6, 5)
     early, late = model(x, torch.zeros(3)), model(x, torch.ones(3))
     assert early.shape == x.shape
-    assert not torch.allclose(early, late)
+    assert (early - late).abs().max() > 1e-3  # also where each channel is normalised by itself
 
 
 def test_samples_are_shown_at_every_evaluation() -> None:
