@@ -213,7 +213,10 @@ def test_launch_works_where_there_is_no_script_to_start_again(run: Path, way: st
 
 
 @pytest.mark.full
-def test_a_cell_of_a_notebook_launches_and_to_interrupt_it_stops_the_run(run: Path) -> None:
+def test_a_cell_of_a_notebook_launches_and_to_interrupt_it_stops_the_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # where it is set, kernels do not show what other processes print
     said: list[str] = []
 
     def hear(message: dict[str, Any]) -> None:
