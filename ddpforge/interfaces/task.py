@@ -43,8 +43,8 @@ class Task(ABC):
     """
 
     takes_split_logits: bool = False
-    """True of a loss that needs nothing of logits but `torch.nn.functional.cross_entropy` over their last dimension: then
-    each rank may have a part of that, and the logits are a `DTensor` (strategy.loss = "vocabulary").
+    """True of a loss that takes nothing but `torch.nn.functional.cross_entropy` of logits, over their last dimension:
+    each rank may then have a part of that, and the logits are a `DTensor` (strategy.loss = "vocabulary").
     """
 
     draws: Draws = Draws()

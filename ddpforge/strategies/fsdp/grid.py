@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -75,7 +76,7 @@ class Grid:
             found: dict[tuple[int, int], list[int]] = {}
             for rank in range(ranks):
                 found.setdefault(key(rank), []).append(rank)
-            group, _ = dist.new_subgroups_by_enumeration(list(found.values()))
+            group = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(list(found.values()))[0])
             groups.append(group)
             return Group(group, world.device)
 

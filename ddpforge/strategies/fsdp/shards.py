@@ -31,9 +31,7 @@ class Layout:
         if self._tensor.size == 1 or not isinstance(tensor, DTensor):
             return found
         if cut := self.cuts.get(name):
-            row = prod(tensor.shape[1:])
-            start, stop = (edge // row for edge in (found.region.start, found.region.stop))
-            return Part(found.tensor, cut.shape, cut.region(start, stop), found.replica, found.replicas)
+            return Part(found.tensor, cut.shape, cut.region(*_rows(tensor)), found.replica, found.replicas)
         replica, replicas = found.replica * self._tensor.size + self._tensor.rank, found.replicas * self._tensor.size
         return replace(found, replica=replica, replicas=replicas)
 
@@ -86,10 +84,17 @@ def part_of(tensor: Tensor) -> Part:
         return Part.whole(tensor)
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     (mine,) = local([tensor])
-    rows = -(-shape[0] // mesh.size(-1))
-    start = min(mesh.get_local_rank(mesh.ndim - 1) * rows, shape[0]) * prod(shape[1:])
+    start = _rows(tensor)[0] * prod(shape[1:])
     replica, replicas = (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim == 2 else (0, 1)
     return Part(mine, shape, Range(start, start + mine.numel()), replica, replicas)
+
+
+def _rows(tensor: DTensor) -> tuple[int, int]:
+    """The first row of a tensor that this rank has of FSDP's mesh, and the first that it has no more."""
+    mesh, rows = tensor.device_mesh, len(tensor)
+    each = -(-rows // mesh.size(-1))
+    start = min(mesh.get_local_rank(mesh.ndim - 1) * each, rows)
+    return start, min(start + each, rows)
 
 
 def shard_like(mine: Tensor, like: Tensor) -> Tensor:

@@ -60,9 +60,9 @@ class FSDP(Strategy):
             int, Field(ge=1, le=2**10, description="Neighbouring ranks that share out each layer; must divide ranks.")
         ] = 1,
         plan: Annotated[
-            dict[str, str],
-            Field(description='Layers' styles by glob, e.g. {"blocks.*.up" = "columns"}; absent: the model's own plan.'),
-        ] = {},
+            dict[str, str] | None,
+            Field(description="With `tensor`: the styles of layers by glob over their names; absent: the model's own."),
+        ] = None,
         sequence: Annotated[
             bool,
             Field(description="With `tensor`: cut what lies between layers (norms, residual stream) by the sequence."),
@@ -175,9 +175,7 @@ class FSDP(Strategy):
 
     def _resolved(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Plan:
         vocabulary = self.loss == "vocabulary"
-        return resolve(
-            model, self.plan, blocks, ranks=self.tensor, sequence=self.sequence, split_logits=vocabulary
-        )
+        return resolve(model, self.plan, blocks, ranks=self.tensor, sequence=self.sequence, split_logits=vocabulary)
 
     def data_ranks(self, ranks: int) -> int:
         """Counts groups of ranks that see the same samples."""
@@ -222,8 +220,8 @@ class FSDP(Strategy):
         """Shards the module like the model, apart from it."""
         if self.tensor > 1:
             raise StrategyError(
-                f"the task uses {type(module).__name__} beside the model, and strategy.tensor = {self.tensor} has no plan "
-                "of its layers",
+                f"the task uses {type(module).__name__} beside the model, and strategy.tensor = {self.tensor} can share "
+                "out the model's layers only",
                 hints=["set strategy.tensor = 1, and shard it instead"],
             )
         # No backward pass comes to free what is left over of the blocks.

@@ -31,7 +31,7 @@ class ShareGradients:
         """Adds up what adds up, in place; before the first step, raises StrategyError where the plan forgot some."""
         if mine := [gradient for name, gradient in gradients.items() if name in self._summed]:
             total = self._ranks.sum(torch.cat([gradient.flatten() for gradient in mine]))
-            for gradient, summed in zip(mine, total.split([g.numel() for g in mine]), strict=True):
+            for gradient, summed in zip(mine, torch.split(total, [g.numel() for g in mine]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
         if not self._compared:
             self._compared = True
@@ -59,7 +59,7 @@ class ShareGradients:
                     "it: each saw a share of what it is used for",
                     hints=[
                         'give its module the style "summed" in the plan, or, if the sequence is cut there, "sequence"',
-                        'look for a layer in the plan whose "columns" are followed by no "rows", or the other way round',
+                        'look for "columns" in the plan that no "rows" follow, or the other way round',
                     ],
                 )
 

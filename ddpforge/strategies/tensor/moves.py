@@ -93,4 +93,4 @@ def _same(x: Tensor) -> Tensor:
 
 def _arrived(x: Tensor) -> Tensor:
     """The plain tensor of one that is still on its way."""
-    return cast(Tensor, x.wait()) if isinstance(x, functional.AsyncCollectiveTensor) else x
+    return x.wait() if isinstance(x, functional.AsyncCollectiveTensor) else x

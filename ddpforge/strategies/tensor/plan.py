@@ -169,7 +169,7 @@ def _check_sequence(styles: Mapping[str, Style], where: str, *, sequence: bool, 
         )
     if split_logits and words.count("logits") != 1:
         raise StrategyError(
-            f'strategy.loss = "vocabulary" needs one output layer, and {where} says "logits" of {words.count("logits")}',
+            f'strategy.loss = "vocabulary" needs one layer of "logits", and {where} has {words.count("logits")}',
             hints=["leave strategy.loss out"],
         )
 

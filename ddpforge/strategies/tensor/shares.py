@@ -76,9 +76,9 @@ class Shares:
                     around.register_forward_pre_hook(self._outside)
                 module.register_forward_pre_hook(self._enter)
             elif style.word == "rows":
-                module.forward = partial(self._rows, module)  # type: ignore[method-assign]
+                module.forward = partial(self._rows, module)
             elif style.word == "vocabulary":
-                module.forward = partial(self._embed, module, self._cut_of(name))  # type: ignore[method-assign]
+                module.forward = partial(self._embed, module, self._cut_of(name))
             elif style.word == "logits":
                 self._attach_logits(module, self._vocabulary(model, name))
             elif self._sequence and style.word == "scatter":
