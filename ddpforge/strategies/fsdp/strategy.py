@@ -220,7 +220,7 @@ class FSDP(Strategy):
         """Shards the module like the model, apart from it."""
         if self.tensor > 1:
             raise StrategyError(
-                f"the task uses {type(module).__name__} beside the model, and strategy.tensor = {self.tensor} can share "
+                f"the task uses {type(module).__name__} beside the model, and strategy.tensor = {self.tensor} shares "
                 "out the model's layers only",
                 hints=["set strategy.tensor = 1, and shard it instead"],
             )
@@ -293,6 +293,14 @@ class FSDP(Strategy):
             mine = [part_of(self._sharded(weight)).tensor for weight in whole]
             if any((part_of(s).tensor - m).abs().max() > 1e-3 * moved for s, m in zip(shards, mine, strict=True)):
                 raise StrategyError(f"{name} updates a sharded weight otherwise than a whole one", hints=hints)
+            if self.tensor > 1:
+                columns = [value[:, :2] for value in values]
+                shares, _ = tried(optimizer, group, columns, columns[::-1])
+                if any((s - w[:, :2]).abs().max() > 1e-3 * moved for s, w in zip(shares, whole, strict=True)):
+                    raise StrategyError(
+                        f"{name} updates a share of a weight otherwise than the whole",
+                        hints=["set strategy.tensor = 1", *hints],
+                    )
 
     def _sharded(self, whole: Tensor) -> Tensor:
         """A weight that every rank holds, as FSDP lays it over the ranks."""
