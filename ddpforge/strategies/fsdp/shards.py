@@ -40,7 +40,7 @@ class Layout:
         return {name: self._held(name, value) for name, value in values.items()}
 
     def state(self, owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What an optimizer keeps of a parameter, sharded tensors among it as this rank's parts."""
+        """The state that an optimizer keeps of a parameter, sharded tensors as this rank's parts."""
         return {key: self._held(owner, value) for key, value in values.items()}
 
     def _held(self, name: str, value: Any) -> Any:

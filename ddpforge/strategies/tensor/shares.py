@@ -25,7 +25,7 @@ _SEQUENCE = 1  # the dimension of activations [B, T, …] that is cut along the 
 
 
 class Shares:
-    """What one of `ranks` has of a model, and computes: weights are plain tensors, as large as this rank's share.
+    """The share of a model that one of `ranks` holds and computes: its weights are plain tensors of the share's size.
 
     With `sequence`, what lies between layers is cut along the sequence from the module that the plan "scatter"s on.
     With `logits`, a mesh of the ranks, logits stay cut by vocabulary: a DTensor, of which torch's `loss_parallel`
