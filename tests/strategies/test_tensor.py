@@ -282,6 +282,7 @@ def test_options_without_shared_layers_have_no_effect_and_compiling_shared_ones_
         "strategy.loss",
     ]
     assert keys(FSDP(tensor=2), compile="default") == ["train.compile"]
+    assert keys(FSDP(tensor=2, cpu_offload=True))[0] == "strategy.cpu_offload"
     assert keys(FSDP(tensor=3)) == ["strategy.tensor"]
 
 

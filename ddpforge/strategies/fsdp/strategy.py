@@ -152,7 +152,14 @@ class FSDP(Strategy):
                         f"strategy.{key} has no effect while strategy.tensor is 1",
                         ("set strategy.tensor, or leave it out",),
                     )
-        elif train.compile != "off":
+            return
+        if self.cpu_offload:
+            yield Refusal(
+                "strategy.cpu_offload",
+                f"strategy.cpu_offload and strategy.tensor = {self.tensor} were never tried together on GPUs",
+                ("leave one of both out",),
+            )
+        if train.compile != "off":
             yield Refusal(
                 "train.compile",
                 f'train.compile = "{train.compile}" cannot follow the collectives and the random numbers of each rank '
