@@ -58,18 +58,23 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_ddp_and_fsdp_train_the_same_curve_and_transformers_loads_it(
+def test_all_strategies_train_the_same_curve_and_transformers_loads_it(
     ddpforge: Callable[..., str], samples: Path, texts: Path, tokenizer: Path, tmp_path: Path
 ) -> None:
+    """Among them ranks that share layers, by the model's own `_tp_plan`."""
     (tmp_path / "tiny.toml").write_text(RECIPE.format(tokenizer=tokenizer))
     curves = {}
-    for strategy in ("ddp", "fsdp"):
-        sets = (f"--set=strategy.use={strategy}", f"--set=name={strategy}")
-        ddpforge("run", "tiny.toml", *sets, ranks=2, launcher=strategy == "ddp")
-        curves[strategy] = [row["train/loss"] for row in rows(tmp_path / "runs" / strategy) if "train/loss" in row]
+    for name, *sets in (
+        ("ddp",),
+        ("fsdp", "--set=strategy.use=fsdp"),
+        ("tensor", "--set=strategy.use=fsdp", "--set=strategy.tensor=2"),
+    ):
+        ddpforge("run", "tiny.toml", f"--set=name={name}", *sets, ranks=2, launcher=name == "ddp")
+        curves[name] = [row["train/loss"] for row in rows(tmp_path / "runs" / name) if "train/loss" in row]
     assert len(curves["ddp"]) == 12
     assert curves["ddp"][-1] < 0.7 * curves["ddp"][0]
     assert curves["fsdp"] == pytest.approx(curves["ddp"], rel=1e-5)
+    assert curves["tensor"] == pytest.approx(curves["ddp"], rel=1e-5)
 
     out = tmp_path / "runs" / "fsdp" / "hf"
     ddpforge("export", "runs/fsdp", "-o", f"{out}/")

@@ -1,0 +1,201 @@
+"""What a plan cuts, element by element, and which plans are refused before anything is cut."""
+
+from typing import Any, ClassVar
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from forked import refused
+from hypothesis import given
+from torch import nn
+
+from ddpforge.builtin.models.gpt import GPT
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import Part, Range
+from ddpforge.interfaces.regions import copy, flaw
+from ddpforge.interfaces.regions import whole as all_of
+from ddpforge.strategies.tensor import Cut, Plan, resolve
+
+
+def plan_of(model: Any, given: dict[str, str] | None = None, ranks: int = 2, **options: Any) -> Plan:
+    options = {"sequence": False, "split_logits": False} | options
+    return resolve(model, given, list(getattr(model, "blocks", ())), ranks=ranks, **options)
+
+
+def gpt(**sizes: Any) -> GPT:
+    with torch.device("meta"):
+        return GPT(**{"vocab_size": 31, "block_size": 16, "layers": 2, "heads": 4, "width": 32} | sizes)
+
+
+# ---------------------------------------------------------------------------------------------- the cuts
+@st.composite
+def cuts(draw: Any) -> list[Cut]:
+    """A random tensor's cuts, one for each rank."""
+    ranks, parts, ndim = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    dim = draw(st.integers(0, min(1, ndim - 1)))
+    parts = parts if dim == 0 else 1
+    shape = [draw(st.integers(1, 7)) for _ in range(ndim)]
+    shape[dim] = parts * draw(st.integers(1, 9))
+    return [Cut(tuple(shape), dim, rank, ranks, parts) for rank in range(ranks)]
+
+
+@given(cuts(), st.integers(1, 4))
+def test_shards_of_shares_are_each_element_once_and_in_the_places_that_the_region_says(
+    ranks: list[Cut], shards: int
+) -> None:
+    shape = ranks[0].shape
+    whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    regions = []
+    for cut in ranks:
+        share = cut.take(whole)
+        each = -(-len(share) // shards)
+        for start in range(0, shards * each, each or 1):
+            first, last = min(start, len(share)), min(start + each, len(share))
+            part = Part(share[first:last], shape, cut.region(first, last))
+            for simple in part.simple():
+                expected = torch.full_like(simple.tensor, -1)
+                held = expected.view(-1) if isinstance(simple.region, Range) else expected
+                copy(shape, all_of(shape), whole.view(-1), simple.simple_region, held)
+                assert torch.equal(simple.tensor, expected)
+                regions.append(simple.simple_region)
+    assert flaw(shape, regions) is None
+
+
+def test_the_plan_of_gpt_cuts_queries_keys_and_values_by_heads() -> None:
+    cut = plan_of(gpt()).cuts["blocks.0.attention.qkv.weight"]
+    assert [cut.of(rank).spans() for rank in range(2)] == [
+        [(0, 16), (32, 48), (64, 80)],
+        [(16, 32), (48, 64), (80, 96)],
+    ]
+
+
+def test_what_the_plan_of_gpt_cuts() -> None:
+    cuts = {name: (cut.dim, cut.parts) for name, cut in plan_of(gpt()).cuts.items() if "blocks.1" not in name}
+    assert cuts == {
+        "tokens.weight": (0, 1),
+        "blocks.0.attention.qkv.weight": (0, 3),
+        "blocks.0.attention.qkv.bias": (0, 3),
+        "blocks.0.attention.projection.weight": (1, 1),
+        "blocks.0.mlp.0.weight": (0, 1),
+        "blocks.0.mlp.0.bias": (0, 1),
+        "blocks.0.mlp.2.weight": (1, 1),
+    }
+
+
+def test_words_of_transformers_mean_the_same() -> None:
+    class Theirs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(8, 4)
+            self.up, self.gates, self.down, self.out = (
+                nn.Linear(4, 8),
+                nn.Linear(4, 8),
+                nn.Linear(8, 4),
+                nn.Linear(4, 8),
+            )
+            self._tp_plan = {
+                "embed": "embedding_rowwise",
+                "up": "colwise",
+                "gates": "packed_colwise",
+                "down": "rowwise",
+                "out": "colwise_gather_output",
+            }
+
+    ours = {"embed": "vocabulary", "up": "columns", "gates": "columns:2", "down": "rows", "out": "logits"}
+    assert plan_of(Theirs()) == plan_of(Theirs(), ours)
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+class Blocks(nn.Module):
+    tensor_plan: ClassVar[dict[str, str]] = {"blocks.*.up": "columns", "blocks.*.down": "rows"}
+
+    def __init__(self, width: int = 8, **more: nn.Module) -> None:
+        super().__init__()
+        block = nn.Module()
+        block.up, block.down = nn.Linear(4, width), nn.Linear(width, 4)
+        self.blocks = nn.ModuleList([block])
+        for name, module in more.items():
+            block.add_module(name, module)
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+
+def tied() -> Any:
+    model = Blocks(out=nn.Linear(4, 8, bias=False), table=nn.Embedding(8, 4))
+    model.blocks[0].out.weight = model.blocks[0].table.weight
+    return model
+
+
+WRONG: list[tuple[Any, dict[str, str] | None, dict[str, Any], str]] = [
+    (Bare, None, {}, "strategy.tensor = 2 needs a plan of which layers are cut how, and Bare has none"),
+    (Blocks, {"blocks.*.upp": "columns"}, {}, "strategy.plan names `blocks.*.upp`, which no module of the model is"),
+    (Blocks, {"blocks.*.up": "colums"}, {}, 'strategy.plan: `blocks.*.up` has the style "colums", which is none'),
+    (Blocks, {"blocks.*.up": "columns:0"}, {}, 'strategy.plan: `blocks.*.up` has the style "columns:0", which is none'),
+    (
+        Blocks,
+        {"blocks.*.up": "columns"},
+        {},
+        "strategy.plan says nothing of `blocks.0.down` (Linear): every rank would",
+    ),
+    (lambda: Blocks(extra=nn.Linear(4, 4)), None, {}, "Blocks.tensor_plan says nothing of `blocks.0.extra` (Linear)"),
+    (lambda: Blocks(9), None, {}, "strategy.tensor = 2 does not divide `blocks.0.up.weight`: it has 9 rows | use"),
+    (
+        Blocks,
+        {"blocks.*.up": "columns:3", "blocks.*.down": "rows"},
+        {},
+        "strategy.tensor = 2 does not divide `blocks.0.up.weight`: it has 8 rows in 3 parts | use",
+    ),
+    (
+        Blocks,
+        {"blocks.*.down": "rows", "blocks.*.up": "replicated"},
+        {"ranks": 3},
+        "strategy.tensor = 3 does not divide `blocks.0.down.weight`: it has 8 columns | use",
+    ),
+    (
+        lambda: gpt(heads=3, width=48),
+        None,
+        {},
+        "strategy.tensor = 2 does not divide `blocks.0.attention.qkv.weight`: it has 3 heads of 16 | use",
+    ),
+    (
+        Blocks,
+        {"blocks.*": "rows"},
+        {},
+        '`blocks.0` (Module) cannot be cut as "rows", which takes a torch.nn.Linear with torch\'s own forward',
+    ),
+    (
+        lambda: Blocks(table=nn.Embedding(8, 4, max_norm=1.0)),
+        Blocks.tensor_plan | {"blocks.*.table": "vocabulary"},
+        {},
+        '`blocks.0.table` (Embedding) cannot be cut as "vocabulary"',
+    ),
+    (
+        tied,
+        Blocks.tensor_plan | {"blocks.*.out": "logits"},
+        {},
+        "`blocks.0.out.weight` and `blocks.0.table.weight` are one parameter, and the plan cuts it in two ways",
+    ),
+    (Blocks, None, {"sequence": True}, "strategy.sequence = true needs one module that the sequence is cut before"),
+    (Blocks, None, {"split_logits": True}, 'strategy.loss = "vocabulary" needs one layer of "logits", and Blocks.tens'),
+    (
+        gpt,
+        {"blocks.*.*.*": "replicated", "head": "logits"},
+        {},
+        'strategy.plan says "logits" of `head`, which has no weights, and "vocabulary" of 0 embeddings',
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "plan", "options", "said"), WRONG, ids=[wrong[-1][:60] for wrong in WRONG])
+def test_a_plan_that_cannot_work_is_refused_by_name(build: Any, plan: Any, options: Any, said: str) -> None:
+    assert refused(StrategyError, lambda: plan_of(build(), plan, **options)).startswith(said)
+
+
+@pytest.mark.parametrize("word", ["grouped_gemm", "moe_tp_experts", "rowwise_split_input"])
+def test_words_of_transformers_that_mean_something_else_are_refused(word: str) -> None:
+    said = refused(StrategyError, lambda: plan_of(Blocks(), {"blocks.*.up": word}))
+    assert f'has the style "{word}", which is none that tensor parallelism has' in said
