@@ -46,7 +46,7 @@ def load_initial(
 ) -> None:
     """Has `take` read the tensors of `source` that a module has; `held` is what this rank holds of it, by name.
 
-    Called on every rank: each reads what it holds. `aliases` are further names of tied tensors, and `key` is where the
+    Called on every rank: each reads what it holds, and `take` may be given what only others hold. `aliases` are further names of tied tensors, and `key` is where the
     recipe says `source`: a run (its folder or its name in runs/: the newest checkpoint), a checkpoint, a safetensors
     file, or a folder in which transformers saved a model. Tensors that it lacks, and those that a glob in `skip` names,
     keep their values; what is missing (an error where it must be `whole`) and what is left over goes to the log.
@@ -57,7 +57,8 @@ def load_initial(
     """
     path = on_rank_zero(ranks, lambda: find_initial(source, key))
     found = _open(path)
-    wanted = {name: (tuple(mine.shape), _dtype(mine)) for name, mine in held.items()}
+    here = {name: (tuple(mine.shape), _dtype(mine)) for name, mine in held.items()}
+    wanted = {name: form for theirs in ranks.everyone(here) for name, form in theirs.items()}
     for alias, name in aliases.items():
         if alias in found:
             found.setdefault(name, found[alias])
