@@ -135,24 +135,29 @@ class PipelineReplica(TorchReplica):
 
     # -- without gradients
     def _evaluate(self, micros: Sequence[Micro]) -> None:
-        """Each part computes all of `micros` before the next one does: what is sent waits for nobody."""
-        here: dict[int, Any] = {}
+        """Each part computes all of `micros`; where a rank has two, it sends nothing before it has received all."""
+        at_once = self._layout.kind.parts == 1
+        sent: list[tuple[dist.Work | None, Tensor]] = []
+        kept: dict[int, tuple[Tensor, ...]] = {}
         for number, part in self._parts.items():
-            sent: list[tuple[dist.Work | None, Tensor]] = []
-            kept = here
-            here = {}
+            later: list[tuple[Tensor, ...]] = []
             for place, micro in enumerate(micros):
-                x = () if number == 0 else kept.pop(place, None) or self._receive(number, micro.form)
+                x = kept.pop(place, None) or (self._receive(number, micro.form) if number else ())
                 found = part(*x, number=place)
+                found = found if isinstance(found, tuple) else (found,)
                 if part.last:
                     self._finish(micro)
-                elif number + 1 in self._parts and self._layout.place(number + 1) == self._layout.here:
-                    here[place] = found if isinstance(found, tuple) else (found,)
+                elif number + 1 in self._parts:
+                    kept[place] = found
+                elif at_once:
+                    sent += self._send(number + 1, micro.form, found)
                 else:
-                    sent += self._send(number + 1, micro.form, found if isinstance(found, tuple) else (found,))
-            for work, _ in sent:
-                if work is not None:
-                    work.wait()
+                    later.append(found)
+            for found in later:
+                sent += self._send(number + 1, micros[0].form, found)
+        for work, _ in sent:
+            if work is not None:
+                work.wait()
 
     def _send(self, part: int, form: Any, tensors: Sequence[Tensor]) -> Iterator[tuple[dist.Work | None, Tensor]]:
         """Begins to send; before the first of a form it says what to expect."""
