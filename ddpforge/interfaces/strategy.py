@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from ddpforge.interfaces.task import Task
     from ddpforge.recipe.schema import TrainSection
 
 __all__ = ["Compute", "Contract", "Explores", "Pass", "Refusal", "Replica", "Sharded", "Strategy", "TakesTurns"]
@@ -78,6 +79,12 @@ class Strategy(ABC):
         Called before ranks join, by `ddpforge check` and `show` too; it reads the recipe and starts nothing.
         """
         return ()
+
+    def check(self, model: nn.Module, task: Task, blocks: Sequence[nn.Module]) -> None:
+        """Raises StrategyError for a model or a task that it cannot train, as far as that is known without ranks.
+
+        Called before ranks join, by `ddpforge check` too, with the bare model, which may be on the meta device.
+        """
 
     def data_ranks(self, ranks: int) -> int:
         """Counts the ranks that see different data: all `ranks`, unless the strategy splits one model over several."""

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Contract, Ranks, Refusal, Replica, Strategy, World
+from ddpforge.interfaces import Contract, Ranks, Refusal, Replica, Strategy, Task, World
 from ddpforge.ranks.collectives import Alone, Group
 from ddpforge.ranks.join import limit_waiting
 from ddpforge.strategies import named_state
@@ -138,6 +138,12 @@ class Pipeline(Strategy):
                 "computed again",
                 ('set strategy.schedule = "1F1B" or "Interleaved1F1B"',),
             )
+
+    def check(self, model: nn.Module, task: Task, blocks: Sequence[nn.Module]) -> None:
+        """Its steps must be known, and be all of it; those that the recipe names must be among them."""
+        steps = declared_steps(model)
+        if self.split:
+            cut_where(steps, self.split, len(self.split) + 1)
 
     def setup(self, train: TrainSection, world: World) -> World:
         """Lays the ranks out as stages × data: those of a stage are neighbours, and average their gradients."""
