@@ -51,18 +51,18 @@ def trained(folder: Path, recipe: str, ranks: int) -> list[Trained]:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        return in_ranks(ranks, lambda _: _train(path), timeout=120)
+        registry = Registry.installed()
+        loaded = load_recipe(path, registry=registry)
+        return in_ranks(ranks, lambda _: _train(Parts(loaded, registry), folder), timeout=120)
     finally:
         os.chdir(before)
 
 
-def _train(recipe: Path) -> Trained:
-    registry, tracker = Registry.installed(), _Rows()
-    parts = Parts(load_recipe(recipe, registry=registry), registry)
-    world = _join(parts)
+def _train(parts: Parts, folder: Path) -> Trained:
+    tracker, world = _Rows(), _join(parts)
     build_data_and_model(parts)
     parts.report()
-    run = RunFolder.of(parts.recipe, recipe.parent / "runs")
+    run = RunFolder.of(parts.recipe, folder / "runs")
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     (run.path / "metrics.jsonl").touch()
     checkpoints = checkpoints_of(run, parts.recipe, world, Peers.of(world.all, timedelta(seconds=60)))

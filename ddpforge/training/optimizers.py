@@ -13,7 +13,13 @@ from ddpforge.components.registry import Registry
 from ddpforge.recipe.schema import Component, OptimizerComponent
 from ddpforge.strategies.several import InTurns, Several
 from ddpforge.training.blocks import find_blocks
-from ddpforge.training.parameter_groups import by_layer, here, parameter_groups, parameters_of_groups, parameters_of_turns
+from ddpforge.training.parameter_groups import (
+    by_layer,
+    here,
+    parameter_groups,
+    parameters_of_groups,
+    parameters_of_turns,
+)
 
 __all__ = ["build_optimizer", "check_parameters", "settings_of", "shares"]
 

@@ -3,6 +3,7 @@
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from trained import Trained, trained
@@ -38,8 +39,8 @@ warmup = "2st"
 {strategy}
 [train]
 length = "{length}"
-global_batch = 16
-micro_batch = 2
+global_batch = {batch}
+micro_batch = {micro}
 clip_norm = 0.5
 seed = 3
 device = "cpu"
@@ -57,7 +58,7 @@ STOP = '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = {}\nrank = 0\n'
 
 
 def train(strategy: str, ranks: int, folder: Path | None = None, **text: str) -> list[Trained]:
-    blank = dict.fromkeys(("model", "optimizer", "train", "more"), "") | {"length": "20st"}
+    blank = dict.fromkeys(("model", "optimizer", "train", "more"), "") | {"length": "20st", "batch": "16", "micro": "2"}
     recipe = RECIPE.format(**(blank | text), strategy=strategy)
     with TemporaryDirectory() as temporary:
         return trained(folder or Path(temporary), recipe, ranks)
@@ -76,7 +77,9 @@ def assert_alike(found: Trained, expected: Trained, rel: float = 1e-5) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- the same curve
-@pytest.mark.parametrize("schedule", [pytest.param(s, marks=pytest.mark.full if s in SCHEDULES[1:4] else ()) for s in SCHEDULES])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(s, marks=pytest.mark.full if s != "1F1B" else ()) for s in SCHEDULES]
+)
 def test_the_curve_is_that_of_ddp(schedule: str) -> None:
     """With accumulation, clipping that bites, tied embeddings and steps that end in a smaller micro-batch."""
     found = train(PIPELINE.format(schedule), 2)
@@ -89,6 +92,34 @@ def test_the_curve_is_that_of_ddp(schedule: str) -> None:
 def test_the_curve_is_that_of_ddp_where_stages_are_on_two_ranks_each(schedule: str) -> None:
     found = train(PIPELINE.format(schedule), 4)
     assert_alike(found[0], of_ddp("20st"))
+
+
+ODD = {
+    "bfloat16": {"train": 'precision = "bf16"', "rel": 1e-3},
+    "checkpointed": {"train": "activation_checkpointing = true"},
+    "not tied": {"model": "tie_embeddings = false", "optimizer": "layer_decay = 0.7"},
+    "frozen": {"train": 'freeze = ["blocks.2.*", "positions.*"]'},
+    "one": {"micro": "16"},
+    "seven": {"batch": "14"},
+    "cut": {"strategy": '\nsplit = ["blocks.1"]'},
+    "shards": {"train": "elastic_shards = 4"},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("odd", "schedule"),
+    [
+        (odd, schedule)
+        for odd in ODD
+        for schedule in SCHEDULES[::2] + SCHEDULES[3:4]
+        if odd not in ("cut", "checkpointed") or schedule == "1F1B"
+    ],
+)
+def test_the_curve_is_that_of_one_process_with(odd: str, schedule: str) -> None:
+    text: dict[str, Any] = {"length": "6st"} | ODD[odd]
+    more, rel = text.pop("strategy", ""), text.pop("rel", 1e-5)
+    assert_alike(train(PIPELINE.format(schedule) + more, 2, **text)[0], train(DDP, 1, **text)[0], rel)
 
 
 def test_a_run_goes_on_under_ddp_and_pipelines_of_any_shape(tmp_path: Path) -> None:

@@ -55,7 +55,9 @@ class PipelineReplica(TorchReplica):
         }
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._forms: dict[Any, Any] = {}
-        self._counted = [p for p in self.gradients.trained if self.replica_of(self.gradients.names[id(p)])[0] < self._data.size]
+        self._counted = [
+            p for p in self.gradients.trained if self.replica_of(self.gradients.names[id(p)])[0] < self._data.size
+        ]
         model.forward = _refuse_forward  # type: ignore[assignment]
 
     # -- one step
@@ -164,9 +166,7 @@ class PipelineReplica(TorchReplica):
         to = self._layout.place(part)
         if (part, form) not in self._forms:
             self._forms[part, form] = [(x.shape, x.dtype) for x in tensors]
-            dist.send_object_list(
-                [self._forms[part, form]], group=self._group, group_dst=to, device=self.world.device
-            )
+            dist.send_object_list([self._forms[part, form]], group=self._group, group_dst=to, device=self.world.device)
         for x in tensors:
             x = x.contiguous()
             yield dist.isend(x, group=self._group, group_dst=to), x
@@ -177,7 +177,9 @@ class PipelineReplica(TorchReplica):
             box: list[Any] = [None]
             dist.recv_object_list(box, group=self._group, group_src=source, device=self.world.device)
             (self._forms[part, form],) = box
-        found = tuple(torch.empty(shape, dtype=dtype, device=self.world.device) for shape, dtype in self._forms[part, form])
+        found = tuple(
+            torch.empty(shape, dtype=dtype, device=self.world.device) for shape, dtype in self._forms[part, form]
+        )
         for x in found:
             dist.recv(x, group=self._group, group_src=source)
         return found

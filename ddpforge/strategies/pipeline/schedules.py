@@ -68,7 +68,7 @@ class Layout:
 
 
 def schedule_for(layout: Layout, stages: Sequence[PipelineStage], count: int, loss: Callable[..., Any]) -> Any:
-    """A schedule for so many micro-batches; where there are fewer of them than stages, there is nothing to alternate."""
+    """A schedule for so many micro-batches; with fewer of them than stages, there is nothing to alternate."""
     if layout.kind.parts > 1:
         return layout.kind.make(list(stages), count, loss_fn=loss, scale_grads=False)
     make = ScheduleGPipe if count < layout.stages else layout.kind.make

@@ -59,7 +59,7 @@ class Part(nn.Module):
         """What the next part gets; the last one keeps what the model returns, which may be anything."""
         _mark(phases.FORWARD)
         micro = self.micros[number]
-        args, named = ((x, {}) if self.number else micro.inputs)
+        args, named = (x, {}) if self.number else micro.inputs
         micro.one.seed()
         _seed_on(self.number)
         with micro.one.around(), self._around():
@@ -79,8 +79,8 @@ class Part(nn.Module):
             if not isinstance(error.obj, nn.Module) or error.name not in self._elsewhere:
                 raise
             raise StrategyError(
-                f"`{step.name}` uses `{error.name}` of {type(error.obj).__name__}, which is on another rank: `pipeline` "
-                "does not say that it does",
+                f"`{step.name}` uses `{error.name}` of {type(error.obj).__name__}, which is on another rank: "
+                "`pipeline` does not say that it does",
                 hints=[f'say so: pipeline = (…, ("{step.name}", …, "{error.name}"), …)'],
             ) from error
 

@@ -47,7 +47,9 @@ def declared_steps(model: nn.Module) -> list[Step]:
     if left := [name for name, tensor in named_tensors(model) if id(tensor) not in used]:
         raise StrategyError(
             f"no step in {type(model).__name__}.pipeline uses `{left[0]}`, so it would be on no rank",
-            hints=[f'add its module to the method that does: pipeline = (…, ("method", "{left[0].partition(".")[0]}"))'],
+            hints=[
+                f'add its module to the method that does: pipeline = (…, ("method", "{left[0].partition(".")[0]}"))'
+            ],
         )
     return steps
 
@@ -57,7 +59,7 @@ def _steps(model: nn.Module, entry: str | Sequence[str]) -> Iterator[Step]:
     for used in uses:
         if not any(other == used or other.startswith(f"{used}.") for other, _ in named_tensors(model)):
             raise StrategyError(
-                f"{type(model).__name__}.pipeline says that `{name}` uses `{used}`, which has no weights or is not there"
+                f"{type(model).__name__}.pipeline says that `{name}` uses `{used}`, which has no weights"
             )
     modules = dict(model.named_modules(remove_duplicate=False))
     found = modules.get(name) or getattr(model, name, None)
@@ -106,7 +108,11 @@ def cut_evenly(model: nn.Module, steps: Sequence[Step], parts: int) -> list[int]
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     }
     costs = [
-        sum(t.numel() for t in held_by(model, step) if isinstance(t, nn.Parameter) and (number or id(t) not in looked_up))
+        sum(
+            t.numel()
+            for t in held_by(model, step)
+            if isinstance(t, nn.Parameter) and (number or id(t) not in looked_up)
+        )
         for number, step in enumerate(steps)
     ]
     low, high = max(costs), sum(costs)

@@ -55,8 +55,10 @@ class Pipeline(Strategy):
     """The model's steps in stages, one on each rank, through which micro-batches flow; by torch.distributed.pipelining.
 
     The ranks form `stages` stages; where there are more ranks, each stage is on several, which see different data and
-    average their gradients. A step's micro-batches are those of the schedule. Huang et al., "GPipe" (2019); Narayanan
-    et al., "Efficient Large-Scale Language Model Training" (2021); Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
+    average their gradients. The schedule's micro-batches are those that a step accumulates.
+
+    Huang et al., "GPipe" (2019); Narayanan
+    et al., "Efficient Large-Scale Language Model Training" (2021); Qi et al., "Zero Bubble Pipeline Parallelism" (2024).
     """
 
     contract = Contract(
@@ -100,7 +102,7 @@ class Pipeline(Strategy):
         if ranks < 2 or ranks % (self.stages or ranks):
             yield Refusal(
                 "strategy.stages",
-                f"a pipeline of {self.stages or 'at least 2'} stages cannot be formed of {ranks} rank{'s' * (ranks > 1)}",
+                f"{ranks} rank{'s' * (ranks > 1)} cannot form a pipeline of {self.stages or '2 or more'} stages",
                 (f"ddpforge launch RECIPE --nproc {self.stages or 2}, or a multiple", "or another strategy.use"),
             )
         if "arg_mbs" not in inspect.signature(ScheduleGPipe.step).parameters:
