@@ -116,11 +116,11 @@ def _fit(parts: Parts) -> None:
             parts.task.check(parts.model, data)
         parts.fits = parts.built.task is not None and bool(parts.data)
     with parts.noting("train", "blocks", faults=(ValueError,)):
-        blocks = find_blocks(parts.model, recipe.train.blocks)
-        check_blocks(blocks, recipe.train)
+        found = find_blocks(parts.model, recipe.train.blocks)
+        check_blocks(found, recipe.train)
         with parts.noting("strategy"):
             if parts.built.strategy is not None and parts.built.task is not None:
-                parts.strategy.check(parts.model, parts.task, blocks)
+                parts.strategy.check(parts.model, parts.task, found)
     with parts.noting("optimizer", faults=(ValueError,)):
         if parts.trains:
             turns, blocks = list(parts.turns), recipe.train.blocks

@@ -47,9 +47,10 @@ class PipelineReplica(TorchReplica):
         self._data = strategy.world.data
         super().__init__(strategy, model, optimizer, _Weights(self, model, held.names))
         self._pipe = Group(strategy.pipe, strategy.world.device)
+        device = strategy.world.device
         self._parts = {
             number: stage.Part(
-                number, held.layout.parts, steps, _tensors(model, steps), elsewhere, lambda: self.forward()
+                number, held.layout.parts, steps, _tensors(model, steps), elsewhere, device, lambda: self.forward()
             )
             for number, steps in held.steps.items()
         }
@@ -58,7 +59,7 @@ class PipelineReplica(TorchReplica):
         self._counted = [
             p for p in self.gradients.trained if self.replica_of(self.gradients.names[id(p)])[0] < self._data.size
         ]
-        model.forward = _refuse_forward  # type: ignore[assignment]
+        model.forward = _refuse_forward
 
     # -- one step
     def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:
@@ -200,13 +201,13 @@ class PipelineReplica(TorchReplica):
         trained = [parameter for parameter in self.gradients.trained if parameter.grad is not None]
         for parameter in trained:  # in the model's order, on all ranks alike
             if group := self._held.shared.get(self.gradients.names[id(parameter)]):
-                dist.all_reduce(parameter.grad, group=group)
+                dist.all_reduce(cast(Tensor, parameter.grad), group=group)
         if self._data.size == 1:
             return
         for dtype in dict.fromkeys(parameter.dtype for parameter in trained):
             gradients = [cast(Tensor, parameter.grad) for parameter in trained if parameter.dtype == dtype]
             flat = self._data.sum(torch.cat([gradient.reshape(-1) for gradient in gradients])) / self._data.size
-            pieces = flat.split([gradient.numel() for gradient in gradients])
+            pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
             torch._foreach_copy_(gradients, [x.view_as(g) for x, g in zip(pieces, gradients, strict=True)])
 
     def norm(self, gradients: list[Tensor]) -> Tensor:

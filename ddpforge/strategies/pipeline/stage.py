@@ -44,11 +44,13 @@ class Part(nn.Module):
         steps: Sequence[Step],
         tensors: Sequence[Tensor],
         elsewhere: Collection[str],
+        device: torch.device,
         forward: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         super().__init__()
         self.number, self.last = number, number == parts - 1
-        self._steps, self._elsewhere, self._around = list(steps), elsewhere, forward
+        self._steps, self._elsewhere = list(steps), elsewhere
+        self._device, self._around = device, forward
         self.weights = nn.ParameterList([tensor for tensor in tensors if isinstance(tensor, nn.Parameter)])
         for place, tensor in enumerate(tensors):
             if not isinstance(tensor, nn.Parameter):
@@ -61,7 +63,7 @@ class Part(nn.Module):
         micro = self.micros[number]
         args, named = (x, {}) if self.number else micro.inputs
         micro.one.seed()
-        _seed_on(self.number)
+        _seed_on(self.number, self._device)
         with micro.one.around(), self._around():
             found = self._call(self._steps[0], args, named)
             for step in self._steps[1:]:
@@ -90,11 +92,11 @@ def _mark(phase: int) -> None:
         phases.mark(phase)
 
 
-def _seed_on(number: int) -> None:
+def _seed_on(number: int, device: torch.device) -> None:
     """Gives each part random numbers of its own, made of those of the pass."""
     seed = mix(torch.initial_seed(), number + 1)
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if device.type == "cuda":
         torch.cuda.manual_seed(seed)
 
 

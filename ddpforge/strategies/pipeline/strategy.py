@@ -57,8 +57,8 @@ class Pipeline(Strategy):
     The ranks form `stages` stages; where there are more ranks, each stage is on several, which see different data and
     average their gradients. The schedule's micro-batches are those that a step accumulates.
 
-    Huang et al., "GPipe" (2019); Narayanan
-    et al., "Efficient Large-Scale Language Model Training" (2021); Qi et al., "Zero Bubble Pipeline Parallelism" (2024).
+    Huang et al., "GPipe" (2019); Narayanan et al., "Efficient Large-Scale Language Model Training" (2021); Qi et al.,
+    "Zero Bubble Pipeline Parallelism" (2024).
     """
 
     contract = Contract(
@@ -248,8 +248,8 @@ def _remove(module: nn.Module) -> None:
         for name in [name for name, tensor in tensors.items() if tensor is not None and tensor.is_meta]:
             del cast("dict[str, Any]", tensors)[name]
     for name, child in list(module.named_children()):
-        tensors = [*child.parameters(), *child.buffers()]
-        if tensors and all(tensor.is_meta for tensor in tensors):
+        held = [*child.parameters(), *child.buffers()]
+        if held and all(tensor.is_meta for tensor in held):
             del module._modules[name]
         else:
             _remove(child)
