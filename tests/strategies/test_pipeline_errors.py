@@ -151,3 +151,32 @@ def test_masks_follow_from_the_pass_and_ranks_make_as_many_marks(trains: bool) -
     assert last == last_again
     assert len(set(last[0])) > 1  # of equal batches
     assert first[1] == again[1] == last[1]
+
+
+class Turned(nn.Module):
+    """What its first part sends is transposed, what it gets back is expanded, and the second part writes in place."""
+
+    pipeline = (("begin", "first"), ("turn", "second"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def begin(self, x: Tensor) -> Tensor:
+        found: Tensor = self.first(x).T
+        return found
+
+    def turn(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(x.relu_()).T
+        return found
+
+
+def test_strides_do_not_matter() -> None:
+    def action(rank: int) -> Any:
+        torch.manual_seed(7)
+        return step(Turned())[0]
+
+    torch.manual_seed(7)
+    model = Turned()
+    expected = model.turn(model.begin(torch.ones(2, 2))).sum().item()
+    assert in_ranks(2, action)[1] == [pytest.approx(expected)] * 3

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Compute, Pass, mix
@@ -61,7 +61,7 @@ class Part(nn.Module):
         """What the next part gets; the last one keeps what the model returns, which may be anything."""
         _mark(phases.FORWARD)
         micro = self.micros[number]
-        args, named = (x, {}) if self.number else micro.inputs
+        args, named = (tuple(map(_received, x)), {}) if self.number else micro.inputs
         micro.one.seed()
         _seed_on(self.number, self._device)
         with micro.one.around(), self._around():
@@ -70,7 +70,7 @@ class Part(nn.Module):
                 found = self._call(step, found if isinstance(found, tuple) else (found,), {})
         _mark(phases.BACKWARD)
         if not self.last:
-            return _travels(found, self._steps[-1])
+            return tree_map_only(Tensor, Tensor.contiguous, _travels(found, self._steps[-1]))
         micro.output = found
         return torch.zeros(())
 
@@ -85,6 +85,15 @@ class Part(nn.Module):
                 "`pipeline` does not say that it does",
                 hints=[f'say so: pipeline = (…, ("{step.name}", …, "{error.name}"), …)'],
             ) from error
+
+
+def _received(x: Tensor) -> Tensor:
+    """A copy of an activation, for a first layer that works in place; its gradient can be sent."""
+    if not x.requires_grad:
+        return x
+    x = x.clone()
+    x.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
+    return x
 
 
 def _mark(phase: int) -> None:
