@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.pipelining  # noqa: F401 (once, here, and not in every rank)
+import torch.distributed.pipelining
 from forked import in_ranks, refused, set_up
 from torch import Tensor, nn
 from torch.optim import SGD

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -16,20 +16,17 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Compute, Exploring, Part, Pass, Region, SavedTensor, Weights
+from ddpforge.interfaces import CanonicalState, Compute, Exploring, Part, Pass, Region, SavedTensor, Strategy, Weights
 from ddpforge.ranks import phases
 from ddpforge.ranks.collectives import Group
 from ddpforge.strategies import named_state
 from ddpforge.strategies.buffers import equalise_buffers
 from ddpforge.strategies.pipeline import stage
-from ddpforge.strategies.pipeline.schedules import schedule_for
+from ddpforge.strategies.pipeline.schedules import Held, schedule_for
 from ddpforge.strategies.pipeline.stage import Micro, Output, called_with
 from ddpforge.strategies.pipeline.steps import Step, held_by
 from ddpforge.strategies.torch_replica import TorchReplica
 from ddpforge.strategies.watch import refuse_loss
-
-if TYPE_CHECKING:
-    from ddpforge.strategies.pipeline.strategy import Held, Pipeline
 
 __all__ = ["PipelineReplica"]
 
@@ -41,12 +38,12 @@ class PipelineReplica(TorchReplica):
     """This rank's parts of the model. Gradients are averaged over the ranks of the stage, once a step."""
 
     def __init__(
-        self, strategy: Pipeline, model: nn.Module, optimizer: Optimizer, held: Held, elsewhere: Collection[str]
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, held: Held, elsewhere: Collection[str]
     ) -> None:
-        self._held, self._layout, self._group = held, held.layout, strategy.pipe
+        self._held, self._layout, self._group = held, held.layout, held.pipe
         self._data = strategy.world.data
         super().__init__(strategy, model, optimizer, _Weights(self, model, held.names))
-        self._pipe = Group(strategy.pipe, strategy.world.device)
+        self._pipe = Group(held.pipe, strategy.world.device)
         device = strategy.world.device
         self._parts = {
             number: stage.Part(
@@ -286,7 +283,7 @@ class _Weights(Weights):
 
 
 def _tensors(model: nn.Module, steps: Sequence[Step]) -> list[Tensor]:
-    """What the steps of a part use, each tensor once."""
+    """The tensors that the steps of a part use, each once."""
     return list({id(tensor): tensor for step in steps for tensor in held_by(model, step)}.values())
 
 

@@ -1,12 +1,13 @@
-"""Which parts of a model are where, and the schedules in which micro-batches go through them."""
+"""Lays the parts of a model over ranks, and chooses the schedules in which micro-batches go through them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -16,10 +17,12 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from ddpforge.strategies.pipeline.steps import Step
+
 # What goes wrong is raised; before that, torch lists the plan of all ranks as an error of its own.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
-__all__ = ["SCHEDULES", "Kind", "Layout", "schedule_for"]
+__all__ = ["SCHEDULES", "Held", "Kind", "Layout", "schedule_for"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,19 @@ class Layout:
         rest = len(micro_batches) % self.stages if self.kind.parts > 1 and not self.kind.returns else 0
         whole = len(micro_batches) - rest
         yield from filter(None, (micro_batches[:whole], micro_batches[whole:]))
+
+
+@dataclass(frozen=True)
+class Held:
+    """A rank's share of a model, and what is to be known of the others'."""
+
+    pipe: dist.ProcessGroup  # the ranks that the model is cut for, in the order of stages
+    layout: Layout
+    steps: Mapping[int, Sequence[Step]]  # by the numbers of the parts that this rank has
+    names: Collection[str]  # of all tensors of the model, each under its first
+    aliases: Mapping[str, str]
+    holders: Mapping[str, Sequence[int]]  # of tensors that several ranks of the pipeline have: their places in it
+    shared: Mapping[str, dist.ProcessGroup]  # of those that this rank has: the ranks that add up its gradient
 
 
 def schedule_for(layout: Layout, stages: Sequence[PipelineStage], count: int, loss: Callable[..., Any]) -> Any:

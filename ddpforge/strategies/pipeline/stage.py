@@ -58,7 +58,7 @@ class Part(nn.Module):
         self.micros: Sequence[Micro] = ()  # that are being computed
 
     def forward(self, *x: Any, number: int) -> Any:
-        """What the next part gets; the last one keeps what the model returns, which may be anything."""
+        """Returns what the next part gets; the last one keeps what the model returns, which may be anything."""
         _mark(phases.FORWARD)
         micro = self.micros[number]
         args, named = (tuple(map(_received, x)), {}) if self.number else micro.inputs
@@ -146,7 +146,7 @@ class Output(nn.Module):
         self._output, self._calls = output, 0
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Whatever it is called with."""
+        """The output, whatever it is called with."""
         self._calls += 1
         if self._calls > 1:
             raise StrategyError(

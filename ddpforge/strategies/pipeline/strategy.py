@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
@@ -22,9 +22,8 @@ from ddpforge.ranks.collectives import Alone, Group
 from ddpforge.ranks.join import limit_waiting
 from ddpforge.strategies import named_state
 from ddpforge.strategies.pipeline.replica import PipelineReplica
-from ddpforge.strategies.pipeline.schedules import SCHEDULES, Layout
+from ddpforge.strategies.pipeline.schedules import SCHEDULES, Held, Layout
 from ddpforge.strategies.pipeline.steps import (
-    Step,
     cut_evenly,
     cut_where,
     declared_steps,
@@ -37,18 +36,6 @@ if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
 
 __all__ = ["Pipeline"]
-
-
-@dataclass(frozen=True)
-class Held:
-    """A rank's share of a model, and what is to be known of the others'."""
-
-    layout: Layout
-    steps: Mapping[int, Sequence[Step]]  # by the numbers of the parts that this rank has
-    names: Collection[str]  # of all tensors of the model, each under its first
-    aliases: Mapping[str, str]
-    holders: Mapping[str, Sequence[int]]  # of tensors that several ranks of the pipeline have: their places in it
-    shared: Mapping[str, dist.ProcessGroup]  # of those that this rank has: the ranks that add up its gradient
 
 
 class Pipeline(Strategy):
@@ -172,7 +159,7 @@ class Pipeline(Strategy):
         found, aliases = named_state.tensors(model)
         alike = {name: sorted(holders[id(t)]) for name, t in _first(model).items() if len(holders[id(t)]) > 1}
         mine = {part: steps[begins[part] : begins[part] + _size(begins, part, len(steps))] for part in layout.mine}
-        self.held = Held(layout, mine, set(found), aliases, alike, self._groups(alike, layout.here))
+        self.held = Held(self.pipe, layout, mine, set(found), aliases, alike, self._groups(alike, layout.here))
         self._keep(model, {key for key, those in holders.items() if layout.here in those})
         self._refuse_idle(model)
         return model
