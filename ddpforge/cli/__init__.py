@@ -20,6 +20,7 @@ _COMMANDS = {
     "show": ("show", "Print the resolved recipe and where each value came from."),
     "sweep": ("sweep", "Train a recipe with many values: all of a grid, some at random, or a search."),
     "runs": ("runs", "List, compare, resume and delete runs."),
+    "report": ("report", "Make one HTML page about runs, to read offline or while they train."),
     "status": ("status", "Print how a run stands, also while it trains."),
     "eval": ("evaluate", "Evaluate a run's checkpoint."),
     "export": ("export", "Write a run's weights as plain safetensors."),

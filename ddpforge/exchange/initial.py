@@ -46,10 +46,11 @@ def load_initial(
 ) -> None:
     """Has `take` read the tensors of `source` that a module has; `held` is what this rank holds of it, by name.
 
-    Called on every rank: each reads what it holds. `aliases` are further names of tied tensors, and `key` is where the
-    recipe says `source`: a run (its folder or its name in runs/: the newest checkpoint), a checkpoint, a safetensors
-    file, or a folder in which transformers saved a model. Tensors that it lacks, and those that a glob in `skip` names,
-    keep their values; what is missing (an error where it must be `whole`) and what is left over goes to the log.
+    Called on every rank: each reads what it holds; `take` is given what only others hold, too. `aliases` are further
+    names of tied tensors, and `key` is where the recipe says `source`: a run (its folder or its name in runs/: the
+    newest checkpoint), a checkpoint, a safetensors file, or a folder in which transformers saved a model. Tensors that
+    it lacks, and those that a glob in `skip` names, keep their values; what is missing (an error where it must be
+    `whole`) and what is left over goes to the log.
     Floating-point tensors may have another dtype.
 
     Raises UsageError when there is nothing like that, not one name fits, a glob matches nothing, or shapes or kinds of
@@ -57,7 +58,8 @@ def load_initial(
     """
     path = on_rank_zero(ranks, lambda: find_initial(source, key))
     found = _open(path)
-    wanted = {name: (tuple(mine.shape), _dtype(mine)) for name, mine in held.items()}
+    here = {name: (tuple(mine.shape), _dtype(mine)) for name, mine in held.items()}
+    wanted = {name: form for theirs in ranks.everyone(here) for name, form in theirs.items()}
     for alias, name in aliases.items():
         if alias in found:
             found.setdefault(name, found[alias])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -75,6 +75,10 @@ class Weights(ABC):
     @abstractmethod
     def frozen(self) -> Mapping[str, Part]:
         """The same of what is not trained: a momentum encoder, say."""
+
+    def elsewhere(self) -> Collection[str]:
+        """The names of tensors of the model, of which this rank holds nothing, and others do."""
+        return ()
 
     def elements(self, name: str, region: Region) -> Tensor:
         """The elements of a parameter, trained or frozen, that are in `region`, in one dimension.

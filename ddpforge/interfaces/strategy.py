@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from ddpforge.interfaces.optimizer import Exploring
@@ -142,7 +142,8 @@ class Pass:
     seed: Callable[[], None]  # gives all generators the numbers of this pass
     scale: Tensor | float = 1.0
     last: bool = True  # of its step
-    around: AbstractContextManager[Any] = field(default_factory=nullcontext)  # to be entered once, for all of the pass
+    measured: bool = True  # whether anybody reads the outputs
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # to be entered for all of the pass, or each part
 
 
 Compute = Callable[["nn.Module", Pass], "tuple[Tensor, Any]"]
@@ -170,7 +171,7 @@ class Replica(ABC):
         Yields the loss and the outputs of each, in the order of `passes`; None where another rank has them.
         """
         for one in passes:
-            with one.around:
+            with one.around():
                 with self.forward(last=one.last):
                     loss, outputs = compute(self.module, one)
                 if trains:

@@ -27,7 +27,7 @@ from ddpforge.training.freezing import hold_statistics
 from ddpforge.training.left_out import has_left_out
 from ddpforge.training.loop import Trainer
 from ddpforge.training.optimizers import build_optimizer
-from ddpforge.training.parameter_groups import parameter_groups
+from ddpforge.training.parameter_groups import here, parameter_groups
 from ddpforge.training.parts import Parts
 from ddpforge.training.restoring import restore_callbacks, restore_weights
 from ddpforge.training.shows import Shows
@@ -107,7 +107,7 @@ def evaluating(parts: Parts, world: World, checkpoint: Reader, folder: Path) -> 
     with ExitStack() as life:
         model = _spread(parts)
         with _recipes_fault():
-            groups = parameter_groups(model, ())
+            groups = here(parameter_groups(model, ()))
         replica = _prepared(parts, world, model, SGD(groups, lr=0.0))
         beside = place(parts.beside, parts.strategy, replica, world, begins=False)
         _start(parts, world, replica, Shows(Tracker(), is_main=world.is_main), folder, life)

@@ -13,7 +13,13 @@ from ddpforge.components.registry import Registry
 from ddpforge.recipe.schema import Component, OptimizerComponent
 from ddpforge.strategies.several import InTurns, Several
 from ddpforge.training.blocks import find_blocks
-from ddpforge.training.parameter_groups import by_layer, parameter_groups, parameters_of_groups, parameters_of_turns
+from ddpforge.training.parameter_groups import (
+    by_layer,
+    here,
+    parameter_groups,
+    parameters_of_groups,
+    parameters_of_turns,
+)
 
 __all__ = ["build_optimizer", "check_parameters", "settings_of", "shares"]
 
@@ -33,7 +39,7 @@ def build_optimizer(
         return _in_turns(registry, component, model, turns)
     if component.groups:
         return _scaled(_in_groups(registry, component, model, blocks))
-    return _scaled(build(registry, "optimizer", component, params=_groups(component, model, blocks)))
+    return _scaled(build(registry, "optimizer", component, params=here(_groups(component, model, blocks))))
 
 
 def _groups(
@@ -70,7 +76,7 @@ def _in_groups(registry: Registry, component: OptimizerComponent, model: nn.Modu
         shares = group.use == component.use
         own = {"group": name, **(settings_of(group, component) if shares else {})}
         # What is exempt from weight decay is so in every group.
-        mine = [own | each for each in _groups(component, model, blocks, chosen)]
+        mine = [own | each for each in here(_groups(component, model, blocks, chosen))]
         params.setdefault("" if shares else name, []).extend(mine)
     parts: dict[str, Optimizer] = {
         name: build(registry, "optimizer", component.groups.get(name, component), params=groups)

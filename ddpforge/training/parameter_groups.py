@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["by_layer", "covered", "parameter_groups", "parameters_of_groups", "parameters_of_turns"]
+__all__ = ["by_layer", "covered", "here", "parameter_groups", "parameters_of_groups", "parameters_of_turns"]
 
 _Test = Callable[[str, nn.Module, nn.Parameter], bool]
 
@@ -42,6 +42,18 @@ def parameter_groups(
 
     groups = [_group(decayed), _group(others) | {"weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def here(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups with the parameters that are on this rank: those that only others hold are on the meta device.
+
+    A group may then be empty; its number is the same on all ranks.
+    """
+    found = []
+    for group in groups:
+        mine = [(name, one) for name, one in zip(group["names"], group["params"], strict=True) if not one.is_meta]
+        found.append(group | {"params": [one for _, one in mine], "names": [name for name, _ in mine]})
+    return found
 
 
 def by_layer(

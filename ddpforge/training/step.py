@@ -121,7 +121,7 @@ class Stepper:
             for micro in micro_batches:
                 batch = to_device(micro.data, self._world.device)
                 running.append((micro, batch))
-                yield self._pass(step, micro, batch, items)
+                yield self._pass(step, micro, batch, items, measure)
 
         for result in self._replica.passes(passes(), self._compute, trains=True):
             add(found, self._meter.totals(*running.popleft(), result, metrics=measure))
@@ -133,7 +133,7 @@ class Stepper:
         phases.mark(phases.BACKWARD)
         return found
 
-    def _pass(self, step: int, micro: MicroBatch, batch: Any, items: Tensor | int) -> Pass:
+    def _pass(self, step: int, micro: MicroBatch, batch: Any, items: Tensor | int, measured: bool) -> Pass:
         check_whole(self._task, micro)
         self._statistics.enter(micro.shard)
         if self._compares and step == 1:
@@ -145,8 +145,9 @@ class Stepper:
             seed=partial(seed_all, mix(self._seed, _FORWARD, *self._numbers(step, micro)), self._world.device),
             scale=self._scale(items) if micro.samples else 0.0,
             last=micro.last,
+            measured=measured,
             # A stand-in is no data: statistics must not count it.
-            around=nullcontext() if micro.samples else unchanged(self._stateful),
+            around=nullcontext if micro.samples else partial(unchanged, self._stateful),
         )
 
     def _numbers(self, step: int, micro: MicroBatch) -> tuple[int, ...]:

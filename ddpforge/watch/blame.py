@@ -25,7 +25,8 @@ def blame(rows: Mapping[int, Row], size: int) -> Blame:
     """The ranks that do not answer; else frozen ones; else those out of touch; else those that are behind.
 
     `rows` has the newest of each rank. All ranks make the same marks, so the one with the fewest is where the others
-    cannot go on without it; of several such ranks, those that are not merely waiting in a collective.
+    cannot go on without it; of several such ranks, those that are not merely waiting in a collective. Where these all
+    wait it is one further on, as in a pipeline, whose first rank is some micro-batches ahead of the next.
     """
     told = [rows[rank] for rank in sorted(rows)]
     if silent := [rank for rank in range(size) if rank not in rows or not rows[rank].answers]:
@@ -37,7 +38,7 @@ def blame(rows: Mapping[int, Row], size: int) -> Blame:
                      f"it stood in {_stay(cut[0])}")  # fmt: skip
     least = min((row.step, row.marks) for row in told)
     behind = [row for row in told if (row.step, row.marks) == least]
-    busy = [row for row in behind if not _waits(row)]
+    busy = [row for row in behind if not _waits(row)] or [row for row in told if not _waits(row)]
     behind = busy or behind
     if len(behind) == size:
         return Blame(_ranks(behind), f"and all others stood in {_stay(behind[0])}: none is behind")

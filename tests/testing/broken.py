@@ -104,6 +104,33 @@ class ReadsValues(_Net):
         self.scale = self.body.weight.std().item()
 
 
+class ForgetsAStep(_Net):
+    """Doubles what it returns, and not in the steps that it declares."""
+
+    pipeline = (("leave", "body", "head"),)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.leave(x)
+
+
+class UsesMore(_Net):
+    """Scales by what another step has."""
+
+    pipeline = (("enter", "body"), ("leave", "head"))
+
+    def enter(self, x: Tensor) -> Tensor:
+        return self.body(x.flatten(1))
+
+    def leave(self, x: Tensor) -> Tensor:
+        return self.head(x) * self.body.weight.sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.enter(x))
+
+
 class Infinite(_Net):
     """Divides by nothing."""
 

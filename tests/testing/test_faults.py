@@ -40,6 +40,8 @@ def line_of(text: str) -> int:
         ("RandomNames", "stable-names", "only in one: layer"),
         ("OwnGenerator", "stable-names", "`body.weight` differs between two models built after torch.manual_seed(5)"),
         ("ReadsValues", "meta-device", "to be built on the meta device"),
+        ("ForgetsAStep", "pipeline-steps", "one after the other, to be its forward pass\nfound     another result"),
+        ("UsesMore", "pipeline-steps", "step `leave` to use only what `pipeline` says: head"),
         ("Infinite", "finite", "a finite loss at the initial weights"),
         ("NeedsOptions", "builds", "width: Field required"),
         ("FitsNothing", "takes-a-batch", "missing 1 required positional argument: 'b'"),

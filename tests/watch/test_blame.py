@@ -37,6 +37,12 @@ def test_of_ranks_in_one_place_the_one_that_is_not_in_a_collective_is_at_fault()
     assert "the others waited for it" in found_.sentence
 
 
+def test_a_rank_that_is_ahead_is_waited_for_where_those_behind_only_wait() -> None:
+    """In a pipeline the next rank cannot begin before it gets what the first one computes."""
+    waits = "torch/distributed/distributed_c10d.py:4000 in wait"
+    assert found(row(0, "forward", 53, at="model.py:7 in forward"), row(1, marks=50, at=waits)).ranks == [0]
+
+
 def test_a_rank_that_has_lost_touch_waited_for_another() -> None:
     assert found(row(0, at="", left=True), row(1, at="model.py:7 in forward")).ranks == [1]
 

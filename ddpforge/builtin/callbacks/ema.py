@@ -78,8 +78,9 @@ class EMA(Callback):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from saved averages; raises CheckpointError unless they are of exactly this model."""
+        others = self._weights.elsewhere()
         expected = {name: part.shape for name, part in self._weights.parts().items()}
-        found = {name: tuple(average.shape) for name, average in state.items()}
+        found = {name: tuple(average.shape) for name, average in state.items() if name not in others}
         if found != expected:
             names = sorted(name for name in expected | found if expected.get(name) != found.get(name))
             raise CheckpointError(

@@ -1,6 +1,6 @@
 """A small convolutional network for images of 8 x 8 to 32 x 32 pixels."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ class CNN(nn.Module):
     Takes [B, channels_in, H, W], any H and W from 2 on, and gives logits [B, classes]. Initial weights are
     those of torch's layers.
     """
+
+    pipeline: ClassVar = ("enter", "features", "classifier")
 
     def __init__(
         self,
@@ -43,13 +45,17 @@ class CNN(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """[B, C, H, W] → [B, classes]; raises ValueError when C is not `channels_in`."""
+        logits: Tensor = self.classifier(self.features(self.enter(images)))
+        return logits
+
+    def enter(self, images: Tensor) -> Tensor:
+        """The images as they are."""
         if images.ndim != 4 or images.shape[1] != self.channels_in:
             raise ValueError(
                 f"CNN(channels_in = {self.channels_in}) got a batch of shape {list(images.shape)};"
                 f" expected [batch, {self.channels_in}, height, width]"
             )
-        logits: Tensor = self.classifier(self.features(images))
-        return logits
+        return images
 
 
 def _convolution(channels_in: int, channels_out: int) -> tuple[nn.Module, ...]:

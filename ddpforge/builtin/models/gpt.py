@@ -89,17 +89,29 @@ class GPT(nn.Module):
             self.head = _Linear(width, classes, bias=bias)
         elif not tie_embeddings:
             self.head = _Linear(width, vocab_size, bias=False)
+        # The steps of a forward pass, in their order: where a pipeline may cut.
+        last = "tokens" if self.head is None else "head"
+        self.pipeline = (("enter", "tokens", "positions"), "blocks", ("leave", "norm", last))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T] int64 → [B, T, vocab_size], or [B, classes]; raises ValueError when T exceeds `block_size`."""
+        x = self.enter(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+    def enter(self, tokens: Tensor) -> Tensor:
+        """[B, T] int64 → [B, T, width]: what the first block reads."""
         length = tokens.shape[1]
         if length > self.block_size:
             raise ValueError(f"a sequence of {length} tokens is longer than the model's block_size = {self.block_size}")
 
         x = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
-        x = self.dropout(x)
-        for block in self.blocks:
-            x = block(x)
+        found: Tensor = self.dropout(x)
+        return found
+
+    def leave(self, x: Tensor) -> Tensor:
+        """[B, T, width] → logits: what is made of what the last block writes."""
         x = self.norm(x)
         if self.classes is not None:
             x = x.mean(dim=1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ class MLP(nn.Module):
 
     Takes [B, …] with `inputs` values per sample, gives [B, outputs]. Initial weights are nn.Linear's.
     """
+
+    pipeline: ClassVar = ("enter", "layers")
 
     def __init__(
         self,
@@ -45,11 +47,15 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, …] → [B, outputs]; raises ValueError when a sample does not hold `inputs` values."""
+        logits: Tensor = self.layers(self.enter(x))
+        return logits
+
+    def enter(self, x: Tensor) -> Tensor:
+        """[B, …] → [B, inputs]."""
         flat = x.flatten(1)
         if flat.shape[1] != self.inputs:
             raise ValueError(
                 f"MLP(inputs = {self.inputs}) got samples of {flat.shape[1]} values, a batch of shape"
                 f" {list(x.shape)}; set model.inputs = {flat.shape[1]}"
             )
-        logits: Tensor = self.layers(flat)
-        return logits
+        return flat

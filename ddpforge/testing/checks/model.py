@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ddpforge.data.nests import close
+from ddpforge.errors import StrategyError
+from ddpforge.strategies.pipeline.steps import Step, declared_steps, held_by, named_tensors
 from ddpforge.testing.cases import Case
 from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, NotApplicable, blame, source_of
-from ddpforge.testing.trial import fresh, trial_of
+from ddpforge.testing.trial import Trial, fresh, trial_of
 from ddpforge.testing.worlds import Worlds, same_training
 
 
@@ -91,6 +96,63 @@ def meta_device(case: Case, worlds: Worlds) -> None:
                 where=source_of(type(module)),
                 hints=[f"give {type(module).__name__} a method reset_parameters, and call it in __init__", *hints],
             )
+
+
+@check("pipeline-steps", "model")
+def pipeline_steps(case: Case, worlds: Worlds) -> None:
+    """The steps that it declares for pipelines are its forward pass, and each uses only what it says."""
+    trial = trial_of(case)
+    if getattr(trial.model, "pipeline", None) is None:
+        return
+    model, (args, named, expected) = trial.model.eval(), _called(trial)
+    try:
+        steps = declared_steps(model)
+    except StrategyError as error:
+        raise Breach("a `pipeline` that is its forward pass", error.message, hints=error.hints) from error
+    found: Any = args
+    for number, step in enumerate(steps):
+        taken = found if isinstance(found, tuple) else (found,)
+        found = step.call(*taken, **named)
+        alone = _without_others(model, number).call(*taken, **named)
+        named = {}
+        if not _alike(alone, found):
+            raise Breach(
+                f"step `{step.name}` to use only what `pipeline` says: {', '.join(step.uses) or 'nothing'}",
+                "another result where all other weights are missing",
+                hints=[f'name what it uses: ("{step.name}", …)'],
+            )
+    if not _alike(found, expected):
+        raise Breach("the steps of `pipeline`, one after the other, to be its forward pass", "another result")
+
+
+def _called(trial: Trial) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """The arguments with which the task calls the model, and what that returns."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
+    hook = trial.model.register_forward_hook(
+        lambda _, args, named, out: calls.append((args, named, out)), with_kwargs=True
+    )
+    with torch.no_grad():
+        trial.task.loss(trial.model, trial.batch)
+    hook.remove()
+    if len(calls) != 1:
+        raise NotApplicable(f"the task calls it {len(calls)} times")
+    return calls[0]
+
+
+def _without_others(model: nn.Module, number: int) -> Step:
+    """A step of a copy of the model, in which what the step does not say that it uses is not a number."""
+    alone = copy.deepcopy(model)
+    step = declared_steps(alone)[number]
+    kept = {id(tensor) for tensor in held_by(alone, step)}
+    for _, tensor in named_tensors(alone):
+        if id(tensor) not in kept and tensor.is_floating_point():
+            tensor.data.fill_(torch.nan)
+    return step
+
+
+def _alike(one: Any, other: Any) -> bool:
+    pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
+    return all(close(a, b, 1e-6) for a, b in pairs if isinstance(a, torch.Tensor))
 
 
 @check("same-on-two-ranks", "model", ranks=True)

@@ -1,0 +1,64 @@
+"""`ddpforge report`: one HTML file about runs, or the same page served while they go on."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+from ddpforge.errors import UsageError
+
+
+@click.command()
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True)
+@click.option(
+    *("-o", "--output"),
+    default="report.html",
+    show_default=True,
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file to write; an earlier one is replaced.",
+)
+@click.option("--watch", is_flag=True, help="Write no file: serve the page on this machine, as the runs are now.")
+@click.option(
+    "--port", default=0, metavar="PORT", type=click.IntRange(0, 65535), help="For --watch; else one that is free."
+)
+@click.option(
+    "--every",
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    type=click.FloatRange(0.5, 3600),
+    help="How often the page of --watch looks for news.",
+)
+def report(runs: tuple[str, ...], output: Path, watch: bool, port: int, every: float) -> None:
+    """Make one HTML page about runs: curves, resumes, what was shown, checkpoints, recipes, environment.
+
+    RUN is a run's folder, or its name in runs/. The page fetches nothing: it can be mailed, kept, and read offline.
+    """
+    from ddpforge.reports import gather, render
+    from ddpforge.runs.folder import RunFolder
+
+    folders = [RunFolder.find(run) for run in dict.fromkeys(runs)]
+    if watch:
+        _serve(lambda: render(gather(folders), live=every), port)
+        return
+    from ddpforge import disk
+
+    page = render(gather(folders)).encode()
+    try:
+        disk.replace(output, page)
+    except OSError as error:
+        raise UsageError(f"cannot write {output}: {error.strerror}", hints=["e.g. -o report.html"]) from error
+    click.echo(f"{output}: {len(page) / 1e6:.2f} MB")
+
+
+def _serve(page: Callable[[], str], port: int) -> None:
+    """Serves until Ctrl-C."""
+    from ddpforge.reports.serving import server_of
+
+    page()  # what is wrong with the folders is said here, and not to a browser
+    with server_of(page, port) as server:
+        click.echo(f"http://127.0.0.1:{server.server_port}/ until Ctrl-C", err=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()

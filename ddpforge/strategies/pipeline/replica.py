@@ -1,0 +1,294 @@
+"""A rank's stage of a pipeline in one step after the other, and to disk and back."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import CanonicalState, Compute, Exploring, Part, Pass, Region, SavedTensor, Strategy, Weights
+from ddpforge.ranks import phases
+from ddpforge.ranks.collectives import Group
+from ddpforge.strategies import named_state
+from ddpforge.strategies.buffers import equalise_buffers
+from ddpforge.strategies.pipeline import stage
+from ddpforge.strategies.pipeline.schedules import Held, schedule_for
+from ddpforge.strategies.pipeline.stage import Micro, Output, called_with
+from ddpforge.strategies.pipeline.steps import Step, held_by
+from ddpforge.strategies.torch_replica import TorchReplica
+from ddpforge.strategies.watch import refuse_loss
+
+__all__ = ["PipelineReplica"]
+
+_MOST = 8  # schedules that are kept, each with memory for what it receives
+_MARKS = 8  # more than a rank makes for a micro-batch and one of its parts
+
+
+class PipelineReplica(TorchReplica):
+    """This rank's parts of the model. Gradients are averaged over the ranks of the stage, once a step."""
+
+    def __init__(
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, held: Held, elsewhere: Collection[str]
+    ) -> None:
+        self._held, self._layout, self._group = held, held.layout, held.pipe
+        self._data = strategy.world.data
+        super().__init__(strategy, model, optimizer, _Weights(self, model, held.names))
+        self._pipe = Group(held.pipe, strategy.world.device)
+        device = strategy.world.device
+        self._parts = {
+            number: stage.Part(
+                number, held.layout.parts, steps, _tensors(model, steps), elsewhere, device, lambda: self.forward()
+            )
+            for number, steps in held.steps.items()
+        }
+        self._schedules: OrderedDict[Any, Any] = OrderedDict()
+        self._forms: dict[Any, Any] = {}
+        self._counted = [
+            p for p in self.gradients.trained if self.replica_of(self.gradients.names[id(p)])[0] < self._data.size
+        ]
+        model.forward = _refuse_forward
+
+    # -- one step
+    def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:
+        """Runs all of a step, or as many of an evaluation as fill the pipeline, together; forms one after the other.
+
+        The rank with the last part has the results.
+        """
+        self._compute = compute
+        source = iter(passes)
+        while ones := list(source if trains else islice(source, 2 * self._layout.parts)):
+            micros = [self._micro(one) for one in ones]
+            for form in dict.fromkeys(micro.form for micro in micros):
+                for run in self._layout.runs([micro for micro in micros if micro.form == form]):
+                    self._run(run, trains=trains)
+            for micro in micros:
+                yield micro.result
+
+    def _micro(self, one: Pass) -> Micro:
+        with self.forward():
+            return called_with(one, self._compute)
+
+    def _run(self, micros: Sequence[Micro], *, trains: bool) -> None:
+        """Forward, and backward, of micro-batches of one form."""
+        marks = phases.here().marks
+        self._micros = micros
+        for part in self._parts.values():
+            part.micros = micros
+        if trains:
+            self._train(micros)
+        else:
+            self._evaluate(micros)
+        # The last part makes more marks than the others.
+        phases.count_from(marks + _MARKS * self._layout.kind.parts * (len(micros) + 1))
+
+    def _train(self, micros: Sequence[Micro]) -> None:
+        places = range(len(micros))
+        has_first, has_last = 0 in self._parts, self._layout.parts - 1 in self._parts
+        try:
+            self._schedule(len(micros), micros[0].form).step(
+                arg_mbs=[(torch.zeros(()),)] * len(micros) if has_first else None,
+                kwarg_mbs=[{"number": place} for place in places],
+                target_mbs=[torch.tensor(place) for place in places] if has_last else None,
+                return_outputs=False,
+            )
+        except RuntimeError as error:
+            if isinstance(error.__cause__, Exception):  # torch wraps what a part raises
+                raise error.__cause__ from None
+            raise
+
+    def _schedule(self, count: int, form: Any) -> Any:
+        """The schedule for micro-batches of a form; at its first step it finds out the shapes of what is sent."""
+        key = count, form
+        if key not in self._schedules:
+            depth, device = self._layout.parts, self.world.device
+            stages = [PipelineStage(part, n, depth, device, group=self._group) for n, part in self._parts.items()]
+            self._schedules[key] = schedule_for(self._layout, stages, count, self._loss)
+            if len(self._schedules) > _MOST:
+                self._schedules.popitem(last=False)
+        self._schedules.move_to_end(key)
+        return self._schedules[key]
+
+    def _loss(self, _: Tensor, place: Tensor) -> Tensor:
+        """Called where the last part is, when a micro-batch has gone through it."""
+        micro = self._micros[int(place)]
+        loss = self._finish(micro)
+        refuse_loss(loss)
+        return loss * micro.one.scale
+
+    def _finish(self, micro: Micro) -> Tensor:
+        """Has the task compute the loss; keeps it and the task's outputs, if anybody reads these."""
+        with self.forward():
+            loss, outputs = self._compute(Output(micro.output), micro.one)
+        micro.output = None
+        micro.result = loss.detach(), tree_map_only(Tensor, Tensor.detach, outputs) if micro.one.measured else None
+        return loss
+
+    # -- without gradients
+    def _evaluate(self, micros: Sequence[Micro]) -> None:
+        """Each part computes all of `micros`; where a rank has two, it sends nothing before it has received all."""
+        at_once = self._layout.kind.parts == 1
+        sent: list[tuple[dist.Work | None, Tensor]] = []
+        kept: dict[int, tuple[Tensor, ...]] = {}
+        for number, part in self._parts.items():
+            later: list[tuple[Tensor, ...]] = []
+            for place, micro in enumerate(micros):
+                x = kept.pop(place, None) or (self._receive(number, micro.form) if number else ())
+                found = part(*x, number=place)
+                found = found if isinstance(found, tuple) else (found,)
+                if part.last:
+                    self._finish(micro)
+                elif number + 1 in self._parts:
+                    kept[place] = found
+                elif at_once:
+                    sent += self._send(number + 1, micro.form, found)
+                else:
+                    later.append(found)
+            for found in later:
+                sent += self._send(number + 1, micros[0].form, found)
+        for work, _ in sent:
+            if work is not None:
+                work.wait()
+
+    def _send(self, part: int, form: Any, tensors: Sequence[Tensor]) -> Iterator[tuple[dist.Work | None, Tensor]]:
+        """Begins to send; before the first of a form it says what to expect."""
+        to = self._layout.place(part)
+        if (part, form) not in self._forms:
+            self._forms[part, form] = [(x.shape, x.dtype) for x in tensors]
+            dist.send_object_list([self._forms[part, form]], group=self._group, group_dst=to, device=self.world.device)
+        for x in tensors:
+            x = x.contiguous()
+            yield dist.isend(x, group=self._group, group_dst=to), x
+
+    def _receive(self, part: int, form: Any) -> tuple[Tensor, ...]:
+        source = self._layout.place(part - 1)
+        if (part, form) not in self._forms:
+            box: list[Any] = [None]
+            dist.recv_object_list(box, group=self._group, group_src=source, device=self.world.device)
+            (self._forms[part, form],) = box
+        found = tuple(
+            torch.empty(shape, dtype=dtype, device=self.world.device) for shape, dtype in self._forms[part, form]
+        )
+        for x in found:
+            dist.recv(x, group=self._group, group_src=source)
+        return found
+
+    # -- the update
+    def step(self) -> Tensor:
+        """Adds up gradients over the ranks that have the same weights, then clips and updates."""
+        self._exchange()
+        return super().step()
+
+    def explore(self, optimizer: Exploring) -> Tensor:
+        """Adds up gradients before the optimizer looks at them."""
+        self._exchange()
+        return super().explore(optimizer)
+
+    def _exchange(self) -> None:
+        self.gradients.collect()  # all are there
+        trained = [parameter for parameter in self.gradients.trained if parameter.grad is not None]
+        for parameter in trained:  # in the model's order, on all ranks alike
+            if group := self._held.shared.get(self.gradients.names[id(parameter)]):
+                dist.all_reduce(cast(Tensor, parameter.grad), group=group)
+        if self._data.size == 1:
+            return
+        for dtype in dict.fromkeys(parameter.dtype for parameter in trained):
+            gradients = [cast(Tensor, parameter.grad) for parameter in trained if parameter.dtype == dtype]
+            flat = self._data.sum(torch.cat([gradient.reshape(-1) for gradient in gradients])) / self._data.size
+            pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(gradients, [x.view_as(g) for x, g in zip(pieces, gradients, strict=True)])
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """The norm over all stages, in which a weight of several counts once: one all-reduce of a number."""
+        mine = [parameter.grad for parameter in self._counted if parameter.grad is not None]
+        square = torch.nn.utils.get_total_norm(mine).to(self.world.device).square()
+        return self._pipe.sum(square).sqrt()
+
+    def sync_buffers(self) -> None:
+        """Makes them equal on the ranks of a stage."""
+        equalise_buffers(self.bare, self._data)
+
+    # -- to disk and back
+    def replica_of(self, name: str) -> tuple[int, int]:
+        """The number of this rank among those that hold a tensor, and how many these are."""
+        places = self._held.holders.get(name, (self._layout.here,))
+        return places.index(self._layout.here) * self._data.size + self._data.rank, len(places) * self._data.size
+
+    def whole(self, name: str, tensor: Tensor) -> Part:
+        """A tensor that belongs to a parameter or buffer, as one of the ranks that have it holds it."""
+        replica, replicas = self.replica_of(name)
+        return Part.whole(tensor.detach(), replica=replica, replicas=replicas)
+
+    def state(self) -> CanonicalState[Tensor | Part]:
+        """Tensors of this rank's parts, whole."""
+        state = named_state.capture(self.bare, self.optimizer)
+        return CanonicalState(
+            model={name: self.whole(name, cast(Tensor, tensor)) for name, tensor in state.model.items()},
+            optimizer={
+                name: {
+                    key: self.whole(name, value) if isinstance(value, Tensor) and value.ndim else value
+                    for key, value in entry.items()
+                }
+                for name, entry in state.optimizer.items()
+            },
+            aliases=self._held.aliases,
+            shared=self.remembered(),
+            numbers=self.precision.state(),
+        )
+
+    def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
+        """Reads what belongs to this rank's parts."""
+        mine, _ = named_state.tensors(self.bare)
+        others = self._held.names - mine.keys()
+
+        def here(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in values.items() if name not in others}
+
+        mine_of = replace(state, model=here(state.model), optimizer=here(state.optimizer))
+        named_state.restore(self.bare, self.optimizer, mine_of, partial=partial)
+        self.remember(state)
+
+
+class _Weights(Weights):
+    """The weights of a rank's parts."""
+
+    def __init__(self, replica: PipelineReplica, model: nn.Module, names: Collection[str]) -> None:
+        named = dict(model.named_parameters())
+        self._parts = {name: replica.whole(name, p) for name, p in named.items() if p.requires_grad}
+        self._frozen = {name: replica.whole(name, p) for name, p in named.items() if not p.requires_grad}
+        self._elsewhere = set(names) - named.keys()
+
+    def parts(self) -> Mapping[str, Part]:
+        return self._parts
+
+    def frozen(self) -> Mapping[str, Part]:
+        return self._frozen
+
+    def elsewhere(self) -> Collection[str]:
+        return self._elsewhere
+
+    def elements(self, name: str, region: Region) -> Tensor:
+        if name in self._elsewhere:
+            raise ValueError(f"`{name}` is on another rank of the pipeline")
+        return super().elements(name, region)
+
+
+def _tensors(model: nn.Module, steps: Sequence[Step]) -> list[Tensor]:
+    """The tensors that the steps of a part use, each once."""
+    return list({id(tensor): tensor for step in steps for tensor in held_by(model, step)}.values())
+
+
+def _refuse_forward(*_: Any, **__: Any) -> NoReturn:
+    raise StrategyError(
+        "a callback or the task calls the model itself, of which no rank of a pipeline has all",
+        hints=["leave that callback out", 'or set strategy.use = "fsdp"'],
+    )

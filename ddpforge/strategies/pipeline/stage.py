@@ -1,0 +1,193 @@
+"""A rank's part of the model, as torch's pipelines call it, and what stands in for the model when a task is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import Compute, Pass, mix
+from ddpforge.ranks import phases
+from ddpforge.strategies.pipeline.steps import Step
+
+__all__ = ["Micro", "Output", "Part", "called_with"]
+
+
+@dataclass
+class Micro:
+    """A micro-batch that is being computed: what the model is called with, and what comes of it."""
+
+    one: Pass
+    inputs: tuple[tuple[Any, ...], Mapping[str, Any]]
+    form: tuple[Any, ...] = ()  # the same on all ranks that compute it
+    output: Any = None  # of the model, where the last part is
+    result: tuple[Tensor, Any] | None = None  # the loss, and the task's outputs
+
+
+class Part(nn.Module):
+    """Some of the model's steps, one after the other; `number` is its place among `parts`.
+
+    Its own parameters are those that the steps use: schedules that split the backward pass look for them there, and
+    leave out what they do not find. `elsewhere` has the attributes of modules that this rank lacks.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        parts: int,
+        steps: Sequence[Step],
+        tensors: Sequence[Tensor],
+        elsewhere: Collection[str],
+        device: torch.device,
+        forward: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        super().__init__()
+        self.number, self.last = number, number == parts - 1
+        self._steps, self._elsewhere = list(steps), elsewhere
+        self._device, self._around = device, forward
+        self.weights = nn.ParameterList([tensor for tensor in tensors if isinstance(tensor, nn.Parameter)])
+        for place, tensor in enumerate(tensors):
+            if not isinstance(tensor, nn.Parameter):
+                self.register_buffer(f"buffer_{place}", tensor, persistent=False)
+        self.micros: Sequence[Micro] = ()  # that are being computed
+
+    def forward(self, *x: Any, number: int) -> Any:
+        """Returns what the next part gets; the last one keeps what the model returns, which may be anything."""
+        _mark(phases.FORWARD)
+        micro = self.micros[number]
+        args, named = (tuple(map(_received, x)), {}) if self.number else micro.inputs
+        micro.one.seed()
+        _seed_on(self.number, self._device)
+        with micro.one.around(), self._around():
+            found = self._call(self._steps[0], args, named)
+            for step in self._steps[1:]:
+                found = self._call(step, found if isinstance(found, tuple) else (found,), {})
+        _mark(phases.BACKWARD)
+        if not self.last:
+            return tree_map_only(Tensor, Tensor.contiguous, _travels(found, self._steps[-1]))
+        micro.output = found
+        return torch.zeros(())
+
+    def _call(self, step: Step, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        try:
+            return step.call(*args, **named)
+        except AttributeError as error:
+            if not isinstance(error.obj, nn.Module) or error.name not in self._elsewhere:
+                raise
+            raise StrategyError(
+                f"`{step.name}` uses `{error.name}` of {type(error.obj).__name__}, which is on another rank: "
+                "`pipeline` does not say that it does",
+                hints=[f'say so: pipeline = (…, ("{step.name}", …, "{error.name}"), …)'],
+            ) from error
+
+
+def _received(x: Tensor) -> Tensor:
+    """A copy of an activation, for a first layer that works in place; its gradient can be sent."""
+    if not x.requires_grad:
+        return x
+    x = x.clone()
+    x.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
+    return x
+
+
+def _mark(phase: int) -> None:
+    if torch.is_grad_enabled():  # an evaluation is one phase
+        phases.mark(phase)
+
+
+def _seed_on(number: int, device: torch.device) -> None:
+    """Gives each part random numbers of its own, made of those of the pass."""
+    seed = mix(torch.initial_seed(), number + 1)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+def _travels(found: Any, step: Step) -> Any:
+    if isinstance(found, Tensor) or (isinstance(found, tuple) and all(isinstance(x, Tensor) for x in found)):
+        return found
+    raise StrategyError(
+        f"`{step.name}` returns a {type(found).__name__}, and what travels from one rank to the next is a tensor, or a "
+        "tuple of tensors",
+        hints=["return tensors, or cut elsewhere with strategy.split"],
+    )
+
+
+# ---------------------------------------------------------------------------------------------- in place of the model
+class _Called(Exception):
+    """A task has called the model."""
+
+
+class Inputs(nn.Module):
+    """Takes note of what the task calls the model with, and ends the call."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """Raises."""
+        self.inputs = args, named
+        raise _Called
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattr__(name)
+        _refuse_use(name)
+
+
+class Output(nn.Module):
+    """Gives what the model has returned to the task, once."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output, self._calls = output, 0
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """The output, whatever it is called with."""
+        self._calls += 1
+        if self._calls > 1:
+            raise StrategyError(
+                "the task calls the model more than once for a batch, and a pipeline computes one forward pass",
+                hints=["call it once, with all inputs in one batch (torch.cat)", 'or set strategy.use = "fsdp"'],
+            )
+        return self._output
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattr__(name)
+        _refuse_use(name)
+
+
+def _refuse_use(name: str) -> NoReturn:
+    raise StrategyError(
+        f"the task's loss uses `{name}` of the model, and under a pipeline it can only call the model",
+        hints=["keep what it needs in `start` or `check`, where it is no weight", 'or set strategy.use = "fsdp"'],
+    )
+
+
+def called_with(one: Pass, compute: Compute) -> Micro:
+    """Lets the task go as far as it calls the model, and takes note of what it calls it with."""
+    stand_in = Inputs()
+    try:
+        compute(stand_in, one)
+    except _Called:
+        return Micro(one, stand_in.inputs, _form(stand_in.inputs))
+    raise StrategyError(
+        "the task's loss does not call the model",
+        hints=["call `model(…)`, not one of its methods or modules", 'or set strategy.use = "fsdp"'],
+    )
+
+
+def _form(inputs: Any) -> tuple[Any, ...]:
+    """By which inputs are known to give activations of the same shapes: shapes, and what is no tensor."""
+    leaves, structure = tree_flatten(inputs)
+    return (str(structure), *(_known(leaf) for leaf in leaves))
+
+
+def _known(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__qualname__

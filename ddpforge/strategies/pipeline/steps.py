@@ -1,0 +1,153 @@
+"""The steps that a model declares its forward pass to be made of, and where they are cut into parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+from ddpforge.errors import StrategyError
+
+__all__ = ["Step", "cut_evenly", "cut_where", "declared_steps", "held_by", "named_tensors"]
+
+_HOW = (
+    'name them in a class attribute, in their order: pipeline = ("enter", "blocks", ("leave", "norm")): modules, lists '
+    "of modules, and methods, each with the modules that it uses",
+    'or set strategy.use = "fsdp"',
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a forward pass: `call` takes what the step before returned. `uses` names modules and tensors."""
+
+    name: str
+    call: Callable[..., Any]
+    uses: tuple[str, ...]
+
+
+def declared_steps(model: nn.Module) -> list[Step]:
+    """The steps in a model's attribute `pipeline`; raises StrategyError unless they use all of its tensors.
+
+    Each entry is the name of a module, or of a list of modules, which are called one after the other, or of a method; a
+    tuple begins with such a name, and goes on with those of modules and tensors that it uses beside its own.
+    """
+    declared = getattr(model, "pipeline", None)
+    if not isinstance(declared, tuple | list) or not declared:
+        raise StrategyError(
+            f"{type(model).__name__} does not say of which steps its forward pass is made, so a pipeline cannot cut it",
+            hints=_HOW,
+        )
+    steps = [step for entry in declared for step in _steps(model, entry)]
+    used = {id(tensor) for step in steps for tensor in held_by(model, step)}
+    if left := [name for name, tensor in named_tensors(model) if id(tensor) not in used]:
+        raise StrategyError(
+            f"no step in {type(model).__name__}.pipeline uses `{left[0]}`, so it would be on no rank",
+            hints=[
+                f'add its module to the method that does: pipeline = (…, ("method", "{left[0].partition(".")[0]}"))'
+            ],
+        )
+    return steps
+
+
+def _steps(model: nn.Module, entry: str | Sequence[str]) -> Iterator[Step]:
+    name, *uses = (entry,) if isinstance(entry, str) else entry
+    for used in uses:
+        if not any(other == used or other.startswith(f"{used}.") for other, _ in named_tensors(model)):
+            raise StrategyError(
+                f"{type(model).__name__}.pipeline says that `{name}` uses `{used}`, which has no weights"
+            )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = modules.get(name) or getattr(model, name, None)
+    if isinstance(found, nn.ModuleList | nn.Sequential) and not uses:
+        for key, child in found._modules.items():
+            assert child is not None
+            yield Step(f"{name}.{key}", child, (f"{name}.{key}",))
+    elif callable(found):
+        yield Step(name, found, (name, *uses) if isinstance(found, nn.Module) else tuple(uses))
+    else:
+        near = get_close_matches(name, [key for key in modules if key], n=3)
+        raise StrategyError(
+            f"{type(model).__name__}.pipeline names `{name}`, which is neither a module nor a method of the model",
+            hints=[f"near it are {', '.join(near)}"] if near else (),
+        )
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every name of every parameter and buffer."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def held_by(model: nn.Module, step: Step) -> list[Tensor]:
+    """The parameters and buffers that a step uses, each once."""
+    found = {
+        id(tensor): tensor
+        for name, tensor in named_tensors(model)
+        if any(name == used or name.startswith(f"{used}.") for used in step.uses)
+    }
+    return list(found.values())
+
+
+# ---------------------------------------------------------------------------------------------- where to cut
+def cut_evenly(model: nn.Module, steps: Sequence[Step], parts: int) -> list[int]:
+    """The number of the step with which each part begins, so that the costliest part costs as little as possible.
+
+    A step costs its parameters: so many multiplications a position. Embeddings that the first step looks up are free.
+    """
+    if len(steps) < parts:
+        raise StrategyError(
+            f"{type(model).__name__}.pipeline has {len(steps)} steps, too few for {parts} parts",
+            hints=["use a deeper model or fewer ranks", 'schedules other than "1F1B" and "GPipe" give each rank two'],
+        )
+    looked_up = {id(tensor) for tensor in held_by(model, steps[0])} & {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
+    costs = [
+        sum(
+            t.numel()
+            for t in held_by(model, step)
+            if isinstance(t, nn.Parameter) and (number or id(t) not in looked_up)
+        )
+        for number, step in enumerate(steps)
+    ]
+    low, high = max(costs), sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_filled(costs, middle, 1)) <= parts else (middle + 1, high)
+    return _filled(costs, low, parts)
+
+
+def _filled(costs: Sequence[int], most: int, parts: int) -> list[int]:
+    """Begins a part wherever the one before would cost more than `most`; and where else there would be too few."""
+    begins, cost = [0], costs[0]
+    for number in range(1, len(costs)):
+        missing = parts - len(begins)
+        if cost + costs[number] > most or len(costs) - number == missing:
+            begins.append(number)
+            cost = 0
+        cost += costs[number]
+    return begins
+
+
+def cut_where(steps: Sequence[Step], split: Sequence[str], parts: int) -> list[int]:
+    """The numbers of the steps that the recipe names, before which there is the first."""
+    names = [step.name for step in steps]
+    for name in split:
+        if name not in names[1:]:
+            near = get_close_matches(name, names[1:], n=3, cutoff=0)
+            raise StrategyError(
+                f"strategy.split: no part can begin with `{name}`", hints=[f"near it are {', '.join(near)}"]
+            )
+    begins = [0, *map(names.index, split)]
+    if len(begins) != parts or any(one >= other for one, other in pairwise(begins)):
+        raise StrategyError(
+            f"strategy.split must name the {parts - 1} steps, in their order, with which the {parts} parts after the "
+            f"first begin, and has {len(split)}: {', '.join(split)}",
+            hints=["leave it out: parts then cost about the same"],
+        )
+    return begins

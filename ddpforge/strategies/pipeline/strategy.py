@@ -1,0 +1,242 @@
+"""Cuts a model into parts for the ranks of a pipeline, several of which may see different data."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import ScheduleGPipe
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import Contract, Ranks, Refusal, Replica, Strategy, Task, World
+from ddpforge.ranks.collectives import Alone, Group
+from ddpforge.ranks.join import limit_waiting
+from ddpforge.strategies import named_state
+from ddpforge.strategies.pipeline.replica import PipelineReplica
+from ddpforge.strategies.pipeline.schedules import SCHEDULES, Held, Layout
+from ddpforge.strategies.pipeline.steps import (
+    cut_evenly,
+    cut_where,
+    declared_steps,
+    held_by,
+    named_tensors,
+)
+from ddpforge.strategies.trial import refuse_sparse
+
+if TYPE_CHECKING:
+    from ddpforge.recipe.schema import TrainSection
+
+__all__ = ["Pipeline"]
+
+
+class Pipeline(Strategy):
+    """The model's steps in stages, one on each rank, through which micro-batches flow; by torch.distributed.pipelining.
+
+    The ranks form `stages` stages; where there are more ranks, each stage is on several, which see different data and
+    average their gradients. The schedule's micro-batches are those that a step accumulates.
+
+    Huang et al., "GPipe" (2019); Narayanan et al., "Efficient Large-Scale Language Model Training" (2021); Qi et al.,
+    "Zero Bubble Pipeline Parallelism" (2024).
+    """
+
+    contract = Contract(
+        shards=("weights", "gradients", "optimizer state"),
+        clips="every rank alike, after the all-reduce, by the norm over all stages",
+        accumulates="autograd, in the parameters' .grad, in the order of the schedule; one all-reduce per step",
+        reads_gradients=True,
+    )
+
+    def __init__(
+        self,
+        *,
+        stages: Annotated[
+            int | None, Field(ge=2, le=2**12, description="Ranks that one model is cut for; by default all of them.")
+        ] = None,
+        schedule: Annotated[
+            Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"],
+            Field(
+                description="Order of forward and backward passes. All but the first two give each rank two parts of"
+                " the model, and those with ZeroBubble compute gradients of weights where a rank would wait."
+            ),
+        ] = "1F1B",
+        split: Annotated[
+            Sequence[str],
+            Field(
+                max_length=2**13,
+                description='Steps with which the parts after the first begin, e.g. ["blocks.6"]; by default parts'
+                " cost about the same.",
+            ),
+        ] = (),
+    ) -> None:
+        self.stages, self.schedule, self.split = stages, schedule, split
+
+    # -- before the loop
+    def data_ranks(self, ranks: int) -> int:
+        """Counts the pipelines."""
+        return max(1, ranks // (self.stages or ranks))
+
+    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
+        """Ranks that stages do not divide, and what needs the whole model, or all micro-batches in their order."""
+        if ranks < 2 or ranks % (self.stages or ranks):
+            yield Refusal(
+                "strategy.stages",
+                f"{ranks} rank{'s' * (ranks > 1)} cannot form a pipeline of {self.stages or '2 or more'} stages",
+                (f"ddpforge launch RECIPE --nproc {self.stages or 2}, or a multiple", "or another strategy.use"),
+            )
+        if "arg_mbs" not in inspect.signature(ScheduleGPipe.step).parameters:
+            message = f"torch {torch.__version__} cannot run a pipeline on micro-batches that are already cut"
+            yield Refusal("strategy.use", message, ("pip install --upgrade torch", 'or set strategy.use = "fsdp"'))
+        if train.precision == "fp16":
+            yield Refusal(
+                "train.precision",
+                'train.precision = "fp16" scales the loss by what overflowed, which the ranks of a pipeline would not '
+                "all know",
+                ('set train.precision = "bf16" or "fp32"',),
+            )
+        if train.sync_batchnorm:
+            yield Refusal(
+                "train.sync_batchnorm",
+                "train.sync_batchnorm waits for all ranks, of which a pipeline has only some compute a layer",
+                ("leave it out",),
+            )
+        yield from self._refusals_of_blocks(train)
+
+    def _refusals_of_blocks(self, train: TrainSection) -> Iterator[Refusal]:
+        splits = SCHEDULES[self.schedule].splits_backward
+        if train.compile != "off" and (splits or not train.compile_blocks):
+            yield Refusal(
+                "train.compile",
+                f'strategy.schedule = "{self.schedule}" splits backward passes, which compiled code cannot'
+                if splits
+                else "no rank of a pipeline has the whole model to compile it",
+                ('set strategy.schedule = "1F1B"' if splits else "set train.compile_blocks = true",),
+            )
+        if train.activation_checkpointing and splits:
+            yield Refusal(
+                "train.activation_checkpointing",
+                f'strategy.schedule = "{self.schedule}" splits backward passes, for both of which activations would be '
+                "computed again",
+                ('set strategy.schedule = "1F1B" or "Interleaved1F1B"',),
+            )
+
+    def check(self, model: nn.Module, task: Task, blocks: Sequence[nn.Module]) -> None:
+        """Its steps must be known, and be all of it; those that the recipe names must be among them."""
+        steps = declared_steps(model)
+        if self.split:
+            cut_where(steps, self.split, len(self.split) + 1)
+
+    def setup(self, train: TrainSection, world: World) -> World:
+        """Lays the ranks out as stages × data: those of a stage are neighbours, and average their gradients."""
+        data = self.data_ranks(world.all.size)
+        mesh = init_device_mesh(world.device.type, (world.all.size // data, data), mesh_dim_names=("stage", "data"))
+        limit_waiting(mesh.get_all_groups(), train)
+        self.pipe: dist.ProcessGroup = mesh.get_group("stage")
+        self.grid: list[list[int]] = mesh.mesh.tolist()
+        self.contract = replace(self.contract, replicas=data)
+        alike: Ranks = Group(mesh.get_group("data"), world.device) if data > 1 else Alone(world.device)
+        return super().setup(train, replace(world, data=alike))
+
+    def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        """Keeps the tensors of this rank's steps; all others give their memory back, and keep name and shape."""
+        steps = declared_steps(model)
+        self._refuse_batchnorm(model)
+        layout = Layout(dist.get_rank(self.pipe), len(self.grid), SCHEDULES[self.schedule])
+        begins = cut_where(steps, self.split, layout.parts) if self.split else cut_evenly(model, steps, layout.parts)
+        places = [layout.place(part) for part in range(layout.parts) for _ in range(_size(begins, part, len(steps)))]
+        holders: dict[int, set[int]] = {}
+        for place, step in zip(places, steps, strict=True):
+            for tensor in held_by(model, step):
+                holders.setdefault(id(tensor), set()).add(place)
+        found, aliases = named_state.tensors(model)
+        alike = {name: sorted(holders[id(t)]) for name, t in _first(model).items() if len(holders[id(t)]) > 1}
+        mine = {part: steps[begins[part] : begins[part] + _size(begins, part, len(steps))] for part in layout.mine}
+        self.held = Held(self.pipe, layout, mine, set(found), aliases, alike, self._groups(alike, layout.here))
+        self._keep(model, {key for key, those in holders.items() if layout.here in those})
+        self._refuse_idle(model)
+        return model
+
+    def _refuse_batchnorm(self, model: nn.Module) -> None:
+        if self.train.elastic_shards and any(isinstance(module, _BatchNorm) for module in model.modules()):
+            raise StrategyError(
+                "train.elastic_shards keeps statistics of BatchNorm by shard, one after the other, and a pipeline "
+                "computes several at a time",
+                hints=["leave train.elastic_shards out, or normalise by GroupNorm or LayerNorm"],
+            )
+
+    def _keep(self, model: nn.Module, mine: set[int]) -> None:
+        """Gives every rank rank 0's values; what is not this rank's then goes to the meta device."""
+        away: dict[int, Tensor] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            value = tensor.data.to(self.world.device)
+            self.world.all.broadcast(value)
+            if id(tensor) in mine:
+                tensor.data = value
+            else:
+                empty = torch.empty_like(tensor, device="meta")
+                trains = tensor.requires_grad
+                away[id(tensor)] = nn.Parameter(empty, trains) if isinstance(tensor, nn.Parameter) else empty
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, held in tensors.items():
+                    if held is not None and id(held) in away:
+                        cast("dict[str, Tensor]", tensors)[name] = away[id(held)]
+
+    def _refuse_idle(self, model: nn.Module) -> None:
+        """Every rank must have something to train: an optimizer without weights would keep no step."""
+        trains = any(parameter.requires_grad and not parameter.is_meta for parameter in model.parameters())
+        everyone = self.world.all.everyone(trains)
+        for rank, found in enumerate(everyone):
+            if not found:
+                raise StrategyError(
+                    f"rank {rank} would have nothing to train: the steps of its stage have no trainable parameters",
+                    hints=["cut elsewhere with strategy.split, use fewer stages, or freeze less"],
+                )
+
+    def _groups(self, alike: Mapping[str, Sequence[int]], here: int) -> dict[str, dist.ProcessGroup]:
+        """Forms, on all ranks alike, the groups of those that hold the same tensors for the same data."""
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for places in dict.fromkeys(tuple(those) for those in alike.values()):
+            for data in range(len(self.grid[0])):
+                group = dist.new_group([self.grid[place][data] for place in places])
+                if here in places and data == self.world.data.rank:
+                    limit_waiting([cast(dist.ProcessGroup, group)], self.train)
+                    made[places] = cast(dist.ProcessGroup, group)
+        return {name: made[tuple(places)] for name, places in alike.items() if here in places}
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        """Takes out of the model what other ranks have."""
+        refuse_sparse(optimizer, model, sharded=True)
+        elsewhere = {word for name, t in named_tensors(model) if t.is_meta for word in name.split(".")}
+        _remove(model)
+        return PipelineReplica(self, model, optimizer, self.held, elsewhere)
+
+
+def _size(begins: Sequence[int], part: int, steps: int) -> int:
+    return [*begins, steps][part + 1] - begins[part]
+
+
+def _first(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer under the first of its names."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _remove(module: nn.Module) -> None:
+    """Takes out modules of which there is nothing here, and of the others tensors that are on the meta device."""
+    for tensors in (module._parameters, module._buffers):
+        for name in [name for name, tensor in tensors.items() if tensor is not None and tensor.is_meta]:
+            del cast("dict[str, Any]", tensors)[name]
+    for name, child in list(module.named_children()):
+        held = [*child.parameters(), *child.buffers()]
+        if held and all(tensor.is_meta for tensor in held):
+            del module._modules[name]
+        else:
+            _remove(child)

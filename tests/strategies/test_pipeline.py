@@ -1,0 +1,135 @@
+"""Pipelines train what DDP trains, whatever the schedule, and go on from each other's checkpoints."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from trained import Trained, trained
+
+RECIPE = """
+recipe = 1
+name = "run"
+[model]
+use = "gpt"
+vocab_size = 16
+block_size = 8
+layers = 4
+heads = 2
+width = 16
+{model}
+[data.train]
+use = "./parts.py:RaggedTokens"
+[data.eval]
+use = "./parts.py:RaggedTokens"
+samples = 11
+[task]
+use = "language_modelling"
+[optimizer]
+use = "adamw"
+lr = 3e-3
+weight_decay = 0.1
+no_decay = ["bias", "norm", "tokens.*"]
+{optimizer}
+[schedule]
+use = "cosine"
+warmup = "2st"
+[strategy]
+{strategy}
+[train]
+length = "{length}"
+global_batch = {batch}
+micro_batch = {micro}
+clip_norm = 0.5
+seed = 3
+device = "cpu"
+{train}
+[checkpoint]
+every = "2st"
+[track]
+every = "1st"
+{more}
+"""
+DDP, PIPELINE = 'use = "ddp"', 'use = "pipeline"\nstages = 2\nschedule = "{}"'
+SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+EMA = "[callbacks.ema]\ndecay = 0.9\n"
+STOP = '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = {}\nrank = 0\n'
+
+
+def train(strategy: str, ranks: int, folder: Path | None = None, **text: str) -> list[Trained]:
+    blank = dict.fromkeys(("model", "optimizer", "train", "more"), "") | {"length": "20st", "batch": "16", "micro": "2"}
+    recipe = RECIPE.format(**(blank | text), strategy=strategy)
+    with TemporaryDirectory() as temporary:
+        return trained(folder or Path(temporary), recipe, ranks)
+
+
+@cache
+def of_ddp(length: str) -> Trained:
+    """Two ranks; steps have 16, 16 and 11 sequences of 3 to 8 tokens."""
+    return train(DDP, 2, length=length)[0]
+
+
+def assert_alike(found: Trained, expected: Trained, rel: float = 1e-5) -> None:
+    for key, tolerance in (("train/loss", rel), ("eval/loss", rel), ("train/grad_norm", 10 * rel), ("lr", 1e-12)):
+        assert found.column(key) == pytest.approx(expected.column(key), rel=tolerance), key
+    assert found.column()
+
+
+# ---------------------------------------------------------------------------------------------- the same curve
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(s, marks=pytest.mark.full if s != "1F1B" else ()) for s in SCHEDULES]
+)
+def test_the_curve_is_that_of_ddp(schedule: str) -> None:
+    """With accumulation, clipping that bites, tied embeddings and steps that end in a smaller micro-batch."""
+    found = train(PIPELINE.format(schedule), 2)
+    assert_alike(found[0], of_ddp("20st"))
+    assert [one.rows for one in found[1:]] == [[]] or found[1].column() == found[0].column()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_curve_is_that_of_ddp_where_stages_are_on_two_ranks_each(schedule: str) -> None:
+    found = train(PIPELINE.format(schedule), 4)
+    assert_alike(found[0], of_ddp("20st"))
+
+
+ODD = {
+    "bfloat16": {"train": 'precision = "bf16"', "rel": 1e-3},
+    "checkpointed": {"train": "activation_checkpointing = true"},
+    "not tied": {"model": "tie_embeddings = false", "optimizer": "layer_decay = 0.7"},
+    "frozen": {"train": 'freeze = ["blocks.2.*", "positions.*"]'},
+    "one": {"micro": "16"},
+    "seven": {"batch": "14"},
+    "cut": {"strategy": '\nsplit = ["blocks.1"]'},
+    "shards": {"train": "elastic_shards = 4"},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("odd", "schedule"),
+    [
+        (odd, schedule)
+        for odd in ODD
+        for schedule in SCHEDULES[::2] + SCHEDULES[3:4]
+        if odd not in ("cut", "checkpointed") or schedule == "1F1B"
+    ],
+)
+def test_the_curve_is_that_of_one_process_with(odd: str, schedule: str) -> None:
+    text: dict[str, Any] = {"length": "6st"} | ODD[odd]
+    more, rel = text.pop("strategy", ""), text.pop("rel", 1e-5)
+    assert_alike(train(PIPELINE.format(schedule) + more, 2, **text)[0], train(DDP, 1, **text)[0], rel)
+
+
+def test_a_run_goes_on_under_ddp_and_pipelines_of_any_shape(tmp_path: Path) -> None:
+    """Trap 19, with averaged weights: later losses are those of one process that nobody interrupted."""
+    whole = train(DDP, 1, length="8st", more=EMA)[0]
+    chain = [(DDP, 2), (PIPELINE.format("1F1B"), 2), (DDP, 1), (PIPELINE.format("ZBVZeroBubble"), 4)]
+    rows: list[float] = []
+    for number, (strategy, ranks) in enumerate(chain, start=1):
+        more = EMA + (STOP.format(2 * number) if number < len(chain) else "")
+        last = train(strategy, ranks, tmp_path, length="8st", more=more)[0]
+        rows += last.column()
+    assert rows == pytest.approx(whole.column(), rel=5e-6)
+    assert last.column("eval/loss")[-1] == pytest.approx(whole.column("eval/loss")[-1], rel=5e-6)

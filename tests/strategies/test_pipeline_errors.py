@@ -1,0 +1,182 @@
+"""Mistakes under a pipeline are told by name, and never trained over."""
+
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.pipelining
+from forked import in_ranks, refused, set_up
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import Pass
+from ddpforge.ranks.phases import here
+from ddpforge.strategies.pipeline import Pipeline
+
+_Loss = Callable[[Any, Tensor], Tensor]
+
+
+class Chain(nn.Module):
+    """Two layers and a scale, of which the second step may forget to use something or to say that it does."""
+
+    pipeline: Any = ("first", ("leave", "second", "scale"))
+
+    def __init__(self, *, uses_scale: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.ones(2))
+        self.uses_scale, self.dropout = uses_scale, nn.Dropout(dropout)
+
+    def leave(self, x: Tensor) -> Tensor:
+        found: Tensor = self.dropout(self.second(x))
+        return found * self.scale if self.uses_scale else found
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.first(x))
+
+
+class Forgetful(Chain):
+    """Its last step uses the first layer, and does not say so."""
+
+    def leave(self, x: Tensor) -> Tensor:
+        return super().leave(x) + self.first.weight.sum()
+
+
+def total(model: Any, batch: Tensor) -> Tensor:
+    found: Tensor = model(batch).sum()
+    return found
+
+
+def step(model: nn.Module, loss: _Loss = total, schedule: Any = "1F1B", trains: bool = True) -> Any:
+    """Losses of a step of three passes, and the marks that it made; then the update."""
+    strategy = Pipeline(schedule=schedule)
+    set_up(strategy)
+    held = strategy.wrap(model, ())
+    replica: Any = strategy.prepare(held, SGD([p for p in held.parameters() if not p.is_meta], lr=0.1))
+
+    def compute(module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
+        one.seed()
+        return loss(module, one.batch), None
+
+    before = here().marks
+    ones = [Pass(batch=torch.ones(2, 2), seed=lambda i=i: torch.manual_seed(i)) for i in range(3)]  # type: ignore[misc]
+    with nullcontext() if trains else torch.no_grad():
+        found = [None if each is None else each[0].item() for each in replica.passes(ones, compute, trains=trains)]
+    marks = here().marks - before
+    if trains:
+        replica.step()
+    return found, marks
+
+
+def said(build: Callable[[], nn.Module], loss: _Loss = total, schedule: Any = "1F1B") -> str:
+    """The error of the last rank, whose first waits for it in vain."""
+
+    def action(rank: int) -> str:
+        if rank:
+            return refused(StrategyError, lambda: step(build(), loss, schedule))
+        with suppress(RuntimeError, StrategyError):
+            step(build(), loss, schedule)
+        return ""
+
+    return str(in_ranks(2, action)[1])
+
+
+def twice(model: Any, batch: Tensor) -> Tensor:
+    return total(model, batch) + total(model, batch)
+
+
+def reads(model: Any, batch: Tensor) -> Tensor:
+    return total(model, batch) * model.scale.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (twice, "the task calls the model more than once for a batch"),
+        (reads, "the task's loss uses `scale` of the model, and under a pipeline it can only call the model"),
+        (lambda model, batch: batch.sum(), "the task's loss does not call the model"),
+    ],
+    ids=["twice", "reads", "never"],
+)
+def test_a_task_can_call_the_model_once(loss: _Loss, expected: str) -> None:
+    assert expected in said(Chain, loss)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_weight_without_a_gradient_is_named(schedule: str) -> None:
+    """Schedules that split backward passes leave out weights that they do not find, without a word."""
+
+    def build() -> nn.Module:
+        model = Chain(uses_scale=False)
+        model.pipeline = ("first", "dropout", ("leave", "second", "scale"), "dropout")
+        return model
+
+    def action(rank: int) -> str:
+        if rank:
+            return refused(StrategyError, lambda: step(build(), total, schedule))
+        with suppress(RuntimeError):
+            step(build(), total, schedule)
+        return ""
+
+    assert "parameter `scale` got no gradient on rank 1" in in_ranks(2, action)[1]
+
+
+def test_what_a_step_uses_and_does_not_say_is_named() -> None:
+    assert "`leave` uses `first` of Forgetful, which is on another rank" in said(Forgetful)
+
+
+def test_a_stage_with_nothing_to_train_is_refused() -> None:
+    def build() -> nn.Module:
+        model = Chain()
+        model.first.requires_grad_(False)
+        return model
+
+    assert "rank 0 would have nothing to train" in said(build)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_masks_follow_from_the_pass_and_ranks_make_as_many_marks(trains: bool) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(7)
+        return Chain(dropout=0.5)
+
+    def action(rank: int) -> Any:
+        return step(build(), trains=trains), step(build(), trains=trains)
+
+    (first, again), (last, last_again) = in_ranks(2, action)
+    assert first[0] == [None, None, None]
+    assert last == last_again
+    assert len(set(last[0])) > 1  # of equal batches
+    assert first[1] == again[1] == last[1]
+
+
+class Turned(nn.Module):
+    """What its first part sends is transposed, what it gets back is expanded, and the second part writes in place."""
+
+    pipeline = (("begin", "first"), ("turn", "second"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def begin(self, x: Tensor) -> Tensor:
+        found: Tensor = self.first(x).T
+        return found
+
+    def turn(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(x.relu_()).T
+        return found
+
+
+def test_strides_do_not_matter() -> None:
+    def action(rank: int) -> Any:
+        torch.manual_seed(7)
+        return step(Turned())[0]
+
+    torch.manual_seed(7)
+    model = Turned()
+    expected = model.turn(model.begin(torch.ones(2, 2))).sum().item()
+    assert in_ranks(2, action)[1] == [pytest.approx(expected)] * 3

@@ -1,0 +1,157 @@
+"""The steps that models declare, where pipelines cut them, and what they refuse."""
+
+import pytest
+import torch
+from forked import refused, train
+from torch import Tensor, nn
+
+from ddpforge.builtin.models.cnn import CNN
+from ddpforge.builtin.models.gpt import GPT
+from ddpforge.builtin.models.mlp import MLP
+from ddpforge.builtin.tasks.classification import Classification
+from ddpforge.errors import StrategyError
+from ddpforge.strategies.pipeline import Pipeline
+from ddpforge.strategies.pipeline.schedules import SCHEDULES, Layout
+from ddpforge.strategies.pipeline.steps import cut_evenly, cut_where, declared_steps
+
+
+class Tower(nn.Module):
+    """Linear layers of the given sizes, one after the other."""
+
+    def __init__(self, *sizes: int, pipeline: object = ("layers",)) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1, size, bias=False) for size in sizes)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.pipeline = pipeline
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def begins(model: nn.Module, parts: int) -> list[str]:
+    steps = declared_steps(model)
+    return [steps[number].name for number in cut_evenly(model, steps, parts)]
+
+
+# ---------------------------------------------------------------------------------------------- the steps
+def test_lists_are_their_members_and_methods_have_what_they_say() -> None:
+    steps = declared_steps(GPT(vocab_size=4, block_size=4, layers=2, heads=1, width=4))
+    assert [step.name for step in steps] == ["enter", "blocks.0", "blocks.1", "leave"]
+    assert [step.uses for step in steps] == [
+        ("tokens", "positions"),
+        ("blocks.0",),
+        ("blocks.1",),
+        ("norm", "tokens"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    [
+        (GPT(vocab_size=4, block_size=4, layers=2, heads=1, width=4), torch.tensor([[0, 3, 1]])),
+        (GPT(vocab_size=4, block_size=4, layers=1, heads=1, width=4, tie_embeddings=False), torch.tensor([[2, 3]])),
+        (GPT(vocab_size=4, block_size=4, layers=1, heads=1, width=4, classes=3), torch.tensor([[2, 3]])),
+        (CNN(width=2).eval(), torch.ones(2, 1, 8, 8)),
+        (MLP(inputs=4, outputs=2, hidden=[3]), torch.ones(2, 2, 2)),
+    ],
+    ids=["gpt", "not tied", "classes", "cnn", "mlp"],
+)
+def test_the_steps_are_the_forward_pass(model: nn.Module, batch: Tensor) -> None:
+    found = batch
+    for step in declared_steps(model):
+        found = step.call(found)
+    assert torch.equal(found, model(batch))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "said"),
+    [
+        (None, "Tower does not say of which steps its forward pass is made"),
+        (("layers",), "no step in Tower.pipeline uses `scale`"),
+        (("enter", "layers"), 'add its module to the method that does: pipeline = (…, ("method", "scale"))'),
+        (
+            (("enter", "scale"), "layer"),
+            "names `layer`, which is neither a module nor a method of the model | near it are layers",
+        ),
+        ((("enter", "scala"), "layers"), "says that `enter` uses `scala`, which has no weights"),
+    ],
+)
+def test_steps_that_are_not_the_model_are_refused_before_ranks_join(pipeline: object, said: str) -> None:
+    check = lambda: Pipeline().check(Tower(2, 2, pipeline=pipeline), Classification(), ())  # noqa: E731
+    assert said in refused(StrategyError, check)
+
+
+# ---------------------------------------------------------------------------------------------- where to cut
+def tower(*sizes: int) -> Tower:
+    return Tower(*sizes, pipeline=(("enter", "scale"), "layers"))
+
+
+def test_the_costliest_part_costs_as_little_as_possible() -> None:
+    assert begins(tower(4, 4, 4, 4), 2) == ["enter", "layers.2"]
+    assert begins(tower(9, 1, 1, 1, 9), 2) == ["enter", "layers.2"]
+    assert begins(tower(1, 1, 1, 9), 2) == ["enter", "layers.3"]
+    assert begins(tower(9, 9), 3) == ["enter", "layers.0", "layers.1"]
+
+
+def test_embeddings_that_are_looked_up_are_free_and_a_tied_head_is_not() -> None:
+    model = GPT(vocab_size=96, block_size=8, layers=5, heads=1, width=8)  # a block has 872 weights, the head 784
+    assert begins(model, 2) == ["enter", "blocks.3"]
+
+
+def test_too_few_steps_are_refused() -> None:
+    assert "has 3 steps, too few for 4 parts" in refused(StrategyError, lambda: begins(tower(1, 1), 4))
+
+
+def test_the_recipe_may_say_where() -> None:
+    steps = declared_steps(tower(9, 1, 1))
+    assert cut_where(steps, ["layers.1", "layers.2"], 3) == [0, 2, 3]
+    assert "near it are layers.0" in refused(StrategyError, lambda: cut_where(steps, ["layer.0"], 2))
+    for split in (["layers.2", "layers.1"], ["layers.1"]):
+        assert "must name the 2 steps" in refused(StrategyError, lambda: cut_where(steps, split, 3))  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    ("schedule", "held"),
+    [
+        ("1F1B", [[0], [1], [2]]),
+        ("Interleaved1F1B", [[0, 3], [1, 4], [2, 5]]),
+        ("ZBVZeroBubble", [[0, 5], [1, 4], [2, 3]]),
+    ],
+)
+def test_each_rank_has_its_parts(schedule: str, held: list[list[int]]) -> None:
+    assert [Layout(here, 3, SCHEDULES[schedule]).mine for here in range(3)] == held
+
+
+def test_interleaved_schedules_run_rounds_and_then_the_rest() -> None:
+    runs = {name: list(map(len, Layout(0, 3, kind).runs(range(8)))) for name, kind in SCHEDULES.items()}
+    assert runs == {
+        "1F1B": [8],
+        "GPipe": [8],
+        "Interleaved1F1B": [6, 2],
+        "InterleavedZeroBubble": [6, 2],
+        "ZBVZeroBubble": [8],
+    }
+
+
+# ---------------------------------------------------------------------------------------------- what cannot be done
+@pytest.mark.parametrize(
+    ("options", "ranks", "settings", "key"),
+    [
+        ({}, 1, {}, "strategy.stages"),
+        ({"stages": 3}, 4, {}, "strategy.stages"),
+        ({}, 2, {"precision": "fp16"}, "train.precision"),
+        ({}, 2, {"sync_batchnorm": True}, "train.sync_batchnorm"),
+        ({}, 2, {"compile": "default"}, "train.compile"),
+        ({"schedule": "ZBVZeroBubble"}, 2, {"compile": "default", "compile_blocks": True}, "train.compile"),
+        ({"schedule": "ZBVZeroBubble"}, 2, {"activation_checkpointing": True}, "train.activation_checkpointing"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_its_key(
+    options: dict[str, object], ranks: int, settings: dict[str, object], key: str
+) -> None:
+    assert [each.key for each in Pipeline(**options).refusals(train(**settings), ranks, "cpu")] == [key]  # type: ignore[arg-type]
+
+
+def test_ranks_that_see_different_data_are_counted() -> None:
+    assert [Pipeline().data_ranks(4), Pipeline(stages=2).data_ranks(4), Pipeline(stages=4).data_ranks(12)] == [1, 2, 3]
+    assert list(Pipeline(stages=2).refusals(train(), 4, "cpu")) == []

@@ -1,0 +1,78 @@
+"""Whole recipes, trained by ranks that the tests' own process forks: a run without launchers and without its folder."""
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from shutil import copy
+from typing import Any
+
+import torch.distributed.pipelining  # noqa: F401 (once, here, and not in every rank)
+from forked import in_ranks
+
+from ddpforge.attempt import checkpoints_of
+from ddpforge.components.registry import Registry
+from ddpforge.interfaces import Tracker
+from ddpforge.ranks.writers import Peers
+from ddpforge.recipe import load_recipe
+from ddpforge.runner import _join
+from ddpforge.runs.folder import RunFolder
+from ddpforge.training.assemble import assemble
+from ddpforge.training.building import build_data_and_model
+from ddpforge.training.parts import Parts
+
+
+@dataclass
+class Trained:
+    """The result on one rank: its rows, as every rank computes them, and what it held of the trained weights."""
+
+    rows: list[dict[str, float]]
+    held: int
+
+    def column(self, key: str = "train/loss") -> list[float]:
+        return [row[key] for row in self.rows if key in row]
+
+
+class _Rows(Tracker):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def log(self, step: int, metrics: Any) -> None:
+        self.rows.append(dict(metrics))
+
+
+def trained(folder: Path, recipe: str, ranks: int) -> list[Trained]:
+    """Trains a recipe, from the newest checkpoint of its name in `folder` on; one result for each rank."""
+    for name in ("parts.py", "odd_models.py"):
+        copy(Path(__file__).parent / name, folder)
+    path = folder / "recipe.toml"
+    path.write_text(recipe)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        registry = Registry.installed()
+        loaded = load_recipe(path, registry=registry)
+        return in_ranks(ranks, lambda _: _train(Parts(loaded, registry), folder), timeout=120)
+    finally:
+        os.chdir(before)
+
+
+def _train(parts: Parts, folder: Path) -> Trained:
+    tracker, world = _Rows(), _join(parts)
+    build_data_and_model(parts)
+    parts.report()
+    run = RunFolder.of(parts.recipe, folder / "runs")
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    (run.path / "metrics.jsonl").touch()
+    checkpoints = checkpoints_of(run, parts.recipe, world, Peers.of(world.all, timedelta(seconds=60)))
+    found = checkpoints.open()
+    source = None if found else parts.recipe.checkpoint.init_from
+    with ExitStack() as life:
+        trainer = assemble(parts, world, checkpoints, tracker, folder=run.path, life=life, init_from=source)
+        if found:
+            trainer.restore(found)
+        trainer.saving.origin = {"strategy": parts.recipe.strategy.use, "world_size": world.all.size}
+        trainer.fit()
+    held = sum(part.tensor.numel() for part in trainer.replica.weights.parts().values())
+    return Trained(tracker.rows, held)
