@@ -114,7 +114,8 @@ class NaiveSplit(_OneProcess):
         places = self._places(blocks, sum(p.numel() for module in outside for p in module.parameters(recurse=False)))
         self._refuse_shared(model, outside, list(zip(blocks, places, strict=True)))
         for module in outside:
-            module._apply(lambda tensor: tensor.to(first), recurse=False)  # of `to`, all would pass through the first
+            move: Any = module._apply  # of `to`, all would pass through the first device
+            move(lambda tensor: tensor.to(first), recurse=False)
         for block, place in zip(blocks, places, strict=True):
             block.to(self.devices[place])
             block.register_forward_pre_hook(partial(_to, self.devices[place]), with_kwargs=True)
