@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Contract, Refusal, Replica, Strategy, Weights, World
 from ddpforge.ranks.join import limit_waiting
+from ddpforge.strategies.fsdp.grid import Grid
 from ddpforge.strategies.fsdp.replica import FSDPReplica
 from ddpforge.strategies.fsdp.shards import Shards, part_of
 from ddpforge.strategies.meta import materialise
@@ -88,6 +88,7 @@ class FSDP(Strategy):
         self.gather = gather
         self.cpu_offload = cpu_offload
         self.meta = meta
+        self.grid = Grid(replicas=replicas)
         self.contract = replace(self.contract, replicas=replicas)
         if accumulate == "whole":
             self.contract = replace(
@@ -97,13 +98,7 @@ class FSDP(Strategy):
     # -- before the loop
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
         """Replicas that do not divide the ranks, and options that have no effect."""
-        if ranks % self.replicas:
-            fits = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
-            yield Refusal(
-                "strategy.replicas",
-                f"strategy.replicas = {self.replicas} does not divide the {ranks} rank{'s' * (ranks > 1)}",
-                (f"use one of {', '.join(fits)}" if ranks > 1 else "leave it out",),
-            )
+        yield from self.grid.refusals(ranks)
         if self.cpu_offload and device == "cpu":
             yield Refusal(
                 "strategy.cpu_offload",
@@ -124,17 +119,16 @@ class FSDP(Strategy):
                 ('set train.precision = "bf16", or leave strategy.gather out',),
             )
 
-    def setup(self, train: TrainSection, world: World) -> World:
-        """Lays the ranks out as replicas × shards."""
-        self.mesh = self._mesh(world)
-        limit_waiting(self.mesh.get_all_groups(), train)
-        return super().setup(train, world)
+    def data_ranks(self, ranks: int) -> int:
+        """Counts groups of ranks that see the same samples."""
+        return self.grid.data_ranks(ranks)
 
-    def _mesh(self, world: World) -> DeviceMesh:
-        if self.replicas == 1:
-            return init_device_mesh(world.device.type, (world.all.size,), mesh_dim_names=("shard",))
-        shape = (self.replicas, world.all.size // self.replicas)
-        return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    def setup(self, train: TrainSection, world: World) -> World:
+        """Lays the ranks out in the grid."""
+        self.places = self.grid.places(world)
+        self.mesh = self.places.mesh
+        limit_waiting(self.places.groups, train)
+        return super().setup(train, replace(world, data=self.places.data))
 
     def building(self) -> AbstractContextManager[Any]:
         """The meta device, where the recipe asks for it."""
