@@ -7,6 +7,7 @@ step. Nothing in here imports torch when it runs.
 from ddpforge.direction import lower_is_better
 from ddpforge.interfaces.beside import Beside
 from ddpforge.interfaces.callback import Callback, GoBack, RunContext, StepInfo
+from ddpforge.interfaces.context import Context
 from ddpforge.interfaces.data import Data, PartedData
 from ddpforge.interfaces.draws import Draws
 from ddpforge.interfaces.durations import Duration, Horizon
@@ -38,6 +39,7 @@ __all__ = [
     "Callback",
     "CanonicalState",
     "Compute",
+    "Context",
     "Contract",
     "Data",
     "Draws",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, 
 from ddpforge.interfaces.optimizer import Exploring
 from ddpforge.interfaces.regions import Part
 from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights, WholeWeights
+from ddpforge.interfaces.task import Task
 from ddpforge.interfaces.world import World
 
 if TYPE_CHECKING:
@@ -82,6 +83,12 @@ class Strategy(ABC):
     def data_ranks(self, ranks: int) -> int:
         """Counts the ranks that see different data: all `ranks`, unless the strategy splits one model over several."""
         return ranks
+
+    def check(self, model: nn.Module, task: Task, data: Any) -> None:
+        """Raises StrategyError or UsageError for what it cannot spread over ranks, before they join.
+
+        The model is as the recipe's component built it; called for every dataset.
+        """
 
     def setup(self, train: TrainSection, world: World) -> World:
         """Takes its place among the ranks, which have joined; returns the world with the ranks that see other data.
@@ -169,6 +176,13 @@ class Replica(ABC):
                 if trains:
                     self.backward(loss * one.scale)
             yield loss, outputs
+
+    def own_part(self, batch: Any) -> Any:
+        """Takes out of a batch, on the device, what this rank computes: all, unless ranks share its samples.
+
+        The task counts the items of the whole batch.
+        """
+        return batch
 
     def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
         """Wraps a forward pass and its loss, e.g. in autocast; after the `last` of a step gradients are exchanged."""

@@ -42,6 +42,12 @@ class Task(ABC):
     world that `start` is told has what the other ranks computed.
     """
 
+    by_position: bool = False
+    """True of a loss that is a sum over the positions of sequences, and is computed at each from the model's output and
+    the batch, all [B, T, …], at that position alone. Where a strategy cuts sequences over ranks, `loss` and `metrics`
+    are given some of the positions; `count` always counts all.
+    """
+
     draws: Draws = Draws()
     """Random numbers for the samples of a batch, for `loss` to draw: `self.draws.randn(len(images), 32, device=…)`."""
 

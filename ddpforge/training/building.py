@@ -115,6 +115,9 @@ def _fit(parts: Parts) -> None:
         for data in parts.data.values() if parts.built.task is not None else ():
             parts.task.check(parts.model, data)
         parts.fits = parts.built.task is not None and bool(parts.data)
+    with parts.noting("strategy"):
+        for data in parts.data.values() if parts.fits and parts.built.strategy is not None else ():
+            parts.strategy.check(parts.model, parts.task, data)
     with parts.noting("train", "blocks", faults=(ValueError,)):
         check_blocks(find_blocks(parts.model, recipe.train.blocks), recipe.train)
     with parts.noting("optimizer", faults=(ValueError,)):

@@ -4,10 +4,11 @@ import math
 from bisect import bisect
 from typing import Annotated, ClassVar
 
-import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
+
+from ddpforge.interfaces import Context
 
 _STD = 0.02  # of all initial weights, as in GPT-2
 
@@ -59,6 +60,7 @@ class GPT(nn.Module):
         if width % heads:
             raise ValueError(f"heads = {heads} does not divide width = {width}: {_nearest(width, heads)}")
         self.vocab_size, self.block_size = vocab_size, block_size
+        self.context = Context()
 
         self.tokens = _Embedding(vocab_size, width)
         self.positions = _Embedding(block_size, width)
@@ -76,11 +78,11 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T] int64 → [B, T, vocab_size], or [B, classes]; raises ValueError when T exceeds `block_size`."""
-        length = tokens.shape[1]
+        length = self.context.length(tokens.shape[1])
         if length > self.block_size:
             raise ValueError(f"a sequence of {length} tokens is longer than the model's block_size = {self.block_size}")
 
-        x = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
+        x = self.tokens(tokens) + self.positions(self.context.positions(tokens.shape[1], tokens.device))
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x)
@@ -123,6 +125,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.heads, self.causal = heads, causal
+        self.context = Context()
         self.qkv = _Linear(width, 3 * width, bias=bias)
         self.projection = _Linear(width, width, bias=bias, std=residual_std)
         self.dropout = nn.Dropout(dropout)
@@ -132,7 +135,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, T, width / heads]
         dropout = self.dropout.p if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.causal)
+        mixed = self.context.attention(q, k, v, causal=self.causal, dropout=dropout)
         out: Tensor = self.dropout(self.projection(mixed.transpose(1, 2).flatten(2)))
         return out
 

@@ -22,6 +22,8 @@ class LanguageModelling(Task):
     `bits_per_token` (`bits_per_byte` where the data says that its tokens are bytes).
     """
 
+    by_position = True
+
     def __init__(
         self,
         *,

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Contract, Refusal, Replica, Strategy, Weights, World
+from ddpforge.interfaces import Contract, Refusal, Replica, Strategy, Task, Weights, World
 from ddpforge.ranks.join import limit_waiting
+from ddpforge.strategies.fsdp.context import ContextReplica, Cut, check_context
 from ddpforge.strategies.fsdp.grid import Grid
 from ddpforge.strategies.fsdp.replica import FSDPReplica
 from ddpforge.strategies.fsdp.shards import Shards, part_of
@@ -36,7 +37,8 @@ class FSDP(Strategy):
 
     See https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html and Zhao et al., "PyTorch FSDP" (VLDB
     2023). With `replicas` the ranks form that many groups; each shards the model among its own ranks and gradients
-    are then averaged over the groups (hybrid sharding, HSDP).
+    are then averaged over the groups (hybrid sharding, HSDP). With `context` neighbouring ranks see the same samples,
+    and each computes a part of every sequence, of models that can do so; weights are sharded over them as well.
     """
 
     contract = Contract(
@@ -53,6 +55,15 @@ class FSDP(Strategy):
         *,
         replicas: Annotated[
             int, Field(ge=1, le=2**16, description="Groups of ranks that each hold the whole model; must divide ranks.")
+        ] = 1,
+        context: Annotated[
+            int,
+            Field(
+                ge=1,
+                le=2**16,
+                description="Neighbouring ranks that each compute a part of the same sequences; must divide ranks, and"
+                " twice it the length of sequences.",
+            ),
         ] = 1,
         reshard_after_forward: Annotated[
             bool, Field(description="Free a block's weights after its forward pass and gather them again for backward.")
@@ -83,12 +94,13 @@ class FSDP(Strategy):
         ] = False,
     ) -> None:
         self.replicas = replicas
+        self.context = context
         self.reshard_after_forward = reshard_after_forward
         self.accumulate = accumulate
         self.gather = gather
         self.cpu_offload = cpu_offload
         self.meta = meta
-        self.grid = Grid(replicas=replicas)
+        self.grid = Grid(replicas=replicas, context=context)
         self.contract = replace(self.contract, replicas=replicas)
         if accumulate == "whole":
             self.contract = replace(
@@ -112,6 +124,13 @@ class FSDP(Strategy):
                 "and FSDP gathers them anew for every pass",
                 ('set train.compile = "default", or strategy.use = "ddp"',),
             )
+        if self.context > 1 and train.compile != "off":
+            yield Refusal(
+                "train.compile",
+                f"strategy.context = {self.context} gathers keys and values of other ranks in the middle of attention, "
+                "which is not compiled",
+                ('set train.compile = "off"', "or leave strategy.context out"),
+            )
         if self.gather == "compute" and train.precision == "fp32":
             yield Refusal(
                 "strategy.gather",
@@ -122,6 +141,11 @@ class FSDP(Strategy):
     def data_ranks(self, ranks: int) -> int:
         """Counts groups of ranks that see the same samples."""
         return self.grid.data_ranks(ranks)
+
+    def check(self, model: nn.Module, task: Task, data: Any) -> None:
+        """Asks model, task and data whether sequences may be cut."""
+        if self.context > 1:
+            check_context(self.context, model, task, data)
 
     def setup(self, train: TrainSection, world: World) -> World:
         """Lays the ranks out in the grid."""
@@ -155,6 +179,8 @@ class FSDP(Strategy):
             _refuse_form(name, parameter)
             if not parameter.is_meta:  # what is sharded is flat: other layouts would be lost, and fully_shard refuses
                 parameter.data = parameter.data.contiguous()
+        if self.context > 1:
+            Cut(self.places.context).give(model)
         ties = _ties(model)
         if self.meta:
             materialise(model, then={id(block): self._shard_block for block in blocks})
@@ -184,6 +210,8 @@ class FSDP(Strategy):
         for _, member in members(optimizer):
             self._try(member)
         self._check(model)
+        if self.context > 1:
+            return ContextReplica(self, Cut(self.places.context), model, optimizer)
         return FSDPReplica(self, model, optimizer)
 
     def _try(self, optimizer: Optimizer) -> None:
