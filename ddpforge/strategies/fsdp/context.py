@@ -41,7 +41,7 @@ class Cut(Context):
     def give(self, model: nn.Module) -> None:
         """Lets the modules of a model that ask a context ask this one."""
         for module in asking(model):
-            module.context = self  # type: ignore[assignment]
+            module.context = self
 
     # -- what a model asks
     def length(self, tokens: int) -> int:
@@ -71,7 +71,8 @@ class Cut(Context):
 
     def _whole(self, mine: Tensor) -> Tensor:
         """The chunks of all ranks, in the order of the sequence: [2, B, heads, tokens, …] → [2, B, heads, T, …]."""
-        ranks = self._ranks.gather_alike(mine).unflatten(0, (self.size, 2))  # [ranks, keys and values, …]
+        ranks: Any = self._ranks.gather_alike(mine)
+        ranks = ranks.unflatten(0, (self.size, 2))  # [ranks, keys and values, …]
         fronts, backs = ranks.unflatten(4, (2, -1)).unbind(4)
         return torch.cat([*fronts, *reversed(backs)], dim=3)
 
