@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,6 @@ from ddpforge.interfaces import Compute, Context, Pass, Ranks, Task
 from ddpforge.interfaces.seeds import mix
 from ddpforge.ranks.collectives import Connected
 from ddpforge.strategies.fsdp.replica import FSDPReplica
-
-if TYPE_CHECKING:
-    from ddpforge.strategies.fsdp.strategy import FSDP
 
 __all__ = ["ContextReplica", "Cut", "check_context"]
 
@@ -114,8 +111,8 @@ class Cut(Context):
 class ContextReplica(FSDPReplica):
     """Shards of a model, of which this rank computes some positions of every sequence."""
 
-    def __init__(self, strategy: FSDP, cut: Cut, *parts: Any) -> None:
-        super().__init__(strategy, *parts)
+    def __init__(self, cut: Cut, *parts: Any) -> None:
+        super().__init__(*parts)
         self._cut = cut
 
     def own_part(self, batch: Any) -> Any:

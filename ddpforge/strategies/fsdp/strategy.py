@@ -211,7 +211,7 @@ class FSDP(Strategy):
             self._try(member)
         self._check(model)
         if self.context > 1:
-            return ContextReplica(self, Cut(self.places.context), model, optimizer)
+            return ContextReplica(Cut(self.places.context), self, model, optimizer)
         return FSDPReplica(self, model, optimizer)
 
     def _try(self, optimizer: Optimizer) -> None:
