@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ddpforge.interfaces.regions import Part, Region
@@ -95,13 +94,13 @@ class Weights(ABC):
 
 
 class PartWeights(Weights):
-    """The weights of a model, of each of which this rank holds what `part_of` says of the parameter."""
+    """The weights of a model, of each of which this rank holds what `part_of(name, parameter)` says."""
 
-    def __init__(self, model: nn.Module, part_of: Callable[[Tensor], Part]) -> None:
+    def __init__(self, model: nn.Module, part_of: Callable[[str, Tensor], Part]) -> None:
         self._parts: dict[str, Part] = {}
         self._frozen: dict[str, Part] = {}
         for name, parameter in model.named_parameters():
-            (self._parts if parameter.requires_grad else self._frozen)[name] = part_of(parameter.detach())
+            (self._parts if parameter.requires_grad else self._frozen)[name] = part_of(name, parameter.detach())
 
     def parts(self) -> Mapping[str, Part]:
         """Of every trained parameter."""
@@ -116,4 +115,4 @@ class WholeWeights(PartWeights):
     """The weights of a model that each of `ranks` holds whole."""
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
-        super().__init__(model, partial(Part.whole, replica=ranks.rank, replicas=ranks.size))
+        super().__init__(model, lambda _, tensor: Part.whole(tensor, replica=ranks.rank, replicas=ranks.size))

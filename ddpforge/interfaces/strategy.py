@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from ddpforge.interfaces.task import Task
     from ddpforge.recipe.schema import TrainSection
 
 __all__ = ["Compute", "Contract", "Explores", "Pass", "Refusal", "Replica", "Sharded", "Strategy", "TakesTurns"]
@@ -80,15 +81,18 @@ class Strategy(ABC):
         """
         return ()
 
+    def check(self, model: nn.Module, task: Task, blocks: Sequence[nn.Module]) -> None:
+        """Raises StrategyError for a model or a task that it cannot train, as far as that is known without ranks.
+
+        Called before ranks join, by `ddpforge check` too, with the bare model, which may be on the meta device.
+        """
+
+    def check_data(self, data: Any) -> None:
+        """The same of a dataset: raises UsageError for samples that it cannot share out."""
+
     def data_ranks(self, ranks: int) -> int:
         """Counts the ranks that see different data: all `ranks`, unless the strategy splits one model over several."""
         return ranks
-
-    def check(self, model: nn.Module, task: Task, data: Any) -> None:
-        """Raises StrategyError or UsageError for what it cannot spread over ranks, before they join.
-
-        The model is as the recipe's component built it; called for every dataset.
-        """
 
     def setup(self, train: TrainSection, world: World) -> World:
         """Takes its place among the ranks, which have joined; returns the world with the ranks that see other data.

@@ -48,6 +48,11 @@ class Task(ABC):
     are given some of the positions; `count` always counts all.
     """
 
+    takes_split_logits: bool = False
+    """True of a loss that takes nothing but `torch.nn.functional.cross_entropy` of logits, over their last dimension:
+    each rank may then have a part of that, and the logits are a `DTensor` (strategy.loss = "vocabulary").
+    """
+
     draws: Draws = Draws()
     """Random numbers for the samples of a batch, for `loss` to draw: `self.draws.randn(len(images), 32, device=…)`."""
 

@@ -21,6 +21,9 @@ __all__ = ["Alone", "Connected", "Group"]
 T = TypeVar("T")
 _CPU = torch.device("cpu")
 
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.14
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Connected(Ranks):
     """Ranks on one kind of device, whose means and gathered rows are made of sums and of small objects.
@@ -157,13 +160,13 @@ class Group(Connected):
         """One all-gather."""
         rows = rows.to(self.device)
         everything = rows.new_empty(self.size * len(rows), *rows.shape[1:])
-        dist.all_gather_into_tensor(everything, rows, group=self._group)
+        _all_gather(everything, rows, group=self._group)
         return everything
 
     def share_out(self, rows: Tensor) -> Tensor:
         """One reduce-scatter."""
         mine = rows.new_empty(len(rows) // self.size, *rows.shape[1:])
-        dist.reduce_scatter_tensor(mine, rows, group=self._group)
+        _reduce_scatter(mine, rows, group=self._group)
         return mine
 
     def bytes_of_rank_0(self, values: Tensor) -> None:

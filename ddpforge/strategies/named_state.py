@@ -50,12 +50,12 @@ def restore(
     state: CanonicalState[SavedTensor],
     *,
     partial: bool = False,
-    part_of: Callable[[Tensor], Part] = Part.whole,
+    part_of: Callable[[str, Tensor], Part] = lambda name, tensor: Part.whole(tensor),
     like: Callable[[Tensor, Tensor], Tensor] = lambda mine, parameter: mine,
 ) -> None:
     """Reads `state` into `model` and `optimizer` in place; the optimizer keeps the recipe's hyper-parameters.
 
-    `part_of(tensor)` is what this rank holds of a tensor, and `like(mine, parameter)` makes of this rank's part a
+    `part_of(name, tensor)` is what this rank holds of a tensor, and `like(mine, parameter)` makes of this rank's part a
     tensor that lies on the ranks as `parameter` does. A tensor of the optimizer's state that is shaped like its
     parameter lies as the parameter does. Where `partial`, tensors that `state` lacks stay as they are.
     """
@@ -64,8 +64,8 @@ def restore(
     for name, tensor in held.items():
         if name in state.model:
             saved = state.model[name]
-            match_form(name, tensor.shape, tensor.dtype, saved)
-            part = part_of(tensor.detach())
+            part = part_of(name, tensor.detach())
+            match_form(name, part.shape, tensor.dtype, saved)
             saved.read_into(part.region, part.tensor)
 
     trained = {name for _, member in members(optimizer) for name, _ in _indices(member, _names(model))}
@@ -74,21 +74,21 @@ def restore(
     if partial and not state.optimizer:
         return
 
-    def read(value: Any, parameter: Tensor) -> Any:
+    def read(value: Any, name: str) -> Any:
         if isinstance(value, Tensor) or not hasattr(value, "read_into"):
             return value
-        if tuple(value.shape) != tuple(parameter.shape):
+        part = part_of(name, held[name].detach())
+        if tuple(value.shape) != part.shape:
             return value.read()
-        part = part_of(parameter.detach())
         mine = torch.empty_like(part.tensor, dtype=value.dtype)
         value.read_into(part.region, mine)
-        return like(mine, parameter)
+        return like(mine, held[name])
 
     for _, member in members(optimizer):
         # torch's own loader moves each tensor to its parameter's device and gives `step` the form the optimizer wants.
         packed = member.state_dict()
         packed["state"] = {
-            index: {key: read(value, held[name]) for key, value in state.optimizer[name].items()}
+            index: {key: read(value, name) for key, value in state.optimizer[name].items()}
             for name, index in _indices(member, _names(model))
             if name in state.optimizer
         }

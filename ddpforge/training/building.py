@@ -117,9 +117,13 @@ def _fit(parts: Parts) -> None:
         parts.fits = parts.built.task is not None and bool(parts.data)
     with parts.noting("strategy"):
         for data in parts.data.values() if parts.fits and parts.built.strategy is not None else ():
-            parts.strategy.check(parts.model, parts.task, data)
+            parts.strategy.check_data(data)
     with parts.noting("train", "blocks", faults=(ValueError,)):
-        check_blocks(find_blocks(parts.model, recipe.train.blocks), recipe.train)
+        found = find_blocks(parts.model, recipe.train.blocks)
+        check_blocks(found, recipe.train)
+        with parts.noting("strategy"):
+            if parts.built.strategy is not None and parts.built.task is not None:
+                parts.strategy.check(parts.model, parts.task, found)
     with parts.noting("optimizer", faults=(ValueError,)):
         if parts.trains:
             turns, blocks = list(parts.turns), recipe.train.blocks

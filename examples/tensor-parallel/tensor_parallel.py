@@ -62,10 +62,10 @@ class Cut(TorchReplica):
 
 
 def parts(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: part(value) if isinstance(value, DTensor) else value for name, value in values.items()}
+    return {name: part(name, value) if isinstance(value, DTensor) else value for name, value in values.items()}
 
 
-def part(tensor: Any) -> Part:
+def part(name: str, tensor: Any) -> Part:
     """What this rank holds: a box, or all of what is alike on every rank."""
     mesh, local = tensor.device_mesh, tensor.to_local().detach()
     (placement,) = tensor.placements

@@ -38,7 +38,8 @@ def test_several_groups_of_ranks_cut_their_own_sequences(bench: Bench) -> None:
     go(bench, "shards", CONTEXT, ranks=4, train="activation_checkpointing = true")
     go(bench, "replicas", f"{CONTEXT}\nreplicas = 2", ranks=4, train="elastic_shards = 4")
     go(bench, "chunks", f"{FSDP}\ncontext = 4", ranks=4)
-    for name in ("shards", "chunks"):
+    go(bench, "layers", f'{CONTEXT}\ntensor = 2\nloss = "vocabulary"', ranks=4)
+    for name in ("shards", "chunks", "layers"):
         bench.alike(name, "ddp")
     go(bench, "elastic", train="elastic_shards = 4")
     bench.alike("replicas", "elastic")

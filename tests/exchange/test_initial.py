@@ -58,7 +58,7 @@ class Here(Plain):
         return CanonicalState({name: self.part_of(tensor.detach()) for name, tensor in held.items()}, {}, aliases)
 
     def load_state(self, state: CanonicalState[Any], *, partial: bool = False) -> None:
-        restore(self.bare, self.optimizer, state, partial=partial, part_of=self.part_of)
+        restore(self.bare, self.optimizer, state, partial=partial, part_of=lambda _, tensor: self.part_of(tensor))
 
 
 WEIGHTS = {"embed": torch.arange(1.0, 13.0).view(4, 3), "norm": torch.tensor([0.5, 0.25, 2.0]), "seen": torch.tensor(7)}

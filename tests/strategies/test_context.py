@@ -90,17 +90,21 @@ def gpt() -> GPT:
 
 def test_what_sequences_are_cut_for_is_asked_before_ranks_join() -> None:
     task = LanguageModelling()
-    FSDP(context=2).check(gpt(), task, Sequences(16))
-    FSDP().check(MLP(inputs=4, outputs=2), task, Sequences(15))
-    cases: list[tuple[type[Exception], nn.Module, Any, int, str]] = [
-        (StrategyError, MLP(inputs=4, outputs=2), task, 16, "MLP does not say that its attention can do with that"),
-        (StrategyError, gpt(), MaskedLM(mask_token=15), 16, "MaskedLM does not say that its loss is a sum over posit"),
-        (UsageError, gpt(), task, 14, "into 4 chunks, which does not divide its length, 14 | give sequences 16 tokens"),
+    FSDP(context=2).check(gpt(), task, ())
+    FSDP().check(MLP(inputs=4, outputs=2), task, ())
+    cases: list[tuple[nn.Module, Any, str]] = [
+        (MLP(inputs=4, outputs=2), task, "MLP does not say that its attention can do with that"),
+        (gpt(), MaskedLM(mask_token=15), "MaskedLM does not say that its loss is a sum over posit"),
     ]
-    for kind, model, asked, length, says in cases:
-        message = refused(kind, lambda m=model, a=asked, n=length: FSDP(context=2).check(m, a, Sequences(n)))
+    for model, asked, says in cases:
+        message = refused(StrategyError, lambda m=model, a=asked: FSDP(context=2).check(m, a, ()))
         assert message.startswith("strategy.context = 2 cuts ")
         assert says in message
+
+    FSDP(context=2).check_data(Sequences(16))
+    FSDP().check_data(Sequences(15))
+    message = refused(UsageError, lambda: FSDP(context=2).check_data(Sequences(14)))
+    assert "into 4 chunks, which does not divide its length, 14 | give sequences 16 tokens" in message
 
 
 def test_batches_that_cannot_be_cut_are_refused_by_their_shapes() -> None:

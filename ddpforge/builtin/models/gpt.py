@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 import torch.nn.functional as F
@@ -28,6 +29,19 @@ class GPT(nn.Module):
 
     repeated: ClassVar[tuple[str, ...]] = ("blocks",)
     """The `nn.ModuleList`s whose members make up most of the model: what a strategy shards one by one."""
+
+    tensor_plan: Mapping[str, str] = {
+        "tokens": "vocabulary",
+        "blocks.0": "scatter",
+        "blocks.*.*_norm": "sequence",
+        "blocks.*.attention.qkv": "columns:3",
+        "blocks.*.attention.projection": "rows",
+        "blocks.*.mlp.0": "columns",
+        "blocks.*.mlp.2": "rows",
+        "norm": "sequence",
+        "head": "logits",
+    }
+    """The styles in which ranks of tensor parallelism share layers."""
 
     def __init__(
         self,
@@ -68,9 +82,11 @@ class GPT(nn.Module):
         residual_std = _STD / math.sqrt(2 * layers)
         self.blocks = nn.ModuleList(Block(width, heads, dropout, bias, residual_std, causal) for _ in range(layers))
         self.norm = nn.LayerNorm(width, bias=bias)
-        self.head: nn.Module | None = None
+        self.head: nn.Module = _Tied()
         self.classes = classes
-        if classes is not None:
+        if classes is not None:  # of the mean over positions, all of which a rank then needs
+            self.tensor_plan = {key: word for key, word in self.tensor_plan.items() if key != "head"}
+            self.tensor_plan["norm"] = "gather"
             self.outputs = classes
             self.head = _Linear(width, classes, bias=bias)
         elif not tie_embeddings:
@@ -89,8 +105,16 @@ class GPT(nn.Module):
         x = self.norm(x)
         if self.classes is not None:
             x = x.mean(dim=1)
-        logits: Tensor = F.linear(x, self.tokens.weight) if self.head is None else self.head(x)
+        logits: Tensor = self.head(x, self.tokens.weight) if isinstance(self.head, _Tied) else self.head(x)
         return logits
+
+
+class _Tied(nn.Module):
+    """An output layer whose weights are another module's; a module of its own, so that plans can name it."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[..., width] → [..., vocab_size]."""
+        return F.linear(x, weight)
 
 
 class Block(nn.Module):
@@ -124,7 +148,7 @@ class Attention(nn.Module):
         self, width: int, heads: int, dropout: float, bias: bool, residual_std: float, causal: bool = True
     ) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.head_dim, self.causal = width // heads, causal
         self.context = Context()
         self.qkv = _Linear(width, 3 * width, bias=bias)
         self.projection = _Linear(width, width, bias=bias, std=residual_std)
@@ -132,8 +156,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, width] → [B, T, width]."""
-        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, T, width / heads]
+        qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_dim))  # as many heads as this rank has
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, T, head_dim]
         dropout = self.dropout.p if self.training else 0.0
         mixed = self.context.attention(q, k, v, causal=self.causal, dropout=dropout)
         out: Tensor = self.dropout(self.projection(mixed.transpose(1, 2).flatten(2)))

@@ -23,6 +23,7 @@ class LanguageModelling(Task):
     """
 
     by_position = True
+    takes_split_logits = True
 
     def __init__(
         self,

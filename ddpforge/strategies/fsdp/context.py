@@ -20,7 +20,7 @@ from ddpforge.interfaces.seeds import mix
 from ddpforge.ranks.collectives import Connected
 from ddpforge.strategies.fsdp.replica import FSDPReplica
 
-__all__ = ["ContextReplica", "Cut", "check_context"]
+__all__ = ["ContextReplica", "Cut", "check_context", "refuse_length"]
 
 
 class Cut(Context):
@@ -136,7 +136,7 @@ def asking(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(getattr(module, "context", None), Context)]
 
 
-def check_context(size: int, model: nn.Module, task: Task, data: Any) -> None:
+def check_context(size: int, model: nn.Module, task: Task) -> None:
     """Raises StrategyError where sequences cannot be cut over `size` ranks, for the reason that can be known."""
     if not asking(model):
         raise StrategyError(
@@ -154,8 +154,6 @@ def check_context(size: int, model: nn.Module, task: Task, data: Any) -> None:
             "loss is a sum over positions",
             hints=["set `by_position = True` on the task if it is", "or leave strategy.context out"],
         )
-    if isinstance(length := getattr(data, "block_size", None), int):
-        refuse_length(length, size)
 
 
 def refuse_length(length: int, size: int) -> None:

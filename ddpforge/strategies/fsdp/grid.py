@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ddpforge.interfaces import Ranks, Refusal, World
-from ddpforge.ranks.collectives import Alone, Group
+from ddpforge.ranks.collectives import Alone, Connected, Group
 
 __all__ = ["Grid", "Places"]
 
@@ -21,7 +22,8 @@ class Places:
     mesh: DeviceMesh  # for FSDP: over its last dimension it shards, over one before it gradients are averaged
     data: Ranks  # that see different data
     context: Ranks  # that compute parts of the same sequences
-    tensor: Ranks  # that compute shares of the same layers
+    tensor: Connected  # that compute shares of the same layers
+    tensor_mesh: DeviceMesh | None  # the same, where they are several
     groups: tuple[dist.ProcessGroup, ...]  # all that were formed
 
 
@@ -74,7 +76,7 @@ class Grid:
             found: dict[tuple[int, int], list[int]] = {}
             for rank in range(ranks):
                 found.setdefault(key(rank), []).append(rank)
-            group, _ = dist.new_subgroups_by_enumeration(list(found.values()))
+            group = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(list(found.values()))[0])
             groups.append(group)
             return Group(group, world.device)
 
@@ -83,6 +85,7 @@ class Grid:
             data=world.data if together == 1 else alike(lambda rank: (0, rank % together), ranks // together),
             context=alike(lambda rank: (rank // together, rank % self.tensor), self.context),
             tensor=Alone(world.device) if self.tensor == 1 else Group(mesh.get_group("tensor"), world.device),
+            tensor_mesh=None if self.tensor == 1 else mesh["tensor"],
             groups=tuple(groups),
         )
 

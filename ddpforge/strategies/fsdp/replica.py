@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import CanonicalState, Part, SavedTensor
+from ddpforge.interfaces import CanonicalState, Compute, Part, Pass, SavedTensor
 from ddpforge.strategies import named_state
-from ddpforge.strategies.fsdp.shards import Shards, local, part_of, parts_of, reshard, shard_like
+from ddpforge.strategies.fsdp.shards import Shards, local, reshard, shard_like
+from ddpforge.strategies.tensor import ShareGradients
 from ddpforge.strategies.torch_replica import TorchReplica
 
 if TYPE_CHECKING:
@@ -31,9 +33,12 @@ class FSDPReplica(TorchReplica):
     """This rank's shards."""
 
     def __init__(self, strategy: FSDP, model: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__(strategy, model, optimizer, Shards(model))
+        super().__init__(strategy, model, optimizer, Shards(model, strategy.layout))
         self._strategy, self._model = strategy, cast(FSDPModule, model)
         self._watch_gradients(model)
+        self._shared: ShareGradients | None = None
+        if shares := strategy.shares:
+            self._shared = ShareGradients(shares.ranks, cut=shares.cuts, summed=shares.summed(model))
 
     def _watch_gradients(self, model: nn.Module) -> None:
         """Notes which parameters get a gradient in a backward pass, before gradients are reduced over ranks."""
@@ -59,6 +64,15 @@ class FSDPReplica(TorchReplica):
                 parameter.requires_grad_(trains)
 
     # -- one step
+    def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:
+        """One after the other; a loss of logits that ranks share is a plain tensor from here on."""
+
+        def whole(module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
+            loss, outputs = compute(module, one)
+            return (loss.to_local() if isinstance(loss, DTensor) else loss), outputs
+
+        return super().passes(passes, whole, trains=trains)
+
     @contextmanager
     def turn(self, name: str) -> Iterator[None]:
         """Gathers weights anew, which is when they learn what is frozen."""
@@ -69,9 +83,14 @@ class FSDPReplica(TorchReplica):
         finally:
             reshard(self.bare)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Autocast that keeps no copies of gathered weights."""
-        return self.precision.sharded_forward(compiled=self.train.compile != "off")
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Autocast that keeps no copies of gathered weights, and a cross-entropy of logits that ranks share."""
+        with self._loss(), self.precision.sharded_forward(compiled=self.train.compile != "off"):
+            yield
+
+    def _loss(self) -> AbstractContextManager[Any]:
+        return loss_parallel() if self._strategy.loss == "vocabulary" else nullcontext()
 
     def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
         """Holds back what need not happen before the last micro-batch: the all-reduce over replicas, or everything."""
@@ -86,15 +105,23 @@ class FSDPReplica(TorchReplica):
 
         Ranks that used different parameters would have added up gradients that do not belong together.
         """
-        super().backward(loss)
+        with self._loss():
+            super().backward(loss)
         trained, names = self.gradients.trained, self.gradients.names
         if len(self._used) != len(trained):
             self.gradients.refuse_unused([p for p in trained if names[id(p)] not in self._used])
         self._used.clear()
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """The norm over all shards: one all-reduce of a number."""
-        square = torch.nn.utils.get_total_norm(local(gradients)).to(self.world.device).square()
+        """The norm over all shards: one all-reduce of a number, and another where ranks share layers."""
+        if self._shared is None:
+            square = torch.nn.utils.get_total_norm(local(gradients)).square()
+        else:
+            names = [self.gradients.names[id(p)] for p in self.gradients.parameters if p.grad is not None]
+            mine = dict(zip(names, local(gradients), strict=True))
+            self._shared.add_up(mine)
+            square = self._shared.square(mine) + 0  # which waits for it
+        square = square.to(self.world.device)
         dist.all_reduce(square, group=self._strategy.mesh.get_group(-1))
         # Where the optimizer updates on the host, it must not look at a number that is still on its way there.
         return square.sqrt().cpu() if self._strategy.cpu_offload else square.sqrt()
@@ -115,9 +142,10 @@ class FSDPReplica(TorchReplica):
         reshard(self.bare)
         state = named_state.capture(self.bare, self.optimizer)
         _refuse_own_shapes(state)
+        layout = self._strategy.layout
         return CanonicalState(
-            model=parts_of(state.model),
-            optimizer={name: parts_of(entry) for name, entry in state.optimizer.items()},
+            model=layout.parts(state.model),
+            optimizer={name: layout.state(name, entry) for name, entry in state.optimizer.items()},
             aliases=state.aliases,
             shared=self.remembered(),
             numbers=self.precision.state(),
@@ -127,6 +155,7 @@ class FSDPReplica(TorchReplica):
         """Every rank reads its shards."""
         reshard(self.bare)
         _refuse_own_shapes(state)
+        part_of = self._strategy.layout.part
         named_state.restore(self.bare, self.optimizer, state, partial=partial, part_of=part_of, like=shard_like)
         self.remember(state)
 

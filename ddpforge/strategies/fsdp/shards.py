@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from math import prod
 from typing import Any, cast
 
@@ -12,17 +13,46 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ddpforge.interfaces import Part, PartWeights, Range
+from ddpforge.interfaces import Part, PartWeights, Range, Ranks
+from ddpforge.strategies.tensor import Cut
 
-__all__ = ["Shards", "local", "part_of", "parts_of", "reshard", "shard_like"]
+__all__ = ["Layout", "Shards", "local", "part_of", "reshard", "shard_like"]
+
+
+class Layout:
+    """The parts of a model's tensors by name, where `tensor` ranks share its layers: each holds its cut of some."""
+
+    def __init__(self, cuts: Mapping[str, Cut], tensor: Ranks) -> None:
+        self.cuts, self._tensor = cuts, tensor
+
+    def part(self, name: str, tensor: Tensor) -> Part:
+        """This rank's part of a tensor that has the form of the parameter of this name."""
+        found = part_of(tensor)
+        if self._tensor.size == 1 or not isinstance(tensor, DTensor):
+            return found
+        if cut := self.cuts.get(name):
+            return Part(found.tensor, cut.shape, cut.region(*_rows(tensor)), found.replica, found.replicas)
+        replica, replicas = found.replica * self._tensor.size + self._tensor.rank, found.replicas * self._tensor.size
+        return replace(found, replica=replica, replicas=replicas)
+
+    def parts(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors by name, sharded ones among them as this rank's parts."""
+        return {name: self._held(name, value) for name, value in values.items()}
+
+    def state(self, owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What an optimizer keeps of a parameter, sharded tensors among it as this rank's parts."""
+        return {key: self._held(owner, value) for key, value in values.items()}
+
+    def _held(self, name: str, value: Any) -> Any:
+        return self.part(name, value) if isinstance(value, DTensor) else value
 
 
 class Shards(PartWeights):
     """Weights that are DTensors."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
         # A forward pass without backward leaves gathered weights in the model, so the shards are remembered here.
-        super().__init__(model, part_of)
+        super().__init__(model, layout.part)
         self._model = model
 
     def changed(self) -> None:
@@ -48,21 +78,23 @@ def local(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [cast(DTensor, tensor).to_local().detach() for tensor in tensors]
 
 
-def parts_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values by name, sharded tensors among them as this rank's parts."""
-    return {name: part_of(value) if isinstance(value, DTensor) else value for name, value in values.items()}
-
-
 def part_of(tensor: Tensor) -> Part:
-    """This rank's part of a tensor: some rows, if it is sharded."""
+    """This rank's part of a tensor: some rows, if it is sharded over FSDP's mesh."""
     if not isinstance(tensor, DTensor):
         return Part.whole(tensor)
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     (mine,) = local([tensor])
-    rows = -(-shape[0] // mesh.size(-1))
-    start = min(mesh.get_local_rank(mesh.ndim - 1) * rows, shape[0]) * prod(shape[1:])
+    start = _rows(tensor)[0] * prod(shape[1:])
     replica, replicas = (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim == 2 else (0, 1)
     return Part(mine, shape, Range(start, start + mine.numel()), replica, replicas)
+
+
+def _rows(tensor: DTensor) -> tuple[int, int]:
+    """The first row of a tensor that this rank has of FSDP's mesh, and the first that it has no more."""
+    mesh, rows = tensor.device_mesh, len(tensor)
+    each = -(-rows // mesh.size(-1))
+    start = min(mesh.get_local_rank(mesh.ndim - 1) * each, rows)
+    return start, min(start + each, rows)
 
 
 def shard_like(mine: Tensor, like: Tensor) -> Tensor:

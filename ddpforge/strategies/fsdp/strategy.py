@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
@@ -17,13 +18,14 @@ from torch.optim import Optimizer
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Contract, Refusal, Replica, Strategy, Task, Weights, World
 from ddpforge.ranks.join import limit_waiting
-from ddpforge.strategies.fsdp.context import ContextReplica, Cut, check_context
+from ddpforge.strategies.fsdp.context import ContextReplica, Cut, check_context, refuse_length
 from ddpforge.strategies.fsdp.grid import Grid
 from ddpforge.strategies.fsdp.replica import FSDPReplica
-from ddpforge.strategies.fsdp.shards import Shards, part_of
+from ddpforge.strategies.fsdp.shards import Layout, Shards, part_of
 from ddpforge.strategies.meta import materialise
 from ddpforge.strategies.precision import precision_for
 from ddpforge.strategies.several import members
+from ddpforge.strategies.tensor import Plan, Shares, resolve
 from ddpforge.strategies.trial import tried
 
 if TYPE_CHECKING:
@@ -65,6 +67,24 @@ class FSDP(Strategy):
                 " twice it the length of sequences.",
             ),
         ] = 1,
+        tensor: Annotated[
+            int, Field(ge=1, le=2**10, description="Neighbouring ranks that share out each layer; must divide ranks.")
+        ] = 1,
+        plan: Annotated[
+            dict[str, str] | None,
+            Field(description="With `tensor`: the styles of layers by glob over their names; absent: the model's own."),
+        ] = None,
+        sequence: Annotated[
+            bool,
+            Field(description="With `tensor`: cut what lies between layers (norms, residual stream) by the sequence."),
+        ] = False,
+        loss: Annotated[
+            Literal["whole", "vocabulary"],
+            Field(
+                description='With `tensor`: compute the loss from "whole" logits, or keep them cut by "vocabulary",'
+                " which saves their memory; for tasks that take cross-entropies of them."
+            ),
+        ] = "whole",
         reshard_after_forward: Annotated[
             bool, Field(description="Free a block's weights after its forward pass and gather them again for backward.")
         ] = True,
@@ -100,7 +120,9 @@ class FSDP(Strategy):
         self.gather = gather
         self.cpu_offload = cpu_offload
         self.meta = meta
-        self.grid = Grid(replicas=replicas, context=context)
+        self.tensor, self.plan, self.sequence, self.loss = tensor, plan, sequence, loss
+        self.grid = Grid(replicas=replicas, context=context, tensor=tensor)
+        self.shares: Shares | None = None
         self.contract = replace(self.contract, replicas=replicas)
         if accumulate == "whole":
             self.contract = replace(
@@ -111,6 +133,7 @@ class FSDP(Strategy):
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
         """Replicas that do not divide the ranks, and options that have no effect."""
         yield from self.grid.refusals(ranks)
+        yield from self._refusals_of_tensor(train)
         if self.cpu_offload and device == "cpu":
             yield Refusal(
                 "strategy.cpu_offload",
@@ -138,14 +161,51 @@ class FSDP(Strategy):
                 ('set train.precision = "bf16", or leave strategy.gather out',),
             )
 
+    def _refusals_of_tensor(self, train: TrainSection) -> Iterator[Refusal]:
+        """Options that have no effect without sharing layers, or do not work with it."""
+        if self.tensor == 1:
+            for key, chosen in (("plan", self.plan), ("sequence", self.sequence), ("loss", self.loss != "whole")):
+                if chosen:
+                    yield Refusal(
+                        f"strategy.{key}",
+                        f"strategy.{key} has no effect while strategy.tensor is 1",
+                        ("set strategy.tensor, or leave it out",),
+                    )
+        elif train.compile != "off":
+            yield Refusal(
+                "train.compile",
+                f'train.compile = "{train.compile}" cannot follow the collectives and the random numbers of each rank '
+                f"within layers, which strategy.tensor = {self.tensor} puts there",
+                ('set train.compile = "off", or strategy.tensor = 1',),
+            )
+
+    def check(self, model: nn.Module, task: Task, blocks: Sequence[nn.Module]) -> None:
+        """Reads the plan of which layers are cut how."""
+        if self.tensor > 1:
+            self._resolved(model, blocks)
+        if self.context > 1:
+            check_context(self.context, model, task)
+        if self.loss == "vocabulary" and not task.takes_split_logits:
+            raise StrategyError(
+                f'strategy.loss = "vocabulary" leaves logits in parts, and {type(task).__name__} wants them whole',
+                hints=[
+                    "leave strategy.loss out",
+                    "or set takes_split_logits = True in the task, if all it does with logits is cross_entropy",
+                ],
+            )
+
+    def _resolved(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Plan:
+        vocabulary = self.loss == "vocabulary"
+        return resolve(model, self.plan, blocks, ranks=self.tensor, sequence=self.sequence, split_logits=vocabulary)
+
     def data_ranks(self, ranks: int) -> int:
         """Counts groups of ranks that see the same samples."""
         return self.grid.data_ranks(ranks)
 
-    def check(self, model: nn.Module, task: Task, data: Any) -> None:
-        """Asks model, task and data whether sequences may be cut."""
-        if self.context > 1:
-            check_context(self.context, model, task, data)
+    def check_data(self, data: Any) -> None:
+        """Asks whether sequences can be cut."""
+        if self.context > 1 and isinstance(length := getattr(data, "block_size", None), int):
+            refuse_length(length, self.context)
 
     def setup(self, train: TrainSection, world: World) -> World:
         """Lays the ranks out in the grid."""
@@ -165,12 +225,33 @@ class FSDP(Strategy):
         """Shards every block, then the rest of the model; parameters become DTensors, under the same names."""
         if self.meta:
             torch.set_rng_state(self._random)
+        if self.tensor > 1:
+            self.shares = self._share(model, blocks)
         return self._shard_all(model, blocks)
+
+    def _share(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Shares:
+        """Makes layers compute shares; weights are cut when they are there."""
+        plan, mesh = self._resolved(model, blocks), self.places.tensor_mesh
+        logits = mesh if self.loss == "vocabulary" else None
+        shares = Shares(plan, self.places.tensor, self.world.device, sequence=self.sequence, logits=logits)
+        shares.attach(model)
+        return shares
+
+    @property
+    def layout(self) -> Layout:
+        """The parts of weights that this rank holds."""
+        return Layout(self.shares.cuts if self.shares else {}, self.places.tensor)
 
     def beside(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
         """Shards the module like the model, apart from it."""
+        if self.tensor > 1:
+            raise StrategyError(
+                f"the task uses {type(module).__name__} beside the model, and strategy.tensor = {self.tensor} shares "
+                "out the model's layers only",
+                hints=["set strategy.tensor = 1, and shard it instead"],
+            )
         # No backward pass comes to free what is left over of the blocks.
-        return Shards(self._shard_all(module, blocks, reshard_after_forward=True))
+        return Shards(self._shard_all(module, blocks, reshard_after_forward=True), self.layout)
 
     def _shard_all(
         self, model: nn.Module, blocks: Sequence[nn.Module], *, reshard_after_forward: bool | None = None
@@ -183,12 +264,13 @@ class FSDP(Strategy):
             Cut(self.places.context).give(model)
         ties = _ties(model)
         if self.meta:
-            materialise(model, then={id(block): self._shard_block for block in blocks})
+            materialise(model, then={id(block): partial(self._shard_block, model) for block in blocks})
         else:
             for block in blocks:
-                self._shard_block(block)
+                self._shard_block(model, block)
         # What is left over (embeddings, the last norm) is gathered in fp32: autocast decides what it computes in.
         self._agree_on(model)
+        self._cut(model, model)
         fully_shard(
             model,
             mesh=self.mesh,
@@ -241,6 +323,14 @@ class FSDP(Strategy):
             mine = [part_of(self._sharded(weight)).tensor for weight in whole]
             if any((part_of(s).tensor - m).abs().max() > 1e-3 * moved for s, m in zip(shards, mine, strict=True)):
                 raise StrategyError(f"{name} updates a sharded weight otherwise than a whole one", hints=hints)
+            if self.tensor > 1:
+                columns = [value[:, :2] for value in values]
+                shares, _ = tried(optimizer, group, columns, columns[::-1])
+                if any((s - w[:, :2]).abs().max() > 1e-3 * moved for s, w in zip(shares, whole, strict=True)):
+                    raise StrategyError(
+                        f"{name} updates a share of a weight otherwise than the whole",
+                        hints=["set strategy.tensor = 1", *hints],
+                    )
 
     def _sharded(self, whole: Tensor) -> Tensor:
         """A weight that every rank holds, as FSDP lays it over the ranks."""
@@ -249,8 +339,9 @@ class FSDP(Strategy):
         placements = [*(Replicate() for _ in range(self.mesh.ndim - 1)), Shard(0)]
         return DTensor.from_local(mine, self.mesh, placements, run_check=False)
 
-    def _shard_block(self, block: nn.Module) -> None:
+    def _shard_block(self, model: nn.Module, block: nn.Module) -> None:
         self._agree_on(block)
+        self._cut(model, block)
         fully_shard(
             block,
             mesh=self.mesh,
@@ -261,6 +352,10 @@ class FSDP(Strategy):
             ),
             offload_policy=self._offload(),
         )
+
+    def _cut(self, model: nn.Module, part: nn.Module) -> None:
+        if self.shares:
+            self.shares.cut(model, part)
 
     def _agree_on(self, module: nn.Module) -> None:
         """Gives every rank rank 0's values of what is not sharded yet, as DDP does; most often they are the same."""

@@ -1,0 +1,96 @@
+"""Moves of activations between ranks that share layers; each one's backward pass is the move the other way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+from ddpforge.ranks.collectives import Connected
+from ddpforge.strategies.tensor.cut import share
+
+__all__ = ["Moves"]
+
+Move = Callable[[Tensor], Tensor]
+
+
+class _Move(torch.autograd.Function):
+    """One collective forward, and its adjoint backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Move, back: Move) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
+
+
+class Moves:
+    """The moves of Shoeybi et al., "Megatron-LM" (2019), and, along the sequence, Korthikanti et al. (2022).
+
+    "Whole" is what all ranks have alike, a "summand" what adds up to the whole over ranks, a "slice" a stretch of it in
+    one dimension.
+    """
+
+    def __init__(self, ranks: Connected) -> None:
+        self.ranks = ranks
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Whole, for ranks that compute shares with it: its gradients are summands."""
+        return self._moved(x, _same, self._sum)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Summand → whole."""
+        return self._moved(x, self._sum, _same)
+
+    def cut(self, x: Tensor, dim: int) -> Tensor:
+        """Whole → slice."""
+        return self._moved(x, partial(self._cut, dim=dim), partial(self._join, dim=dim, total=x.shape[dim]))
+
+    def join(self, x: Tensor, dim: int, total: int) -> Tensor:
+        """Slice → whole of `total`, for ranks that compute the same with it."""
+        return self._moved(x, partial(self._join, dim=dim, total=total), partial(self._cut, dim=dim))
+
+    def enter_cut(self, x: Tensor, dim: int) -> Tensor:
+        """Slice → whole, for ranks that compute shares with it: its gradients are summands."""
+        total = x.shape[dim] * self.ranks.size
+        return self._moved(x, partial(self._join, dim=dim, total=total), partial(self._sum_cut, dim=dim))
+
+    def leave_cut(self, x: Tensor, dim: int) -> Tensor:
+        """Summand → slice; the slices are of one size."""
+        return self._moved(x, partial(self._sum_cut, dim=dim), partial(self._join, dim=dim, total=x.shape[dim]))
+
+    def _moved(self, x: Tensor, there: Move, back: Move) -> Tensor:
+        return cast(Tensor, _Move.apply(x, there, back))
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return _arrived(self.ranks.sum(x.contiguous()))
+
+    def _cut(self, x: Tensor, dim: int) -> Tensor:
+        start, stop = share(x.shape[dim], self.ranks.rank, self.ranks.size)
+        return x.narrow(dim, start, stop - start).contiguous()
+
+    def _join(self, x: Tensor, dim: int, total: int) -> Tensor:
+        each = -(-total // self.ranks.size)
+        rows = x.movedim(dim, 0)
+        if len(rows) < each:
+            rows = torch.cat([rows, rows.new_zeros(each - len(rows), *rows.shape[1:])])
+        return _arrived(self.ranks.collect(rows.contiguous()))[:total].movedim(0, dim).contiguous()
+
+    def _sum_cut(self, x: Tensor, dim: int) -> Tensor:
+        return _arrived(self.ranks.share_out(x.movedim(dim, 0).contiguous())).movedim(0, dim).contiguous()
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _arrived(x: Tensor) -> Tensor:
+    """The plain tensor of one that is still on its way."""
+    return x.wait() if isinstance(x, functional.AsyncCollectiveTensor) else x

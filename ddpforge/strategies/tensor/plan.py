@@ -1,0 +1,248 @@
+"""Reads a model's plan of tensor parallelism, and finds what in it cannot work before anything is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, NoReturn
+
+from torch import nn
+
+from ddpforge.errors import StrategyError
+from ddpforge.strategies.tensor.cut import Cut
+
+__all__ = ["LAYERS", "Plan", "Style", "resolve"]
+
+LAYERS = ("columns", "rows", "vocabulary", "logits", "summed", "replicated")
+_SEQUENCE = ("scatter", "sequence", "gather")
+_ALIASES = {  # transformers' words
+    "colwise": "columns",
+    "packed_colwise": "columns:2",
+    "rowwise": "rows",
+    "embedding_rowwise": "vocabulary",
+    "colwise_gather_output": "logits",
+    "colwise_rep": "logits",
+    "replicated_with_grad_allreduce": "summed",
+    "sequence_parallel": "sequence",
+}
+
+
+class Style(NamedTuple):
+    """The way in which ranks share a module; a weight of `parts` weights, one below the other, is cut in each."""
+
+    word: str
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The styles of a model's modules by full name, and the cuts of its parameters, for rank 0 of those that share."""
+
+    styles: Mapping[str, Style] = field(default_factory=dict)
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)  # further names of tied parameters
+
+    def owned(self, word: str) -> list[str]:
+        """The modules of a style."""
+        return [name for name, style in self.styles.items() if style.word == word]
+
+
+def resolve(
+    model: nn.Module,
+    given: Mapping[str, str] | None,
+    blocks: Sequence[nn.Module],
+    *,
+    ranks: int,
+    sequence: bool,
+    split_logits: bool,
+) -> Plan:
+    """The plan of `model` for `ranks` that share its layers: as `given`, or as the model says.
+
+    Raises StrategyError for a model without one, for what the plan names and is not there, for what does not divide,
+    and for a linear layer in one of the `blocks` that it forgets. A module takes the first style that names it.
+    """
+    kind = type(model).__name__
+    where, plan = ("strategy.plan", given) if given else (f"{kind}.tensor_plan", _own(model))
+    if not plan:
+        raise StrategyError(
+            f"strategy.tensor = {ranks} needs a plan of which layers are cut how, and {kind} has none",
+            hints=[
+                'give the class `tensor_plan = {"blocks.*.up": "columns", "blocks.*.down": "rows"}`',
+                "or write [strategy.plan] in the recipe, or set strategy.tensor = 1",
+            ],
+        )
+    styles = _matched(model, plan, where)
+    for name, style in styles.items():
+        _check_kind(name, model.get_submodule(name), style)
+    _refuse_forgotten(model, blocks, styles, where)
+    _check_sequence(styles, where, sequence=sequence, split_logits=split_logits)
+    _check_tied(model, styles, where)
+    return _cut(model, styles, ranks)
+
+
+def _own(model: nn.Module) -> Mapping[str, str]:
+    """The model's own plan, or that of a model of transformers."""
+    return getattr(model, "tensor_plan", None) or getattr(model, "_tp_plan", None) or {}
+
+
+# ---------------------------------------------------------------------------------------------- words and names
+def _matched(model: nn.Module, plan: Mapping[str, str], where: str) -> dict[str, Style]:
+    """The style of each module that the plan names."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    found: dict[str, Style] = {}
+    for glob, text in plan.items():
+        style = _style(glob, text, where)
+        matches = [name for name in names if fnmatchcase(name, glob)]
+        if not matches:
+            near = get_close_matches(glob, names, 1)
+            raise StrategyError(
+                f"{where} names `{glob}`, which no module of the model is called",
+                hints=[f"did you mean `{near[0]}`?"] if near else ["write full names, e.g. blocks.*.attention.qkv"],
+            )
+        for name in matches:
+            found.setdefault(name, style)
+    return found
+
+
+def _style(glob: str, text: object, where: str) -> Style:
+    word, _, parts = _ALIASES.get(str(text), str(text)).partition(":")
+    if word not in LAYERS + _SEQUENCE or (parts and (word != "columns" or not parts.isdecimal() or not int(parts))):
+        raise StrategyError(
+            f'{where}: `{glob}` has the style "{text}", which is none that tensor parallelism has',
+            hints=[
+                f"there are {', '.join(LAYERS)}; columns:3 where three weights are one; along the sequence "
+                f"{', '.join(_SEQUENCE)}",
+                f"of transformers' words, {', '.join(_ALIASES)} are known",
+            ],
+        )
+    return Style(word, int(parts or 1))
+
+
+# ---------------------------------------------------------------------------------------------- what fits
+def _check_kind(name: str, module: nn.Module, style: Style) -> None:
+    """Raises StrategyError for a module that cannot be cut in this style."""
+    own = {key for key, _ in module.named_parameters()}
+    linear = isinstance(module, nn.Linear) and own <= {"weight", "bias"}
+    right = {
+        "columns": linear,
+        "rows": linear and (type(module).forward is nn.Linear.forward),
+        "vocabulary": isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        and module.max_norm is None
+        and not module.scale_grad_by_freq,
+        "logits": linear or not own,
+    }.get(style.word, True)
+    if not right:
+        needs = {
+            "columns": "a torch.nn.Linear",
+            "rows": "a torch.nn.Linear with torch's own forward",
+            "vocabulary": "a torch.nn.Embedding with torch's own forward, without max_norm and scale_grad_by_freq",
+            "logits": "a torch.nn.Linear, or a module without parameters that is given logits' weights",
+        }[style.word]
+        raise StrategyError(
+            f'`{name}` ({type(module).__name__}) cannot be cut as "{style.word}", which takes {needs}',
+            hints=[f'name what can, or set "{name}" = "replicated" in [strategy.plan]'],
+        )
+
+
+def _refuse_forgotten(model: nn.Module, blocks: Sequence[nn.Module], styles: Mapping[str, Style], where: str) -> None:
+    """Raises StrategyError for a linear layer of a block that has no style."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and id(module) in inside and styles.get(name, Style("")).word not in LAYERS:
+            raise StrategyError(
+                f"{where} says nothing of `{name}` ({type(module).__name__}): every rank would hold and compute it all",
+                hints=['give it "columns" or "rows"', 'or "replicated", if that is meant'],
+            )
+
+
+def _check_sequence(styles: Mapping[str, Style], where: str, *, sequence: bool, split_logits: bool) -> None:
+    """Raises StrategyError where an option needs a module that the plan does not name."""
+    words = [style.word for style in styles.values()]
+    if sequence and words.count("scatter") != 1:
+        raise StrategyError(
+            f'strategy.sequence = true needs one module that the sequence is cut before, and {where} says "scatter" '
+            f"of {words.count('scatter')}",
+            hints=['give the first block "scatter", norms "sequence", and the last "gather" if no "logits" follow'],
+        )
+    if split_logits and words.count("logits") != 1:
+        raise StrategyError(
+            f'strategy.loss = "vocabulary" needs one layer of "logits", and {where} has {words.count("logits")}',
+            hints=["leave strategy.loss out"],
+        )
+
+
+def _check_tied(model: nn.Module, styles: Mapping[str, Style], where: str) -> None:
+    """Raises StrategyError for an output layer that has no weights, and is not given those of one embedding."""
+    cut = [name for name, style in styles.items() if style.word == "vocabulary"]
+    for name, style in styles.items():
+        bare = next(model.get_submodule(name).parameters(), None) is None
+        if style.word == "logits" and bare and len(cut) != 1:
+            raise StrategyError(
+                f'{where} says "logits" of `{name}`, which has no weights, and "vocabulary" of {len(cut)} embeddings',
+                hints=['say "vocabulary" of the embedding whose weights it is given'],
+            )
+
+
+# ---------------------------------------------------------------------------------------------- the cuts
+def _cut(model: nn.Module, styles: Mapping[str, Style], ranks: int) -> Plan:
+    """The cut of each parameter; raises StrategyError for what does not divide, and for ties that are cut apart."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    aliases = {
+        name: first[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first[id(parameter)] != name
+    }
+    cuts: dict[str, Cut | None] = {}
+    for owner, key, parameter in _parameters(model):
+        style = styles.get(owner, Style(""))
+        name = f"{owner}.{key}" if owner else key
+        cut = _cut_of(model, name, parameter, style, ranks)
+        known = cuts.setdefault(first[id(parameter)], cut)
+        if known != cut:
+            raise StrategyError(
+                f"`{first[id(parameter)]}` and `{name}` are one parameter, and the plan cuts it in two ways",
+                hints=['give an embedding "vocabulary" and the output layer that is tied to it "logits", or neither'],
+            )
+    return Plan(styles, {name: cut for name, cut in cuts.items() if cut}, aliases)
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    for owner, module in model.named_modules(remove_duplicate=False):
+        for key, parameter in module.named_parameters(recurse=False):
+            yield owner, key, parameter
+
+
+def _cut_of(model: nn.Module, name: str, parameter: nn.Parameter, style: Style, ranks: int) -> Cut | None:
+    shape = tuple(parameter.shape)
+    if style.word in ("vocabulary", "logits"):
+        return Cut(shape, 0, 0, ranks)  # the last rank may have fewer
+    if style.word not in ("columns", "rows") or (style.word == "rows" and len(shape) == 1):
+        return None
+    dim = 0 if style.word == "columns" else 1
+    unit = _head(model, name)
+    if shape[dim] % (style.parts * ranks):
+        _refuse_share(name, f"{_stretches(shape[dim], dim, style.parts)}", ranks)
+    if unit and shape[dim] // style.parts % (unit * ranks):
+        _refuse_share(name, f"{shape[dim] // style.parts / unit:g} heads of {unit}", ranks)
+    return Cut(shape, dim, 0, ranks, style.parts)
+
+
+def _stretches(count: int, dim: int, parts: int) -> str:
+    return f"{count} {'columns' if dim else 'rows'}" + (f" in {parts} parts" if parts > 1 else "")
+
+
+def _refuse_share(name: str, what: str, ranks: int) -> NoReturn:
+    raise StrategyError(
+        f"strategy.tensor = {ranks} does not divide `{name}`: it has {what}",
+        hints=["use a strategy.tensor that divides them, or another size in [model]"],
+    )
+
+
+def _head(model: nn.Module, name: str) -> int | None:
+    """The width of the heads that a weight must be cut between: what the module around its layer says."""
+    around = name.rpartition(".")[0].rpartition(".")[0]
+    width: Any = getattr(model.get_submodule(around), "head_dim", None)
+    return width if isinstance(width, int) else None

@@ -1,0 +1,164 @@
+"""Cuts a model's layers as its plan says, and moves activations into and out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ddpforge.errors import UsageError
+from ddpforge.ranks.collectives import Connected
+from ddpforge.strategies.tensor.cut import Cut
+from ddpforge.strategies.tensor.moves import Moves
+from ddpforge.strategies.tensor.plan import Plan
+from ddpforge.strategies.tensor.randomness import OwnNumbers
+
+__all__ = ["Shares"]
+
+_SEQUENCE = 1  # the dimension of activations [B, T, …] that is cut along the sequence
+
+
+class Shares:
+    """What one of `ranks` has of a model, and computes: weights are plain tensors, as large as this rank's share.
+
+    With `sequence`, what lies between layers is cut along the sequence from the module that the plan "scatter"s on.
+    With `logits`, a mesh of the ranks, logits stay cut by vocabulary: a DTensor, of which torch's `loss_parallel`
+    computes a cross-entropy.
+    """
+
+    def __init__(
+        self, plan: Plan, ranks: Connected, device: torch.device, *, sequence: bool, logits: DeviceMesh | None
+    ) -> None:
+        self.plan, self.ranks = plan, ranks
+        self.cuts: Mapping[str, Cut] = {name: cut.of(ranks.rank) for name, cut in plan.cuts.items()}
+        self._moves, self._random = Moves(ranks), OwnNumbers(ranks.rank, device)
+        self._sequence, self._logits = sequence, logits
+        self._done: set[str] = set()
+
+    # -- weights
+    def cut(self, model: nn.Module, module: nn.Module) -> None:
+        """Cuts what the plan says of the parameters of `module`, a part of the model, which it has not cut yet."""
+        inside = {id(parameter) for parameter in module.parameters()}
+        for name, parameter in model.named_parameters():
+            if id(parameter) in inside and name in self.cuts and name not in self._done:
+                parameter.data = self.cuts[name].take(parameter.data)
+                self._done.add(name)
+
+    def summed(self, model: nn.Module) -> set[str]:
+        """The names of parameters whose gradient is the sum over ranks, each of which computes a share of it."""
+        found = set()
+        for owner, style in self.plan.styles.items():
+            shares = style.word == "summed" or (self._sequence and style.word in ("sequence", "gather"))
+            if shares:
+                found |= {f"{owner}.{key}" for key, _ in model.get_submodule(owner).named_parameters()}
+            if (
+                self._sequence
+                and style.word == "rows"
+                and getattr(model.get_submodule(owner), "bias", None) is not None
+            ):
+                found.add(f"{owner}.bias")
+        return found
+
+    # -- activations
+    def attach(self, model: nn.Module) -> None:
+        """Makes modules compute their shares."""
+        for name, style in self.plan.styles.items():
+            module = model.get_submodule(name)
+            if style.word == "columns":
+                if not self._sequence:
+                    around = model.get_submodule(name.rpartition(".")[0])
+                    around.register_forward_pre_hook(self._outside)
+                module.register_forward_pre_hook(self._enter)
+            elif style.word == "rows":
+                module.forward = partial(self._rows, module)
+            elif style.word == "vocabulary":
+                module.forward = partial(self._embed, module, self._cut_of(name))
+            elif style.word == "logits":
+                self._attach_logits(module, self._vocabulary(model, name))
+            elif self._sequence and style.word == "scatter":
+                module.register_forward_pre_hook(self._scatter)
+            elif self._sequence and style.word == "gather":
+                module.register_forward_hook(self._gather)
+
+    def _outside(self, module: nn.Module, args: Any) -> None:
+        self._random.forget()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *rest = args
+        if not self._sequence and module.training:
+            self._random.begin()
+        return (self._moves.enter_cut(x, _SEQUENCE) if self._sequence else self._moves.enter(x), *rest)
+
+    def _rows(self, module: Any, x: Tensor) -> Tensor:
+        """A linear layer of columns, whose results add up; the bias counts once."""
+        summand = F.linear(x, module.weight)
+        if self._sequence:
+            out = self._moves.leave_cut(summand, _SEQUENCE)
+        else:
+            out = self._moves.leave(summand)
+            self._random.end()
+        return out if module.bias is None else out + module.bias.to(out.dtype)
+
+    def _embed(self, module: Any, cut: Cut, tokens: Tensor) -> Tensor:
+        """The embeddings of tokens, each of which one rank has; it has zeros for the others."""
+        ((start, stop),) = cut.spans()
+        here = (tokens >= start) & (tokens < stop)
+        padding = module.padding_idx
+        mine = padding - start if padding is not None and start <= padding < stop else None
+        if stop == start:
+            return self._moves.leave(module.weight.new_zeros(*tokens.shape, cut.shape[1]) + 0 * module.weight.sum())
+        found = F.embedding(torch.where(here, tokens - start, 0), module.weight, mine)
+        return self._moves.leave(found * here.unsqueeze(-1))
+
+    def _scatter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *rest = args
+        if x.shape[_SEQUENCE] % self.ranks.size:
+            raise UsageError(
+                f"strategy.sequence cuts sequences into {self.ranks.size} equal parts, and one has "
+                f"{x.shape[_SEQUENCE]} positions",
+                hints=["let the data fill sequences up to a multiple of that", "or set strategy.sequence = false"],
+            )
+        if module.training:
+            self._random.begin()
+        return (self._moves.cut(x, _SEQUENCE), *rest)
+
+    def _gather(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        self._random.end()
+        return self._moves.join(out, _SEQUENCE, out.shape[_SEQUENCE] * self.ranks.size)
+
+    # -- the output layer
+    def _attach_logits(self, module: nn.Module, vocabulary: int) -> None:
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            x, *rest = args
+            if self._sequence:
+                self._random.end()
+            return (self._moves.enter_cut(x, _SEQUENCE) if self._sequence else self._moves.enter(x), *rest)
+
+        def leave(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+            if self._logits is None:
+                return self._moves.join(out, -1, vocabulary)
+            shape = torch.Size((*out.shape[:-1], vocabulary))
+            stride = torch.empty(shape, device="meta").stride()
+            return DTensor.from_local(
+                out.contiguous(), self._logits, [Shard(out.ndim - 1)], run_check=False, shape=shape, stride=stride
+            )
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+
+    def _cut_of(self, owner: str) -> Cut:
+        name = f"{owner}.weight"
+        return self.cuts[self.plan.aliases.get(name, name)]
+
+    def _vocabulary(self, model: nn.Module, owner: str) -> int:
+        """The number of logits; a layer without weights is given those of the one embedding that is cut."""
+        source = (
+            owner if any(True for _ in model.get_submodule(owner).parameters()) else self.plan.owned("vocabulary")[0]
+        )
+        return self._cut_of(source).shape[0]

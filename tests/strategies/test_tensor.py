@@ -1,0 +1,379 @@
+"""What ranks that share layers compute, hold and save: numbers of one process, and of theory."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from forked import Training, in_ranks, refused, set_up, train
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from ddpforge.builtin.models.gpt import GPT
+from ddpforge.builtin.tasks.language_modelling import LanguageModelling
+from ddpforge.checkpoint.contents import Facts, RankState
+from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.writer import write
+from ddpforge.errors import StrategyError, UsageError
+from ddpforge.interfaces import Pass, Strategy
+from ddpforge.ranks.writers import Peers
+from ddpforge.strategies.ddp import DDP
+from ddpforge.strategies.fsdp import FSDP
+from ddpforge.training.contract import contract_of, count_parameters, prove
+from ddpforge.training.recompute import recomputed
+
+VOCABULARY = 31  # which two ranks cannot share equally
+SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "block_size": 16, "layers": 2, "heads": 4, "width": 32}
+
+
+class Run:
+    """A small GPT in some steps of 8 sequences, in micro-batches of 2 on a rank; its targets are not all counted."""
+
+    def __init__(self, strategy: Strategy, *, optimizer: Any = None, sizes: Any = None, **options: Any) -> None:
+        settings: Any = {"clip_norm": 0.5, "global_batch": 8} | options
+        self.world, self.strategy, self.task = set_up(strategy, **settings), strategy, LanguageModelling()
+        torch.manual_seed(1)
+        with strategy.building():
+            model = GPT(**SIZES | (sizes or {}))
+        size = count_parameters(model)
+        strategy.check(model, self.task, list(model.blocks))
+        model = strategy.wrap(model, list(model.blocks))
+        self.model, self.step = model, 0
+        self.replica = strategy.prepare(model, (optimizer or (lambda p: AdamW(p, lr=1e-2)))(model.parameters()))
+        prove(contract_of(strategy), type(strategy).__name__, self.world, self.replica.weights, size)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(VOCABULARY, (8, 16), generator=generator)
+        uncounted = torch.rand(8, 16, generator=generator) < torch.arange(8)[:, None] / 8
+        return tokens, tokens.roll(-1, 1).masked_fill(uncounted, -100)
+
+    def _passes(self, step: int) -> tuple[list[Pass], int]:
+        data = self.world.data
+        batch = self.batch(step)
+        items = int((batch[1] != -100).sum())
+        mine = zip(*(part.chunk(data.size)[data.rank].split(2) for part in batch), strict=True)
+        found = list(mine)
+        return [
+            Pass(
+                batch=micro,
+                seed=lambda n=n: torch.manual_seed(100 * step + n),  # type: ignore[misc]
+                scale=data.size / items,
+                last=n == len(found) - 1,
+            )
+            for n, micro in enumerate(found)
+        ], items
+
+    def train(self, steps: int) -> list[tuple[float, float]]:
+        """Loss and norm of each of the next steps."""
+        found = []
+        for _ in range(steps):
+            self.step += 1
+            loss = self.loss(self.step, trains=True)
+            found.append((loss, float(self.replica.step())))
+        return found
+
+    def loss(self, step: int, *, trains: bool = False) -> float:
+        passes, items = self._passes(step)
+
+        def compute(model: nn.Module, one: Pass) -> tuple[Tensor, Any]:
+            one.seed()
+            return self.task.loss(model, one.batch)
+
+        results = self.replica.passes(passes, compute, trains=trains)
+        total = sum((result[0].detach().double() for result in results if result), torch.zeros((), dtype=torch.float64))
+        return float(self.world.data.sum(total)) / items
+
+    def held(self) -> int:
+        return sum(part.tensor.numel() for part in self.replica.weights.parts().values())
+
+
+def worst(one: Sequence[Any], other: Sequence[Any]) -> float:
+    """The largest relative difference of losses and norms."""
+    return max(abs(a - b) / abs(b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def curve(strategy: Callable[[], Strategy], ranks: int, steps: int, **options: Any) -> list[Any]:
+    """What each rank says of the steps."""
+    return in_ranks(ranks, lambda _: Run(strategy(), **options).train(steps))
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    return curve(DDP, 1, 8)[0]
+
+
+# ---------------------------------------------------------------------------------------------- the curve
+SAME = [
+    (2, {}),
+    (2, {"sequence": True, "loss": "vocabulary"}),
+    (4, {"sequence": True, "accumulate": "whole"}),
+    pytest.param(2, {"sequence": True}, marks=pytest.mark.full),
+    pytest.param(2, {"loss": "vocabulary"}, marks=pytest.mark.full),
+    pytest.param(2, {"reshard_after_forward": False}, marks=pytest.mark.full),
+    pytest.param(4, {"loss": "vocabulary"}, marks=pytest.mark.full),
+    pytest.param(4, {"replicas": 2}, marks=pytest.mark.full),
+    pytest.param(4, {"replicas": 2, "sequence": True, "loss": "vocabulary"}, marks=pytest.mark.full),
+    pytest.param(4, {"tensor": 4}, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("ranks", "options"), SAME, ids=str)
+def test_losses_and_norms_are_those_of_one_process(ranks: int, options: Any, expected: list[Any]) -> None:
+    for found in curve(lambda: FSDP(**{"tensor": 2} | options), ranks, 8):
+        assert worst(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ({"meta": True, "sequence": True}, {}),
+        ({"sequence": True}, {"sizes": {"tie_embeddings": False, "bias": False}}),
+        ({"sequence": True}, {"optimizer": lambda weights: SGD(weights, lr=0.1, momentum=0.9)}),
+    ],
+    ids=["meta", "untied", "momentum"],
+)
+def test_other_models_and_options_give_the_same_too(strategy: Any, options: Any) -> None:
+    (one,) = curve(DDP, 1, 3, **options)
+    for found in curve(lambda: FSDP(tensor=2, **strategy), 2, 3, **options):
+        assert worst(found, one) < 1e-5
+
+
+@pytest.mark.parametrize(("precision", "close"), [("bf16", 5e-3), ("fp16", 2e-3)])
+def test_in_lower_precision_ranks_agree_to_its_rounding(precision: str, close: float) -> None:
+    (one,) = curve(DDP, 1, 3, precision=precision)
+    for found in curve(lambda: FSDP(tensor=2, sequence=True, loss="vocabulary"), 2, 3, precision=precision):
+        assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in one], rel=close)
+
+
+# ---------------------------------------------------------------------------------------------- what is held
+def elements(shards: int, shard: int, tensor: int, rank: int) -> int:
+    """What theory says of a rank: of each weight its share, and of that its rows among shards."""
+
+    def rows(count: int) -> int:
+        each = -(-count // shards)
+        return min(each, max(0, count - shard * each))
+
+    width, vocabulary = 32, min(-(-VOCABULARY // tensor), VOCABULARY - rank * -(-VOCABULARY // tensor))
+    block = [
+        *[(width, 1)] * 4,  # two norms
+        (3 * width // tensor, width),
+        (3 * width // tensor, 1),
+        (width, width // tensor),
+        (width, 1),
+        (4 * width // tensor, width),
+        (4 * width // tensor, 1),
+        (width, 4 * width // tensor),
+        (width, 1),
+    ]
+    return sum(rows(n) * m for n, m in [(vocabulary, width), (16, width), *block * 2, (width, 1), (width, 1)])
+
+
+@pytest.mark.parametrize(("ranks", "tensor"), [(2, 2), (4, 2), (4, 4)])
+def test_a_rank_holds_as_many_elements_as_theory_says(ranks: int, tensor: int) -> None:
+    found = in_ranks(ranks, lambda _: Run(FSDP(tensor=tensor)).held())
+    assert found == [elements(ranks // tensor, rank // tensor, tensor, rank % tensor) for rank in range(ranks)]
+
+
+# ---------------------------------------------------------------------------------------------- random numbers
+def test_random_numbers_are_the_same_on_ranks_where_activations_are_and_others_where_they_are_split() -> None:
+    """Of each rank: what attention's heads drop, and what the residual stream drops."""
+
+    def rank(_: int, sequence: bool = False) -> Any:
+        run = Run(FSDP(tensor=2, sequence=sequence), sizes={"dropout": 0.5})
+        block: Any = run.model.get_submodule("blocks.0")
+        seen: list[list[float]] = [[], []]
+
+        def draw(where: int) -> Callable[..., None]:
+            return lambda *_: seen[where].extend(torch.rand(2).tolist())
+
+        block.attention.projection.register_forward_pre_hook(draw(0))
+        block.attention.dropout.register_forward_hook(draw(1))
+        block.mlp.get_submodule("2").register_forward_pre_hook(draw(0))
+        run.replica.module.train()
+        before = run.train(2)
+        return seen, before
+
+    (one, first), (other, second) = in_ranks(2, rank)
+    assert not set(one[0]) & set(other[0])
+    assert one[1] == other[1]
+    assert first == second
+    (one, first), (other, second) = in_ranks(2, lambda number: rank(number, True))
+    assert not set(one[0] + one[1]) & set(other[0] + other[1])
+    assert first == second
+
+
+def test_a_block_that_is_recomputed_draws_the_same_numbers() -> None:
+    def rank(_: int, twice: bool) -> Any:
+        strategy = FSDP(tensor=2)
+        wrap = strategy.wrap
+
+        def rework(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+            for block in blocks if twice else ():
+                block.forward = recomputed(block, block.forward)  # type: ignore[method-assign]
+            return wrap(model, blocks)
+
+        strategy.wrap = rework  # type: ignore[method-assign]
+        return Run(strategy, sizes={"dropout": 0.5}).train(3)
+
+    once, twice = (in_ranks(2, lambda number, how=how: rank(number, how)) for how in (False, True))  # type: ignore[misc]
+    assert once == twice
+
+
+# ---------------------------------------------------------------------------------------------- to disk and back
+LAYOUTS: dict[str, tuple[int, Callable[[], Strategy]]] = {
+    "ddp@1": (1, DDP),
+    "ddp@2": (2, DDP),
+    "fsdp@2": (2, FSDP),
+    "tensor@2": (2, lambda: FSDP(tensor=2, sequence=True)),
+    "tensor@4": (4, lambda: FSDP(tensor=2)),
+}
+
+
+def go_on(layout: str, folder: Path, source: Path | None, steps: int) -> list[Any]:
+    """Loss and norm of the steps behind what `source` holds; saves in `folder`."""
+    ranks, strategy = LAYOUTS[layout]
+
+    def rank(_: int) -> Any:
+        run = Run(strategy())
+        if source:
+            reader = Reader(source)
+            run.replica.load_state(reader.state())
+            run.step = reader.facts.step
+        found = run.train(steps)
+        facts = Facts(step=run.step, samples=8 * run.step, strategy=layout, world_size=ranks)
+        write(folder, facts, RankState.of(run.replica.state()), Peers.of(run.world.all, timedelta(minutes=1)))
+        return found
+
+    return in_ranks(ranks, rank)[0]  # type: ignore[no-any-return]
+
+
+def saved(folder: Path) -> Path:
+    (found,) = folder.glob("step-*")
+    return found
+
+
+def test_a_run_goes_on_under_any_layout_as_if_it_had_never_stopped(tmp_path: Path, expected: list[Any]) -> None:
+    source, found = None, []
+    for number, layout in enumerate(["ddp@2", "tensor@2", "tensor@4", "fsdp@2"]):
+        found += go_on(layout, tmp_path / str(number), source, 2)
+        source = saved(tmp_path / str(number))
+    assert worst(found, expected) < 5e-6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("second", LAYOUTS)
+@pytest.mark.parametrize("first", LAYOUTS)
+def test_every_layout_takes_over_from_every_other(tmp_path: Path, first: str, second: str, expected: list[Any]) -> None:
+    begun = go_on(first, tmp_path / "first", None, 3)
+    assert worst(begun + go_on(second, tmp_path / "second", saved(tmp_path / "first"), 3), expected[:6]) < 5e-6
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+def test_options_without_shared_layers_have_no_effect_and_compiling_shared_ones_is_refused() -> None:
+    def keys(strategy: FSDP, **options: Any) -> list[str]:
+        return [refusal.key for refusal in strategy.refusals(train(**options), 2, "cpu")]
+
+    assert keys(FSDP(sequence=True, loss="vocabulary", plan={"a": "rows"})) == [
+        "strategy.plan",
+        "strategy.sequence",
+        "strategy.loss",
+    ]
+    assert keys(FSDP(tensor=2), compile="default") == ["train.compile"]
+    assert keys(FSDP(tensor=3)) == ["strategy.tensor"]
+
+
+def test_a_loss_that_wants_whole_logits_gets_no_parts_of_them() -> None:
+    task = LanguageModelling()
+    task.takes_split_logits = False
+    said = refused(StrategyError, lambda: FSDP(tensor=2, loss="vocabulary").check(GPT(**SIZES), task, []))
+    assert said.startswith(
+        'strategy.loss = "vocabulary" leaves logits in parts, and LanguageModelling wants them whole'
+    )
+
+
+class Halves(nn.Module):
+    """Each rank multiplies its half of some rows with a weight that all have."""
+
+    tensor_plan: ClassVar[dict[str, str]] = {"up": "columns", "down": "rows"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.scale)  # type: ignore[no-any-return]
+
+
+def test_a_weight_of_which_ranks_have_different_gradients_is_refused_before_the_first_update() -> None:
+    def rank(_: int) -> str:
+        training = Training(FSDP(tensor=2), Halves)
+        training.backward(torch.ones(4, 4))
+        return refused(StrategyError, training.replica.step)
+
+    for said in in_ranks(2, rank):
+        assert said.startswith("parameter `scale` is whole on every rank, and those that share layers have other grad")
+
+
+def test_a_weight_whose_shares_of_a_gradient_add_up_is_trained_like_a_whole_one() -> None:
+    """The module that holds it is named; here the model's own weight is in a module of its own."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.by
+
+    class Scaled(nn.Sequential):
+        tensor_plan: ClassVar[dict[str, str]] = {"0": "columns", "1": "replicated_with_grad_allreduce", "2": "rows"}
+
+        def __init__(self) -> None:
+            torch.manual_seed(0)
+            super().__init__(nn.Linear(4, 8), Scale(), nn.Linear(8, 4))
+
+    def rank(_: int, strategy: Strategy) -> Any:
+        training = Training(strategy, Scaled, clip_norm=1.0)
+        norms = [training.step(torch.arange(16.0).view(4, 4)) for _ in range(2)]
+        return norms, training.weights()["1.by"]
+
+    ((norms, weight),) = in_ranks(1, lambda number: rank(number, DDP()))
+    for found in in_ranks(2, lambda number: rank(number, FSDP(tensor=2))):
+        assert found == (pytest.approx(norms, rel=1e-5), pytest.approx(weight, rel=1e-5))
+
+
+def test_an_optimizer_that_looks_at_a_whole_weight_is_refused() -> None:
+    def rank(_: int) -> str:
+        return refused(StrategyError, lambda: Run(FSDP(tensor=2), optimizer=Muonlike))
+
+    for said in in_ranks(2, rank):
+        assert "Muonlike updates a share of a weight otherwise than the whole" in said
+
+
+class Muonlike(SGD):
+    """Divides each gradient by its own norm."""
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                gradient = weight.grad
+                norm = gradient.norm()
+                norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+                weight.add_(gradient, alpha=-group["lr"] / float(norm))
+
+
+def test_a_sequence_that_does_not_divide_is_refused_by_name() -> None:
+    def rank(_: int) -> str:
+        run = Run(FSDP(tensor=2, sequence=True))
+        return refused(UsageError, lambda: run.replica.module(torch.zeros(2, 15, dtype=torch.int64)))
+
+    said = "strategy.sequence cuts sequences into 2 equal parts, and one has 15 positions"
+    assert all(found.startswith(said) for found in in_ranks(2, rank))
