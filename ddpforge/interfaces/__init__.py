@@ -11,6 +11,7 @@ from ddpforge.interfaces.context import Context
 from ddpforge.interfaces.data import Data, PartedData
 from ddpforge.interfaces.draws import Draws
 from ddpforge.interfaces.durations import Duration, Horizon
+from ddpforge.interfaces.experts import Experts
 from ddpforge.interfaces.metric import Metric, Rows, Total
 from ddpforge.interfaces.optimizer import Exploring, Schedule
 from ddpforge.interfaces.order import EpochOrder, Order
@@ -45,6 +46,7 @@ __all__ = [
     "Draws",
     "Duration",
     "EpochOrder",
+    "Experts",
     "Explores",
     "Exploring",
     "GoBack",

@@ -3,7 +3,7 @@
 import math
 from bisect import bisect
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch.nn.functional as F
 from pydantic import Field
@@ -80,7 +80,9 @@ class GPT(nn.Module):
         self.positions = _Embedding(block_size, width)
         self.dropout = nn.Dropout(dropout)
         residual_std = _STD / math.sqrt(2 * layers)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout, bias, residual_std, causal) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            self._block(width, heads, dropout, bias, residual_std, causal) for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(width, bias=bias)
         self.head: nn.Module = _Tied()
         self.classes = classes
@@ -92,16 +94,28 @@ class GPT(nn.Module):
         elif not tie_embeddings:
             self.head = _Linear(width, vocab_size, bias=False)
 
+    def _block(self, *form: Any) -> "Block":
+        return Block(*form)
+
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T] int64 → [B, T, vocab_size], or [B, classes]; raises ValueError when T exceeds `block_size`."""
+        x = self.enter(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+    def enter(self, tokens: Tensor) -> Tensor:
+        """[B, T] int64 → [B, T, width]: what the first block reads."""
         length = self.context.length(tokens.shape[1])
         if length > self.block_size:
             raise ValueError(f"a sequence of {length} tokens is longer than the model's block_size = {self.block_size}")
 
         x = self.tokens(tokens) + self.positions(self.context.positions(tokens.shape[1], tokens.device))
-        x = self.dropout(x)
-        for block in self.blocks:
-            x = block(x)
+        found: Tensor = self.dropout(x)
+        return found
+
+    def leave(self, x: Tensor) -> Tensor:
+        """[B, T, width] → logits: what is made of what the last block writes."""
         x = self.norm(x)
         if self.classes is not None:
             x = x.mean(dim=1)
@@ -127,7 +141,10 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(width, bias=bias)
         self.attention = Attention(width, heads, dropout, bias, residual_std, causal)
         self.mlp_norm = nn.LayerNorm(width, bias=bias)
-        self.mlp = nn.Sequential(
+        self.mlp = self._mlp(width, dropout, bias, residual_std)
+
+    def _mlp(self, width: int, dropout: float, bias: bool, residual_std: float) -> nn.Module:
+        return nn.Sequential(
             _Linear(width, 4 * width, bias=bias),
             nn.GELU(),
             _Linear(4 * width, width, bias=bias, std=residual_std),
