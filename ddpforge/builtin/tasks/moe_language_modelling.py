@@ -23,7 +23,7 @@ class MoELanguageModelling(LanguageModelling):
 
     To the cross-entropy is added `balance` times the model's own measure of each sequence (1 where experts are used
     evenly), weighted by its targets: the same whatever the ranks and micro-batches. Reported are also `cross_entropy`
-    (from which perplexity and bits are), `balance`, and `dropped`: the share of choices that found no place at an expert.
+    (from which perplexity and bits are), `balance`, and `dropped`: the share of choices that found no place.
     """
 
     by_position = takes_split_logits = False

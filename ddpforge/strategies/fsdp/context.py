@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ddpforge.errors import StrategyError, UsageError
-from ddpforge.interfaces import Compute, Context, Pass, Ranks, Task
+from ddpforge.interfaces import Compute, Context, Experts, Pass, Ranks, Task
 from ddpforge.interfaces.seeds import mix
 from ddpforge.ranks.collectives import Connected
 from ddpforge.strategies.fsdp.replica import FSDPReplica
@@ -147,6 +147,12 @@ def check_context(size: int, model: nn.Module, task: Task) -> None:
                 "let them ask it, as the built-in gpt does",
                 "or leave strategy.context out",
             ],
+        )
+    if any(isinstance(getattr(module, "experts", None), Experts) for module in model.modules()):
+        raise StrategyError(
+            f"strategy.context = {size} cuts sequences over ranks, and the experts of {type(model).__name__} are "
+            "shared out over whole ones",
+            hints=["leave strategy.context out"],
         )
     if not task.by_position:
         raise StrategyError(
