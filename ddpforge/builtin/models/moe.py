@@ -63,7 +63,7 @@ class MoEGPT(GPT):
         )
 
     def _block(self, *form: Any) -> Block:
-        return MixtureBlock(*form, self.mixture)
+        return MixtureBlock(*form, mixture=self.mixture)
 
     def forward(self, tokens: Tensor) -> Routed:  # type: ignore[override]
         """[B, T] int64 → `Routed`."""
@@ -87,6 +87,7 @@ class MixtureBlock(Block):
         bias: bool,
         residual_std: float,
         causal: bool,
+        *,
         mixture: tuple[int, int, float],
     ) -> None:
         self._form = (width, dropout, residual_std, *mixture)
@@ -129,11 +130,11 @@ class Mixture(nn.Module):
         nowhere = experts * places  # a place of nobody's
         place = torch.where(kept, chosen.flatten(1) * places + number, nowhere)  # [B, T·active]
 
-        slots = self._dealt(x, place, nowhere).unflatten(1, (experts, places))  # [B, experts, places, width]
+        slots = self._dealt(x, place, nowhere).view(batch, experts, places, width)
         outputs = self.experts(slots.transpose(0, 1).flatten(1, 2))  # [experts, B·places, width]
-        outputs = outputs.unflatten(1, (batch, places)).transpose(0, 1).flatten(1, 2)  # [B, experts·places, width]
+        outputs = outputs.view(experts, batch, places, width).transpose(0, 1).flatten(1, 2)
         outputs = F.pad(outputs, (0, 0, 0, 1))  # what went nowhere comes back as zeros
-        found = outputs.gather(1, place[..., None].expand(-1, -1, width)).unflatten(1, (length, self.active))
+        found = outputs.gather(1, place[..., None].expand(-1, -1, width)).view(batch, length, self.active, width)
         mixed: Tensor = self.dropout((found * weights[..., None].to(found.dtype)).sum(2))
         return mixed, self._usage(shares, choices, kept)
 

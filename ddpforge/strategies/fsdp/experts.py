@@ -50,7 +50,7 @@ class Spread(Experts):
                 cut = Cut(tuple(parameter.shape), 0, self._ranks.rank, self._ranks.size)
                 self.cuts[names[id(parameter)]] = cut
                 parameter.data = cut.take(parameter.data)
-            module.experts = self  # type: ignore[assignment]
+            module.experts = self
             shard(module)
 
     # -- what a model asks
@@ -64,8 +64,8 @@ class Spread(Experts):
         # its whole group: within they are divided by that, so that the mean is over all ranks, as for other weights.
         share = 1 / self._ranks.size
         received: Tensor = _Exchange.apply(slots.flatten(0, 1), self._group, there, here, 1 / share)
-        whole = torch.cat([rows.unflatten(0, (each, -1)) for rows in received.split(here)], dim=1)
-        found = torch.cat([rows.flatten(0, 1) for rows in compute(whole).split(counts, dim=1)])
+        whole = torch.cat([rows.view(each, -1, width) for rows in torch.split(received, here)], dim=1)
+        found = torch.cat([rows.flatten(0, 1) for rows in torch.split(compute(whole), counts, dim=1)])
         returned: Tensor = _Exchange.apply(found, self._group, here, there, share)
         return returned.view(experts, mine, width)
 
@@ -82,7 +82,7 @@ class Spread(Experts):
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to the ranks of a group, `there` of them to each; `here` come from each. Gradients go back, times `factor`."""
+    """Rows to ranks of a group, `there` of them to each; `here` come from each. Gradients, times `factor`, go back."""
 
     @staticmethod
     def forward(
