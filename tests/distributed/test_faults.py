@@ -130,7 +130,8 @@ KINDS = {
     "eval": Expected("stood in eval of step 5", "eval", 5, 3 * STALL),
     "save": Expected("stood in save of step 5", "save", 5, 6 * STALL),
 }
-STRATEGIES = {"ddp": DDP, "fsdp": FSDP, "zero3": ZERO[3]}
+TENSOR = f'{FSDP}\ntensor = 2\nplan = {{ "layers.0" = "columns", "layers.3" = "rows" }}'
+STRATEGIES = {"ddp": DDP, "fsdp": FSDP, "tensor": TENSOR, "zero3": ZERO[3]}
 DEFAULT = [("data", "ddp", 1), ("frozen", "ddp", 0)]
 CASES = [
     pytest.param(kind, name, rank, marks=() if (kind, name, rank) in DEFAULT else pytest.mark.full)
