@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -423,3 +424,5 @@ def test_a_sequence_that_does_not_divide_is_refused_by_name() -> None:
 
     said = "strategy.sequence cuts sequences into 2 equal parts, and one has 15 positions"
     assert all(found.startswith(said) for found in in_ranks(2, rank))
+    blocks = SimpleNamespace(block_size=15)
+    assert refused(UsageError, lambda: FSDP(tensor=2, sequence=True).check_data(blocks)).startswith(said)

@@ -27,7 +27,7 @@ from ddpforge.strategies.fsdp.shards import Layout, Shards, part_of
 from ddpforge.strategies.meta import materialise
 from ddpforge.strategies.precision import precision_for
 from ddpforge.strategies.several import members
-from ddpforge.strategies.tensor import Plan, Shares, resolve
+from ddpforge.strategies.tensor import Plan, Shares, refuse_uneven, resolve
 from ddpforge.strategies.trial import tried
 
 if TYPE_CHECKING:
@@ -256,8 +256,12 @@ class FSDP(Strategy):
 
     def check_data(self, data: Any) -> None:
         """Asks whether sequences can be cut."""
-        if self.context > 1 and isinstance(length := getattr(data, "block_size", None), int):
+        if not isinstance(length := getattr(data, "block_size", None), int):
+            return
+        if self.context > 1:
             refuse_length(length, self.context)
+        if self.sequence:
+            refuse_uneven(length, self.tensor)
 
     def setup(self, train: TrainSection, world: World) -> World:
         """Lays the ranks out in the grid."""

@@ -19,9 +19,18 @@ from ddpforge.strategies.tensor.moves import Moves
 from ddpforge.strategies.tensor.plan import Plan
 from ddpforge.strategies.tensor.randomness import OwnNumbers
 
-__all__ = ["Shares"]
+__all__ = ["Shares", "refuse_uneven"]
 
 _SEQUENCE = 1  # the dimension of activations [B, T, …] that is cut along the sequence
+
+
+def refuse_uneven(positions: int, ranks: int) -> None:
+    """Raises UsageError for a sequence of so many positions, if it cannot be cut into equal parts."""
+    if positions % ranks:
+        raise UsageError(
+            f"strategy.sequence cuts sequences into {ranks} equal parts, and one has {positions} positions",
+            hints=["let the data fill sequences up to a multiple of that", "or set strategy.sequence = false"],
+        )
 
 
 class Shares:
@@ -118,12 +127,7 @@ class Shares:
 
     def _scatter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = args
-        if x.shape[_SEQUENCE] % self.ranks.size:
-            raise UsageError(
-                f"strategy.sequence cuts sequences into {self.ranks.size} equal parts, and one has "
-                f"{x.shape[_SEQUENCE]} positions",
-                hints=["let the data fill sequences up to a multiple of that", "or set strategy.sequence = false"],
-            )
+        refuse_uneven(x.shape[_SEQUENCE], self.ranks.size)
         if module.training:
             self._random.begin()
         return (self._moves.cut(x, _SEQUENCE), *rest)
