@@ -69,7 +69,7 @@ class Run:
         found = list(mine)
         return [
             Pass(
-                batch=micro,
+                batch=self.replica.own_part(micro),
                 seed=lambda n=n: torch.manual_seed(100 * step + n),  # type: ignore[misc]
                 scale=data.size / items,
                 last=n == len(found) - 1,
@@ -95,7 +95,8 @@ class Run:
 
         results = self.replica.passes(passes, compute, trains=trains)
         total = sum((result[0].detach().double() for result in results if result), torch.zeros((), dtype=torch.float64))
-        return float(self.world.data.sum(total)) / items
+        same = self.world.all.size / self.world.data.size  # ranks that see the same samples
+        return float(self.world.all.sum(total)) / same / items
 
     def held(self) -> int:
         return sum(part.tensor.numel() for part in self.replica.weights.parts().values())
@@ -128,6 +129,7 @@ SAME = [
     pytest.param(4, {"replicas": 2}, marks=pytest.mark.full),
     pytest.param(4, {"replicas": 2, "sequence": True, "loss": "vocabulary"}, marks=pytest.mark.full),
     pytest.param(4, {"tensor": 4}, marks=pytest.mark.full),
+    pytest.param(4, {"context": 2, "sequence": True, "loss": "vocabulary"}, marks=pytest.mark.full),
 ]
 
 
