@@ -90,7 +90,7 @@ class GPT(nn.Module):
         elif not tie_embeddings:
             self.head = _Linear(width, vocab_size, bias=False)
         # The steps of a forward pass, in their order: where a pipeline may cut.
-        last = "tokens" if self.head is None else "head"
+        last = "tokens" if isinstance(self.head, _Tied) else "head"
         self.pipeline = (("enter", "tokens", "positions"), "blocks", ("leave", "norm", last))
 
     def forward(self, tokens: Tensor) -> Tensor:
