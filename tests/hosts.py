@@ -182,7 +182,7 @@ class Hosts(Mapping[str, Host]):
             )
             return action(rank)
 
-        return in_ranks(len(where), there, forking=lambda rank: self[where[rank]].numbering())
+        return in_ranks(len(where), there, timeout=300, forking=lambda rank: self[where[rank]].numbering())
 
     def cut(self, letter: str) -> None:
         """Loses all that the host sends and is sent; it cannot see that."""

@@ -8,8 +8,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
-__all__ = ["heard", "insists", "listened", "stop_with_parent"]
+__all__ = ["heard", "insists", "listen", "listened", "stop_with_parent"]
+
+Handler = Callable[[int, FrameType | None], None]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _PDEATHSIG = 1  # of <linux/prctl.h>
@@ -26,13 +29,20 @@ def insists(number: int, *, since: float | None) -> bool:
     return since is not None and (number == signal.SIGINT or since > _ONE)
 
 
+def listen(handler: Handler) -> dict[signal.Signals, Any]:
+    """Handles them from now on, also one that came before and was held back; returns the handlers that there were."""
+    before = {number: signal.signal(number, handler) for number in listened()}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
+    return before
+
+
 @contextmanager
-def heard(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def heard(handler: Handler) -> Iterator[None]:
     """Handles them in here; Python lets the main thread alone do so."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in listened()}
+    before = listen(handler)
     try:
         yield
     finally:

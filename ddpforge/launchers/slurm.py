@@ -48,8 +48,10 @@ _HEAD = """
     }
 """
 _TAIL = """
+    # Until Python hears it, USR1 would be a task's end: it waits, where coreutils are of 2019 (8.31) or later.
+    wait_for_python=$(env --block-signal=USR1 echo env --block-signal=USR1 2>/dev/null)
     if [ -z "$asked" ]; then
-        srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 --wait=600 bash -c task &
+        srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 --wait=600 $wait_for_python bash -c task &
         step=$!
         if [ -n "$asked" ]; then stop; fi
         while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a signal interrupts it

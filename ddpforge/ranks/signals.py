@@ -14,7 +14,7 @@ from functools import cache, partial
 from types import FrameType
 from typing import Any, ClassVar
 
-from ddpforge.launchers.requests import insists, listened
+from ddpforge.launchers.requests import insists, listen, listened
 
 __all__ = ["StopRequests", "leave_stopping_to_the_rank"]
 
@@ -37,7 +37,7 @@ class StopRequests:
         self._depth = 0
         self._over = False
         self._heard: dict[int, float] = {}
-        self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequests:
         self._depth += 1
@@ -45,7 +45,7 @@ class StopRequests:
             if self._entered:
                 self.requested, self._heard = self._entered[-1].requested, dict(self._entered[-1]._heard)
             self._entered.append(self)
-            self._before = {number: signal.signal(number, self._on_signal) for number in listened()}
+            self._before = listen(self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -46,6 +46,14 @@ def test_a_second_ctrl_c_ends_at_once_and_another_kind_is_another_first() -> Non
             os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_a_request_that_was_held_back_while_python_started_is_heard() -> None:
+    """As a job's script has it done for its tasks, by `env --block-signal`."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with StopRequests() as stop:
+        assert stop.requested
+
+
 def test_nothing_interrupts_what_comes_after_training() -> None:
     with StopRequests() as stop:
         stop.over()
