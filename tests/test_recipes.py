@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 from launched import Ranks
 
+from ddpforge.components.registry import Registry
 from ddpforge.recipe import bundled, load_recipe
+from ddpforge.training.building import build_data_and_model
+from ddpforge.training.foreseeing import foresee
+from ddpforge.training.parts import Parts
 
 
 def header(recipe: str) -> str:
@@ -99,3 +103,35 @@ def test_the_language_model_learns_to_compress(tmp_path: Path, ddpforge: Callabl
     assert rows(run, "train/bits_per_byte")[0] > 7.5
     assert bits == sorted(bits, reverse=True)
     assert bits[-1] < 5.0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "promise", "data_ranks", "copies"),
+    [("gpt-1-node", 8, "2.4 GB", 8, 1), ("gpt-2-nodes", 16, "2.5 GB", 8, 2)],
+)
+def test_a_large_gpt_takes_the_memory_and_the_groups_that_its_header_promises(
+    recipe: str, ranks: int, promise: str, data_ranks: int, copies: int
+) -> None:
+    assert f"{promise} of weights, gradients and optimizer state on each GPU" in header(recipe)
+    registry = Registry.installed()
+    parts = Parts(load_recipe(recipe, registry=registry), registry)
+    foresee(parts, ranks=ranks, device="cuda")
+    build_data_and_model(parts, meta=True)
+    parts.report()
+    assert f"{16 * parts.size.all * copies / ranks / 1e9:.1f} GB" == promise
+    assert parts.strategy.data_ranks(ranks) == data_ranks
+    assert parts.batch.accumulation == 1
+
+
+@pytest.mark.full
+def test_the_recipes_of_one_machine_and_of_two_train_one_curve(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
+    """With a small model and short sequences, on two and on four ranks."""
+    small = ("model.layers=2", "model.heads=2", "model.width=16", "train.precision=fp32", "strategy.gather=fp32")
+    sizes = ("model.block_size=32", "data.train.block_size=32", "data.eval.block_size=32")
+    length = ("train.global_batch=8", "train.micro_batch=2", "train.length=6st", "track.every=1st")
+    sets = [f"--set={one}" for one in (*small, *sizes, *length, "schedule.warmup=2st")]
+    for recipe, ranks in (("gpt-1-node", 2), ("gpt-2-nodes", 4)):
+        ddpforge("run", recipe, *sets, nproc=ranks)
+    one, two = (rows(tmp_path / "runs" / recipe, "train/loss") for recipe in ("gpt-1-node", "gpt-2-nodes"))
+    assert len(one) == 6
+    assert two == pytest.approx(one, rel=1e-5)

@@ -7,9 +7,11 @@ step. Nothing in here imports torch when it runs.
 from ddpforge.direction import lower_is_better
 from ddpforge.interfaces.beside import Beside
 from ddpforge.interfaces.callback import Callback, GoBack, RunContext, StepInfo
+from ddpforge.interfaces.context import Context
 from ddpforge.interfaces.data import Data, PartedData
 from ddpforge.interfaces.draws import Draws
 from ddpforge.interfaces.durations import Duration, Horizon
+from ddpforge.interfaces.experts import Experts
 from ddpforge.interfaces.metric import Metric, Rows, Total
 from ddpforge.interfaces.optimizer import Exploring, Schedule
 from ddpforge.interfaces.order import EpochOrder, Order
@@ -38,11 +40,13 @@ __all__ = [
     "Callback",
     "CanonicalState",
     "Compute",
+    "Context",
     "Contract",
     "Data",
     "Draws",
     "Duration",
     "EpochOrder",
+    "Experts",
     "Explores",
     "Exploring",
     "GoBack",

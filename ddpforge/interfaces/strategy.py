@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, 
 from ddpforge.interfaces.optimizer import Exploring
 from ddpforge.interfaces.regions import Part
 from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights, WholeWeights
+from ddpforge.interfaces.task import Task
 from ddpforge.interfaces.world import World
 
 if TYPE_CHECKING:
@@ -85,6 +86,9 @@ class Strategy(ABC):
 
         Called before ranks join, by `ddpforge check` too, with the bare model, which may be on the meta device.
         """
+
+    def check_data(self, data: Any) -> None:
+        """The same of a dataset: raises UsageError for samples that it cannot share out."""
 
     def data_ranks(self, ranks: int) -> int:
         """Counts the ranks that see different data: all `ranks`, unless the strategy splits one model over several."""
@@ -177,6 +181,13 @@ class Replica(ABC):
                 if trains:
                     self.backward(loss * one.scale)
             yield loss, outputs
+
+    def own_part(self, batch: Any) -> Any:
+        """Takes out of a batch, on the device, what this rank computes: all, unless ranks share its samples.
+
+        The task counts the items of the whole batch.
+        """
+        return batch
 
     def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
         """Wraps a forward pass and its loss, e.g. in autocast; after the `last` of a step gradients are exchanged."""

@@ -42,6 +42,12 @@ class Task(ABC):
     world that `start` is told has what the other ranks computed.
     """
 
+    by_position: bool = False
+    """True of a loss that is a sum over the positions of sequences, and is computed at each from the model's output and
+    the batch, all [B, T, …], at that position alone. Where a strategy cuts sequences over ranks, `loss` and `metrics`
+    are given some of the positions; `count` always counts all.
+    """
+
     takes_split_logits: bool = False
     """True of a loss that takes nothing but `torch.nn.functional.cross_entropy` of logits, over their last dimension:
     each rank may then have a part of that, and the logits are a `DTensor` (strategy.loss = "vocabulary").

@@ -49,6 +49,11 @@ class Connected(Ranks):
         gathered: Tensor = _Gather.apply(rows, self, counts)
         return gathered, sum(counts[: self.rank])
 
+    def gather_alike(self, rows: Tensor) -> Tensor:
+        """Gathers rows of which all ranks have as many, without counting; gradients flow back as from `gather`."""
+        gathered: Tensor = _Gather.apply(rows, self, [len(rows)] * self.size)
+        return gathered
+
     def collect(self, rows: Tensor) -> Tensor:
         """Concatenates every rank's rows, of which all have as many: here as a sum in which each fills in its own."""
         everything = rows.new_zeros(self.size, *rows.shape)

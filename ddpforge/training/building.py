@@ -115,6 +115,9 @@ def _fit(parts: Parts) -> None:
         for data in parts.data.values() if parts.built.task is not None else ():
             parts.task.check(parts.model, data)
         parts.fits = parts.built.task is not None and bool(parts.data)
+    with parts.noting("strategy"):
+        for data in parts.data.values() if parts.fits and parts.built.strategy is not None else ():
+            parts.strategy.check_data(data)
     with parts.noting("train", "blocks", faults=(ValueError,)):
         found = find_blocks(parts.model, recipe.train.blocks)
         check_blocks(found, recipe.train)

@@ -108,7 +108,7 @@ class Evaluator:
             for number, micro in enumerate(micro_batches):
                 phases.mark(phases.EVAL)
                 check_whole(self._task, micro)
-                batch = to_device(micro.data, self._world.device)
+                batch = self._replica.own_part(to_device(micro.data, self._world.device))
                 running.append((micro, batch))
                 yield Pass(batch=batch, seed=partial(self._seed_pass, number, micro))
 

@@ -41,7 +41,7 @@ def _hints(recipe: Recipe, data_ranks: int) -> Iterator[str]:
         yield f"if an evaluation needed it, set train.eval_batch = {train.eval_batch // 2}"
     if not train.activation_checkpointing:
         yield "set train.activation_checkpointing = true: the same numbers, about a third more time"
-    if strategy.use in ("single", "ddp"):
+    if strategy.use in ("single", "ddp", "naive_split", "data_parallel"):
         yield 'set strategy.use = "fsdp": each rank holds its part of weights, gradients and optimizer state'
     if strategy.use == "fsdp" and not strategy.options.get("cpu_offload"):
         yield "use more ranks, or set strategy.cpu_offload = true, which is slow"

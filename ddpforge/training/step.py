@@ -119,7 +119,7 @@ class Stepper:
 
         def passes() -> Iterator[Pass]:
             for micro in micro_batches:
-                batch = to_device(micro.data, self._world.device)
+                batch = self._replica.own_part(to_device(micro.data, self._world.device))
                 running.append((micro, batch))
                 yield self._pass(step, micro, batch, items, measure)
 

@@ -110,7 +110,9 @@ def test_five_strategies_in_turn_train_one_curve(written: Callable[[str], Bench]
     alike(bench, "chain", written("single"))
 
 
-@pytest.mark.parametrize("recipe", [RECIPE, SGD], ids=["adamw", "sgd"])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(RECIPE, id="adamw"), pytest.param(SGD, id="sgd", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize(
     ("there", "back"),
     [("fsdp", "zero3"), ("zero3", "fsdp"), ("ddp", "zero1"), ("zero1", "zero2"), ("zero2", "ddp")],

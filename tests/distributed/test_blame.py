@@ -240,8 +240,9 @@ def test_a_rank_that_hangs_in_a_save_is_waited_for_as_long_as_any_other(faulty: 
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["raises", "killed"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("killed", marks=pytest.mark.slow), pytest.param("raises", marks=pytest.mark.full)]
+)
 def test_a_rank_that_waits_where_nobody_can_interrupt_it_ends_soon(tmp_path: Path, kind: str) -> None:
     """Under the real launcher, whose SIGTERM such a rank does not see, and with a time limit of ten minutes."""
     (tmp_path / "run.toml").write_text(RECIPE)

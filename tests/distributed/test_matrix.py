@@ -52,8 +52,9 @@ def check(report: ParityReport) -> None:
         assert verdict.steps == 20
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt", "cnn"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("gpt", marks=pytest.mark.slow), pytest.param("cnn", marks=pytest.mark.full)]
+)
 def test_every_strategy_trains_alike(compare: Callable[..., ParityReport], kind: str) -> None:
     """Traps 01, 02, 04, 05, 06, 07, 24, 27: the losses of 20 steps are those of DDP to 1e-5."""
     report = compare(kind, STRATEGIES)
@@ -64,7 +65,7 @@ def test_every_strategy_trains_alike(compare: Callable[..., ParityReport], kind:
     assert sum(row.get("train/grad_norm", 0) > 0.5 for row in rows) > 10  # the clipping bites
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_strategy_trains_alike_in_bf16(compare: Callable[..., ParityReport]) -> None:
     """Trap 26: the tolerance is that of `parity` for bf16, 2 % of the loss."""
     check(compare("gpt", STRATEGIES, 'precision = "bf16"'))

@@ -157,7 +157,7 @@ def test_every_launcher_trains_the_same_curve(
     ("form", "strategy"),
     [
         pytest.param(ACCELERATE, "fsdp", marks=slow),
-        pytest.param(TORCHRUN, "deepspeed", marks=slow),
+        pytest.param(TORCHRUN, "deepspeed", marks=full),
         pytest.param(LAUNCH, "fsdp", marks=full),
         pytest.param(LAUNCH, "deepspeed", marks=full),
         pytest.param(

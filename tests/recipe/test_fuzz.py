@@ -118,7 +118,14 @@ def _noise(random: random.Random) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "count"), [(_nonsense, 1000), (_unknown_key, 350), (_missing_key, 150), (_noise, 500)]
+    ("damage", "count"),
+    [
+        *((_nonsense, 200), (_unknown_key, 100), (_missing_key, 150), (_noise, 150)),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in ((_nonsense, 1000), (_unknown_key, 350), (_noise, 500))
+        ),
+    ],
 )
 def test_damage_is_refused_by_name(
     load: Load, damage: Callable[[random.Random], tuple[str, list[str]]], count: int

@@ -3,12 +3,13 @@
 import math
 from bisect import bisect
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
-import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
+
+from ddpforge.interfaces import Context
 
 _STD = 0.02  # of all initial weights, as in GPT-2
 
@@ -73,12 +74,15 @@ class GPT(nn.Module):
         if width % heads:
             raise ValueError(f"heads = {heads} does not divide width = {width}: {_nearest(width, heads)}")
         self.vocab_size, self.block_size = vocab_size, block_size
+        self.context = Context()
 
         self.tokens = _Embedding(vocab_size, width)
         self.positions = _Embedding(block_size, width)
         self.dropout = nn.Dropout(dropout)
         residual_std = _STD / math.sqrt(2 * layers)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout, bias, residual_std, causal) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            self._block(width, heads, dropout, bias, residual_std, causal) for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(width, bias=bias)
         self.head: nn.Module = _Tied()
         self.classes = classes
@@ -93,6 +97,9 @@ class GPT(nn.Module):
         last = "tokens" if isinstance(self.head, _Tied) else "head"
         self.pipeline = (("enter", "tokens", "positions"), "blocks", ("leave", "norm", last))
 
+    def _block(self, *form: Any) -> "Block":
+        return Block(*form)
+
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T] int64 → [B, T, vocab_size], or [B, classes]; raises ValueError when T exceeds `block_size`."""
         x = self.enter(tokens)
@@ -102,11 +109,11 @@ class GPT(nn.Module):
 
     def enter(self, tokens: Tensor) -> Tensor:
         """[B, T] int64 → [B, T, width]: what the first block reads."""
-        length = tokens.shape[1]
+        length = self.context.length(tokens.shape[1])
         if length > self.block_size:
             raise ValueError(f"a sequence of {length} tokens is longer than the model's block_size = {self.block_size}")
 
-        x = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
+        x = self.tokens(tokens) + self.positions(self.context.positions(tokens.shape[1], tokens.device))
         found: Tensor = self.dropout(x)
         return found
 
@@ -137,7 +144,10 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(width, bias=bias)
         self.attention = Attention(width, heads, dropout, bias, residual_std, causal)
         self.mlp_norm = nn.LayerNorm(width, bias=bias)
-        self.mlp = nn.Sequential(
+        self.mlp = self._mlp(width, dropout, bias, residual_std)
+
+    def _mlp(self, width: int, dropout: float, bias: bool, residual_std: float) -> nn.Module:
+        return nn.Sequential(
             _Linear(width, 4 * width, bias=bias),
             nn.GELU(),
             _Linear(4 * width, width, bias=bias, std=residual_std),
@@ -159,6 +169,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim, self.causal = width // heads, causal
+        self.context = Context()
         self.qkv = _Linear(width, 3 * width, bias=bias)
         self.projection = _Linear(width, width, bias=bias, std=residual_std)
         self.dropout = nn.Dropout(dropout)
@@ -168,7 +179,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_dim))  # as many heads as this rank has
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, T, head_dim]
         dropout = self.dropout.p if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.causal)
+        mixed = self.context.attention(q, k, v, causal=self.causal, dropout=dropout)
         out: Tensor = self.dropout(self.projection(mixed.transpose(1, 2).flatten(2)))
         return out
 

@@ -22,6 +22,7 @@ class LanguageModelling(Task):
     `bits_per_token` (`bits_per_byte` where the data says that its tokens are bytes).
     """
 
+    by_position = True
     takes_split_logits = True
 
     def __init__(
@@ -38,13 +39,16 @@ class LanguageModelling(Task):
         """The cross-entropy summed over targets, and the logits."""
         tokens, targets = pair(batch, "language_modelling", "(tokens, targets)")
         logits = one_tensor(model(tokens), "language_modelling")
+        return self.cross_entropy(logits, targets), logits
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Summed over the targets that count."""
         try:
-            loss = F.cross_entropy(
+            return F.cross_entropy(
                 logits.flatten(0, -2).float(), targets.flatten(), reduction="sum", ignore_index=self.ignore_index
             )
         except (IndexError, RuntimeError, ValueError) as error:
             refuse_targets(error, "language_modelling", logits, targets)
-        return loss, logits
 
     def count(self, batch: Batch) -> Tensor:
         """The targets that are not ignored."""

@@ -20,7 +20,10 @@ __all__ = ["Layout", "Shards", "local", "part_of", "reshard", "shard_like"]
 
 
 class Layout:
-    """The parts of a model's tensors by name, where `tensor` ranks share its layers: each holds its cut of some."""
+    """The parts of a model's tensors by name, where ranks share its layers or its experts: each holds its cut of some.
+
+    All others are whole on each of the `tensor` ranks.
+    """
 
     def __init__(self, cuts: Mapping[str, Cut], tensor: Ranks) -> None:
         self.cuts, self._tensor = cuts, tensor
@@ -28,10 +31,12 @@ class Layout:
     def part(self, name: str, tensor: Tensor) -> Part:
         """This rank's part of a tensor that has the form of the parameter of this name."""
         found = part_of(tensor)
-        if self._tensor.size == 1 or not isinstance(tensor, DTensor):
+        if not isinstance(tensor, DTensor):
             return found
         if cut := self.cuts.get(name):
             return Part(found.tensor, cut.shape, cut.region(*_rows(tensor)), found.replica, found.replicas)
+        if self._tensor.size == 1:
+            return found
         replica, replicas = found.replica * self._tensor.size + self._tensor.rank, found.replicas * self._tensor.size
         return replace(found, replica=replica, replicas=replicas)
 

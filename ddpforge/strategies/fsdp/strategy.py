@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
@@ -18,6 +19,8 @@ from torch.optim import Optimizer
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Contract, Refusal, Replica, Strategy, Task, Weights, World
 from ddpforge.ranks.join import limit_waiting
+from ddpforge.strategies.fsdp.context import ContextReplica, Cut, check_context, refuse_length
+from ddpforge.strategies.fsdp.experts import ExpertReplica, Spread, check_experts
 from ddpforge.strategies.fsdp.grid import Grid
 from ddpforge.strategies.fsdp.replica import FSDPReplica
 from ddpforge.strategies.fsdp.shards import Layout, Shards, part_of
@@ -38,7 +41,9 @@ class FSDP(Strategy):
 
     See https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html and Zhao et al., "PyTorch FSDP" (VLDB
     2023). With `replicas` the ranks form that many groups; each shards the model among its own ranks and gradients
-    are then averaged over the groups (hybrid sharding, HSDP).
+    are then averaged over the groups (hybrid sharding, HSDP). With `context` neighbouring ranks see the same samples,
+    and each computes a part of every sequence, of models that can do so; weights are sharded over them as well. With
+    `experts` neighbouring ranks hold some of the experts of each layer, and send each other the tokens for them.
     """
 
     contract = Contract(
@@ -55,6 +60,24 @@ class FSDP(Strategy):
         *,
         replicas: Annotated[
             int, Field(ge=1, le=2**16, description="Groups of ranks that each hold the whole model; must divide ranks.")
+        ] = 1,
+        context: Annotated[
+            int,
+            Field(
+                ge=1,
+                le=2**16,
+                description="Neighbouring ranks that each compute a part of the same sequences; must divide ranks, and"
+                " twice it the length of sequences.",
+            ),
+        ] = 1,
+        experts: Annotated[
+            int,
+            Field(
+                ge=1,
+                le=2**12,
+                description="Neighbouring ranks over which the experts of a layer are spread; must divide ranks and"
+                " experts.",
+            ),
         ] = 1,
         tensor: Annotated[
             int, Field(ge=1, le=2**10, description="Neighbouring ranks that share out each layer; must divide ranks.")
@@ -103,13 +126,15 @@ class FSDP(Strategy):
         ] = False,
     ) -> None:
         self.replicas = replicas
+        self.context = context
+        self.experts, self.spread = experts, cast(Spread | None, None)
         self.reshard_after_forward = reshard_after_forward
         self.accumulate = accumulate
         self.gather = gather
         self.cpu_offload = cpu_offload
         self.meta = meta
         self.tensor, self.plan, self.sequence, self.loss = tensor, plan, sequence, loss
-        self.grid = Grid(replicas=replicas, tensor=tensor)
+        self.grid = Grid(replicas=replicas, context=context, tensor=tensor)
         self.shares: Shares | None = None
         self.contract = replace(self.contract, replicas=replicas)
         if accumulate == "whole":
@@ -135,11 +160,48 @@ class FSDP(Strategy):
                 "and FSDP gathers them anew for every pass",
                 ('set train.compile = "default", or strategy.use = "ddp"',),
             )
+        if self.context > 1 and train.compile != "off":
+            yield Refusal(
+                "train.compile",
+                f"strategy.context = {self.context} gathers keys and values of other ranks in the middle of attention, "
+                "which is not compiled",
+                ('set train.compile = "off"', "or leave strategy.context out"),
+            )
+        yield from self._refusals_of_experts(train, ranks)
         if self.gather == "compute" and train.precision == "fp32":
             yield Refusal(
                 "strategy.gather",
                 'strategy.gather = "compute" has no effect while train.precision is "fp32"',
                 ('set train.precision = "bf16", or leave strategy.gather out',),
+            )
+
+    def _refusals_of_experts(self, train: TrainSection, ranks: int) -> Iterator[Refusal]:
+        """Ranks that do not divide, and what is not offered together."""
+        if self.experts == 1:
+            return
+        if ranks % self.experts:
+            fits = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+            message = f"strategy.experts = {self.experts} does not divide the {ranks} rank{'s' * (ranks > 1)}"
+            yield Refusal("strategy.experts", message, (f"use one of {fits}" if ranks > 1 else "leave it out",))
+        for key in ("replicas", "context", "tensor"):
+            if getattr(self, key) > 1:
+                yield Refusal(
+                    f"strategy.{key}",
+                    f"strategy.{key} and strategy.experts are not offered together",
+                    ("leave one of them out",),
+                )
+        if self.cpu_offload:
+            yield Refusal(
+                "strategy.cpu_offload",
+                "strategy.cpu_offload and strategy.experts are not offered together",
+                ("leave one of them out",),
+            )
+        if train.compile != "off":
+            yield Refusal(
+                "train.compile",
+                f"strategy.experts = {self.experts} sends tokens to other ranks in the middle of a layer, which is not "
+                "compiled",
+                ('set train.compile = "off"', "or leave strategy.experts out"),
             )
 
     def _refusals_of_tensor(self, train: TrainSection) -> Iterator[Refusal]:
@@ -171,6 +233,10 @@ class FSDP(Strategy):
         """Reads the plan of which layers are cut how."""
         if self.tensor > 1:
             self._resolved(model, blocks)
+        if self.context > 1:
+            check_context(self.context, model, task)
+        if self.experts > 1:
+            check_experts(self.experts, model)
         if self.loss == "vocabulary" and not task.takes_split_logits:
             raise StrategyError(
                 f'strategy.loss = "vocabulary" leaves logits in parts, and {type(task).__name__} wants them whole',
@@ -188,11 +254,19 @@ class FSDP(Strategy):
         """Counts groups of ranks that see the same samples."""
         return self.grid.data_ranks(ranks)
 
+    def check_data(self, data: Any) -> None:
+        """Asks whether sequences can be cut."""
+        if self.context > 1 and isinstance(length := getattr(data, "block_size", None), int):
+            refuse_length(length, self.context)
+
     def setup(self, train: TrainSection, world: World) -> World:
         """Lays the ranks out in the grid."""
         self.places = self.grid.places(world)
         self.mesh = self.places.mesh
         limit_waiting(self.places.groups, train)
+        if self.experts > 1:
+            self.spread = Spread(world, self.experts)
+            limit_waiting(self.spread.groups, train)
         return super().setup(train, replace(world, data=self.places.data))
 
     def building(self) -> AbstractContextManager[Any]:
@@ -221,7 +295,8 @@ class FSDP(Strategy):
     @property
     def layout(self) -> Layout:
         """The parts of weights that this rank holds."""
-        return Layout(self.shares.cuts if self.shares else {}, self.places.tensor)
+        held = self.shares or self.spread
+        return Layout(held.cuts if held else {}, self.places.tensor)
 
     def beside(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
         """Shards the module like the model, apart from it."""
@@ -241,6 +316,8 @@ class FSDP(Strategy):
             _refuse_form(name, parameter)
             if not parameter.is_meta:  # what is sharded is flat: other layouts would be lost, and fully_shard refuses
                 parameter.data = parameter.data.contiguous()
+        if self.context > 1:
+            Cut(self.places.context).give(model)
         ties = _ties(model)
         if self.meta:
             materialise(model, then={id(block): partial(self._shard_block, model) for block in blocks})
@@ -271,6 +348,10 @@ class FSDP(Strategy):
         for _, member in members(optimizer):
             self._try(member)
         self._check(model)
+        if self.context > 1:
+            return ContextReplica(Cut(self.places.context), self, model, optimizer)
+        if self.spread:
+            return ExpertReplica(self.spread, self, model, optimizer)
         return FSDPReplica(self, model, optimizer)
 
     def _try(self, optimizer: Optimizer) -> None:
@@ -319,9 +400,12 @@ class FSDP(Strategy):
     def _shard_block(self, model: nn.Module, block: nn.Module) -> None:
         self._agree_on(block)
         self._cut(model, block)
-        fully_shard(
+        self._shard(block, self.mesh)
+
+    def _shard(self, block: nn.Module, mesh: DeviceMesh) -> FSDPModule:
+        return fully_shard(
             block,
-            mesh=self.mesh,
+            mesh=mesh,
             reshard_after_forward=self.reshard_after_forward,
             mp_policy=_policy(
                 precision_for(self.train.precision, self.world.device).dtype if self.gather == "compute" else None,
@@ -333,6 +417,8 @@ class FSDP(Strategy):
     def _cut(self, model: nn.Module, part: nn.Module) -> None:
         if self.shares:
             self.shares.cut(model, part)
+        if self.spread:
+            self.spread.take(model, part, partial(self._shard, mesh=self.spread.mesh))
 
     def _agree_on(self, module: nn.Module) -> None:
         """Gives every rank rank 0's values of what is not sharded yet, as DDP does; most often they are the same."""
@@ -345,12 +431,11 @@ class FSDP(Strategy):
         return CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
 
     def _check(self, model: nn.Module) -> None:
-        """Every parameter must be a DTensor, sharded over the mesh's last dimension, with its part on this rank."""
-        shards = self.mesh.size(-1)
+        """Every parameter must be a DTensor, sharded over its mesh's last dimension, with its part on this rank."""
         for name, parameter in model.named_parameters():
             if not isinstance(model, FSDPModule) or not isinstance(parameter, DTensor):
                 raise StrategyError(f"asked for FSDP, but parameter `{name}` is a {type(parameter).__name__}")
-            rows = -(-parameter.shape[0] // shards)
+            rows = -(-parameter.shape[0] // parameter.device_mesh.size(-1))
             if len(parameter.to_local()) > rows or not parameter.placements[-1].is_shard(0):
                 raise StrategyError(f"asked for FSDP, but parameter `{name}` is placed as {parameter.placements}")
 

@@ -226,7 +226,8 @@ def _cut_of(model: nn.Module, name: str, parameter: nn.Parameter, style: Style, 
     if shape[dim] % (style.parts * ranks):
         _refuse_share(name, f"{_stretches(shape[dim], dim, style.parts)}", ranks)
     if unit and shape[dim] // style.parts % (unit * ranks):
-        _refuse_share(name, f"{shape[dim] // style.parts / unit:g} heads of {unit}", ranks)
+        heads = shape[dim] // style.parts // unit
+        _refuse_share(name, f"{heads} head{'s' * (heads > 1)} of {unit}", ranks)
     return Cut(shape, dim, 0, ranks, style.parts)
 
 

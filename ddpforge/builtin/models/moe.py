@@ -1,0 +1,183 @@
+"""A GPT whose perceptrons are mixtures of experts (Shazeer et al. 2017; Fedus et al. 2021): tokens use a few."""
+
+import math
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from ddpforge.builtin.models.gpt import GPT, Block
+from ddpforge.interfaces import Experts
+
+_STD = 0.02
+
+
+class Routed(NamedTuple):
+    """Logits [B, T, vocab_size], and of each sequence, as a mean over layers: how even experts are used, what is lost.
+
+    `balance` [B] is 1 where experts are used evenly and up to their number where they are not (Fedus et al. 2021,
+    equation 4); it has gradients. `dropped` [B] is the share of a sequence's choices for which an expert had no place.
+    """
+
+    logits: Tensor
+    balance: Tensor
+    dropped: Tensor
+
+
+class MoEGPT(GPT):
+    """Predicts the next token at every position: [B, T] int64 → `Routed`, for the task `moe_language_modelling`.
+
+    Each token goes to its `active` most probable experts. An expert has places for `capacity` times its even share of a
+    sequence's choices; earlier tokens come first, and what finds no place passes the layer by. Routing looks at each
+    sequence by itself: what is dropped, and how even experts are used, depends neither on ranks nor on micro-batches.
+    """
+
+    tensor_plan = {}  # noqa: RUF012
+
+    def __init__(
+        self,
+        *,
+        vocab_size: Annotated[int, Field(ge=2, le=2**24, description="Number of different tokens.")] = 256,
+        block_size: Annotated[int, Field(ge=1, le=2**24, description="Longest sequence, in tokens.")] = 256,
+        layers: Annotated[int, Field(ge=1, le=1000, description="Number of transformer blocks.")] = 4,
+        heads: Annotated[int, Field(ge=1, le=1024, description="Attention heads per block; must divide `width`.")] = 4,
+        width: Annotated[int, Field(ge=1, le=2**17, description="Channels of the residual stream.")] = 128,
+        dropout: Annotated[
+            float,
+            Field(ge=0, lt=1, description="Dropout probability: embeddings, attention weights, residual branches."),
+        ] = 0.0,
+        experts: Annotated[int, Field(ge=2, le=4096, description="Experts per block.")] = 8,
+        active: Annotated[int, Field(ge=1, le=64, description="Experts that a token uses; fewer than `experts`.")] = 2,
+        capacity: Annotated[
+            float,
+            Field(gt=0, le=4096, description="Places of an expert, in even shares of a sequence's choices."),
+        ] = 1.5,
+    ) -> None:
+        if active >= experts:
+            raise ValueError(f"active = {active} is not less than experts = {experts}")
+        self.mixture = (experts, active, capacity)
+        super().__init__(
+            vocab_size=vocab_size, block_size=block_size, layers=layers, heads=heads, width=width, dropout=dropout
+        )
+
+    def _block(self, *form: Any) -> Block:
+        return MixtureBlock(*form, mixture=self.mixture)
+
+    def forward(self, tokens: Tensor) -> Routed:  # type: ignore[override]
+        """[B, T] int64 → `Routed`."""
+        x = self.enter(tokens)
+        usage = x.new_zeros(len(x), 2, dtype=torch.float32)
+        for block in self.blocks:
+            x, found = block(x)
+            usage = usage + found
+        balance, dropped = (usage / len(self.blocks)).unbind(1)
+        return Routed(self.leave(x), balance, dropped.detach())
+
+
+class MixtureBlock(Block):
+    """Attention, then a mixture of experts; also tells how evenly these were used."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        dropout: float,
+        bias: bool,
+        residual_std: float,
+        causal: bool,
+        *,
+        mixture: tuple[int, int, float],
+    ) -> None:
+        self._form = (width, dropout, residual_std, *mixture)
+        super().__init__(width, heads, dropout, bias, residual_std, causal)
+
+    def _mlp(self, width: int, dropout: float, bias: bool, residual_std: float) -> nn.Module:
+        return Mixture(*self._form)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """[B, T, width] → [B, T, width], and the balance and the dropped share of each sequence: [B, 2]."""
+        x = x + self.attention(self.attention_norm(x))
+        mixed, usage = self.mlp(self.mlp_norm(x))
+        return x + mixed, usage
+
+
+class Mixture(nn.Module):
+    """A router and its experts."""
+
+    def __init__(
+        self, width: int, dropout: float, residual_std: float, experts: int, active: int, capacity: float
+    ) -> None:
+        super().__init__()
+        self.active, self.capacity = active, capacity
+        self.router = _Router(width, experts, bias=False)
+        self.experts = ExpertLayers(experts, width, residual_std)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, width] → [B, T, width], and the balance and the dropped share of each sequence: [B, 2]."""
+        batch, length, width = x.shape
+        shares = self.router(x).float().softmax(-1)  # [B, T, experts]
+        weights, chosen = shares.topk(self.active)  # [B, T, active]
+        weights = weights / weights.sum(-1, keepdim=True)
+
+        experts = shares.shape[-1]
+        places = math.ceil(self.capacity * self.active * length / experts)
+        choices = F.one_hot(chosen.flatten(1), experts)  # [B, T·active, experts], earlier tokens first
+        number = (choices.cumsum(1) - choices).gather(2, chosen.flatten(1)[..., None])[..., 0]  # of those before
+        kept = number < places
+        nowhere = experts * places  # a place of nobody's
+        place = torch.where(kept, chosen.flatten(1) * places + number, nowhere)  # [B, T·active]
+
+        slots = self._dealt(x, place, nowhere).view(batch, experts, places, width)
+        outputs = self.experts(slots.transpose(0, 1).flatten(1, 2))  # [experts, B·places, width]
+        outputs = outputs.view(experts, batch, places, width).transpose(0, 1).flatten(1, 2)
+        outputs = F.pad(outputs, (0, 0, 0, 1))  # what went nowhere comes back as zeros
+        found = outputs.gather(1, place[..., None].expand(-1, -1, width)).view(batch, length, self.active, width)
+        mixed: Tensor = self.dropout((found * weights[..., None].to(found.dtype)).sum(2))
+        return mixed, self._usage(shares, choices, kept)
+
+    def _dealt(self, x: Tensor, place: Tensor, nowhere: int) -> Tensor:
+        """The tokens at their places; empty ones are zeros: [B, experts·places, width]."""
+        batch, length, width = x.shape
+        token = torch.arange(length, device=x.device).repeat_interleave(self.active).expand(batch, -1)
+        whose = torch.full((batch, nowhere + 1), length, device=x.device).scatter(1, place, token)[:, :nowhere]
+        return F.pad(x, (0, 0, 0, 1)).gather(1, whose[..., None].expand(-1, -1, width))
+
+    def _usage(self, shares: Tensor, choices: Tensor, kept: Tensor) -> Tensor:
+        """Of each sequence, the balance and the dropped share: [B, 2]."""
+        used = choices.float().mean(1)
+        balance = shares.shape[-1] * (used * shares.mean(1)).sum(-1)
+        return torch.stack([balance, 1 - kept.float().mean(1)], dim=1)
+
+
+class ExpertLayers(nn.Module):
+    """The perceptrons of all experts, each of two layers without biases."""
+
+    def __init__(self, experts: int, width: int, residual_std: float) -> None:
+        super().__init__()
+        self.residual_std = residual_std
+        self.up = nn.Parameter(torch.empty(experts, width, 4 * width))
+        self.down = nn.Parameter(torch.empty(experts, 4 * width, width))
+        self.experts = Experts()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws initial weights, as other layers of the model do."""
+        nn.init.normal_(self.up, std=_STD)
+        nn.init.normal_(self.down, std=self.residual_std)
+
+    def forward(self, slots: Tensor) -> Tensor:
+        """[experts, n, width] → the same; n tokens for each expert."""
+        return self.experts.compute(slots, self._compute)
+
+    def _compute(self, slots: Tensor) -> Tensor:
+        return torch.bmm(F.gelu(torch.bmm(slots, self.up)), self.down)
+
+
+class _Router(nn.Linear):
+    """A linear layer that starts with N(0, 0.02²) weights."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=_STD)

@@ -1,0 +1,173 @@
+"""Context parallelism: sequences are cut over neighbouring ranks, and attention gathers their keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from ddpforge.errors import StrategyError, UsageError
+from ddpforge.interfaces import Compute, Context, Experts, Pass, Ranks, Task
+from ddpforge.interfaces.seeds import mix
+from ddpforge.ranks.collectives import Connected
+from ddpforge.strategies.fsdp.replica import FSDPReplica
+
+__all__ = ["ContextReplica", "Cut", "check_context", "refuse_length"]
+
+
+class Cut(Context):
+    """This rank's two of 2·N equal chunks of every sequence, over N ranks: one from the front and one from the back.
+
+    Under a causal mask a position attends to what came before; of chunks r and 2·N - 1 - r all ranks have as much to
+    compute. See Li et al., "Sequence Parallelism" (2021), and the all-gather of keys and values in "The Llama 3 Herd of
+    Models" (2024), section 3.3.2.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = cast(Connected, ranks)
+        self.size, self._front, self._back = ranks.size, ranks.rank, 2 * ranks.size - 1 - ranks.rank
+
+    def give(self, model: nn.Module) -> None:
+        """Lets the modules of a model that ask a context ask this one."""
+        for module in asking(model):
+            module.context = self
+
+    # -- what a model asks
+    def length(self, tokens: int) -> int:
+        """That of all ranks."""
+        return self.size * tokens
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Those of both chunks."""
+        chunk = tokens // 2
+        return torch.cat([torch.arange(n * chunk, (n + 1) * chunk, device=device) for n in (self._front, self._back)])
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> Tensor:
+        """One all-gather of keys and values; then each chunk attends to what it may see."""
+        k, v = self._whole(torch.stack([k, v]))
+        if not causal:
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+        front, back = q.chunk(2, dim=2)
+        chunk = front.shape[2]
+        mixed = []
+        for queries, number in ((front, self._front), (back, self._back)):
+            seen = (number + 1) * chunk
+            with _disable_current_modes():  # those that watch the first pass would make another tensor of it
+                mask: Any = causal_lower_right(chunk, seen)
+            keys, values = k[:, :, :seen], v[:, :, :seen]
+            mixed.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, dropout_p=dropout))
+        return torch.cat(mixed, dim=2)
+
+    def _whole(self, mine: Tensor) -> Tensor:
+        """The chunks of all ranks, in the order of the sequence: [2, B, heads, tokens, …] → [2, B, heads, T, …]."""
+        ranks: Any = self._ranks.gather_alike(mine)
+        ranks = ranks.unflatten(0, (self.size, 2))  # [ranks, keys and values, …]
+        fronts, backs = ranks.unflatten(4, (2, -1)).unbind(4)
+        return torch.cat([*fronts, *reversed(backs)], dim=3)
+
+    # -- what a replica asks
+    def own_part(self, batch: Any) -> Any:
+        """This rank's positions of all tensors [B, T, …] in a batch; raises UsageError for one that has no such."""
+        lengths = set[int]()
+        found = tree_map_only(Tensor, partial(self._own, lengths), batch)
+        if len(lengths) > 1:
+            raise UsageError(
+                f"strategy.context = {self.size} cuts sequences, and a batch has tensors of {len(lengths)} lengths: "
+                f"{', '.join(map(str, sorted(lengths)))}",
+                hints=["let every tensor of a sample begin with the dimension T, of the same length"],
+            )
+        return found
+
+    def _own(self, lengths: set[int], tensor: Tensor) -> Tensor:
+        if tensor.ndim < 2:
+            raise UsageError(
+                f"strategy.context = {self.size} cuts sequences, and a batch has a tensor of shape "
+                f"{list(tensor.shape)}, not [B, T, …]",
+                hints=["leave strategy.context out"],
+            )
+        lengths.add(length := tensor.shape[1])
+        refuse_length(length, self.size)
+        chunks = tensor.chunk(2 * self.size, dim=1)
+        return torch.cat([chunks[self._front], chunks[self._back]], dim=1)
+
+    def seed(self, one: Pass) -> None:
+        """Gives a pass other random numbers than the ranks that compute other positions of the same sequences."""
+        one.seed()
+        if self._front:
+            other = mix(torch.initial_seed(), self._front)
+            torch.default_generator.manual_seed(other)
+            if torch.cuda.is_available():
+                torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(other)
+
+
+class ContextReplica(FSDPReplica):
+    """Shards of a model, of which this rank computes some positions of every sequence."""
+
+    def __init__(self, cut: Cut, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._cut = cut
+
+    def own_part(self, batch: Any) -> Any:
+        """This rank's positions."""
+        return self._cut.own_part(batch)
+
+    def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:
+        """The loss of this rank's positions counts as often as there are such ranks, which all count all items."""
+
+        def share(module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
+            loss, outputs = compute(module, one)
+            return loss * self._cut.size, outputs
+
+        apart = (replace(one, seed=partial(self._cut.seed, one)) for one in passes)
+        return super().passes(apart, share, trains=trains)
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+def asking(model: nn.Module) -> list[Any]:
+    """The modules of a model that ask a context."""
+    return [module for module in model.modules() if isinstance(getattr(module, "context", None), Context)]
+
+
+def check_context(size: int, model: nn.Module, task: Task) -> None:
+    """Raises StrategyError where sequences cannot be cut over `size` ranks, for the reason that can be known."""
+    if not asking(model):
+        raise StrategyError(
+            f"strategy.context = {size} cuts sequences over ranks, and {type(model).__name__} does not say that its "
+            "attention can do with that",
+            hints=[
+                "give the modules that attend, or number positions, a `context = ddpforge.interfaces.Context()`, and "
+                "let them ask it, as the built-in gpt does",
+                "or leave strategy.context out",
+            ],
+        )
+    if any(isinstance(getattr(module, "experts", None), Experts) for module in model.modules()):
+        raise StrategyError(
+            f"strategy.context = {size} cuts sequences over ranks, and the experts of {type(model).__name__} are "
+            "shared out over whole ones",
+            hints=["leave strategy.context out"],
+        )
+    if not task.by_position:
+        raise StrategyError(
+            f"strategy.context = {size} cuts sequences over ranks, and {type(task).__name__} does not say that its "
+            "loss is a sum over positions",
+            hints=["set `by_position = True` on the task if it is", "or leave strategy.context out"],
+        )
+
+
+def refuse_length(length: int, size: int) -> None:
+    """Raises UsageError for a sequence that does not give every rank two chunks of equal length."""
+    if length % (2 * size):
+        multiple = 2 * size * max(1, round(length / (2 * size)))
+        raise UsageError(
+            f"strategy.context = {size} cuts a sequence into {2 * size} chunks, which does not divide its length, "
+            f"{length}",
+            hints=[f"give sequences {multiple} tokens, or another multiple of {2 * size}"],
+        )

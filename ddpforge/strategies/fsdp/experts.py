@@ -1,0 +1,143 @@
+"""Expert parallelism: neighbouring ranks hold some experts of a layer each, and send each other the tokens for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import Compute, Experts, Pass, World
+from ddpforge.ranks.collectives import Group
+from ddpforge.strategies.fsdp.replica import FSDPReplica
+from ddpforge.strategies.tensor import Cut
+
+__all__ = ["ExpertReplica", "Spread", "check_experts"]
+
+
+class Spread(Experts):
+    """The experts of `size` neighbouring ranks, as many on each: all-to-all there and back (Lepikhin et al., "GShard",
+    2020).
+
+    All ranks see different samples. Ranks with the same place in their group hold the same experts, and shard them
+    among each other, over `mesh`.
+    """
+
+    def __init__(self, world: World, size: int) -> None:
+        names = ("same", "experts")
+        grid = init_device_mesh(world.device.type, (world.all.size // size, size), mesh_dim_names=names)
+        self.groups, self.mesh = grid.get_all_groups(), grid["same"]
+        self._group = grid.get_group("experts")
+        self._ranks = Group(self._group, world.device)
+        self.cuts: dict[str, Cut] = {}  # by parameter name
+        self._counts: list[int] | None = None
+
+    # -- where experts are
+    def take(self, model: nn.Module, part: nn.Module, shard: Callable[[nn.Module], Any]) -> None:
+        """Leaves this rank its own of all experts in a part of the model; they are sharded as units of their own."""
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for module in holding(part):
+            if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+                continue  # which was done as part of a block
+            for parameter in module.parameters():
+                cut = Cut(tuple(parameter.shape), 0, self._ranks.rank, self._ranks.size)
+                self.cuts[names[id(parameter)]] = cut
+                parameter.data = cut.take(parameter.data)
+            module.experts = self
+            shard(module)
+
+    # -- what a model asks
+    def compute(self, slots: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """Sends slots to the ranks of their experts, and brings back what these make of them."""
+        experts, mine, width = slots.shape
+        counts = self._slots(mine)
+        each = experts // self._ranks.size
+        there, here = [each * mine] * self._ranks.size, [each * count for count in counts]
+        # FSDP takes the mean of an expert's gradients over the ranks that hold it, each of which has seen the tokens of
+        # its whole group: within they are divided by that, so that the mean is over all ranks, as for other weights.
+        share = 1 / self._ranks.size
+        received: Tensor = _Exchange.apply(slots.flatten(0, 1), self._group, there, here, 1 / share)
+        whole = torch.cat([rows.view(each, -1, width) for rows in torch.split(received, here)], dim=1)
+        found = torch.cat([rows.flatten(0, 1) for rows in torch.split(compute(whole), counts, dim=1)])
+        returned: Tensor = _Exchange.apply(found, self._group, here, there, share)
+        return returned.view(experts, mine, width)
+
+    def _slots(self, mine: int) -> list[int]:
+        """The slots of an expert on each rank, which are those of all layers of a pass."""
+        if self._counts is None:
+            self._counts = self._ranks.everyone(mine)  # ragged steps give ranks different numbers of samples
+        return self._counts
+
+    def forget(self, one: Pass) -> None:
+        """Seeds a pass; its batch has a size of its own."""
+        self._counts = None
+        one.seed()
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to ranks of a group, `there` of them to each; `here` come from each. Gradients, times `factor`, go back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, group: dist.ProcessGroup, there: list[int], here: list[int], factor: float
+    ) -> Tensor:
+        ctx.way = group, there, here, factor
+        return _exchanged(rows, group, there, here)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        group, there, here, factor = ctx.way
+        return _exchanged(gradient * factor, group, here, there), None, None, None, None
+
+
+def _exchanged(rows: Tensor, group: dist.ProcessGroup, there: list[int], here: list[int]) -> Tensor:
+    found = rows.new_empty(sum(here), *rows.shape[1:])
+    dist.all_to_all_single(found, rows.contiguous(), here, there, group=group)
+    return found
+
+
+class ExpertReplica(FSDPReplica):
+    """Shards of a model, whose experts are spread over ranks."""
+
+    def __init__(self, spread: Spread, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._spread = spread
+
+    def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:
+        """One after the other, each with a batch of its own size."""
+        own = (replace(one, seed=partial(self._spread.forget, one)) for one in passes)
+        return super().passes(own, compute, trains=trains)
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+def holding(model: nn.Module) -> list[Any]:
+    """The modules of a model that hold experts."""
+    return [module for module in model.modules() if isinstance(getattr(module, "experts", None), Experts)]
+
+
+def check_experts(size: int, model: nn.Module) -> None:
+    """Raises StrategyError where the experts of a model cannot be spread over `size` ranks."""
+    modules = holding(model)
+    if not modules:
+        raise StrategyError(
+            f"strategy.experts = {size} spreads experts over ranks, and {type(model).__name__} has none that can be",
+            hints=[
+                'set model.use = "moe_gpt", or give the module that holds experts\' weights an '
+                "`experts = ddpforge.interfaces.Experts()`, and let it ask that",
+                "or leave strategy.experts out",
+            ],
+        )
+    for count in {len(parameter) for module in modules for parameter in module.parameters()}:
+        if count % size:
+            fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            raise StrategyError(
+                f"strategy.experts = {size} does not divide the {count} experts of a layer",
+                hints=[f"use one of {fits}"],
+            )

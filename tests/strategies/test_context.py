@@ -1,0 +1,130 @@
+"""Sequences cut over ranks: attention of the whole sequence, each rank's positions, and what cannot be cut."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from doubles import Elsewhere
+from forked import in_ranks, refused, train
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from ddpforge.builtin.models.gpt import GPT
+from ddpforge.builtin.models.mlp import MLP
+from ddpforge.builtin.tasks.language_modelling import LanguageModelling
+from ddpforge.builtin.tasks.masked_lm import MaskedLM
+from ddpforge.errors import StrategyError, UsageError
+from ddpforge.interfaces import Pass
+from ddpforge.ranks.collectives import Group
+from ddpforge.strategies.fsdp import FSDP
+from ddpforge.strategies.fsdp.context import Cut
+
+
+def attended(causal: bool) -> tuple[Tensor, ...]:
+    """Attention over 12 positions, as one process computes it; its result, and the gradients of q, k and v."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, gradient = (torch.randn(2, 3, 12, 4, generator=generator, dtype=torch.float64) for _ in range(4))
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    mixed = scaled_dot_product_attention(q, k, v, is_causal=causal)
+    mixed.backward(gradient)
+    assert q.grad is not None
+    assert k.grad is not None
+    assert v.grad is not None
+    return q.detach(), k.detach(), v.detach(), gradient, mixed.detach(), q.grad, k.grad, v.grad
+
+
+# ---------------------------------------------------------------------------------------------- what ranks compute
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_attention_and_its_gradients_are_those_of_the_whole_sequence(ranks: int) -> None:
+    def rank(number: int) -> Any:
+        dist.init_process_group("gloo")
+        cut = Cut(Group(dist.group.WORLD))  # type: ignore[arg-type]
+        worst = []
+        for causal in (True, False):
+            whole = attended(causal)
+            mine = [cut.own_part(tensor.transpose(1, 2)).transpose(1, 2) for tensor in whole]
+            q, k, v = (tensor.clone().requires_grad_() for tensor in mine[:3])
+            mixed = cut.attention(q, k, v, causal=causal)
+            mixed.backward(mine[3])
+            found: Any = (mixed.detach(), q.grad, k.grad, v.grad)
+            worst.append(max((a - b).abs().max().item() for a, b in zip(found, mine[4:], strict=True)))
+        return worst
+
+    for worst in in_ranks(ranks, rank):
+        assert max(worst) < 1e-13
+
+
+def test_every_position_is_one_ranks_and_all_attend_to_as_many() -> None:
+    cuts = [Cut(Elsewhere(4, rank)) for rank in range(4)]
+    positions = [cut.positions(4, torch.device("cpu")).tolist() for cut in cuts]
+    assert positions == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+    assert {sum(position + 1 for position in mine) for mine in positions} == {34}
+    batch = {"tokens": torch.arange(16).repeat(2, 1), "more": [torch.arange(32).reshape(1, 16, 2)], "name": "x"}
+    own = cuts[1].own_part(batch)
+    assert own["tokens"].tolist() == [[2, 3, 12, 13]] * 2
+    assert own["more"][0][0, :, 0].tolist() == [4, 6, 24, 26]
+    assert own["name"] == "x"
+    assert cuts[1].length(4) == 16
+
+
+def test_ranks_draw_other_numbers_for_other_positions() -> None:
+    seeds = []
+    for rank in range(3):
+        Cut(Elsewhere(3, rank)).seed(Pass(batch=None, seed=lambda: torch.default_generator.manual_seed(5) and None))
+        seeds.append(torch.initial_seed())
+    assert seeds[0] == 5
+    assert len({*seeds}) == 3
+
+
+# ---------------------------------------------------------------------------------------------- what cannot be cut
+class Sequences:
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+
+def gpt() -> GPT:
+    return GPT(vocab_size=16, block_size=16, layers=1, heads=1, width=4)
+
+
+def test_what_sequences_are_cut_for_is_asked_before_ranks_join() -> None:
+    task = LanguageModelling()
+    FSDP(context=2).check(gpt(), task, ())
+    FSDP().check(MLP(inputs=4, outputs=2), task, ())
+    cases: list[tuple[nn.Module, Any, str]] = [
+        (MLP(inputs=4, outputs=2), task, "MLP does not say that its attention can do with that"),
+        (gpt(), MaskedLM(mask_token=15), "MaskedLM does not say that its loss is a sum over posit"),
+    ]
+    for model, asked, says in cases:
+        message = refused(StrategyError, lambda m=model, a=asked: FSDP(context=2).check(m, a, ()))
+        assert message.startswith("strategy.context = 2 cuts ")
+        assert says in message
+
+    FSDP(context=2).check_data(Sequences(16))
+    FSDP().check_data(Sequences(15))
+    message = refused(UsageError, lambda: FSDP(context=2).check_data(Sequences(14)))
+    assert "into 4 chunks, which does not divide its length, 14 | give sequences 16 tokens" in message
+
+
+def test_batches_that_cannot_be_cut_are_refused_by_their_shapes() -> None:
+    cut = Cut(Elsewhere(2, 0))
+    message = refused(UsageError, lambda: cut.own_part((torch.zeros(2, 8), torch.zeros(2))))
+    assert "a batch has a tensor of shape [2], not [B, T, …]" in message
+    message = refused(UsageError, lambda: cut.own_part((torch.zeros(2, 8), torch.zeros(2, 4))))
+    assert "a batch has tensors of 2 lengths: 4, 8" in message
+    assert "which does not divide its length, 6" in refused(UsageError, lambda: cut.own_part([torch.zeros(2, 6)]))
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "key", "says"),
+    [
+        ({}, 3, "strategy.context", "strategy.context = 2 does not divide the 3 ranks"),
+        ({"compile": "default"}, 2, "train.compile", "in the middle of attention, which is not compiled"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(options: Any, ranks: int, key: str, says: str) -> None:
+    (refusal,) = FSDP(context=2).refusals(train(**options), ranks, "cpu")
+    assert refusal.key == key
+    assert says in refusal.message
+    assert FSDP(context=2).data_ranks(4) == 2

@@ -1,0 +1,208 @@
+"""Several devices in one process: the numbers of one device, each part where it belongs, and what is refused."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from forked import Training, in_ranks, refused, saved, train
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import AdamW
+
+from ddpforge.builtin.models.gpt import GPT
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import Pass, World
+from ddpforge.ranks.collectives import Alone
+from ddpforge.strategies.one_process import DataParallel, NaiveSplit
+from ddpforge.strategies.single import Single
+
+ALONE = World(all=Alone(), data=Alone(), device=torch.device("cpu"), local_rank=0)
+BATCHES = torch.arange(48).reshape(6, 2, 4) * 5 % 16
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(vocab_size=16, block_size=4, layers=3, heads=2, width=8)
+
+
+def training(strategy: Any) -> Training:
+    return Training(strategy, gpt, lambda weights: AdamW(weights, lr=0.1), lambda model: model.blocks, clip_norm=0.1)
+
+
+class Unchecked(DataParallel):
+    """Also without GPUs, where torch.nn.DataParallel hands its inputs on to the model."""
+
+    def refusals(self, *_: Any) -> Any:
+        return ()
+
+
+# ---------------------------------------------------------------------------------------------- the numbers
+@pytest.mark.parametrize("strategy", [NaiveSplit, lambda: NaiveSplit(devices=["cpu"] * 3), Unchecked])
+def test_steps_and_state_are_to_the_bit_those_of_one_device(strategy: Any) -> None:
+    def rank(number: int) -> Any:
+        one, several = training(Single()), training(strategy())
+        norms = [(one.step(*pair), several.step(*pair)) for pair in BATCHES.split(2)]
+        assert several.strategy.contract.shards == ()
+        states = one.state(), several.state()
+        assert states[0].model.keys() == states[1].model.keys()
+        for name, value in states[0].model.items():
+            assert torch.equal(value, states[1].model[name])
+            for key, entry in states[0].optimizer[name].items():
+                assert torch.equal(torch.as_tensor(entry), torch.as_tensor(states[1].optimizer[name][key]))
+        return norms
+
+    ((*norms,),) = in_ranks(1, rank)
+    assert all(one == several > 0.1 for one, several in norms)
+
+
+def test_a_run_goes_from_one_device_to_several_and_back() -> None:
+    def rank(number: int) -> Any:
+        straight = training(Single())
+        expected = [straight.step(batch) for batch in BATCHES]
+        found, state = [], None
+        for strategy, batches in ((Single(), BATCHES[:2]), (NaiveSplit(), BATCHES[2:4]), (Single(), BATCHES[4:])):
+            part = training(strategy)
+            if state is not None:
+                part.replica.load_state(state)
+            found += [part.step(batch) for batch in batches]
+            state = saved(part.state())
+        return found, expected
+
+    ((found, expected),) = in_ranks(1, rank)
+    assert found == expected
+
+
+# ---------------------------------------------------------------------------------------------- the places
+class Chain(nn.Module):
+    """Weights of `outside` elements, then blocks, then a number per sample; `skips` also adds what came first."""
+
+    def __init__(self, blocks: int = 4, outside: int = 1, skips: bool = False) -> None:
+        super().__init__()
+        self.enter = nn.Linear(1, 4)
+        self.rest = nn.Parameter(torch.zeros(outside))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(blocks))
+        self.leave = nn.Linear(4, 1)
+        self.skips = skips
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = first = self.enter(x) + self.rest.sum()
+        for block in self.blocks:
+            x = block(x) + first if self.skips else block(x)
+        out: Tensor = self.leave(x)
+        return out
+
+
+def _apply(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+    """What nn.Module does, which torch's fake tensors cannot do in place."""
+    for each in module.modules() if recurse else [module]:
+        for name, parameter in each._parameters.items():
+            each._parameters[name] = nn.Parameter(fn(parameter))  # type: ignore[arg-type]
+    return module
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Two GPUs that compute nothing, and refuse tensors of each other's."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(nn.Module, "_apply", _apply)
+    return FakeTensorMode()
+
+
+def on_gpus(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+    strategy = NaiveSplit(devices=["cuda:0", "cuda:1"])
+    assert strategy.setup(train(), ALONE).device == torch.device("cuda:0")
+    return strategy.wrap(model, blocks)
+
+
+@pytest.mark.parametrize(("outside", "places"), [(1, [0, 0, 1, 1]), (45, [0, 1, 1, 1]), (200, [1, 1, 1, 1])])
+def test_devices_hold_equal_shares_and_inputs_follow_the_blocks(gpus: Any, outside: int, places: list[int]) -> None:
+    with gpus:
+        model = Chain(outside=outside)
+        on_gpus(model, [*model.blocks])
+        assert [block.weight.device.index for block in model.blocks] == places  # type: ignore[union-attr]
+        assert {model.enter.weight.device.index, model.rest.device.index, model.leave.weight.device.index} == {0}
+        assert model(torch.ones(2, 1, device="cuda:0")).device == torch.device("cuda:0")
+
+
+def test_what_is_computed_between_blocks_on_two_devices_is_an_error_that_names_the_mend(gpus: Any) -> None:
+    def mixes() -> None:
+        with gpus, Training(NaiveSplit(), gpt, blocks=lambda model: model.blocks).replica.autocast():
+            model = Chain(skips=True)
+            on_gpus(model, [*model.blocks])(torch.ones(2, 1, device="cuda:0"))
+
+    message = refused(StrategyError, mixes)
+    assert message.startswith("between its blocks the model computes with tensors of different devices")
+    assert message.endswith("name larger classes in train.blocks, which hold all that is computed together")
+
+
+def test_a_device_that_would_stay_empty_and_a_weight_of_two_devices_are_refused() -> None:
+    strategy = NaiveSplit(devices=["cpu"] * 3)
+    strategy.setup(train(), ALONE)
+    model = Chain(blocks=2, outside=200)
+    message = refused(StrategyError, lambda: strategy.wrap(model, [*model.blocks]))
+    assert message.startswith("2 repeated blocks over 3 devices leave nothing for cpu (number 2)")
+
+    tied = Chain(blocks=3)
+    tied.blocks[2].weight = tied.blocks[0].weight  # type: ignore[union-attr]
+    message = refused(StrategyError, lambda: strategy.wrap(tied, [*tied.blocks]))
+    assert message.startswith("`blocks.0.weight` belongs to parts of the model on different devices")
+
+
+def test_each_device_draws_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = [torch.Generator(), torch.Generator()]
+    monkeypatch.setattr(torch.cuda, "default_generators", generators, raising=False)
+    replica = Training(NaiveSplit(), gpt, blocks=lambda model: model.blocks).replica
+    replica._others = [torch.device("cuda:1")]
+
+    def compute(module: nn.Module, one: Pass) -> Any:
+        one.seed()
+        return module(one.batch).sum(), None
+
+    given = Pass(batch=BATCHES[0], seed=lambda: torch.default_generator.manual_seed(7) and None)
+    assert len(list(replica.passes([given], compute, trains=True))) == 1
+    assert generators[1].initial_seed() == 8
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+@pytest.mark.parametrize(
+    ("strategy", "options", "ranks", "device", "key", "says"),
+    [
+        (NaiveSplit(), {}, 2, "cpu", "strategy.use", 'set strategy.use = "ddp" or "fsdp"'),
+        (DataParallel(), {}, 2, "cuda", "strategy.use", 'set strategy.use = "ddp" or "fsdp"'),
+        (DataParallel(), {}, 1, "cpu", "strategy.use", "copies the model to GPUs, and this run computes on cpu"),
+        (
+            NaiveSplit(devices=["cuda:0"]),
+            {},
+            1,
+            "cpu",
+            "strategy.devices",
+            "cuda:0, and this run computes on cpu",
+        ),
+        (NaiveSplit(devices=["cpu"]), {}, 1, "cuda", "strategy.devices", "names cpu, and this run computes on cuda"),
+        (DataParallel(devices=["cuda:1", "cuda:1"]), {}, 1, "cuda", "strategy.devices", "names a GPU twice"),
+        (NaiveSplit(), {"compile": "default"}, 1, "cpu", "train.compile", "for one device"),
+        (DataParallel(), {"activation_checkpointing": True}, 1, "cuda", "train.activation_checkpointing", "no effect"),
+        (DataParallel(), {"sync_batchnorm": True}, 1, "cuda", "train.sync_batchnorm", "has no effect on the copies"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_training(
+    strategy: Any, options: dict[str, Any], ranks: int, device: str, key: str, says: str
+) -> None:
+    (refusal,) = strategy.refusals(train(**options), ranks, device)
+    assert refusal.key == key
+    assert says in " | ".join([refusal.message, *refusal.hints])
+
+
+def test_gpus_that_are_not_there_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    message = refused(StrategyError, lambda: NaiveSplit(devices=["cuda:0", "cuda:3"]).setup(train(), ALONE))
+    assert message.startswith("strategy.devices names cuda:3, and there is 1 GPU")
+
+
+@pytest.mark.parametrize("strategy", [NaiveSplit(), Unchecked()])
+def test_a_warning_says_what_replaces_it(strategy: Any, caplog: pytest.LogCaptureFixture) -> None:
+    strategy.setup(train(), ALONE)
+    (warning,) = caplog.messages
+    assert warning.startswith(f'strategy.use = "{strategy.name}" is for teaching and comparison: ')
+    assert '"fsdp"' in warning or '"ddp"' in warning
