@@ -11,8 +11,10 @@ __all__ = ["Blame", "blame"]
 
 # Innermost lines of Python on which a rank stands that only waits for others: in collectives, and in autograd's engine,
 # from which DDP and FSDP call them; in the schedules of pipelines, and where a pipeline evaluates.
-_WAITING = ("torch/distributed/", "torch/autograd/", "deepspeed/comm/", "torch/_ops.py")
-_WAITING += ("distributed/pipelining/schedules.py", "strategies/pipeline/replica.py")
+_WAITING = (
+    *("torch/distributed/", "torch/autograd/", "deepspeed/comm/", "torch/_ops.py"),
+    *("distributed/pipelining/schedules.py", "strategies/pipeline/replica.py"),
+)
 
 
 class Blame(NamedTuple):
