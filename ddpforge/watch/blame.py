@@ -10,8 +10,11 @@ from ddpforge.watch.rows import Row
 __all__ = ["Blame", "blame"]
 
 # Innermost lines of Python on which a rank stands that only waits for others: in collectives, and in autograd's engine,
-# from which DDP and FSDP call them.
-_WAITING = ("torch/distributed/", "torch/autograd/", "deepspeed/comm/", "torch/_ops.py")
+# from which DDP and FSDP call them; in the schedules of pipelines, and where a pipeline evaluates.
+_WAITING = (
+    *("torch/distributed/", "torch/autograd/", "deepspeed/comm/", "torch/_ops.py"),
+    *("distributed/pipelining/schedules.py", "strategies/pipeline/replica.py"),
+)
 
 
 class Blame(NamedTuple):

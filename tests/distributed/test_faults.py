@@ -72,13 +72,15 @@ class Points(Digits):
         return super().__getitems__(ids)
 
 
+def in_forward(layer, inputs):
+    strike("killed", "frozen", "gil") if layer.training else strike("eval")
+
+
 class Net(MLP):
     def __init__(self) -> None:
         super().__init__(inputs=64, outputs=10, hidden=[8])
-
-    def forward(self, x):
-        strike("killed", "frozen", "gil") if self.training else strike("eval")
-        return super().forward(x)
+        for layer in self.layers:  # of which each rank of a pipeline has some
+            layer.register_forward_pre_hook(in_forward)
 
 
 class Fault(Callback):
@@ -131,7 +133,7 @@ KINDS = {
     "save": Expected("stood in save of step 5", "save", 5, 6 * STALL),
 }
 TENSOR = f'{FSDP}\ntensor = 2\nplan = {{ "layers.0" = "columns", "layers.3" = "rows" }}'
-STRATEGIES = {"ddp": DDP, "fsdp": FSDP, "tensor": TENSOR, "zero3": ZERO[3]}
+STRATEGIES = {"ddp": DDP, "fsdp": FSDP, "tensor": TENSOR, "zero3": ZERO[3], "pipeline": 'use = "pipeline"'}
 DEFAULT = [("data", "ddp", 1), ("frozen", "ddp", 0)]
 CASES = [
     pytest.param(kind, name, rank, marks=() if (kind, name, rank) in DEFAULT else pytest.mark.full)

@@ -156,27 +156,34 @@ def test_masks_follow_from_the_pass_and_ranks_make_as_many_marks(trains: bool) -
 class Turned(nn.Module):
     """What its first part sends is transposed, what it gets back is expanded, and the second part writes in place."""
 
-    pipeline = (("begin", "first"), ("turn", "second"))
+    pipeline = (("begin", "first"), ("flip", "middle"), ("view",), ("turn", "second"))
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.first, self.middle, self.second = (nn.Linear(2, 2) for _ in range(3))
 
     def begin(self, x: Tensor) -> Tensor:
         found: Tensor = self.first(x).T
         return found
+
+    def flip(self, x: Tensor) -> Tensor:
+        return self.view(self.middle(x).T)
+
+    def view(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (2, 1)).squeeze(2)
 
     def turn(self, x: Tensor) -> Tensor:
         found: Tensor = self.second(x.relu_()).T
         return found
 
 
-def test_strides_do_not_matter() -> None:
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_strides_do_not_matter(schedule: str) -> None:
     def action(rank: int) -> Any:
         torch.manual_seed(7)
-        return step(Turned())[0]
+        return step(Turned(), schedule=schedule)[0]
 
     torch.manual_seed(7)
     model = Turned()
-    expected = model.turn(model.begin(torch.ones(2, 2))).sum().item()
-    assert in_ranks(2, action)[1] == [pytest.approx(expected)] * 3
+    expected = model.turn(model.view(model.flip(model.begin(torch.ones(2, 2))))).sum().item()
+    assert in_ranks(2, action)[schedule == "1F1B"] == [pytest.approx(expected)] * 3

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ddpforge.builtin.models.cnn import CNN
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.mlp import MLP
+from ddpforge.builtin.models.moe import MoEGPT
 from ddpforge.builtin.tasks.classification import Classification
 from ddpforge.errors import StrategyError
 from ddpforge.strategies.pipeline import Pipeline
@@ -79,6 +80,19 @@ def test_the_steps_are_the_forward_pass(model: nn.Module, batch: Tensor) -> None
 def test_steps_that_are_not_the_model_are_refused_before_ranks_join(pipeline: object, said: str) -> None:
     check = lambda: Pipeline().check(Tower(2, 2, pipeline=pipeline), Classification(), ())  # noqa: E731
     assert said in refused(StrategyError, check)
+
+
+def test_a_class_with_a_forward_of_its_own_must_say_its_own_steps() -> None:
+    """Those of its base would be another model."""
+
+    class Doubled(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    said = refused(StrategyError, lambda: declared_steps(Doubled(inputs=4, outputs=2)))
+    assert "Doubled does not say of which steps its forward pass is made" in said
+    experts = MoEGPT(vocab_size=4, block_size=4, layers=1, heads=1, width=4)
+    assert "MoEGPT does not say" in refused(StrategyError, lambda: declared_steps(experts))
 
 
 # ---------------------------------------------------------------------------------------------- where to cut

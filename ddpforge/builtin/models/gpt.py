@@ -93,9 +93,12 @@ class GPT(nn.Module):
             self.head = _Linear(width, classes, bias=bias)
         elif not tie_embeddings:
             self.head = _Linear(width, vocab_size, bias=False)
-        # The steps of a forward pass, in their order: where a pipeline may cut.
+
+    @property
+    def pipeline(self) -> tuple[str | tuple[str, ...], ...]:
+        """The steps of a forward pass, in their order: where a pipeline may cut."""
         last = "tokens" if isinstance(self.head, _Tied) else "head"
-        self.pipeline = (("enter", "tokens", "positions"), "blocks", ("leave", "norm", last))
+        return (("enter", "tokens", "positions"), "blocks", ("leave", "norm", last))
 
     def _block(self, *form: Any) -> "Block":
         return Block(*form)

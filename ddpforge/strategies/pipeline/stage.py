@@ -70,7 +70,7 @@ class Part(nn.Module):
                 found = self._call(step, found if isinstance(found, tuple) else (found,), {})
         _mark(phases.BACKWARD)
         if not self.last:
-            return tree_map_only(Tensor, Tensor.contiguous, _travels(found, self._steps[-1]))
+            return tree_map_only(Tensor, _sent, _travels(found, self._steps[-1]))
         micro.output = found
         return torch.zeros(())
 
@@ -85,6 +85,12 @@ class Part(nn.Module):
                 "`pipeline` does not say that it does",
                 hints=[f'say so: pipeline = (…, ("{step.name}", …, "{error.name}"), …)'],
             ) from error
+
+
+def _sent(x: Tensor) -> Tensor:
+    """The same activation as a tensor of its own: views can be neither sent nor detached in place."""
+    x = x.contiguous()
+    return x.clone() if x._is_view() else x
 
 
 def _received(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ddpforge.errors import StrategyError
 
-__all__ = ["Step", "cut_evenly", "cut_where", "declared_steps", "held_by", "named_tensors"]
+__all__ = ["Step", "cut_evenly", "cut_where", "declaration", "declared_steps", "held_by", "named_tensors"]
 
 _HOW = (
     'name them in a class attribute, in their order: pipeline = ("enter", "blocks", ("leave", "norm")): modules, lists '
@@ -30,13 +30,21 @@ class Step:
     uses: tuple[str, ...]
 
 
+def declaration(model: nn.Module) -> Any:
+    """The attribute `pipeline`; None where there is none, or a class has another `forward` than it speaks of."""
+    if "pipeline" in vars(model):
+        return model.pipeline
+    first = next(kind for kind in type(model).__mro__ if {"forward", "pipeline"} & vars(kind).keys())
+    return model.pipeline if "pipeline" in vars(first) else None
+
+
 def declared_steps(model: nn.Module) -> list[Step]:
     """The steps in a model's attribute `pipeline`; raises StrategyError unless they use all of its tensors.
 
     Each entry is the name of a module, or of a list of modules, which are called one after the other, or of a method; a
     tuple begins with such a name, and goes on with those of modules and tensors that it uses beside its own.
     """
-    declared = getattr(model, "pipeline", None)
+    declared = declaration(model)
     if not isinstance(declared, tuple | list) or not declared:
         raise StrategyError(
             f"{type(model).__name__} does not say of which steps its forward pass is made, so a pipeline cannot cut it",

@@ -86,6 +86,7 @@ class Pipeline(Strategy):
 
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
         """Ranks that stages do not divide, and what needs the whole model, or all micro-batches in their order."""
+        self.contract = replace(self.contract, replicas=self.data_ranks(ranks))  # which is shown before `setup`
         if ranks < 2 or ranks % (self.stages or ranks):
             yield Refusal(
                 "strategy.stages",

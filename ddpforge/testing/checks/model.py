@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ddpforge.data.nests import close
 from ddpforge.errors import StrategyError
-from ddpforge.strategies.pipeline.steps import Step, declared_steps, held_by, named_tensors
+from ddpforge.strategies.pipeline.steps import Step, declaration, declared_steps, held_by, named_tensors
 from ddpforge.testing.cases import Case
 from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, NotApplicable, blame, source_of
@@ -102,7 +102,7 @@ def meta_device(case: Case, worlds: Worlds) -> None:
 def pipeline_steps(case: Case, worlds: Worlds) -> None:
     """The steps that it declares for pipelines are its forward pass, and each uses only what it says."""
     trial = trial_of(case)
-    if getattr(trial.model, "pipeline", None) is None:
+    if declaration(trial.model) is None:
         return
     model, (args, named, expected) = trial.model.eval(), _called(trial)
     try:
