@@ -94,8 +94,8 @@ class GPT(nn.Module):
         elif not tie_embeddings:
             self.head = _Linear(width, vocab_size, bias=False)
         # The steps of a forward pass, in their order: where a pipeline may cut.
-        tied = ("tokens",) if isinstance(self.head, _Tied) else ()
-        self.pipeline = (("enter", "tokens", "positions"), "blocks", ("leave", "norm", "head", *tied))
+        last = "tokens" if isinstance(self.head, _Tied) else "head"
+        self.pipeline = (("enter", "tokens", "positions"), "blocks", ("leave", "norm", last))
 
     def _block(self, *form: Any) -> "Block":
         return Block(*form)
