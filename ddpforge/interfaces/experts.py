@@ -20,5 +20,5 @@ class Experts:
     """
 
     def compute(self, slots: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """Has experts `compute` on `slots` [experts, n, width], which may be those of fewer experts, from more ranks."""
+        """Has experts `compute` on `slots` [experts, n, width]; it may be given those of fewer experts, and more of them."""
         return compute(slots)
