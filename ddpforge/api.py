@@ -21,7 +21,7 @@ from ddpforge.data.randomness import own_random_numbers
 from ddpforge.errors import CheckpointError, ExitCode, ForgeError, UsageError
 from ddpforge.exchange.export import chosen_weights
 from ddpforge.exchange.initial import load_initial
-from ddpforge.interfaces import SavedTensor
+from ddpforge.interfaces import SavedTensor, Task
 from ddpforge.ranks.collectives import Alone
 from ddpforge.recipe import Recipe, load_recipe
 from ddpforge.runner import Evaluation
@@ -31,7 +31,9 @@ from ddpforge.runs.metrics import read_metrics
 from ddpforge.starting import Ranks, prepare
 from ddpforge.strategies.named_state import tensors
 from ddpforge.training.building import WEIGHTS
+from ddpforge.training.foreseeing import TEACHERS
 from ddpforge.training.left_out import has_left_out, refuse_others
+from ddpforge.training.parts import key_of
 
 __all__ = ["TrainedRun", "evaluate", "launch", "load"]
 
@@ -150,6 +152,21 @@ class TrainedRun:
             model: nn.Module = build(Registry.installed(), "model", recipe.model)
         model.load_state_dict(self._state(weights or self._evaluated(), model), strict=True)
         return model.to(device).eval()
+
+    def task(self) -> Task:
+        """The recipe's task, as evaluations build it; one that looks at the model or at ranks needs its `start`."""
+        with own_random_numbers():
+            torch.manual_seed(mix(self.recipe.train.seed, TEACHERS))
+            found: Task = build(Registry.installed(), "task", self.recipe.task)
+        return found
+
+    def data(self, name: str = "eval") -> Any:
+        """A dataset of the recipe: "train", "eval", or "eval.NAME" of several; raises UsageError for another."""
+        components = {"train": self.recipe.data.train}
+        components |= {key_of(name): component for name, component in self.recipe.data.evaluations.items()}
+        if name not in components:
+            raise UsageError(f"{self.folder.path} has no data {name!r}", hints=[f"one of {', '.join(components)}"])
+        return build(Registry.installed(), "data", components[name], seed=self.recipe.train.seed)
 
     def _evaluated(self) -> str:
         """The name of the weights that evaluations used."""

@@ -138,6 +138,17 @@ def test_a_loaded_model_is_the_one_that_was_evaluated(run: Path) -> None:
     assert loss_of(newest.model(weights="ema")) == pytest.approx(rows[4], rel=1e-5)
 
 
+def test_what_was_trained_brings_its_task_and_its_data(run: Path) -> None:
+    """Together they give the loss that the evaluation had."""
+    trained = ddpforge.load(run)
+    data, task, model = trained.data(), trained.task(), trained.model()
+    assert (len(data), len(trained.data("train"))) == (360, 1437)
+    batch = torch.utils.data.default_collate([data[number] for number in range(360)])
+    with torch.no_grad():
+        assert task.loss(model, batch)[0].item() / 360 == pytest.approx(trained.metrics()[-1]["eval/loss"], rel=1e-5)
+    assert refused(UsageError, lambda: trained.data("test")).endswith("has no data 'test' | one of train, eval")
+
+
 def test_weights_that_a_checkpoint_has_left_out_come_from_the_model(run: Path) -> None:
     loaded = ddpforge.load(run.with_name("part"))
     measured = loaded.metrics()[-1]["eval/loss"]

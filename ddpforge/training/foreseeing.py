@@ -28,9 +28,9 @@ from ddpforge.training.parts import Parts
 from ddpforge.training.refusals import general_refusals, refusals_of_optimizers
 from ddpforge.training.whole_batch import refusals_of_parts
 
-__all__ = ["foresee"]
+__all__ = ["TEACHERS", "foresee"]
 
-_TEACHERS = 0x7EAC  # keeps the random numbers of models that a task holds apart from all others
+TEACHERS = 0x7EAC  # keeps the random numbers of models that a task holds apart from all others
 
 
 def foresee(parts: Parts, *, ranks: int, device: str | None = None, folder: RunFolder | None = None) -> None:
@@ -49,7 +49,7 @@ def foresee(parts: Parts, *, ranks: int, device: str | None = None, folder: RunF
         parts.built.strategy = build(parts.registry, "strategy", recipe.strategy)
         contract_of(parts.strategy)
     with parts.noting("task"):
-        torch.manual_seed(mix(recipe.train.seed, _TEACHERS))  # it may hold models
+        torch.manual_seed(mix(recipe.train.seed, TEACHERS))  # it may hold models
         parts.built.task = build(parts.registry, "task", recipe.task)
         _check_turns(parts)
         _ask_metrics(parts)
