@@ -20,5 +20,5 @@ class Experts:
     """
 
     def compute(self, slots: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """What experts make of `slots` [experts, n, width]: `compute`, which may be given those of fewer experts."""
+        """Has experts `compute` on `slots` [experts, n, width]; it may be given fewer experts, and more slots."""
         return compute(slots)

@@ -82,7 +82,7 @@ class Strategy(ABC):
         return ()
 
     def check(self, model: nn.Module, task: Task, blocks: Sequence[nn.Module]) -> None:
-        """Raises StrategyError for a model or a task that it cannot train, as far as that is known without ranks.
+        """Raises StrategyError or UsageError for a model or a task that it cannot train, as far as known without ranks.
 
         Called before ranks join, by `ddpforge check` too, with the bare model, which may be on the meta device.
         """

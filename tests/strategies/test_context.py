@@ -14,7 +14,7 @@ from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.mlp import MLP
 from ddpforge.builtin.tasks.language_modelling import LanguageModelling
 from ddpforge.builtin.tasks.masked_lm import MaskedLM
-from ddpforge.errors import StrategyError, UsageError
+from ddpforge.errors import UsageError
 from ddpforge.interfaces import Pass
 from ddpforge.ranks.collectives import Group
 from ddpforge.strategies.fsdp import FSDP
@@ -97,7 +97,7 @@ def test_what_sequences_are_cut_for_is_asked_before_ranks_join() -> None:
         (gpt(), MaskedLM(mask_token=15), "MaskedLM does not say that its loss is a sum over posit"),
     ]
     for model, asked, says in cases:
-        message = refused(StrategyError, lambda m=model, a=asked: FSDP(context=2).check(m, a, ()))
+        message = refused(UsageError, lambda m=model, a=asked: FSDP(context=2).check(m, a, ()))
         assert message.startswith("strategy.context = 2 cuts ")
         assert says in message
 

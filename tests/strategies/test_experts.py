@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.moe import ExpertLayers, MoEGPT
 from ddpforge.builtin.tasks.moe_language_modelling import MoELanguageModelling
-from ddpforge.errors import StrategyError
+from ddpforge.errors import StrategyError, UsageError
 from ddpforge.interfaces import Pass
 from ddpforge.strategies.fsdp import FSDP
+from ddpforge.strategies.pipeline import Pipeline
 from ddpforge.strategies.single import Single
 
 
@@ -83,12 +84,16 @@ def moe(experts: int = 4) -> MoEGPT:
 def test_models_without_experts_or_with_too_few_are_refused_before_ranks_join() -> None:
     task = MoELanguageModelling()
     FSDP(experts=2).check(moe(), task, ())
-    message = refused(StrategyError, lambda: FSDP(experts=2).check(GPT(width=4, heads=1, layers=1), task, ()))
+    message = refused(UsageError, lambda: FSDP(experts=2).check(GPT(width=4, heads=1, layers=1), task, ()))
     assert message.startswith("strategy.experts = 2 spreads experts over ranks, and GPT has none that can be")
-    message = refused(StrategyError, lambda: FSDP(experts=3).check(moe(), task, ()))
+    message = refused(UsageError, lambda: FSDP(experts=3).check(moe(), task, ()))
     assert message == "strategy.experts = 3 does not divide the 4 experts of a layer | use one of 1, 2, 4"
-    message = refused(StrategyError, lambda: FSDP(context=2).check(moe(), task, ()))
+    message = refused(UsageError, lambda: FSDP(context=2).check(moe(), task, ()))
     assert "the experts of MoEGPT are shared out over whole ones" in message
+    message = refused(StrategyError, lambda: FSDP(tensor=2).check(moe(), task, ()))
+    assert message.startswith("strategy.tensor = 2 needs a plan of which layers are cut how, and MoEGPT has none")
+    message = refused(StrategyError, lambda: Pipeline().check(moe(), task, ()))
+    assert message.startswith("MoEGPT does not say of which steps its forward pass is made")
 
 
 @pytest.mark.parametrize(

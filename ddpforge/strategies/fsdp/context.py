@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from ddpforge.errors import StrategyError, UsageError
+from ddpforge.errors import UsageError
 from ddpforge.interfaces import Compute, Context, Experts, Pass, Ranks, Task
 from ddpforge.interfaces.seeds import mix
 from ddpforge.ranks.collectives import Connected
@@ -137,9 +137,9 @@ def asking(model: nn.Module) -> list[Any]:
 
 
 def check_context(size: int, model: nn.Module, task: Task) -> None:
-    """Raises StrategyError where sequences cannot be cut over `size` ranks, for the reason that can be known."""
+    """Raises UsageError where sequences cannot be cut over `size` ranks, for the reason that can be known."""
     if not asking(model):
-        raise StrategyError(
+        raise UsageError(
             f"strategy.context = {size} cuts sequences over ranks, and {type(model).__name__} does not say that its "
             "attention can do with that",
             hints=[
@@ -149,13 +149,13 @@ def check_context(size: int, model: nn.Module, task: Task) -> None:
             ],
         )
     if any(isinstance(getattr(module, "experts", None), Experts) for module in model.modules()):
-        raise StrategyError(
+        raise UsageError(
             f"strategy.context = {size} cuts sequences over ranks, and the experts of {type(model).__name__} are "
             "shared out over whole ones",
             hints=["leave strategy.context out"],
         )
     if not task.by_position:
-        raise StrategyError(
+        raise UsageError(
             f"strategy.context = {size} cuts sequences over ranks, and {type(task).__name__} does not say that its "
             "loss is a sum over positions",
             hints=["set `by_position = True` on the task if it is", "or leave strategy.context out"],

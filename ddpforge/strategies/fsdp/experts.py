@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from ddpforge.errors import StrategyError
+from ddpforge.errors import UsageError
 from ddpforge.interfaces import Compute, Experts, Pass, World
 from ddpforge.ranks.collectives import Group
 from ddpforge.strategies.fsdp.replica import FSDPReplica
@@ -123,10 +123,10 @@ def holding(model: nn.Module) -> list[Any]:
 
 
 def check_experts(size: int, model: nn.Module) -> None:
-    """Raises StrategyError where the experts of a model cannot be spread over `size` ranks."""
+    """Raises UsageError where the experts of a model cannot be spread over `size` ranks."""
     modules = holding(model)
     if not modules:
-        raise StrategyError(
+        raise UsageError(
             f"strategy.experts = {size} spreads experts over ranks, and {type(model).__name__} has none that can be",
             hints=[
                 'set model.use = "moe_gpt", or give the module that holds experts\' weights an '
@@ -137,7 +137,7 @@ def check_experts(size: int, model: nn.Module) -> None:
     for count in {len(parameter) for module in modules for parameter in module.parameters()}:
         if count % size:
             fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-            raise StrategyError(
+            raise UsageError(
                 f"strategy.experts = {size} does not divide the {count} experts of a layer",
                 hints=[f"use one of {fits}"],
             )
