@@ -150,7 +150,7 @@ def momentum(weights: Any) -> SGD:
         pytest.param({"meta": True, "loss": "vocabulary"}, {}, marks=pytest.mark.full),
         pytest.param({}, {"optimizer": momentum}, marks=pytest.mark.full),
     ],
-    ids=str,
+    ids=["untied, on meta", "vocabulary, on meta", "momentum"],
 )
 def test_other_models_and_options_give_the_same_too(strategy: Any, options: Any) -> None:
     (one,) = curve(DDP, 1, 3, **options)
