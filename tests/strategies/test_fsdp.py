@@ -237,6 +237,22 @@ def test_blocks_are_gathered_in_the_dtype_of_the_recipe_and_what_is_left_over_in
     assert in_ranks(2, rank) == [([(dtype, "torch.float32")], ["torch.float32"], {"torch.float32"})] * 2
 
 
+def test_weights_of_norms_are_not_rounded_where_torch_would_not_take_them() -> None:
+    def rank(number: int) -> str:
+        def build() -> nn.Module:
+            return nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+
+        strategy = FSDP(gather="compute")
+        return refused(
+            StrategyError, lambda: Training(strategy, build, precision="bf16", blocks=lambda model: [model[0]])
+        )
+
+    (said,) = in_ranks(1, rank)
+    assert said.startswith(
+        'strategy.gather = "compute" rounds the weights of `1`, a LayerNorm, which torch takes on a GPU'
+    )
+
+
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_blocks_weights_are_freed_after_its_forward_pass_unless_the_recipe_keeps_them(reshard: bool) -> None:
     def rank(number: int) -> Any:

@@ -402,6 +402,8 @@ class FSDP(Strategy):
         return DTensor.from_local(mine, self.mesh, placements, run_check=False)
 
     def _shard_block(self, model: nn.Module, block: nn.Module) -> None:
+        if self.gather == "compute" and self.world.device.type == "cpu":
+            _refuse_norms(block)
         self._agree_on(block)
         self._cut(model, block)
         self._shard(block, self.mesh)
@@ -460,6 +462,17 @@ def _refuse_form(name: str, parameter: nn.Parameter) -> None:
             f"parameter `{name}` has a gradient hook, and under FSDP another tensor takes its place, without hooks",
             hints=['change gradients in the optimizer or by a module hook, or set strategy.use = "ddp"'],
         )
+
+
+def _refuse_norms(block: nn.Module) -> None:
+    """A CPU's kernels take no weights of another dtype than the stream that they normalise; a GPU's do."""
+    for name, module in block.named_modules():
+        if isinstance(module, nn.LayerNorm | nn.GroupNorm) and module.weight is not None:
+            raise StrategyError(
+                f'strategy.gather = "compute" rounds the weights of `{name}`, a {type(module).__name__}, which torch '
+                "takes on a GPU and not on a CPU",
+                hints=["leave strategy.gather out"],
+            )
 
 
 def _reduced(unit: nn.Module) -> torch.dtype:
