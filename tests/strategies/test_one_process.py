@@ -1,5 +1,8 @@
 """Several devices in one process: the numbers of one device, each part where it belongs, and what is refused."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,9 +104,21 @@ def _apply(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
     return module
 
 
+FRESH = "DDPFORGE_TESTS_FRESH"
+
+
+def test_in_a_process_of_their_own() -> None:
+    """Without a GPU torch aborts where fake CUDA tensors are made in a process that has been at other things."""
+    command = [sys.executable, "-m", "pytest", "--verbose", __file__, "-k", "inputs_follow or between_blocks"]
+    ended = subprocess.run(command, env=os.environ | {FRESH: "1"}, capture_output=True, text=True, timeout=300)
+    assert "= 4 passed" in ended.stdout, ended.stdout + ended.stderr
+
+
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Two GPUs that compute nothing, and refuse tensors of each other's."""
+    """Two GPUs that compute nothing, and refuse tensors of each other's; for a process that has done little else."""
+    if FRESH not in os.environ:
+        pytest.skip("run by test_in_a_process_of_their_own")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(nn.Module, "_apply", _apply)
     return FakeTensorMode()
