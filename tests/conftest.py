@@ -71,6 +71,14 @@ def _signals_arrive() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with hosts are for `make test-all`: forks of a process with threads of many libraries may wait for ever."""
+    for item in items:
+        if "hosts" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.full)
+
+
 @pytest.fixture
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """Two hosts, "a" and "b"; see `hosts.py`."""
