@@ -61,7 +61,6 @@ class MoEGPT(GPT):
         super().__init__(
             vocab_size=vocab_size, block_size=block_size, layers=layers, heads=heads, width=width, dropout=dropout
         )
-        del self.pipeline  # blocks also tell how experts are used, which those of a pipeline have no way to
 
     def _block(self, *form: Any) -> Block:
         return MixtureBlock(*form, mixture=self.mixture)
