@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import Compute, Experts, Pass, World
+from ddpforge.interfaces import Compute, Experts, Pass, Refusal, World
 from ddpforge.ranks.collectives import Group
+from ddpforge.strategies.fsdp.grid import Grid
 from ddpforge.strategies.fsdp.replica import FSDPReplica
 from ddpforge.strategies.tensor import Cut
 
-__all__ = ["ExpertReplica", "Spread", "check_experts"]
+if TYPE_CHECKING:
+    from ddpforge.recipe.schema import TrainSection
+
+__all__ = ["ExpertReplica", "Spread", "check_experts", "refusals_of_experts"]
 
 
 class Spread(Experts):
@@ -120,6 +124,35 @@ class ExpertReplica(FSDPReplica):
 def holding(model: nn.Module) -> list[Any]:
     """The modules of a model that hold experts."""
     return [module for module in model.modules() if isinstance(getattr(module, "experts", None), Experts)]
+
+
+def refusals_of_experts(
+    experts: int, grid: Grid, train: TrainSection, ranks: int, *, cpu_offload: bool
+) -> Iterator[Refusal]:
+    """Ranks that do not divide, and what is not offered together."""
+    if ranks % experts:
+        fits = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        message = f"strategy.experts = {experts} does not divide the {ranks} rank{'s' * (ranks > 1)}"
+        yield Refusal("strategy.experts", message, (f"use one of {fits}" if ranks > 1 else "leave it out",))
+    for key in ("replicas", "context", "tensor"):
+        if getattr(grid, key) > 1:
+            yield Refusal(
+                f"strategy.{key}",
+                f"strategy.{key} and strategy.experts are not offered together",
+                ("leave one of them out",),
+            )
+    if cpu_offload:
+        yield Refusal(
+            "strategy.cpu_offload",
+            "strategy.cpu_offload and strategy.experts are not offered together",
+            ("leave one of them out",),
+        )
+    if train.compile != "off":
+        yield Refusal(
+            "train.compile",
+            f"strategy.experts = {experts} sends tokens to other ranks in the middle of a layer, which is not compiled",
+            ('set train.compile = "off"', "or leave strategy.experts out"),
+        )
 
 
 def check_experts(size: int, model: nn.Module) -> None:

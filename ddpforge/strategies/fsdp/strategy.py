@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Contract, Refusal, Replica, Strategy, Task, Weights, World
 from ddpforge.ranks.join import limit_waiting
 from ddpforge.strategies.fsdp.context import ContextReplica, Cut, check_context, refuse_length
-from ddpforge.strategies.fsdp.experts import ExpertReplica, Spread, check_experts
+from ddpforge.strategies.fsdp.experts import ExpertReplica, Spread, check_experts, refusals_of_experts
 from ddpforge.strategies.fsdp.grid import Grid
+from ddpforge.strategies.fsdp.optimizers import try_on_shards
 from ddpforge.strategies.fsdp.replica import FSDPReplica
-from ddpforge.strategies.fsdp.shards import Layout, Shards, part_of
+from ddpforge.strategies.fsdp.shards import Layout, Shards
 from ddpforge.strategies.meta import materialise
 from ddpforge.strategies.precision import precision_for
 from ddpforge.strategies.several import members
 from ddpforge.strategies.tensor import Plan, Shares, refuse_uneven, resolve
-from ddpforge.strategies.trial import tried
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -43,7 +43,8 @@ class FSDP(Strategy):
     2023). With `replicas` the ranks form that many groups; each shards the model among its own ranks and gradients
     are then averaged over the groups (hybrid sharding, HSDP). With `context` neighbouring ranks see the same samples,
     and each computes a part of every sequence, of models that can do so; weights are sharded over them as well. With
-    `experts` neighbouring ranks hold some of the experts of each layer, and send each other the tokens for them.
+    `experts` neighbouring ranks hold some of the experts of each layer, and send each other the tokens for them. With
+    `tensor` neighbouring ranks share out the layers, as a plan says (Shoeybi et al., "Megatron-LM", 2019).
     """
 
     contract = Contract(
@@ -167,41 +168,13 @@ class FSDP(Strategy):
                 "which is not compiled",
                 ('set train.compile = "off"', "or leave strategy.context out"),
             )
-        yield from self._refusals_of_experts(train, ranks)
+        if self.experts > 1:
+            yield from refusals_of_experts(self.experts, self.grid, train, ranks, cpu_offload=self.cpu_offload)
         if self.gather == "compute" and train.precision == "fp32":
             yield Refusal(
                 "strategy.gather",
                 'strategy.gather = "compute" has no effect while train.precision is "fp32"',
                 ('set train.precision = "bf16", or leave strategy.gather out',),
-            )
-
-    def _refusals_of_experts(self, train: TrainSection, ranks: int) -> Iterator[Refusal]:
-        """Ranks that do not divide, and what is not offered together."""
-        if self.experts == 1:
-            return
-        if ranks % self.experts:
-            fits = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-            message = f"strategy.experts = {self.experts} does not divide the {ranks} rank{'s' * (ranks > 1)}"
-            yield Refusal("strategy.experts", message, (f"use one of {fits}" if ranks > 1 else "leave it out",))
-        for key in ("replicas", "context", "tensor"):
-            if getattr(self, key) > 1:
-                yield Refusal(
-                    f"strategy.{key}",
-                    f"strategy.{key} and strategy.experts are not offered together",
-                    ("leave one of them out",),
-                )
-        if self.cpu_offload:
-            yield Refusal(
-                "strategy.cpu_offload",
-                "strategy.cpu_offload and strategy.experts are not offered together",
-                ("leave one of them out",),
-            )
-        if train.compile != "off":
-            yield Refusal(
-                "train.compile",
-                f"strategy.experts = {self.experts} sends tokens to other ranks in the middle of a layer, which is not "
-                "compiled",
-                ('set train.compile = "off"', "or leave strategy.experts out"),
             )
 
     def _refusals_of_tensor(self, train: TrainSection) -> Iterator[Refusal]:
@@ -350,56 +323,13 @@ class FSDP(Strategy):
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Tries the optimizer out on a sharded weight before it gets those of the model, which are proven to be."""
         for _, member in members(optimizer):
-            self._try(member)
+            try_on_shards(member, self.mesh, self.world.device, in_columns=self.tensor > 1)
         self._check(model)
         if self.context > 1:
             return ContextReplica(Cut(self.places.context), self, model, optimizer)
         if self.spread:
             return ExpertReplica(self.spread, self, model, optimizer)
         return FSDPReplica(self, model, optimizer)
-
-    def _try(self, optimizer: Optimizer) -> None:
-        """Raises StrategyError for an optimizer that does not do with shards what it does with a whole weight."""
-        name = type(optimizer).__name__
-        hints = ['set strategy.use = "ddp", or use AdamW, SGD or another element-wise optimizer']
-        for group in optimizer.param_groups:
-            generator = torch.Generator().manual_seed(0)
-            rows = 2 * self.mesh.size(-1)
-            values = [torch.randn(rows, 4, generator=generator).to(self.world.device) for _ in range(4)]
-            whole, _ = tried(optimizer, group, values, values[::-1])
-            try:
-                sharded = [self._sharded(value) for value in values]
-                shards, state = tried(optimizer, group, sharded, sharded[::-1])
-            except Exception as error:
-                raise StrategyError(
-                    f"{name} cannot be used under FSDP, which shards weights: {error}", hints=hints
-                ) from error
-            for key, value in state.items():
-                if (shape := tuple(getattr(value, "shape", ()))) not in ((), (rows, 4)):
-                    raise StrategyError(
-                        f"{name} keeps `{key}` of a weight of shape [{rows}, 4] in the shape {list(shape)}, and which "
-                        "rank would have what of it is not known",
-                        hints=hints,
-                    )
-            moved = (whole[0] - values[0]).abs().max()
-            mine = [part_of(self._sharded(weight)).tensor for weight in whole]
-            if any((part_of(s).tensor - m).abs().max() > 1e-3 * moved for s, m in zip(shards, mine, strict=True)):
-                raise StrategyError(f"{name} updates a sharded weight otherwise than a whole one", hints=hints)
-            if self.tensor > 1:
-                columns = [value[:, :2] for value in values]
-                shares, _ = tried(optimizer, group, columns, columns[::-1])
-                if any((s - w[:, :2]).abs().max() > 1e-3 * moved for s, w in zip(shares, whole, strict=True)):
-                    raise StrategyError(
-                        f"{name} updates a share of a weight otherwise than the whole",
-                        hints=["set strategy.tensor = 1", *hints],
-                    )
-
-    def _sharded(self, whole: Tensor) -> Tensor:
-        """A weight that every rank holds, as FSDP lays it over the ranks."""
-        rows = len(whole) // self.mesh.size(-1)
-        mine = whole[self.mesh.get_local_rank(self.mesh.ndim - 1) * rows :][:rows].clone()
-        placements = [*(Replicate() for _ in range(self.mesh.ndim - 1)), Shard(0)]
-        return DTensor.from_local(mine, self.mesh, placements, run_check=False)
 
     def _shard_block(self, model: nn.Module, block: nn.Module) -> None:
         if self.gather == "compute" and self.world.device.type == "cpu":
