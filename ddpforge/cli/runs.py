@@ -238,7 +238,7 @@ def resume(run: str, nproc: int | None, sets: tuple[str, ...], as_json: bool) ->
 
 def _ranks(folder: "RunFolder") -> int:
     """The processes that trained it, all of which this machine is to start."""
-    variables = folder.environment()
+    variables = folder.surroundings().get("environment", {})
     ranks, here = (variables.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if ranks != here:
         raise UsageError(

@@ -10,7 +10,7 @@ from typing import Any
 from ddpforge.runs.comparison import thinned
 from ddpforge.runs.metrics import Row
 
-__all__ = ["Chart", "Curve", "charts"]
+__all__ = ["Chart", "Curve", "charts", "skipped"]
 
 _POINTS = 40_000  # of all charts together, about 1 MB
 _MOST, _FEWEST = 2000, 50  # of one curve

@@ -99,13 +99,12 @@ def gather(folders: Sequence[RunFolder]) -> Report:
 
 
 def _run(folder: RunFolder, rows: Sequence[Row], room: int) -> Run:
-    environment = _environment(folder)
+    environment = folder.surroundings()
     files = sorted((folder.path / "shown").rglob("step-*"))
     shown = list(_shown(folder.path / "shown", files, room))
-    found = standing(folder)
     return Run(
         folder=folder,
-        standing=found,
+        standing=standing(folder),
         attempts=list(_attempts(rows)),
         lineage=[(entry["step"], entry["recipe"][:12]) for entry in folder.lineage()],
         skipped=list(skipped(rows)),
@@ -128,12 +127,6 @@ def _attempts(rows: Sequence[Row]) -> Iterator[Attempt]:
             yield Attempt(number=last, step=row["step"], time=row["time"])
 
 
-def _environment(folder: RunFolder) -> dict[str, Any]:
-    path = folder.path / "env.json"
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return found
-
-
 # ---------------------------------------------------------------------------------------------- the recipe
 def _recipe(folder: RunFolder, command: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
     """Every key with its value, and who has set it."""
@@ -147,12 +140,11 @@ def _recipe(folder: RunFolder, command: Sequence[str]) -> Iterator[tuple[str, An
 
 def _commands(folder: RunFolder, environment: Mapping[str, Any]) -> list[str]:
     """The commands that bring back the code and train the same again."""
-    git = environment.get("git") or {}
-    back = [f"git checkout {git['commit']}"] if isinstance(git, dict) and git.get("commit") else []
+    git = environment.get("git")
+    back = [f"git checkout {git['commit']}" + "  # there were changes beside" * git["dirty"]] if git else []
     packages = [f"{name}=={version}" for name, version in (environment.get("packages") or {}).items() if version]
     install = [shlex.join(["pip", "install", *packages])] if packages else []
-    status = folder.status()
-    ranks = status["world_size"] if status else 1
+    ranks = status["world_size"] if (status := folder.status()) else 1
     words = ["ddpforge", "launch", str(folder.resolved), "--nproc", str(ranks), f"name={folder.path.name}-again"]
     return [*back, *install, shlex.join(words)]
 
@@ -166,9 +158,9 @@ def _shown(place: Path, files: Sequence[Path], room: int) -> Iterator[Shown]:
             by_name.setdefault(path.parent.relative_to(place).as_posix(), []).append(path)
     for name, paths in by_name.items():
         for path in paths[-_SHOWN_STEPS:]:
-            room -= (size := path.stat().st_size)
-            value = _value(path) if room >= 0 else None
-            room += size * (value is None)
+            fits = path.stat().st_size <= room
+            room -= path.stat().st_size if fits else 0
+            value = _value(path) if fits else None
             step = int(path.stem.removeprefix("step-"))
             yield Shown(name=name, step=step, kind=_kind(path, value), path=path, value=value)
 

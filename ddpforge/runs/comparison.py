@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,9 +70,7 @@ def _code(folder: RunFolder) -> dict[str, str]:
 
 
 def _environment(folder: RunFolder) -> dict[str, Any]:
-    path = folder.path / "env.json"
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {key: value for key, value in flattened(found).items() if key not in _MOMENT}
+    return {key: value for key, value in flattened(folder.surroundings()).items() if key not in _MOMENT}
 
 
 # ---------------------------------------------------------------------------------------------- metrics

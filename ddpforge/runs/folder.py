@@ -337,10 +337,10 @@ class RunFolder:
         path = self.path / "status.json"
         return cast(Status, _read(path, json.loads, Status.__required_keys__)) if path.exists() else None
 
-    def environment(self) -> dict[str, str]:
-        """The environment variables that mattered to the last attempt; none before the first."""
+    def surroundings(self) -> dict[str, Any]:
+        """The command, packages, commit and variables of the last attempt, as `env.json` has them; none before one."""
         path = self.path / "env.json"
-        return _read(path, json.loads, ["environment"])["environment"] if path.exists() else {}
+        return _read(path, json.loads) if path.exists() else {}
 
     def status_version(self) -> int | None:
         """A number that changes whenever the status is written; None where there is none."""
