@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from hosts import Hosts, needs_root, new_hosts
+from hypothesis import settings
 from launched import Ranks, Zygote
 from slurm import PROGRAMS, Slurm, new_slurm
 
@@ -55,6 +56,10 @@ def ddpforge(zygote: Zygote, tmp_path: Path) -> Callable[..., Ranks]:
         return ranks if fails else ranks.check()
 
     return run
+
+
+settings.register_profile("ddpforge", deadline=None)  # nothing is timed here
+settings.load_profile("ddpforge")
 
 
 @pytest.fixture(autouse=True, scope="session")
