@@ -34,7 +34,7 @@ def complete(words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("ddpforge r", ["plain,recipes", "plain,run", "plain,runs"]),
+        ("ddpforge r", ["plain,recipes", "plain,report", "plain,run", "plain,runs"]),
         ("ddpforge recipes c", ["plain,cp"]),
         ("ddpforge run --allow", ["plain,--allow-change"]),
         ("ddpforge completion z", ["plain,zsh"]),

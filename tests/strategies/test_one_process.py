@@ -1,8 +1,5 @@
 """Several devices in one process: the numbers of one device, each part where it belongs, and what is refused."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,47 +101,34 @@ def _apply(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
     return module
 
 
-FRESH = "DDPFORGE_TESTS_FRESH"
-
-
-def test_in_a_process_of_their_own() -> None:
-    """Without a GPU torch aborts where fake CUDA tensors are made in a process that has been at other things."""
-    command = [sys.executable, "-m", "pytest", "--verbose", __file__, "-k", "inputs_follow or between_blocks"]
-    ended = subprocess.run(command, env=os.environ | {FRESH: "1"}, capture_output=True, text=True, timeout=300)
-    assert "= 4 passed" in ended.stdout, ended.stdout + ended.stderr
-
-
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Two GPUs that compute nothing, and refuse tensors of each other's; for a process that has done little else."""
-    if FRESH not in os.environ:
-        pytest.skip("run by test_in_a_process_of_their_own")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def devices(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Two devices that compute nothing, and refuse tensors of each other's."""
     monkeypatch.setattr(nn.Module, "_apply", _apply)
     return FakeTensorMode()
 
 
-def on_gpus(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-    strategy = NaiveSplit(devices=["cuda:0", "cuda:1"])
-    assert strategy.setup(train(), ALONE).device == torch.device("cuda:0")
+def split(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+    strategy = NaiveSplit(devices=["cpu:0", "cpu:1"])
+    assert strategy.setup(train(), ALONE).device == torch.device("cpu:0")
     return strategy.wrap(model, blocks)
 
 
 @pytest.mark.parametrize(("outside", "places"), [(1, [0, 0, 1, 1]), (45, [0, 1, 1, 1]), (200, [1, 1, 1, 1])])
-def test_devices_hold_equal_shares_and_inputs_follow_the_blocks(gpus: Any, outside: int, places: list[int]) -> None:
-    with gpus:
+def test_devices_hold_equal_shares_and_inputs_follow_the_blocks(devices: Any, outside: int, places: list[int]) -> None:
+    with devices:
         model = Chain(outside=outside)
-        on_gpus(model, [*model.blocks])
+        split(model, [*model.blocks])
         assert [block.weight.device.index for block in model.blocks] == places  # type: ignore[union-attr]
         assert {model.enter.weight.device.index, model.rest.device.index, model.leave.weight.device.index} == {0}
-        assert model(torch.ones(2, 1, device="cuda:0")).device == torch.device("cuda:0")
+        assert model(torch.ones(2, 1, device="cpu:0")).device == torch.device("cpu:0")
 
 
-def test_what_is_computed_between_blocks_on_two_devices_is_an_error_that_names_the_mend(gpus: Any) -> None:
+def test_what_is_computed_between_blocks_on_two_devices_is_an_error_that_names_the_mend(devices: Any) -> None:
     def mixes() -> None:
-        with gpus, Training(NaiveSplit(), gpt, blocks=lambda model: model.blocks).replica.autocast():
+        with devices, Training(NaiveSplit(), gpt, blocks=lambda model: model.blocks).replica.autocast():
             model = Chain(skips=True)
-            on_gpus(model, [*model.blocks])(torch.ones(2, 1, device="cuda:0"))
+            split(model, [*model.blocks])(torch.ones(2, 1, device="cpu:0"))
 
     message = refused(StrategyError, mixes)
     assert message.startswith("between its blocks the model computes with tensors of different devices")
