@@ -1,4 +1,4 @@
-# docker build --tag ddpforge .      see docs/how-to/docker.md
+# docker build --tag ddpforge:local .      see docs/how-to/docker.md
 FROM python:3.12-slim
 
 # torch.compile needs a C++ compiler; git and curl are for plugins that come from repositories.
@@ -6,8 +6,8 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ git curl \
     && rm -rf /var/lib/apt/lists/*
 
-# Extras to install, e.g. --build-arg EXTRAS=vision,metrics,deepspeed
-ARG EXTRAS=wandb
+# Extras to install, e.g. --build-arg EXTRAS=vision,deepspeed
+ARG EXTRAS=vision,metrics
 
 COPY pyproject.toml README.md LICENSE NOTICE /source/
 COPY ddpforge /source/ddpforge

@@ -32,6 +32,7 @@ from ddpforge.recipe.load import refuse_text
 from ddpforge.runs.checkpoints import choose
 from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import RunFolder, snapshot
+from ddpforge.runs.mirror import Mirror
 from ddpforge.runs.opening import open_folder
 from ddpforge.training.assemble import evaluating
 from ddpforge.training.building import build_data_and_model
@@ -73,6 +74,8 @@ def run(
         _leave_if_asked(stop, world, peers)
         share_folder(folder.path.parent, peers.ranks)
         fresh = all(peers.ranks.everyone(fresh))  # a machine that joins later has begun nothing
+        mirror = Mirror.of(folder, parts.recipe.checkpoint) if world.is_main else None
+        on_rank_zero(world.all, lambda: mirror.fetch(fresh=fresh) if mirror else None)
         is_new = fresh or not folder.exists()
         if is_new:
             on_every_rank(peers, lambda: build_parts(parts, world, rehearses=True))
@@ -83,8 +86,16 @@ def run(
         )
         record_begun()
         if opened.result:
+            if mirror:
+                mirror.complete()
             return Outcome(folder.path, opened.result, world.is_main)
-        attempt = Attempt(folder, opened, parts, taken, world, peers, claims=claims, is_built=is_new, max_time=max_time)
+        attempt = Attempt(
+            *(folder, opened, parts, taken, world, peers),
+            claims=claims,
+            is_built=is_new,
+            mirror=mirror,
+            max_time=max_time,
+        )
         return attempt.run()
 
 
