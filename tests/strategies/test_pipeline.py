@@ -1,4 +1,4 @@
-"""Pipelines train what DDP trains, whatever the schedule, and go on from each other's checkpoints."""
+"""Pipelines train what DDP trains, whatever the schedule."""
 
 from functools import cache
 from pathlib import Path
@@ -124,19 +124,6 @@ def test_the_curve_is_that_of_one_process_with(odd: str, schedule: str) -> None:
     text: dict[str, Any] = {"length": "6st"} | ODD[odd]
     more, rel = text.pop("strategy", ""), text.pop("rel", 1e-5)
     assert_alike(train(PIPELINE.format(schedule) + more, 2, **text)[0], train(DDP, 1, **text)[0], rel)
-
-
-def test_a_run_goes_on_under_ddp_and_pipelines_of_any_shape(tmp_path: Path) -> None:
-    """Trap 19, with averaged weights: later losses are those of one process that nobody interrupted."""
-    whole = train(DDP, 1, length="8st", more=EMA)[0]
-    chain = [(DDP, 2), (PIPELINE.format("1F1B"), 2), (DDP, 1), (PIPELINE.format("ZBVZeroBubble"), 4)]
-    rows: list[float] = []
-    for number, (strategy, ranks) in enumerate(chain, start=1):
-        more = EMA + (STOP.format(2 * number) if number < len(chain) else "")
-        last = train(strategy, ranks, tmp_path, length="8st", more=more)[0]
-        rows += last.column()
-    assert rows == pytest.approx(whole.column(), rel=5e-6)
-    assert last.column("eval/loss")[-1] == pytest.approx(whole.column("eval/loss")[-1], rel=5e-6)
 
 
 @pytest.mark.full
