@@ -56,6 +56,7 @@ SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZe
 BLOCK = 12 * 16**2 + 13 * 16
 HELD = {"ZBVZeroBubble": [384 + 2 * BLOCK + 32, 2 * BLOCK]}
 """Weights on each rank: 256 of the embedding, which the last step uses too, 128 of positions, 32 of the last norm."""
+BOTH = 'sequence = true\nloss = "vocabulary"'
 EMA = "[callbacks.ema]\ndecay = 0.9\n"
 STOP = '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = {}\nrank = 0\n'
 
@@ -71,6 +72,18 @@ def train(strategy: str, ranks: int, folder: Path | None = None, **text: str) ->
 def of_ddp(length: str) -> Trained:
     """Two ranks; steps have 16, 16 and 11 sequences of 3 to 8 tokens."""
     return train(DDP, 2, length=length)[0]
+
+
+def shared(schedule: str, stage: int) -> int:
+    """The elements of each of two ranks that share the layers of a stage.
+
+    Halves of a block's matrices, of biases of what is cut by rows of outputs, and of the vocabulary.
+    """
+    block = 12 * 16**2 // 2 + (3 + 4) * 16 // 2 + (1 + 1 + 4) * 16
+    first, last = 256 // 2 + 128, 256 // 2 + 32
+    if schedule == "ZBVZeroBubble":
+        return 2 * block + (0 if stage else first + 32)
+    return 2 * block + (last if stage else first)
 
 
 def assert_alike(found: Trained, expected: Trained, rel: float = 1e-5) -> None:
@@ -96,6 +109,21 @@ def test_the_curve_is_that_of_ddp_where_stages_are_on_two_ranks_each(schedule: s
     found = train(PIPELINE.format(schedule), 4)
     assert_alike(found[0], of_ddp("20st"))
     assert sum(one.held for one in found) == 2 * (13_536 + 256 * (schedule != "ZBVZeroBubble"))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "more"),
+    [
+        pytest.param(schedule, more, marks=() if (schedule, more) == ("1F1B", BOTH) else pytest.mark.full)
+        for schedule in SCHEDULES
+        for more in ("", "sequence = true", 'loss = "vocabulary"', BOTH)
+        if schedule == "1F1B" or more in ("", BOTH)
+    ],
+)
+def test_the_curve_is_that_of_ddp_where_two_ranks_share_each_layer(schedule: str, more: str) -> None:
+    found = train(f"{PIPELINE.format(schedule)}\ntensor = 2\n{more}", 4)
+    assert_alike(found[0], of_ddp("20st"))
+    assert [one.held for one in found] == [shared(schedule, rank // 2) for rank in range(4)]
 
 
 ODD = {
