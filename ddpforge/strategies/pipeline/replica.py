@@ -253,13 +253,14 @@ class PipelineReplica(TorchReplica):
 
     def part(self, name: str, tensor: Tensor) -> Part:
         """This rank's part of a tensor that has the form of the parameter or buffer of this name."""
-        places = self._places(name)
+        places, own = self._places(name), self._held.tensor
         replica = places.index(self._layout.here) * self._data.size + self._data.rank
         replicas = len(places) * self._data.size
+        among = str(places) if len(places) > 1 else ""
         if self._held.shares and (cut := self._held.shares.cuts.get(name)):
-            return Part(tensor.detach(), cut.shape, cut.region(0, len(tensor)), replica, replicas)
-        own = self._held.tensor
-        return Part.whole(tensor.detach(), replica=replica * own.size + own.rank, replicas=replicas * own.size)
+            return Part(tensor.detach(), cut.shape, cut.region(0, len(tensor)), replica, replicas, among)
+        replica, replicas = replica * own.size + own.rank, replicas * own.size
+        return Part.whole(tensor.detach(), replica=replica, replicas=replicas, among=among)
 
     def state(self) -> CanonicalState[Tensor | Part]:
         """Tensors of this rank's parts."""
