@@ -94,6 +94,13 @@ class Strategy(ABC):
         """Counts the ranks that see different data: all `ranks`, unless the strategy splits one model over several."""
         return ranks
 
+    def evaluating(self, ranks: int) -> tuple[Strategy, str]:
+        """The strategy for `ddpforge eval` on so many ranks, perhaps other than those that trained, and why that one.
+
+        Itself, for no reason, where its layout fits; nothing is trained, so one that spreads the model otherwise does.
+        """
+        return self, ""
+
     def setup(self, train: TrainSection, world: World) -> World:
         """Takes its place among the ranks, which have joined; returns the world with the ranks that see other data.
 

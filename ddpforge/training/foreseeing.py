@@ -48,6 +48,8 @@ def foresee(parts: Parts, *, ranks: int, device: str | None = None, folder: RunF
     with parts.noting("strategy"):
         parts.built.strategy = build(parts.registry, "strategy", recipe.strategy)
         contract_of(parts.strategy)
+        if not parts.trains:
+            parts.built.strategy, parts.other_layout = parts.strategy.evaluating(ranks)
     with parts.noting("task"):
         torch.manual_seed(mix(recipe.train.seed, TEACHERS))  # it may hold models
         parts.built.task = build(parts.registry, "task", recipe.task)

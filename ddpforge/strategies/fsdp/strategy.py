@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -112,25 +113,39 @@ class FSDP(Strategy):
             ),
         ] = False,
     ) -> None:
-        self.replicas = replicas
-        self.context = context
         self.experts, self.spread = experts, cast(Spread | None, None)
         self.reshard_after_forward = reshard_after_forward
         self.accumulate = accumulate
         self.gather = gather
         self.cpu_offload = cpu_offload
         self.meta = meta
-        self.tensor = tensor
         self.sharing = Sharing(tensor=tensor, plan=plan, sequence=sequence, loss=loss)
-        self.grid = Grid(replicas=replicas, context=context, tensor=tensor)
+        self._lay_out(Grid(replicas=replicas, context=context, tensor=tensor))
         self.shares: Shares | None = None
-        self.contract = replace(self.contract, replicas=replicas)
         if accumulate == "whole":
             self.contract = replace(
                 self.contract, accumulates="whole, in fp32; one reduce-scatter per step, in the last micro-batch"
             )
 
+    def _lay_out(self, grid: Grid) -> None:
+        self.grid, self.contract = grid, replace(self.contract, replicas=grid.replicas)
+        self.replicas, self.context, self.tensor = grid.replicas, grid.context, grid.tensor
+
     # -- before the loop
+    def evaluating(self, ranks: int) -> tuple[FSDP, str]:
+        """Leaves out what does not divide the ranks."""
+        other, grid = copy(self), self.grid.fitting(ranks)
+        other._lay_out(grid)
+        if grid.tensor == 1:
+            other.sharing = Sharing()
+        if ranks % self.experts:
+            other.experts = 1
+        names = ("replicas", "context", "tensor", "experts")
+        left = [f"strategy.{name} = {size}" for name in names if (size := getattr(self, name)) != getattr(other, name)]
+        if not left:
+            return self, ""
+        return other, f"{' and '.join(left)} left out: {ranks} rank{'s' * (ranks > 1)} cannot be laid out so"
+
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
         """Replicas that do not divide the ranks, and options that have no effect."""
         yield from self.grid.refusals(ranks)

@@ -21,6 +21,7 @@ from ddpforge.interfaces import Contract, Refusal, Replica, Strategy, Task, Worl
 from ddpforge.ranks.collectives import Alone, Connected, Group
 from ddpforge.ranks.join import limit_waiting
 from ddpforge.strategies import named_state
+from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp.grid import Grid
 from ddpforge.strategies.pipeline.replica import PipelineReplica
 from ddpforge.strategies.pipeline.schedules import SCHEDULES, Held, Layout
@@ -97,6 +98,13 @@ class Pipeline(Strategy):
         self.sharing = Sharing(tensor=tensor, plan=plan, sequence=sequence, loss=loss)
 
     # -- before the loop
+    def evaluating(self, ranks: int) -> tuple[Strategy, str]:
+        """Under DDP where the ranks form no such pipeline: without gradients, a whole model on each may do."""
+        if any(self._refusals_of_ranks(ranks)):
+            there = f"{ranks} rank{'s' * (ranks > 1)}"
+            return DDP(), f'{there} cannot form the pipeline: each holds the whole model, as under strategy.use = "ddp"'
+        return self, ""
+
     def data_ranks(self, ranks: int) -> int:
         """Counts the pipelines."""
         groups = ranks // self.tensor

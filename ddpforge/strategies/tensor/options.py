@@ -46,10 +46,10 @@ Loss = Annotated[
 class Sharing:
     """The options `tensor`, `plan`, `sequence` and `loss` of a strategy."""
 
-    tensor: int
-    plan: Mapping[str, str] | None
-    sequence: bool
-    loss: str
+    tensor: int = 1
+    plan: Mapping[str, str] | None = None
+    sequence: bool = False
+    loss: str = "whole"
 
     def refusals(self, train: TrainSection) -> Iterator[Refusal]:
         """Options that have no effect without sharing layers, or do not work with it."""
