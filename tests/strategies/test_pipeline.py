@@ -63,7 +63,7 @@ STOP = '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = {}\nrank = 0\n'
 
 def train(strategy: str, ranks: int, folder: Path | None = None, **text: str) -> list[Trained]:
     blank = dict.fromkeys(("model", "optimizer", "train", "more"), "") | {"length": "20st", "batch": "16", "micro": "2"}
-    recipe = RECIPE.format(**(blank | text), strategy=strategy)
+    recipe = text.pop("recipe", RECIPE).format(**(blank | text), strategy=strategy)
     with TemporaryDirectory() as temporary:
         return trained(folder or Path(temporary), recipe, ranks)
 
@@ -152,6 +152,18 @@ def test_the_curve_is_that_of_one_process_with(odd: str, schedule: str) -> None:
     text: dict[str, Any] = {"length": "6st"} | ODD[odd]
     more, rel = text.pop("strategy", ""), text.pop("rel", 1e-5)
     assert_alike(train(PIPELINE.format(schedule) + more, 2, **text)[0], train(DDP, 1, **text)[0], rel)
+
+
+UPHILL = 'use = "./exploring.py:Uphill"\nlr = 0.1\n'
+
+
+@pytest.mark.parametrize(
+    "more", ["", pytest.param('\ntensor = 2\nsequence = true\nloss = "vocabulary"', marks=pytest.mark.full)]
+)
+def test_an_optimizer_that_explores_goes_uphill_on_all_stages(more: str) -> None:
+    text = {"length": "4st", "recipe": RECIPE.replace('use = "adamw"\nlr = 3e-3\nweight_decay = 0.1\n', UPHILL)}
+    found = train(PIPELINE.format("1F1B") + more, 4 if more else 2, **text)[0]
+    assert_alike(found, train(DDP, 1, **text)[0])
 
 
 @pytest.mark.full

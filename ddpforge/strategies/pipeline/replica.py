@@ -324,5 +324,8 @@ def _tensors(model: nn.Module, steps: Sequence[Step]) -> list[Tensor]:
 def _refuse_forward(*_: Any, **__: Any) -> NoReturn:
     raise StrategyError(
         "a callback or the task calls the model itself, of which no rank of a pipeline has all",
-        hints=["leave that callback out", 'or set strategy.use = "fsdp"'],
+        hints=[
+            "leave that callback out; one that says `calls_model = True` is refused before training",
+            'or set strategy.use = "fsdp"',
+        ],
     )

@@ -66,6 +66,7 @@ class Pipeline(Strategy):
         clips="every rank alike, after the all-reduce, by the norm over all stages",
         accumulates="autograd, in the parameters' .grad, in the order of the schedule; one all-reduce per step",
         reads_gradients=True,
+        callable=False,
     )
 
     def __init__(
