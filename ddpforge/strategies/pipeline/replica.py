@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial as bound
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Compute, Exploring, Part, Pass, Region, SavedTensor, Weights
+from ddpforge.interfaces import CanonicalState, Compute, Exploring, Part, Pass, Region, SavedTensor, Strategy, Weights
 from ddpforge.ranks import phases
 from ddpforge.ranks.collectives import Group
 from ddpforge.strategies import named_state
@@ -31,9 +31,6 @@ from ddpforge.strategies.tensor import ShareGradients
 from ddpforge.strategies.torch_replica import TorchReplica
 from ddpforge.strategies.watch import refuse_loss
 
-if TYPE_CHECKING:
-    from ddpforge.strategies.pipeline.strategy import Pipeline
-
 __all__ = ["PipelineReplica"]
 
 _MOST = 8  # schedules that are kept, each with memory for what it receives
@@ -44,10 +41,10 @@ class PipelineReplica(TorchReplica):
     """This rank's parts of the model. Gradients are averaged over the ranks of the stage, once a step."""
 
     def __init__(
-        self, strategy: Pipeline, model: nn.Module, optimizer: Optimizer, held: Held, elsewhere: Collection[str]
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, held: Held, elsewhere: Collection[str]
     ) -> None:
         self._held, self._layout, self._group = held, held.layout, held.pipe
-        self._data, self._sharing = strategy.world.data, strategy.sharing
+        self._data = strategy.world.data
         super().__init__(strategy, model, optimizer, _Weights(self, model, held.names))
         self._pipe = Group(held.pipe, strategy.world.device)
         device = strategy.world.device
@@ -103,7 +100,7 @@ class PipelineReplica(TorchReplica):
         self._micros = micros
         for part in self._parts.values():
             part.micros = micros
-        with self._sharing.losses():
+        with self._held.sharing.losses():
             if trains:
                 self._train(micros)
             else:

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
 
 from ddpforge.ranks.collectives import Connected
 from ddpforge.strategies.pipeline.steps import Step
-from ddpforge.strategies.tensor import Shares
+from ddpforge.strategies.tensor import Shares, Sharing
 
 # What goes wrong is raised; before that, torch lists the plan of all ranks as an error of its own.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
@@ -88,6 +88,7 @@ class Held:
     holders: Mapping[str, Sequence[int]]  # of tensors that several ranks of the pipeline have: their places in it
     shared: Mapping[str, dist.ProcessGroup]  # of those that this rank has: the ranks that add up its gradient
     tensor: Connected  # the ranks that compute shares of the same layers
+    sharing: Sharing
     shares: Shares | None  # where they are several
     split: Mapping[int, bool]  # by part: whether these ranks get activations of their own
 

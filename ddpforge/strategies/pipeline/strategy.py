@@ -218,8 +218,11 @@ class Pipeline(Strategy):
             holders=alike,
             shared=self._groups(alike, layout.here),
             tensor=self.sharers,
+            sharing=self.sharing,
             shares=shares,
-            split={part: bool(shares) and shares.splits_behind(_used(model, steps[: begins[part]])) for part in mine},
+            split={
+                part: shares is not None and shares.splits_behind(_used(model, steps[: begins[part]])) for part in mine
+            },
         )
         self._keep(model, {key for key, those in holders.items() if layout.here in those}, shares)
         self._refuse_idle(model)

@@ -1,4 +1,4 @@
-"""What a recipe says of ranks that share layers, and what is refused of it: options that several strategies have."""
+"""Options of strategies whose ranks may share layers, and what is refused of them."""
 
 from __future__ import annotations
 

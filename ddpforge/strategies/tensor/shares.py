@@ -77,7 +77,7 @@ class Shares:
 
     # -- where only some of a model's layers are here
     def splits_behind(self, modules: Iterable[str]) -> bool:
-        """Whether activations are split over ranks behind the modules of these names, in the order of their use."""
+        """True if activations are split over ranks behind the modules of these names, in the order of their use."""
         opens, closes = ({"scatter"}, {"gather", "logits"}) if self._sequence else ({"columns"}, {"rows"})
         split = False
         for name in modules:
