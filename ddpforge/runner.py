@@ -140,6 +140,8 @@ def evaluate(
     adopt_slurm()
     parts = _load(folder.resolved, sets, trains=False, only=only)
     world = _join(parts)
+    if parts.other_layout and world.is_main:
+        log.info("%s", parts.other_layout)
     checkpoint = on_rank_zero(world.all, lambda: choose(folder, step=step, best=best))
     build_data_and_model(parts)
     parts.report()
