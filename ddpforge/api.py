@@ -24,7 +24,7 @@ from ddpforge.exchange.initial import load_initial
 from ddpforge.interfaces import SavedTensor, Task
 from ddpforge.ranks.collectives import Alone
 from ddpforge.recipe import Recipe, load_recipe
-from ddpforge.runner import Evaluation
+from ddpforge.runner import Evaluation, Prediction
 from ddpforge.runs.checkpoints import choose, is_checkpoint
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.metrics import read_metrics
@@ -35,7 +35,7 @@ from ddpforge.training.foreseeing import TEACHERS
 from ddpforge.training.left_out import has_left_out, refuse_others
 from ddpforge.training.parts import key_of
 
-__all__ = ["TrainedRun", "evaluate", "launch", "load"]
+__all__ = ["TrainedRun", "evaluate", "launch", "load", "predict"]
 
 
 def launch(
@@ -94,6 +94,37 @@ def evaluate(
     """
     folder = RunFolder.find(str(run))
     return runner.evaluate(folder, step=step, best=best, sets=sets, only=only)
+
+
+def predict(
+    run: str | Path,
+    out: str | Path,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    weights: str | None = None,
+    data: Sequence[str] = (),
+    sets: Sequence[str] = (),
+    limit: int | None = None,
+    force: bool = False,
+) -> Prediction:
+    """Writes what a run's model predicts of a dataset to `out`, a .jsonl or .parquet file, as `ddpforge predict` does.
+
+    `run` is a run's folder, or its name in runs/. For the rest see `runner.predict`. Raises ForgeError.
+    """
+    if limit is not None and limit < 1:
+        raise UsageError(f"limit={limit}: there must be 1 sample or more", hints=["leave it out for all"])
+    return runner.predict(
+        RunFolder.find(str(run)),
+        Path(out),
+        step=step,
+        best=best,
+        weights=weights,
+        data=data,
+        sets=sets,
+        limit=limit,
+        force=force,
+    )
 
 
 def load(run: str | Path, *, step: int | None = None, best: bool = False) -> TrainedRun:
