@@ -1,7 +1,7 @@
 """`ddpforge predict`: every sample once, in the order of the data, whatever the ranks; what it refuses."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from shutil import copy, copytree
 from typing import Any
@@ -15,7 +15,6 @@ from launched import Ranks
 import ddpforge
 from ddpforge.errors import EnvironmentProblem, ForgeError, PluginError, UsageError
 from ddpforge.exchange.tables import writing
-from ddpforge.interfaces import PartedData
 
 RECIPE = """\
 recipe = 1
@@ -44,6 +43,29 @@ checkpoint = { every = "2st" }
 """
 
 
+OWN = """
+import torch
+from ddpforge.builtin.tasks.regression import Regression
+
+class InParts(PartedData):
+    parts = (4, 12, 7)
+    shuffle, window, random = True, 3, False
+
+    def open(self, part, *, epoch, skip):
+        first = sum(self.parts[:part])
+        yield from range(first + skip, first + self.parts[part])
+
+    def collate(self, samples):
+        return torch.tensor([[n, 0, 1, 2] for n in samples]).float(), torch.zeros(len(samples), 1)
+
+class Own(Regression):
+    def predict(self, model, batch):
+        numbers = batch[0][:, 0]
+        odd = torch.where(numbers % 2 == 0, numbers + 0.5, torch.nan)
+        return {"x": batch[0], "name": [f"number {int(n)}" for n in numbers], "sometimes": odd}
+"""
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of six steps, and one with data and a task of its own."""
@@ -51,12 +73,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tiny.toml").write_text(RECIPE)
     (folder / "points.toml").write_text(POINTS)
     copy(Path(__file__).parent.parent / "parts.py", folder)
-    own = Path(__file__).read_text()
-    begin = own.index("class " + "InParts")
-    head = "import torch\nfrom ddpforge.interfaces import PartedData\nfrom ddpforge.builtin.tasks.regression import Regression\n"
-    (folder / "own.py").write_text(
-        head + "from typing import Any\nfrom collections.abc import Iterator\n" + own[begin:]
-    )
+    (folder / "own.py").write_text(OWN)
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
         in_ranks(1, lambda _: [ddpforge.run(f"{name}.toml").exit_code for name in ("tiny", "points")])
@@ -185,14 +202,14 @@ def test_what_a_task_may_not_return_is_told(folder: Path, columns: str, said: st
 
 # ---------------------------------------------------------------------------------------------- files
 def test_nothing_is_there_before_all_is_there(folder: Path) -> None:
-    def fail(rank: int) -> None:
-        with pytest.raises(EnvironmentProblem, match="out.jsonl could not be written: No space left"):  # noqa: SIM117
-            with writing(folder / "out.jsonl") as table:
-                table.add({"a": [1]})
-                assert len(list(folder.glob(".out.jsonl.*"))) == 1
-                raise OSError(28, "No space left on device")
+    def fill() -> None:
+        with writing(folder / "out.jsonl") as table:
+            table.add({"a": [1]})
+            assert len(list(folder.glob("*out.jsonl*"))) == 1
+            assert not (folder / "out.jsonl").exists()
+            raise OSError(28, "No space left on device")
 
-    fail(0)
+    assert refused(EnvironmentProblem, fill).endswith("out.jsonl could not be written: No space left on device")
     assert list(folder.glob("*out.jsonl*")) == []
 
 
@@ -211,30 +228,3 @@ def test_the_command(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
     assert len((folder / "tiny-predictions.jsonl").read_text().splitlines()) == 40
     said = ddpforge("predict", "tiny", "--data", "train", "-o", "all.jsonl", "--json").stdout
     assert json.loads(said) == {"file": "all.jsonl", "samples": 1437, "step": 6}
-
-
-# Also the file of a recipe: see `trained`.
-class InParts(PartedData):
-    """23 points, whose first coordinate is their number, in three parts."""
-
-    parts = (4, 12, 7)
-    shuffle, window, random = True, 3, False
-
-    def open(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
-        first = sum(self.parts[:part])
-        yield from range(first + skip, first + self.parts[part])
-
-    def collate(self, samples: Any) -> Any:
-        return torch.tensor([[n, 0, 1, 2] for n in samples]).float(), torch.zeros(len(samples), 1)
-
-
-from ddpforge.builtin.tasks.regression import Regression  # noqa: E402
-
-
-class Own(Regression):
-    """Names its samples."""
-
-    def predict(self, model: Any, batch: Any) -> Any:
-        numbers = batch[0][:, 0]
-        odd = torch.where(numbers % 2 == 0, numbers + 0.5, torch.nan)
-        return {"x": batch[0], "name": [f"number {int(n)}" for n in numbers], "sometimes": odd}
