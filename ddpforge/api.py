@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from ddpforge.data.randomness import own_random_numbers
 from ddpforge.errors import CheckpointError, ExitCode, ForgeError, UsageError
 from ddpforge.exchange.export import chosen_weights
 from ddpforge.exchange.initial import load_initial
+from ddpforge.generation import Sampling, check_language, generate
 from ddpforge.interfaces import SavedTensor, Task
 from ddpforge.ranks.collectives import Alone
 from ddpforge.recipe import Recipe, load_recipe
@@ -198,6 +199,40 @@ class TrainedRun:
         if name not in components:
             raise UsageError(f"{self.folder.path} has no data {name!r}", hints=[f"one of {', '.join(components)}"])
         return build(Registry.installed(), "data", components[name], seed=self.recipe.train.seed)
+
+    def generate(
+        self,
+        *prompts: str,
+        tokens: int = 200,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        greedy: bool = False,
+        seed: int = 0,
+        weights: str | None = None,
+        device: str | torch.device = "cpu",
+    ) -> list[str]:
+        """The text that a language model writes after each of `prompts`, in the tokens of its data.
+
+        For how tokens are drawn see `generation.Sampling`, for `weights` see `model`. Raises UsageError for a run of
+        another kind, and where a prompt has what the model has never seen.
+        """
+        how = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, greedy=greedy, seed=seed)
+        return list(self.texts(prompts, how, weights=weights, device=device))
+
+    def texts(
+        self,
+        prompts: Sequence[str],
+        how: Sampling,
+        *,
+        weights: str | None = None,
+        device: str | torch.device = "cpu",
+    ) -> Iterator[str]:
+        """Yields what `generate` returns, as it comes."""
+        sets = [key_of(name) for name in self.recipe.data.evaluations]
+        data = self.data(next(iter(sets), "train"))
+        check_language(self.task(), data)
+        yield from generate(self.model(weights=weights, device=device), data, prompts, how)
 
     def _evaluated(self) -> str:
         """The name of the weights that evaluations used."""

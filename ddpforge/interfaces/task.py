@@ -53,6 +53,11 @@ class Task(ABC):
     each rank may then have a part of that, and the logits are a `DTensor` (strategy.loss = "vocabulary").
     """
 
+    predicts_next_token: bool = False
+    """True of a task whose model gives, for tokens [B, T], logits [B, T, V] of the token after each, from those up to it:
+    `ddpforge generate` draws text from it.
+    """
+
     draws: Draws = Draws()
     """Random numbers for the samples of a batch, for `loss` to draw: `self.draws.randn(len(images), 32, device=…)`."""
 
