@@ -54,8 +54,8 @@ class Task(ABC):
     """
 
     predicts_next_token: bool = False
-    """True of a task whose model gives, for tokens [B, T], logits [B, T, V] of the token after each, from those up to it:
-    `ddpforge generate` draws text from it.
+    """True of a task whose model gives, for tokens [B, T], logits [B, T, V] of the token after each, from those up to
+    it: `ddpforge generate` draws text from that.
     """
 
     draws: Draws = Draws()
