@@ -16,7 +16,7 @@ from ddpforge.attempt import Outcome
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.building import build
 from ddpforge.components.registry import Registry
-from ddpforge.data import mix
+from ddpforge.data import RankShare, mix, open_data
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.errors import CheckpointError, ExitCode, ForgeError, UsageError
 from ddpforge.exchange.export import chosen_weights
@@ -178,12 +178,28 @@ class TrainedRun:
         used, which are the averages of `ema` where the recipe evaluates them. The generators of random numbers are left
         as they were. Raises UsageError where there are no such weights, CheckpointError where they do not fit.
         """
-        recipe = self.recipe
-        with own_random_numbers():
-            torch.manual_seed(mix(recipe.train.seed, WEIGHTS))  # what a checkpoint has left out may be drawn
-            model: nn.Module = build(Registry.installed(), "model", recipe.model)
+        model = self.bare()
         model.load_state_dict(self._state(weights or self._evaluated(), model), strict=True)
         return model.to(device).eval()
+
+    def bare(self) -> nn.Module:
+        """The model as its constructor makes it for a run that begins."""
+        with own_random_numbers():
+            torch.manual_seed(mix(self.recipe.train.seed, WEIGHTS))  # what a checkpoint has left out may be drawn
+            model: nn.Module = build(Registry.installed(), "model", self.recipe.model)
+        return model
+
+    def batch(self, samples: int, name: str | None = None) -> Any:
+        """The first samples of a dataset, as `data` names it, collated; by default of the first evaluation set."""
+        data = self.data(name or self._first_set())
+        share = RankShare(0, 1, samples)
+        fetching: dict[str, Any] = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False}
+        batches = open_data(data, global_batch=samples, share=share, drop_last=False, **fetching)
+        with own_random_numbers():
+            return next(iter(batches.evaluation())).data
+
+    def _first_set(self) -> str:
+        return next((key_of(name) for name in self.recipe.data.evaluations), "train")
 
     def task(self) -> Task:
         """The recipe's task, as evaluations build it; one that looks at the model or at ranks needs its `start`."""
@@ -229,8 +245,7 @@ class TrainedRun:
         device: str | torch.device = "cpu",
     ) -> Iterator[str]:
         """Yields what `generate` returns, as it comes."""
-        sets = [key_of(name) for name in self.recipe.data.evaluations]
-        data = self.data(next(iter(sets), "train"))
+        data = self.data(self._first_set())
         check_language(self.task(), data)
         yield from generate(self.model(weights=weights, device=device), data, prompts, how)
 
