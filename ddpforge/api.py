@@ -190,16 +190,13 @@ class TrainedRun:
         return model
 
     def batch(self, samples: int, name: str | None = None) -> Any:
-        """The first samples of a dataset, as `data` names it, collated; by default of the first evaluation set."""
-        data = self.data(name or self._first_set())
+        """The first samples of a dataset, as `data` names it, collated."""
+        data = self.data(name)
         share = RankShare(0, 1, samples)
         fetching: dict[str, Any] = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False}
         batches = open_data(data, global_batch=samples, share=share, drop_last=False, **fetching)
         with own_random_numbers():
             return next(iter(batches.evaluation())).data
-
-    def _first_set(self) -> str:
-        return next((key_of(name) for name in self.recipe.data.evaluations), "train")
 
     def task(self) -> Task:
         """The recipe's task, as evaluations build it; one that looks at the model or at ranks needs its `start`."""
@@ -208,8 +205,12 @@ class TrainedRun:
             found: Task = build(Registry.installed(), "task", self.recipe.task)
         return found
 
-    def data(self, name: str = "eval") -> Any:
-        """A dataset of the recipe: "train", "eval", or "eval.NAME" of several; raises UsageError for another."""
+    def data(self, name: str | None = None) -> Any:
+        """A dataset of the recipe: "train", "eval", or "eval.NAME" of several; raises UsageError for another.
+
+        By default it is the first to evaluate on, or the training data where there is none.
+        """
+        name = name or next((key_of(each) for each in self.recipe.data.evaluations), "train")
         components = {"train": self.recipe.data.train}
         components |= {key_of(name): component for name, component in self.recipe.data.evaluations.items()}
         if name not in components:
@@ -245,7 +246,7 @@ class TrainedRun:
         device: str | torch.device = "cpu",
     ) -> Iterator[str]:
         """Yields what `generate` returns, as it comes."""
-        data = self.data(self._first_set())
+        data = self.data()
         check_language(self.task(), data)
         yield from generate(self.model(weights=weights, device=device), data, prompts, how)
 

@@ -33,22 +33,23 @@ class _Called(Exception):
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments that a model is called with for a batch, by the names in its `forward`."""
+    """What a model is called with for a batch of `samples`; `names` are the parameters of its `forward`, in order."""
 
-    named: Mapping[str, Any]
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+    names: Mapping[str, Any]
     samples: int
 
     @property
     def shapes(self) -> dict[str, Any]:
         """The batch as a dimension of any size, where a tensor begins with it; all else is as in the example."""
-        batch = torch.export.Dim("batch")
-        return {
-            name: tree_map(lambda x: {0: batch} if self._has_rows(x) else None, x) for name, x in self.named.items()
-        }
+        batch = {0: torch.export.Dim("batch")}
+        return {name: tree_map(lambda x: batch if self._has_rows(x) else None, x) for name, x in self.names.items()}
 
-    def first(self) -> dict[str, Any]:
+    def first(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same of the first sample alone."""
-        return {name: tree_map(lambda x: x[:1] if self._has_rows(x) else x, x) for name, x in self.named.items()}
+        found: Any = tree_map(lambda x: x[:1] if self._has_rows(x) else x, (self.args, self.named))
+        return tuple(found[0]), found[1]
 
     def _has_rows(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.ndim > 0 and len(value) == self.samples
@@ -69,7 +70,8 @@ def inputs_of(model: nn.Module, task: Task, batch: Any, samples: int) -> Inputs:
                 ask(model, batch)
             if called:
                 args, named = called[0]
-                return Inputs(inspect.signature(model.forward).bind(*args, **named).arguments, samples)
+                names = inspect.signature(model.forward).bind(*args, **named).arguments
+                return Inputs(args, named, names, samples)
     finally:
         hook.remove()
     raise UsageError(
@@ -89,7 +91,7 @@ def write_pt2(model: nn.Module, inputs: Inputs, out: Path) -> None:
             torch.export.save(program, file)
             disk.sync(file)
         again = torch.export.load(temporary).module()
-        _compare(model, inputs, lambda named: again(**named))
+        _compare(model, inputs, again)
 
 
 def require_onnx() -> None:
@@ -113,15 +115,15 @@ def write_onnx(model: nn.Module, inputs: Inputs, out: Path) -> None:
         _compare(model, inputs, partial(_run_onnx, session))
 
 
-def _run_onnx(session: Any, named: Mapping[str, Any]) -> list[Tensor]:
-    tensors = [x.numpy() for x in tree_leaves(dict(named)) if isinstance(x, Tensor)]
+def _run_onnx(session: Any, *args: Any, **named: Any) -> list[Tensor]:
+    tensors = [x.numpy() for x in _tensors((args, named))]
     given = {each.name: x for each, x in zip(session.get_inputs(), tensors, strict=True)}
     return [torch.from_numpy(x) for x in session.run(None, given)]
 
 
 def _exported(model: nn.Module, inputs: Inputs) -> Any:
     with _told("torch.export", model), torch.no_grad():
-        return torch.export.export(model, (), dict(inputs.named), dynamic_shapes=inputs.shapes)
+        return torch.export.export(model, inputs.args, inputs.named, dynamic_shapes=inputs.shapes)
 
 
 @contextmanager
@@ -157,11 +159,8 @@ def _appearing(out: Path) -> Iterator[Path]:
 @torch.no_grad()
 def _compare(model: nn.Module, inputs: Inputs, program: Any) -> None:
     """Raises PluginError unless the program computes what the model does, of one sample and of several."""
-    for named in (inputs.first(), dict(inputs.named)):
-        theirs, mine = (
-            [x for x in tree_leaves(run(named)) if isinstance(x, Tensor)] for run in (program, _called(model))
-        )
-        for one, other in zip(theirs, mine, strict=True):
+    for args, named in (inputs.first(), (inputs.args, inputs.named)):
+        for one, other in zip(_tensors(program(*args, **named)), _tensors(model(*args, **named)), strict=True):
             if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-3, atol=1e-4, equal_nan=True):
                 raise PluginError(
                     f"the exported program does not compute what the model {type(model).__name__} does",
@@ -169,5 +168,5 @@ def _compare(model: nn.Module, inputs: Inputs, program: Any) -> None:
                 )
 
 
-def _called(model: nn.Module) -> Any:
-    return lambda named: model(**named)
+def _tensors(found: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(found) if isinstance(x, Tensor)]
