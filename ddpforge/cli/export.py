@@ -98,6 +98,8 @@ def export(
     form = _form(form, out)
     if form in ("pt2", "onnx"):
         _refuse(form, {"--only": only, "--merge": merge, "--dtype": dtype, "--max-shard-size": max_shard_size})
+    if form == "transformers":
+        _refuse(form, {"--only": only})
     checkpoint = find(run, step=step, best=best, intact=True)
     name = (checkpoint if is_checkpoint(Path(run)) else Path(run)).resolve().name
     default = f"{name}{'' if weights == 'model' else f'-{weights}'}"
@@ -146,7 +148,8 @@ def _refuse(form: str, given: Mapping[str, object]) -> None:
     for option, value in given.items():
         if value:
             raise UsageError(
-                f"{option} is for weights, and --format {form} writes a program", hints=[f"leave {option} out"]
+                f"{option} is for weights alone, and --format {form} writes a whole model",
+                hints=[f"leave {option} out"],
             )
 
 

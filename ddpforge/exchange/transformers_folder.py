@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ddpforge import disk
-from ddpforge.errors import UsageError
+from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.exchange.export import Exported
 
 __all__ = ["Beside"]
@@ -42,9 +43,18 @@ class Beside:
     def save(self, weights: Exported) -> Exported:
         """Puts them beside weights that were written; of what was written all files are told."""
         folder = weights.file.parent
-        before = set(folder.iterdir())
-        for part in self.parts:
-            if part is not None:
-                part.save_pretrained(folder)
-        names = {path.name: disk.sha256(path) for path in set(folder.iterdir()) - before if path.is_file()}
-        return replace(weights, files={**weights.files, **dict(sorted(names.items()))})
+        stage = folder / f".beside.{os.getpid()}.tmp"
+        try:
+            disk.make_folder(stage)
+            for part in self.parts:
+                if part is not None:
+                    part.save_pretrained(stage)
+            names = {path.name: disk.sha256(path) for path in sorted(stage.iterdir())}
+            for name in names:
+                disk.rename(stage / name, folder / name)
+            disk.sync_folder(folder)
+        except OSError as error:
+            raise EnvironmentProblem(f"{folder} could not be written: {error.strerror or error}") from error
+        finally:
+            disk.remove(stage)
+        return replace(weights, files={**weights.files, **names})
