@@ -22,6 +22,7 @@ class LanguageModelling(Task):
     `bits_per_token` (`bits_per_byte` where the data says that its tokens are bytes).
     """
 
+    items = "tokens"
     by_position = True
     takes_split_logits = True
 

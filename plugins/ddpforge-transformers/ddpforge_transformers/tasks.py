@@ -25,6 +25,8 @@ class CausalLM(Task):
     counted. Beside it are reported its exponential, `perplexity`, and the metrics, over the counted tokens.
     """
 
+    items = "tokens"
+
     def __init__(self, *, metrics: _Metrics = ()) -> None:
         self._metrics = {metric.name: metric for metric in metrics}
         if len(self._metrics) < len(metrics):
