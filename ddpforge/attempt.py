@@ -18,6 +18,7 @@ from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed, UsageErr
 from ddpforge.interfaces import Tracker, World
 from ddpforge.launchers.verdict import is_launched
 from ddpforge.ranks import leaving, phases
+from ddpforge.ranks.devices import name_of_device
 from ddpforge.ranks.failures import Failures, Report, phrase
 from ddpforge.ranks.halt import Halt, NoHalt
 from ddpforge.ranks.join import leave
@@ -40,7 +41,7 @@ from ddpforge.training.callbacks import refuse_state
 from ddpforge.training.left_out import has_left_out
 from ddpforge.training.loop import Trainer
 from ddpforge.training.memory import explained
-from ddpforge.training.parts import Parts
+from ddpforge.training.parts import Parts, key_of
 from ddpforge.training.trackers import TrackerGroup
 from ddpforge.training.trying import rehearse_training
 from ddpforge.watch.rows import described, here
@@ -198,9 +199,11 @@ class Attempt:
             **trainer.plan.facts(),
             "world_size": self.world.all.size,
             "device": str(self.world.device),
+            "device_name": name_of_device(self.world.device),
             "parameters": self.parts.size.all,
             "trained": self.parts.size.trainable,
             "samples": length_of(self.parts.data["train"]),
+            "evaluated": {name: length_of(self.parts.data[key_of(name)]) for name in self.parts.evaluation},
         }
         self.tracker.start(
             name=self.recipe.name,
@@ -343,6 +346,12 @@ def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> Unwat
     )
 
 
+def where() -> tuple[str, int]:
+    """The phase that this rank is in, and the step."""
+    place = phases.here()
+    return phases.NAMES[place.phase], place.step
+
+
 def length_of(data: Any) -> int | None:
     """The number of samples; None of a stream."""
     return len(data) if hasattr(data, "__len__") else None
@@ -398,6 +407,7 @@ def checkpoints_of(folder: RunFolder, recipe: Recipe, world: World, peers: Peers
 
 def trackers_of(parts: Parts) -> Tracker:
     """The run's own record, the console, and what the recipe asks for."""
-    ours: dict[str, Tracker] = {name: parts.registry.load("tracker", name)() for name in ("jsonl", "console")}
+    ours: dict[str, Any] = {name: parts.registry.load("tracker", name)() for name in ("jsonl", "console")}
+    ours["console"].where = where
     ours["shown"] = ShownFiles()
     return TrackerGroup(ours | parts.trackers)
