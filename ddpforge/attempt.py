@@ -17,6 +17,7 @@ from ddpforge.confidential import redacted
 from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed, UsageError
 from ddpforge.interfaces import Tracker, World
 from ddpforge.launchers.verdict import is_launched
+from ddpforge.plan import Window
 from ddpforge.ranks import leaving, phases
 from ddpforge.ranks.devices import name_of_device
 from ddpforge.ranks.failures import Failures, Report, phrase
@@ -42,6 +43,7 @@ from ddpforge.training.left_out import has_left_out
 from ddpforge.training.loop import Trainer
 from ddpforge.training.memory import explained
 from ddpforge.training.parts import Parts, key_of
+from ddpforge.training.profiling import Profile
 from ddpforge.training.trackers import TrackerGroup
 from ddpforge.training.trying import rehearse_training
 from ddpforge.watch.rows import described, here
@@ -103,8 +105,9 @@ class Attempt:
         claims: ExitStack,
         is_built: bool,
         max_time: str | None = None,
+        window: Window | None = None,
     ) -> None:
-        """`claims` holds the folder; the attempt takes it over when it runs."""
+        """`claims` holds the folder; the attempt takes it over when it runs. Steps of a `window` are profiled."""
         self.folder, self.opened = folder, opened
         self.parts, self.loaded, self.recipe, self.snapshot = parts, parts.loaded, parts.recipe, snapshot
         self.world, self._peers, self._claims, self._is_built = world, peers, claims, is_built
@@ -116,6 +119,7 @@ class Attempt:
         self._failures = Failures(folder.logs, opened.token, world.all.rank, world.all.size)
         self._watch = _watch(folder, opened.token, self.recipe, world)
         self._failed: _Failed | None = None
+        self._window = window
 
     def run(self) -> Outcome:
         """Trains; whatever goes wrong is written down, told to who must know, and raised."""
@@ -135,7 +139,7 @@ class Attempt:
                     trainer = self._prepare(life)
                     # A launcher ends the others of a rank that failed: not mid-word.
                     signals.enter_context(trainer.stop)
-                    self._state = trainer.fit()
+                    self._state = trainer.fit(self._profile())
                     phases.mark(phases.END)
                     trainer.stop.over()
             except BaseException as error:
@@ -168,10 +172,15 @@ class Attempt:
         if checkpoint:
             trainer.restore(checkpoint)
             self._refuse_nothing_to_do(trainer)
+        if self._window:
+            self._window.refuse_after(trainer.plan.horizon.total)
         refuse_state(trainer.callbacks)
         trainer.saving.origin = on_rank_zero(self.world.all, lambda: self._begin(trainer))
         self._begun = True
         return trainer
+
+    def _profile(self) -> Profile | None:
+        return Profile(self._window, self.folder.path / "profile", self.world) if self._window else None
 
     def _refuse_nothing_to_do(self, trainer: Trainer) -> None:
         """Raises UsageError where nothing would be trained, and what was trained is not what is asked for."""

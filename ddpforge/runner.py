@@ -20,6 +20,7 @@ from ddpforge.hosts import refuse_differences, share_folder
 from ddpforge.interfaces import World
 from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.launchers.verdict import has_begun, record_begun
+from ddpforge.plan import Window
 from ddpforge.ranks import leaving
 from ddpforge.ranks.halt import seconds_of
 from ddpforge.ranks.join import join, leave
@@ -54,16 +55,19 @@ def run(
     fresh: bool = False,
     allow_change: Sequence[str] = (),
     max_time: str | None = None,
+    profile: str | None = None,
 ) -> Outcome:
     """Trains a recipe in the world that the launcher's environment describes; called on every rank.
 
     `source` is a recipe file or the name of a bundled recipe, `out` replaces its `output_dir`, and `fresh` sets an
     earlier run of this name aside instead of continuing it. After `max_time`, e.g. "4h", it stops as if asked to.
+    The steps of `profile`, e.g. "20..25", are profiled, with a trace and a table in the run's folder.
     Raises ForgeError for everything that can be expected to go wrong; a RecipeError comes before anything is started.
     """
     adopt_slurm()
     refuse_text("allow_change", allow_change)
     seconds_of(max_time)  # raises UsageError
+    window = Window.parse(profile) if profile else None
     fresh = fresh and not has_begun()  # ranks that are started again go on with what is fresh
     parts = _load(source, sets)
     folder = RunFolder.of(parts.recipe, out)
@@ -84,8 +88,8 @@ def run(
         record_begun()
         if opened.result:
             return Outcome(folder.path, opened.result, world.is_main)
-        attempt = Attempt(folder, opened, parts, taken, world, peers, claims=claims, is_built=is_new, max_time=max_time)
-        return attempt.run()
+        asked: dict[str, Any] = {"max_time": max_time, "window": window}
+        return Attempt(folder, opened, parts, taken, world, peers, claims=claims, is_built=is_new, **asked).run()
 
 
 def _leave_if_asked(stop: StopRequests, world: World, peers: Peers) -> None:

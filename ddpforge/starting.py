@@ -16,6 +16,7 @@ from ddpforge.launchers.command import names_rendezvous, torchrun_command, varia
 from ddpforge.launchers.nodes import Nodes, default_id
 from ddpforge.launchers.store import store_at
 from ddpforge.launchers.verdict import STARTED, Ended
+from ddpforge.plan import Window
 from ddpforge.ranks.halt import seconds_of
 from ddpforge.runs.folder import RunFolder
 
@@ -89,6 +90,7 @@ def prepare(
     fresh: bool,
     allow_change: Sequence[str],
     max_time: str | None = None,
+    profile: str | None = None,
     as_json: bool = False,
 ) -> Start:
     """Checks everything that can be checked before a process is started.
@@ -98,6 +100,8 @@ def prepare(
     from ddpforge.recipe import load_recipe
 
     seconds_of(max_time)  # raises UsageError
+    if profile:
+        Window.parse(profile)
     loaded = load_recipe(recipe, sets=sets)
     nproc = ranks.nproc or (loaded.recipe.train.device != "cpu" and _gpus()) or 1
     flags = list(ranks.flags)
@@ -119,6 +123,7 @@ def prepare(
     arguments += [f"--out={out}"] if out else []
     arguments += ["--fresh"] if fresh else []
     arguments += [f"--max-time={max_time}"] if max_time else []
+    arguments += [f"--profile={profile}"] if profile else []
     arguments += ["--json"] if as_json else []
     command = torchrun_command(arguments, nproc=nproc, flags=flags)
     restarts = any("restarts" in flag for flag in flags) or ranks.nodes.fewest < ranks.nodes.most

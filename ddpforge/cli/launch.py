@@ -48,6 +48,7 @@ def launch(
     fresh: bool,
     allow_change: tuple[str, ...],
     max_time: str | None,
+    profile: str | None,
     words: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -69,6 +70,7 @@ def launch(
             fresh=fresh,
             allow_change=allow_change,
             max_time=max_time,
+            profile=profile,
             as_json=as_json,
         )
         if stop.requested:

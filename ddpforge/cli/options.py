@@ -84,7 +84,12 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="DURATION",
         help="Stop after so long, e.g. 90m or 4h, with a checkpoint and exit code 75: the same command goes on.",
     )
-    return fresh(allow_change(max_time(command)))
+    profile = click.option(
+        "--profile",
+        metavar="FROM..TO",
+        help="Profile these steps, e.g. 20..25, or 20..25,all on all ranks: a trace and a table in the run's folder.",
+    )
+    return fresh(allow_change(max_time(profile(command))))
 
 
 def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from typing import Any
 
 import click
 
@@ -27,6 +28,7 @@ def run(
     fresh: bool,
     allow_change: tuple[str, ...],
     max_time: str | None,
+    profile: str | None,
     as_json: bool,
 ) -> None:
     """Train RECIPE: a TOML file, or the name of a bundled recipe.
@@ -40,12 +42,15 @@ def run(
             stop_with_parent()
         adopt_slurm()
         record_start()
+        if profile:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # read with torch: its profiler prints when it starts
 
         from ddpforge.runner import run as train
         from ddpforge.runs.folder import RunFolder
 
         with results_alone(as_json):
-            outcome = train(recipe, sets=sets, out=out, fresh=fresh, allow_change=allow_change, max_time=max_time)
+            asked: dict[str, Any] = {"fresh": fresh, "allow_change": allow_change, "max_time": max_time}
+            outcome = train(recipe, sets=sets, out=out, profile=profile, **asked)
         if outcome.is_main:
             click.echo(json.dumps(RunFolder(outcome.folder).status()) if as_json else outcome.sentence())
         leave(outcome.exit_code)

@@ -37,6 +37,7 @@ from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.left_out import complete, without_state_of_frozen
 from ddpforge.training.norms import GradientNorms
 from ddpforge.training.one_turn import finished, of_turn, of_turns, reports_of
+from ddpforge.training.profiling import Profile
 from ddpforge.training.progress import Progress
 from ddpforge.training.rates import Rates
 from ddpforge.training.restoring import is_another, restore_callbacks
@@ -180,16 +181,24 @@ class Trainer:
         # Who stops a run does not wait for an evaluation that is due: the next attempt makes up for it.
         self._evaluated = facts.step if any(name.startswith("eval/") for name in facts.metrics) else None
 
-    def fit(self) -> Literal["done", "stopped"]:
+    def fit(self, profile: Profile | None = None) -> Literal["done", "stopped"]:
         """Trains to the end, or to a stop that all ranks agreed on; either way the last step is then saved.
 
         Raises Diverged when a gradient is not finite and the recipe says stop, CheckpointError when a checkpoint
         cannot be written and the recipe says stop or it is the last one, and whatever a component raises.
         """
-        for _ in self.steps():
-            pass
+        if profile is None:
+            deque(self.steps(), maxlen=0)
+        else:
+            self._fit_profiled(profile)
         left = self.progress.step < self.end or self._interrupted
         return "stopped" if self._agreed.stops and left else "done"
+
+    def _fit_profiled(self, profile: Profile) -> None:
+        profile.before(self.progress.step + 1)
+        for info in self.steps():
+            profile.before(info.step + 1)
+        profile.close(self.progress.step + 1)
 
     def steps(self) -> Iterator[StepInfo]:
         """Trains one step after the other, each of which is complete when it is yielded; raises what `fit` does.

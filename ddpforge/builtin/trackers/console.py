@@ -152,16 +152,18 @@ def _bar(share: float) -> str:
 
 def _rates(metrics: Mapping[str, float]) -> list[str]:
     """Samples and other items per second, and the share of time in which training waits for data."""
-    counted = {
-        name.removeprefix("train/").removesuffix("_per_second"): x for name, x in metrics.items() if _is_rate(name)
-    }
-    found = [f"{value:,.{0 if value >= 10 else 1}f} {name.replace('_', ' ')}/s" for name, value in counted.items()]
+    counted = {name: value for name, value in metrics.items() if _is_rate(name)}
+    found = [f"{value:,.{0 if value >= 10 else 1}f} {_items(name)}/s" for name, value in counted.items()]
     waits = metrics.get("train/time/data")
     return [*found, *([] if waits is None else [f"data {waits:.0%}"])]
 
 
 def _is_rate(name: str) -> bool:
     return name.startswith("train/") and name.endswith("_per_second")
+
+
+def _items(name: str) -> str:
+    return name.removeprefix("train/").removesuffix("_per_second").replace("_", " ")
 
 
 def _numbers(metrics: Mapping[str, float]) -> list[str]:
