@@ -41,7 +41,7 @@ from ddpforge.training.foreseeing import foresee
 from ddpforge.training.parts import Parts, key_of
 from ddpforge.training.trying import rehearse_training
 
-__all__ = ["Evaluation", "Outcome", "evaluate", "run"]
+__all__ = ["Evaluation", "Outcome", "evaluate", "join_ranks", "load_parts", "peers_of", "run"]
 
 log = logging.getLogger("ddpforge")
 
@@ -69,11 +69,11 @@ def run(
     seconds_of(max_time)  # raises UsageError
     window = Window.parse(profile) if profile else None
     fresh = fresh and not has_begun()  # ranks that are started again go on with what is fresh
-    parts = _load(source, sets)
+    parts = load_parts(source, sets)
     folder = RunFolder.of(parts.recipe, out)
     with StopRequests() as stop, ExitStack() as claims:
-        world = _join(parts, folder=None if fresh else folder)
-        peers = _peers(parts.recipe, world)
+        world = join_ranks(parts, folder=None if fresh else folder)
+        peers = peers_of(parts.recipe, world)
         _leave_if_asked(stop, world, peers)
         share_folder(folder.path.parent, peers.ranks)
         fresh = all(peers.ranks.everyone(fresh))  # a machine that joins later has begun nothing
@@ -131,8 +131,8 @@ def evaluate(
     Writes nothing.
     """
     adopt_slurm()
-    parts = _load(folder.resolved, sets, trains=False, only=only)
-    world = _join(parts)
+    parts = load_parts(folder.resolved, sets, trains=False, only=only)
+    world = join_ranks(parts)
     checkpoint = on_rank_zero(world.all, lambda: choose(folder, step=step, best=best))
     build_data_and_model(parts)
     parts.report()
@@ -158,13 +158,14 @@ def _what_is_evaluated(checkpoint: Path, parts: Parts) -> str:
     return f"evaluating {checkpoint}{weights}{', on ' if counted else ''}{', '.join(counted)}"
 
 
-def _load(source: str | Path, sets: Sequence[str], *, trains: bool = True, only: Sequence[str] = ()) -> Parts:
+def load_parts(source: str | Path, sets: Sequence[str], *, trains: bool = True, only: Sequence[str] = ()) -> Parts:
+    """A recipe, of which nothing is built yet; raises RecipeError."""
     refuse_text("only", only)
     registry = Registry.installed()
     return Parts(load_recipe(source, sets=sets, registry=registry), registry, trains=trains, only=only)
 
 
-def _join(parts: Parts, *, folder: RunFolder | None = None) -> World:
+def join_ranks(parts: Parts, *, folder: RunFolder | None = None) -> World:
     """Joins the world that the strategy finds, unless it is known already that the recipe cannot work in it."""
     foresee(parts, ranks=world_size(), folder=folder)
     if parts.found:
@@ -186,5 +187,6 @@ def _join(parts: Parts, *, folder: RunFolder | None = None) -> World:
     return world
 
 
-def _peers(recipe: Recipe, world: World) -> Peers:
+def peers_of(recipe: Recipe, world: World) -> Peers:
+    """Connects the ranks for all that is said beside training. Called on every rank."""
     return Peers.of(world.all, timedelta(seconds=recipe.train.timeout.seconds))

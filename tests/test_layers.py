@@ -23,7 +23,7 @@ LAYERS = [
     {"cli"},
     {"testing"},
     {"api"},
-    {"reports", "sweeps"},
+    {"reports", "sweeps", "trials"},
     {"doctor", "parity", "runner", "starting"},
     {"attempt", "hosts"},
     {"watch"},

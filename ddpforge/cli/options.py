@@ -43,6 +43,13 @@ imports_option = click.option(
     "not checked.",
 )
 
+dry_run_option = click.option(
+    "--dry-run",
+    type=click.IntRange(min=1),
+    metavar="STEPS",
+    help="Train so many steps, evaluate on as many batches, say what they cost, and keep nothing: no folder, no tracker.",
+)
+
 
 def sets_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds `KEY=VALUE…` after the other arguments and `--set KEY=VALUE`; the command is given both as `sets`."""

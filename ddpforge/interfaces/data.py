@@ -23,6 +23,7 @@ class Data(Protocol):
       epoch (see `Order.once`) the step takes the epoch's place;
     - `set_epoch(epoch: int)` is called before the first sample of each epoch is fetched, and in training
       `set_step(step: int)` before the first of each step (0 for the first of the run), in loader processes too;
+    - `decode(tokens: list[int]) -> str` makes text of what its samples hold, for people who look at them;
     - what an order of training data asks for by name, such as `labels` or `lengths`: an attribute, or a method, that is
       an array with one value per sample.
 

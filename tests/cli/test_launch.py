@@ -203,9 +203,9 @@ def test_what_cannot_work_on_any_machine_is_refused_on_each(
     assert not launcher.started
 
 
-def test_a_dry_run_prints_what_a_shell_can_run(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_is_printed_as_a_shell_can_run_it(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    result = invoke("digits", "-n", "2", *NODES, "--max-time", "4h", "--out", "a b", "--dry-run")
+    result = invoke("digits", "-n", "2", *NODES, "--max-time", "4h", "--out", "a b", "--print")
     words = shlex.split(result.stdout)
     assert {"OMP_NUM_THREADS=3", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"} <= set(words)
     assert words[-5:] == ["ddpforge", "run", "digits", "--out=a b", "--max-time=4h"]

@@ -193,6 +193,7 @@ class TextClasses:
     """
 
     random = False
+    level = "bytes"
     vocab_size = 256
 
     def __init__(
