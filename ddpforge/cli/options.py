@@ -47,7 +47,7 @@ dry_run_option = click.option(
     "--dry-run",
     type=click.IntRange(min=1),
     metavar="STEPS",
-    help="Train so many steps, evaluate on as many batches, say what they cost, and keep nothing: no folder, no tracker.",
+    help="Train so many steps, evaluate on as many batches, say what they cost, and keep nothing: there is no run.",
 )
 
 

@@ -46,7 +46,8 @@ class RangeTest:
         if self.suggestion is None:
             return "the loss never fell: test lower rates with --from, or see `ddpforge run RECIPE --overfit 1`"
         lowest = self.rates[min(range(len(self.losses)), key=self.losses.__getitem__)]
-        return f"suggested optimizer.lr = {self.suggestion:.2g}, where the loss fell fastest; it was lowest at {lowest:.2g}"
+        said = f"suggested optimizer.lr = {self.suggestion:.2g}, where the loss fell fastest"
+        return f"{said}; it was lowest at {lowest:.2g}"
 
 
 class _Sweep:
