@@ -109,7 +109,7 @@ def _leaf(name: str, leaf: Any, read: Read | None) -> Leaf:
     if not finite.numel():
         return Leaf(*form, nonfinite=leaf.numel())
     numbers = finite.min().item(), finite.max().item(), finite.mean().item()
-    texts = _texts(leaf, read) if read is not None else ()
+    texts = _texts(leaf, read) if read is not None else []
     return Leaf(*form, *numbers, leaf.numel() - finite.numel(), {} if texts else _counts(leaf), texts)
 
 
@@ -117,7 +117,7 @@ def _counts(leaf: Tensor) -> dict[int, int]:
     """How often each label comes, where these are labels: few different integers, one for each sample or position."""
     if leaf.is_floating_point():
         return {}
-    values, counts = leaf.unique(return_counts=True)
+    values, counts = torch.unique(leaf, return_counts=True)
     return dict(zip(values.tolist(), counts.tolist(), strict=True)) if len(values) <= _LABELS else {}
 
 

@@ -55,7 +55,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def files() -> set[str]:
-    return {path.name for path in Path().iterdir()} - {"__pycache__"}
+    return {path.name for path in Path().iterdir() if path.name[0] not in "._"}
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
