@@ -56,4 +56,4 @@ def _draw(out: str, rates: Sequence[float], losses: Sequence[float]) -> None:
     from ddpforge.cli.plots import as_picture
 
     points = list(zip(rates, losses, strict=True))
-    as_picture(Path(out), {"train/loss": {"running mean": points}}, x="learning rate", logarithmic=True)
+    as_picture(Path(out), {"train/loss": {"mean of neighbours": points}}, x="learning rate", logarithmic=True)

@@ -12,17 +12,18 @@ from ddpforge.errors import Diverged, UsageError
 from ddpforge.ranks import leaving
 from ddpforge.trials.opening import opened, without_the_rest
 
-__all__ = ["RangeTest", "lr_range", "suggested"]
+__all__ = ["RangeTest", "lr_range", "smoothed", "suggested"]
 
 _KEPT = 0.9  # of the running mean of losses, from one step to the next
 _WORSE = 4.0  # times the best loss, where the test ends
 _FIRST = 5  # steps before it may end
 _ROWS = 12  # of the table
+_WINDOWS = 20  # a loss is the mean of a twentieth of the steps on either side
 
 
 @dataclass(frozen=True)
 class RangeTest:
-    """The running mean of the training loss at each rate, and the rate at which it fell fastest; None if it never did.
+    """The training loss at each rate, a mean of its neighbourhood, and the rate at which it fell fastest, if it did.
 
     After L. Smith, Cyclical Learning Rates for Training Neural Networks, WACV 2017.
     """
@@ -85,25 +86,37 @@ def lr_range(
         trial.trainer.end = steps
         seen = ((info.lr, info.metrics["train/loss"]) for info in trial.steps(steps))
         rates, losses = _until_worse(seen)
-    return RangeTest(rates, losses, suggested(rates, losses), trial.world.is_main)
+    means = smoothed(losses, max(1, steps // _WINDOWS))
+    return RangeTest(rates, means, suggested(rates, means), trial.world.is_main)
 
 
 def _until_worse(seen: Iterator[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """The rates, and a running mean of the losses, up to where this is much worse than the best, or not finite."""
+    """The rates and losses up to where a running mean of these is much worse than it was, or a loss not finite."""
     rates: list[float] = []
     losses: list[float] = []
-    mean = 0.0
+    mean, best = 0.0, math.inf
     try:
         for number, (rate, loss) in enumerate(seen, start=1):
             mean = _KEPT * mean + (1 - _KEPT) * loss
-            smooth = mean / (1 - _KEPT**number)  # without the zero that it began with
-            if not math.isfinite(smooth) or (number > _FIRST and smooth > _WORSE * min(losses)):
+            running = mean / (1 - _KEPT**number)  # without the zero that it began with
+            best = min(best, running)
+            if not math.isfinite(loss) or (number > _FIRST and running > _WORSE * best):
                 break
             rates.append(rate)
-            losses.append(smooth)
+            losses.append(loss)
     except Diverged:
         pass
     return rates, losses
+
+
+def smoothed(losses: Sequence[float], reach: int) -> list[float]:
+    """The mean of each loss and its neighbours on both sides: unlike a running mean it does not lag behind the rate."""
+    found = []
+    for n in range(len(losses)):
+        near = min(reach, n, len(losses) - 1 - n)  # as far on either side
+        window = losses[n - near : n + near + 1]
+        found.append(sum(window) / len(window))
+    return found
 
 
 def suggested(rates: Sequence[float], losses: Sequence[float]) -> float | None:

@@ -41,7 +41,7 @@ class Overfitted:
 
     def lines(self) -> Iterator[str]:
         """The same for people, with a verdict."""
-        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
+        batches = "batch" if self.batches == 1 else f"{self.batches} batches"
         yield f"{len(self.losses)} steps on the first {batches}; nothing was kept"
         every = max(1, len(self.losses) // _LINES)
         for step in sorted({*range(1, len(self.losses) + 1, every), len(self.losses)}):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ddpforge.trials.lr_range import RangeTest, suggested
+from ddpforge.trials.lr_range import RangeTest, smoothed, suggested
 
 RATES = [10.0**n for n in range(-6, 2)]
 
@@ -25,6 +25,10 @@ def test_a_fall_after_the_loss_has_climbed_counts_nothing() -> None:
 def test_a_loss_that_never_falls_suggests_nothing(losses: list[float]) -> None:
     assert suggested(RATES[: len(losses)], losses) is None
     assert "never fell" in RangeTest(RATES, losses, None, is_main=True).verdict()
+
+
+def test_a_loss_is_the_mean_of_as_many_neighbours_on_both_sides() -> None:
+    assert smoothed([0.0, 3.0, 6.0, 0.0, 1.0], 2) == [0.0, 3.0, 2.0, pytest.approx(7 / 3), 1.0]
 
 
 def test_rates_need_not_be_evenly_spaced() -> None:

@@ -94,7 +94,7 @@ def test_what_is_about_a_run_is_refused(ddpforge: Callable[..., Ranks], option: 
 def test_one_batch_is_learnt_by_heart(ddpforge: Callable[..., Ranks]) -> None:
     said = ddpforge("run", "tiny.toml", "--overfit", "1", "--dry-run", "120", "train.length=3st", nproc=2)
     lines = said.stdout.splitlines()
-    assert lines[0] == "120 steps on the first 1 batch; nothing was kept"
+    assert lines[0] == "120 steps on the first batch; nothing was kept"
     assert lines[-1] == "  learnt: model, loss and optimizer work together"
     assert files() == {"tiny.toml", "noted.py"}
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_learnt_is_said_so(ddpforge: Callable[..., Ranks]) -> Non
 
 def test_a_range_of_rates_is_tested_up_to_where_it_diverges(ddpforge: Callable[..., Ranks]) -> None:
     options = ("--from", "1e-5", "--to", "1e5", "--steps", "60", "--json")
-    said = ddpforge("lr-range", "tiny.toml", *options, "optimizer.use=sgd", nproc=2)
+    said = ddpforge("lr-range", "tiny.toml", *options, "optimizer.use=sgd", "optimizer.lr=0.1", nproc=2)
     found = json.loads(said.stdout)
     assert found["lr"][0] == pytest.approx(1e-5)
     assert found["lr"][1] / found["lr"][0] == pytest.approx(1e10 ** (1 / 59))
