@@ -92,7 +92,7 @@ def launch(
     started = start.run()
     if started.untold:
         complain(started.untold)
-        if as_json and started.folder.exists() and 0 not in started.ended.ranks:
+        if as_json and start.keeps and started.folder.exists() and 0 not in started.ended.ranks:
             click.echo(json.dumps(started.folder.status()))
     sys.exit(started.ended.code)
 

@@ -195,10 +195,11 @@ class Trainer:
         return "stopped" if self._agreed.stops and left else "done"
 
     def _fit_profiled(self, profile: Profile) -> None:
-        profile.before(self.progress.step + 1)
-        for info in self.steps():
-            profile.before(info.step + 1)
-        profile.close(self.progress.step + 1)
+        with profile:
+            profile.before(self.progress.step + 1)
+            for info in self.steps():
+                profile.before(info.step + 1)
+            profile.close(self.progress.step + 1)
 
     def steps(self) -> Iterator[StepInfo]:
         """Trains one step after the other, each of which is complete when it is yielded; raises what `fit` does.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -33,6 +34,19 @@ class Profile:
         self._window, self._folder, self._world = window, folder, world
         self._recorder: profile | None = None
         self._over = not (world.is_main or window.all)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Of steps that failed nothing is written."""
+        if self._recorder is not None:
+            phases.follow(None)
+            self._spans.leave()
+            self._recorder.stop()
+            self._recorder = None
 
     def before(self, step: int) -> None:
         """The next step is `step`: begins to record, or ends."""

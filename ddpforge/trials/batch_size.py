@@ -124,7 +124,8 @@ def _tried(recipe: str, sets: Sequence[str], size: int, ranks: int, budget: int 
     if code == 0 and "memory" in said:
         fits = budget is None or said["memory"] <= budget
         return Try(size, fits, said["memory"], said["samples_per_second"] if fits else None)
-    if code is None or code == -9 or "OutOfMemory" in str(said.get("error", "")) or "memory is full" in err:
+    killed = code in (None, -9) or "(SIGKILL)" in err
+    if killed or "OutOfMemory" in str(said.get("error", "")) or "memory is full" in err:
         return Try(size, fits=False)
     told = [line for line in err.splitlines() if line.strip()][-8:]
     raise ForgeError(f"a micro-batch of {size} could not be tried (exit code {code})", hints=told)

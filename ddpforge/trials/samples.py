@@ -125,7 +125,10 @@ def _texts(leaf: Tensor, read: Read) -> list[str]:
     """The first sequences of tokens as text, less those that stand for no token."""
     if leaf.is_floating_point() or leaf.dtype == torch.bool or leaf.ndim != 2:
         return []
-    return [read([token for token in row if token >= 0]) for row in leaf[:_TEXTS].tolist()]
+    try:
+        return [read([token for token in row if token >= 0]) for row in leaf[:_TEXTS].tolist()]
+    except (IndexError, KeyError, OverflowError, ValueError):
+        return []  # integers, and no tokens
 
 
 # ---------------------------------------------------------------------------------------------- pictures

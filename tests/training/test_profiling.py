@@ -12,7 +12,7 @@ import pytest
 from doubles import Loop, Plain
 from launched import Ranks
 
-from ddpforge.errors import UsageError
+from ddpforge.errors import Diverged, UsageError
 from ddpforge.plan import Window
 from ddpforge.ranks import phases
 from ddpforge.training.profiling import Profile
@@ -81,6 +81,15 @@ def test_a_run_that_ends_within_the_window_has_what_there_is(tmp_path: Path) -> 
 def test_other_ranks_record_where_all_are_asked_for(tmp_path: Path) -> None:
     assert not profiled(Window(2, 3), tmp_path / "one", rank=1)
     assert len(profiled(Window(2, 3, all=True), tmp_path / "all", rank=1)) == 2
+
+
+def test_of_steps_that_fail_nothing_is_written_and_another_run_can_be_profiled(tmp_path: Path) -> None:
+    loop = Loop(steps=4, bad=[3], evaluation=False, callbacks={})
+    with pytest.raises(Diverged):
+        loop.trainer.fit(Profile(Window(2, 4), tmp_path / "profile", loop.replica.world))
+    assert phases._follower is None
+    assert not (tmp_path / "profile").exists()
+    assert len(profiled(Window(2, 3), tmp_path / "again")) == 2
 
 
 def test_steps_that_have_passed_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
