@@ -8,9 +8,9 @@ from types import ModuleType
 
 from ddpforge.cli.tables import printable
 from ddpforge.errors import EnvironmentProblem, UsageError
-from ddpforge.runs.comparison import Point, thinned
+from ddpforge.runs.comparison import thinned
 
-Lines = Mapping[str, Sequence[Point]]
+Lines = Mapping[str, Sequence[tuple[float, float]]]  # by run: steps, or what else is on the x axis, and values
 
 _WIDTH, _HEIGHT = 80, 18  # of a plot where no terminal says otherwise
 _MOST = 2000  # points of a line in a picture

@@ -60,7 +60,8 @@ class _Sweep:
         self._low, self._factor = low, (high / low) ** (1 / (steps - 1))
 
     def __call__(self, step: int) -> float:
-        return self._low * self._factor**step / self.base
+        rate: float = self._low * self._factor**step
+        return rate / self.base
 
 
 @leaving.nobody_leaves()
