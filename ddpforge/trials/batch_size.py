@@ -36,7 +36,7 @@ class Try:
 
 @dataclass(frozen=True)
 class Found:
-    """What was tried, in this order, and the largest micro-batch that fits; None where none does."""
+    """The sizes that were tried, in this order, and the largest micro-batch that fits; None where none does."""
 
     global_batch: int
     ranks: int

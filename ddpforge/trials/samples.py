@@ -114,7 +114,7 @@ def _leaf(name: str, leaf: Any, read: Read | None) -> Leaf:
 
 
 def _counts(leaf: Tensor) -> dict[int, int]:
-    """How often each label comes, where these are labels: few different integers, one for each sample or position."""
+    """Counts each label, where these are labels: few different integers, one for each sample or position."""
     if leaf.is_floating_point():
         return {}
     values, counts = torch.unique(leaf, return_counts=True)
