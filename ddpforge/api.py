@@ -49,6 +49,7 @@ def launch(
     allow_change: Sequence[str] = (),
     max_time: str | None = None,
     max_restarts: int | None = None,
+    profile: str | None = None,
 ) -> Outcome:
     """Trains a recipe in `nproc` processes of this machine, as `ddpforge launch` does; returns how that ended.
 
@@ -66,6 +67,7 @@ def launch(
         fresh=fresh,
         allow_change=allow_change,
         max_time=max_time,
+        profile=profile,
     )
     before = RunFolder.of(start.recipe, out).status_version()
     started = start.run()

@@ -17,7 +17,9 @@ from ddpforge.confidential import redacted
 from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed, UsageError
 from ddpforge.interfaces import Tracker, World
 from ddpforge.launchers.verdict import is_launched
+from ddpforge.plan import Window
 from ddpforge.ranks import leaving, phases
+from ddpforge.ranks.devices import name_of_device
 from ddpforge.ranks.failures import Failures, Report, phrase
 from ddpforge.ranks.halt import Halt, NoHalt
 from ddpforge.ranks.join import leave
@@ -41,7 +43,8 @@ from ddpforge.training.callbacks import refuse_state
 from ddpforge.training.left_out import has_left_out
 from ddpforge.training.loop import Trainer
 from ddpforge.training.memory import explained
-from ddpforge.training.parts import Parts
+from ddpforge.training.parts import Parts, key_of
+from ddpforge.training.profiling import Profile
 from ddpforge.training.trackers import TrackerGroup
 from ddpforge.training.trying import rehearse_training
 from ddpforge.watch.rows import described, here
@@ -104,8 +107,12 @@ class Attempt:
         is_built: bool,
         mirror: Mirror | None = None,
         max_time: str | None = None,
+        window: Window | None = None,
     ) -> None:
-        """`claims` holds the folder; the attempt takes it over when it runs, and ends the `mirror`, on rank 0."""
+        """`claims` holds the folder; the attempt takes it over when it runs, and ends the `mirror`, on rank 0.
+
+        Steps of a `window` are profiled.
+        """
         self.folder, self.opened = folder, opened
         self.parts, self.loaded, self.recipe, self.snapshot = parts, parts.loaded, parts.recipe, snapshot
         self.world, self._peers, self._claims, self._is_built = world, peers, claims, is_built
@@ -118,6 +125,7 @@ class Attempt:
         self._failures = Failures(folder.logs, opened.token, world.all.rank, world.all.size)
         self._watch = _watch(folder, opened.token, self.recipe, world)
         self._failed: _Failed | None = None
+        self._window = window
 
     def run(self) -> Outcome:
         """Trains; whatever goes wrong is written down, told to who must know, and raised."""
@@ -139,7 +147,7 @@ class Attempt:
                     trainer = self._prepare(life)
                     # A launcher ends the others of a rank that failed: not mid-word.
                     signals.enter_context(trainer.stop)
-                    self._state = trainer.fit()
+                    self._state = trainer.fit(self._profile())
                     phases.mark(phases.END)
                     trainer.stop.over()
             except BaseException as error:
@@ -172,10 +180,15 @@ class Attempt:
         if checkpoint:
             trainer.restore(checkpoint)
             self._refuse_nothing_to_do(trainer)
+        if self._window:
+            self._window.refuse_after(trainer.plan.horizon.total)
         refuse_state(trainer.callbacks)
         trainer.saving.origin = on_rank_zero(self.world.all, lambda: self._begin(trainer))
         self._begun = True
         return trainer
+
+    def _profile(self) -> Profile | None:
+        return Profile(self._window, self.folder.path / "profile", self.world) if self._window else None
 
     def _refuse_nothing_to_do(self, trainer: Trainer) -> None:
         """Raises UsageError where nothing would be trained, and what was trained is not what is asked for."""
@@ -205,9 +218,11 @@ class Attempt:
             **trainer.plan.facts(),
             "world_size": self.world.all.size,
             "device": str(self.world.device),
+            "device_name": name_of_device(self.world.device),
             "parameters": self.parts.size.all,
             "trained": self.parts.size.trainable,
             "samples": length_of(self.parts.data["train"]),
+            "evaluated": {name: length_of(self.parts.data[key_of(name)]) for name in self.parts.evaluation},
         }
         self.tracker.start(
             name=self.recipe.name,
@@ -350,6 +365,12 @@ def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> Unwat
     )
 
 
+def where() -> tuple[str, int]:
+    """The phase that this rank is in, and the step."""
+    place = phases.here()
+    return phases.NAMES[place.phase], place.step
+
+
 def length_of(data: Any) -> int | None:
     """The number of samples; None of a stream."""
     return len(data) if hasattr(data, "__len__") else None
@@ -405,7 +426,8 @@ def checkpoints_of(folder: RunFolder, recipe: Recipe, world: World, peers: Peers
 
 def trackers_of(parts: Parts, mirror: Mirror | None) -> Tracker:
     """The run's own record, the console, the mirror, and what the recipe asks for."""
-    ours: dict[str, Tracker] = {name: parts.registry.load("tracker", name)() for name in ("jsonl", "console")}
+    ours: dict[str, Any] = {name: parts.registry.load("tracker", name)() for name in ("jsonl", "console")}
+    ours["console"].where = where
     ours["shown"] = ShownFiles()
     if mirror:
         ours["mirror"] = mirror

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.recipe.batch import BatchPlan
 from ddpforge.recipe.schema import Recipe
 
-__all__ = ["Plan", "in_steps"]
+__all__ = ["Plan", "Window", "in_steps"]
+
+_WINDOW = re.compile(r"(\d+)(?:\.\.(\d+))?(,all)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,33 @@ class Plan:
             "micro_batch": self.batch.micro_batch,
             "accumulation": self.batch.accumulation,
         }
+
+
+@dataclass(frozen=True)
+class Window:
+    """Steps from `first` to `last`, both included, that are looked at: on the main rank, or on `all`."""
+
+    first: int
+    last: int
+    all: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Window:
+        """The window that "20..25", "20" or "20..25,all" names; raises UsageError for another text."""
+        match = _WINDOW.fullmatch(text)
+        if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+            raise UsageError(
+                f"--profile {text} names no steps", hints=['expected e.g. "20..25", or "20..25,all" for all ranks']
+            )
+        return cls(int(match[1]), int(match[2] or match[1]), bool(match[3]))
+
+    def refuse_after(self, total: int | None) -> None:
+        """Raises UsageError where a run of `total` steps is over before it begins."""
+        if total is not None and self.first > total:
+            raise UsageError(
+                f"--profile begins at step {self.first}, and the run ends at step {total}",
+                hints=["name earlier steps, or set a longer train.length"],
+            )
 
 
 def in_steps(key: str, duration: Duration, horizon: Horizon) -> int:

@@ -23,6 +23,7 @@ from ddpforge.hosts import refuse_differences, share_folder
 from ddpforge.interfaces import World
 from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.launchers.verdict import has_begun, record_begun
+from ddpforge.plan import Window
 from ddpforge.ranks import leaving
 from ddpforge.ranks.halt import seconds_of
 from ddpforge.ranks.join import join, leave
@@ -46,7 +47,7 @@ from ddpforge.training.parts import Parts, key_of
 from ddpforge.training.prediction import INDEX, Predicted, in_order, predictions, refuse_turns
 from ddpforge.training.trying import rehearse_training
 
-__all__ = ["Evaluation", "Outcome", "Prediction", "evaluate", "predict", "run"]
+__all__ = ["Evaluation", "Outcome", "Prediction", "evaluate", "join_ranks", "load_parts", "peers_of", "predict", "run"]
 
 log = logging.getLogger("ddpforge")
 
@@ -60,22 +61,25 @@ def run(
     fresh: bool = False,
     allow_change: Sequence[str] = (),
     max_time: str | None = None,
+    profile: str | None = None,
 ) -> Outcome:
     """Trains a recipe in the world that the launcher's environment describes; called on every rank.
 
     `source` is a recipe file or the name of a bundled recipe, `out` replaces its `output_dir`, and `fresh` sets an
     earlier run of this name aside instead of continuing it. After `max_time`, e.g. "4h", it stops as if asked to.
+    The steps of `profile`, e.g. "20..25", are profiled, with a trace and a table in the run's folder.
     Raises ForgeError for everything that can be expected to go wrong; a RecipeError comes before anything is started.
     """
     adopt_slurm()
     refuse_text("allow_change", allow_change)
     seconds_of(max_time)  # raises UsageError
+    window = Window.parse(profile) if profile else None
     fresh = fresh and not has_begun()  # ranks that are started again go on with what is fresh
-    parts = _load(source, sets)
+    parts = load_parts(source, sets)
     folder = RunFolder.of(parts.recipe, out)
     with StopRequests() as stop, ExitStack() as claims:
-        world = _join(parts, folder=None if fresh else folder)
-        peers = _peers(parts.recipe, world)
+        world = join_ranks(parts, folder=None if fresh else folder)
+        peers = peers_of(parts.recipe, world)
         _leave_if_asked(stop, world, peers)
         share_folder(folder.path.parent, peers.ranks)
         fresh = all(peers.ranks.everyone(fresh))  # a machine that joins later has begun nothing
@@ -94,14 +98,8 @@ def run(
             if mirror:
                 mirror.complete()
             return Outcome(folder.path, opened.result, world.is_main)
-        attempt = Attempt(
-            *(folder, opened, parts, taken, world, peers),
-            claims=claims,
-            is_built=is_new,
-            mirror=mirror,
-            max_time=max_time,
-        )
-        return attempt.run()
+        asked: dict[str, Any] = {"mirror": mirror, "max_time": max_time, "window": window}
+        return Attempt(folder, opened, parts, taken, world, peers, claims=claims, is_built=is_new, **asked).run()
 
 
 def _leave_if_asked(stop: StopRequests, world: World, peers: Peers) -> None:
@@ -143,8 +141,8 @@ def evaluate(
     Writes nothing.
     """
     adopt_slurm()
-    parts = _load(folder.resolved, sets, trains=False, only=only)
-    world = _join(parts)
+    parts = load_parts(folder.resolved, sets, trains=False, only=only)
+    world = join_ranks(parts)
     if parts.other_layout and world.is_main:
         log.info("%s", parts.other_layout)
     checkpoint = on_rank_zero(world.all, lambda: choose(folder, step=step, best=best))
@@ -197,7 +195,7 @@ def predict(
     refuse_text("data", data)
     check_table(out)
     parts = _to_predict(folder, data, sets)
-    world = _join(parts)
+    world = join_ranks(parts)
     refuse_turns(parts.task)
     on_rank_zero(world.all, lambda: refuse_existing(out, force=force))
     checkpoint = on_rank_zero(world.all, lambda: choose(folder, step=step, best=best))
@@ -236,7 +234,7 @@ def _to_predict(folder: RunFolder, data: Sequence[str], sets: Sequence[str]) -> 
     """The parts of a run's recipe whose one evaluation set is the dataset that `data` means."""
     names, options = ([word for word in data if ("=" in word) == with_value] for with_value in (False, True))
     name = _dataset(load_recipe(folder.resolved, sets=sets).recipe, names)
-    parts = _load(
+    parts = load_parts(
         folder.resolved,
         (*sets, *(f"data.{name}.{option}" for option in options)),
         trains=False,
@@ -280,13 +278,14 @@ def _what_is_used(checkpoint: Path, parts: Parts, weights: str | None = None) ->
     return f"{checkpoint}{others}{', on ' if counted else ''}{', '.join(counted)}"
 
 
-def _load(source: str | Path, sets: Sequence[str], *, trains: bool = True, only: Sequence[str] = ()) -> Parts:
+def load_parts(source: str | Path, sets: Sequence[str], *, trains: bool = True, only: Sequence[str] = ()) -> Parts:
+    """A recipe, of which nothing is built yet; raises RecipeError."""
     refuse_text("only", only)
     registry = Registry.installed()
     return Parts(load_recipe(source, sets=sets, registry=registry), registry, trains=trains, only=only)
 
 
-def _join(parts: Parts, *, folder: RunFolder | None = None) -> World:
+def join_ranks(parts: Parts, *, folder: RunFolder | None = None) -> World:
     """Joins the world that the strategy finds, unless it is known already that the recipe cannot work in it."""
     foresee(parts, ranks=world_size(), folder=folder)
     if parts.found:
@@ -308,5 +307,6 @@ def _join(parts: Parts, *, folder: RunFolder | None = None) -> World:
     return world
 
 
-def _peers(recipe: Recipe, world: World) -> Peers:
+def peers_of(recipe: Recipe, world: World) -> Peers:
+    """Connects the ranks for all that is said beside training. Called on every rank."""
     return Peers.of(world.all, timedelta(seconds=recipe.train.timeout.seconds))

@@ -15,7 +15,8 @@ from ddpforge.launchers import process
 from ddpforge.launchers.command import names_rendezvous, torchrun_command, variables_for
 from ddpforge.launchers.nodes import Nodes, default_id
 from ddpforge.launchers.store import store_at
-from ddpforge.launchers.verdict import STARTED, Ended
+from ddpforge.launchers.verdict import STARTED, Death, Ended
+from ddpforge.plan import Window
 from ddpforge.ranks.halt import seconds_of
 from ddpforge.runs.folder import RunFolder
 
@@ -57,6 +58,7 @@ class Start:
     nodes: Nodes
     patience: float
     out: str | None
+    keeps: bool = True  # False where ranks leave nothing behind
 
     def run(self) -> Started:
         """Starts the ranks, and waits for their end."""
@@ -69,6 +71,8 @@ class Start:
             variables={STARTED: str(time.time())},
             store=store_at(self.nodes.store, here=self.nodes.is_first),
         )
+        if not self.keeps:
+            return Started(ended, folder, None if ended.death is None else _killed(ended.death))
         failure = None
         if folder.status_version() != before:
             ended, failure = _as_written(ended, folder), folder.read_failure()
@@ -89,6 +93,8 @@ def prepare(
     fresh: bool,
     allow_change: Sequence[str],
     max_time: str | None = None,
+    profile: str | None = None,
+    dry_run: int | None = None,
     as_json: bool = False,
 ) -> Start:
     """Checks everything that can be checked before a process is started.
@@ -98,6 +104,8 @@ def prepare(
     from ddpforge.recipe import load_recipe
 
     seconds_of(max_time)  # raises UsageError
+    if profile:
+        Window.parse(profile)
     loaded = load_recipe(recipe, sets=sets)
     nproc = ranks.nproc or (loaded.recipe.train.device != "cpu" and _gpus()) or 1
     flags = list(ranks.flags)
@@ -119,11 +127,14 @@ def prepare(
     arguments += [f"--out={out}"] if out else []
     arguments += ["--fresh"] if fresh else []
     arguments += [f"--max-time={max_time}"] if max_time else []
+    arguments += [f"--profile={profile}"] if profile else []
+    arguments += [f"--dry-run={dry_run}"] if dry_run else []
     arguments += ["--json"] if as_json else []
     command = torchrun_command(arguments, nproc=nproc, flags=flags)
     restarts = any("restarts" in flag for flag in flags) or ranks.nodes.fewest < ranks.nodes.most
     # Where ranks are restarted, the launcher waits for other machines to meet it again, which is no fault.
-    return Start(loaded.recipe, command, nproc, nodes, process.PATIENCE + (_MEETING if restarts else 0.0), out)
+    patience = process.PATIENCE + (_MEETING if restarts else 0.0)
+    return Start(loaded.recipe, command, nproc, nodes, patience, out, keeps=not dry_run)
 
 
 def check_world(loaded: LoadedRecipe, nproc: int) -> None:
@@ -167,11 +178,15 @@ def _untold(ended: Ended, folder: RunFolder, failure: Mapping[str, Any] | None) 
         return ForgeError(failure["error"], hints=[f"where all ranks stood: {folder.failure}"])
     if ended.death is None or (told_causes(folder.logs) and not watched):
         return None
-    named = f"rank {ended.death.rank} was {ended.death}"
-    out_of_memory = ["was there not enough memory? `dmesg` says so"] if ended.death.signal == signal.SIGKILL else []
+    killed = _killed(ended.death)
     if folder.exists():
-        folder.amend_failure(named, ended.code)
-    return ForgeError(named, hints=out_of_memory)
+        folder.amend_failure(killed.message, ended.code)
+    return killed
+
+
+def _killed(death: Death) -> ForgeError:
+    out_of_memory = ["was there not enough memory? `dmesg` says so"] if death.signal == signal.SIGKILL else []
+    return ForgeError(f"rank {death.rank} was {death}", hints=out_of_memory)
 
 
 def _gpus() -> int:

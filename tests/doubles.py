@@ -255,6 +255,7 @@ class Loop:
         optimizer: str = "sgd",
         replica: Plain | None = None,
         model: nn.Module | None = None,
+        task: Task | None = None,
     ) -> None:
         self.replica = replica or Plain()
         self.events = self.replica.events
@@ -284,7 +285,7 @@ class Loop:
         self.evaluator = Evaluator(
             world=self.replica.world,
             replica=self.replica,
-            task=Sums(),
+            task=task or Sums(),
             sets={name: _open(Numbers(size), 2, shuffle=False) for name, size in sizes.items()},
             callbacks=callbacks or {},
             seed=0,
@@ -293,7 +294,7 @@ class Loop:
             recipe=recipe,
             world=self.replica.world,
             replica=self.replica,
-            task=Sums(),
+            task=task or Sums(),
             optimizer=self.optimizer,
             schedule=schedule,
             plan=plan,

@@ -156,7 +156,7 @@ class SaveAgain(Callback):
     def __init__(self) -> None:
         from ddpforge.training.loop import Trainer
 
-        def fit(self: Trainer) -> str:
+        def fit(self: Trainer, profile: None = None) -> str:
             self._began, self.saving.step = time.monotonic(), None
             self._save(last=True)
             self.saving.settle(last=True)

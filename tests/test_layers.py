@@ -23,7 +23,7 @@ LAYERS = [
     {"cli"},
     {"testing"},
     {"api"},
-    {"reports", "sweeps"},
+    {"reports", "sweeps", "trials"},
     {"doctor", "generation", "parity", "runner", "starting"},
     {"attempt", "hosts"},
     {"watch"},

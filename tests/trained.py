@@ -16,7 +16,7 @@ from ddpforge.components.registry import Registry
 from ddpforge.interfaces import Tracker
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import load_recipe
-from ddpforge.runner import _join
+from ddpforge.runner import join_ranks
 from ddpforge.runs.folder import RunFolder
 from ddpforge.training.assemble import assemble
 from ddpforge.training.building import build_data_and_model
@@ -59,7 +59,7 @@ def trained(folder: Path, recipe: str, ranks: int) -> list[Trained]:
 
 
 def _train(parts: Parts, folder: Path) -> Trained:
-    tracker, world = _Rows(), _join(parts)
+    tracker, world = _Rows(), join_ranks(parts)
     build_data_and_model(parts)
     parts.report()
     run = RunFolder.of(parts.recipe, folder / "runs")

@@ -7,7 +7,13 @@ import click
 
 _COMMANDS = {
     **dict.fromkeys(("train", "fit", "start", "finetune", "pretrain"), "ddpforge run RECIPE"),
-    **dict.fromkeys(("validate", "lint", "verify", "dry-run", "dryrun"), "ddpforge check RECIPE"),
+    **dict.fromkeys(("validate", "lint", "verify"), "ddpforge check RECIPE"),
+    **dict.fromkeys(("dry-run", "dryrun", "fast-dev-run"), "ddpforge run RECIPE --dry-run 5"),
+    **dict.fromkeys(("lr-find", "lr-finder", "find-lr", "tune"), "ddpforge lr-range RECIPE"),
+    **dict.fromkeys(("find-batch-size", "scale-batch-size", "batch-finder"), "ddpforge batch-size RECIPE"),
+    "overfit": "ddpforge run RECIPE --overfit 1",
+    **dict.fromkeys(("samples", "inspect", "preview"), "ddpforge data show RECIPE"),
+    "profile": "ddpforge run RECIPE --profile 20..25",
     **dict.fromkeys(("config", "cfg", "print", "resolve"), "ddpforge show RECIPE"),
     **dict.fromkeys(("val", "test"), "ddpforge eval RUN"),
     **dict.fromkeys(
@@ -41,7 +47,13 @@ _KEYS = {
 _OTHERS = {
     **dict.fromkeys(("config", "cfg", "recipe", "config-file", "c", "f"), "the recipe follows without an option"),
     **dict.fromkeys(("output", "output-dir", "out-dir", "logdir", "log-dir", "save-dir", "dir"), "write --out DIR"),
-    **dict.fromkeys(("dry-run", "dryrun", "fast-dev-run"), "`ddpforge check RECIPE --build` tries a recipe out"),
+    **dict.fromkeys(("dryrun", "fast-dev-run"), "--dry-run 5 trains five steps and keeps nothing"),
+    **dict.fromkeys(("overfit-batches", "overfit-one-batch"), "--overfit 1 trains on one batch again and again"),
+    **dict.fromkeys(("auto-lr-find", "lr-find"), "`ddpforge lr-range RECIPE` tests a range of learning rates"),
+    **dict.fromkeys(
+        ("auto-scale-batch-size", "auto-find-batch-size"), "`ddpforge batch-size RECIPE` finds the largest"
+    ),
+    "profiler": "--profile 20..25 profiles these steps",
     **dict.fromkeys(("override", "overrides", "opts", "options"), "write KEY=VALUE, once for each key"),
     **dict.fromkeys(("force", "overwrite", "restart"), "write --fresh to start from scratch"),
 }

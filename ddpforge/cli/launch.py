@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ddpforge.cli import complain
-from ddpforge.cli.options import before_flags, json_option, out_option, recipe_argument, run_options, set_option
+from ddpforge.cli.options import (
+    before_flags,
+    dry_run_option,
+    json_option,
+    out_option,
+    recipe_argument,
+    run_options,
+    set_option,
+)
 from ddpforge.errors import ForgeError, Postponed, UsageError
 from ddpforge.ranks.signals import StopRequests
 
@@ -28,7 +36,8 @@ if TYPE_CHECKING:
 @click.option(
     "--max-restarts", type=click.IntRange(min=0), help="Start ranks again so often after a failure; default: never."
 )
-@click.option("--dry-run", is_flag=True, help="Print the command that would be run here, and start nothing.")
+@click.option("--print", "prints", is_flag=True, help="Print the command that would be run here, and start nothing.")
+@dry_run_option
 @set_option
 @out_option
 @run_options
@@ -42,12 +51,14 @@ def launch(
     endpoint: str | None,
     run_id: str | None,
     max_restarts: int | None,
-    dry_run: bool,
+    prints: bool,
+    dry_run: int | None,
     sets: tuple[str, ...],
     out: str | None,
     fresh: bool,
     allow_change: tuple[str, ...],
     max_time: str | None,
+    profile: str | None,
     words: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -69,17 +80,19 @@ def launch(
             fresh=fresh,
             allow_change=allow_change,
             max_time=max_time,
+            profile=profile,
+            dry_run=dry_run,
             as_json=as_json,
         )
         if stop.requested:
             raise Postponed("asked to stop before anything was started", hints=["the same command begins again"])
-    if dry_run:
+    if prints:
         click.echo(start.shown())
         return
     started = start.run()
     if started.untold:
         complain(started.untold)
-        if as_json and started.folder.exists() and 0 not in started.ended.ranks:
+        if as_json and start.keeps and started.folder.exists() and 0 not in started.ended.ranks:
             click.echo(json.dumps(started.folder.status()))
     sys.exit(started.ended.code)
 

@@ -43,6 +43,13 @@ imports_option = click.option(
     "not checked.",
 )
 
+dry_run_option = click.option(
+    "--dry-run",
+    type=click.IntRange(min=1),
+    metavar="STEPS",
+    help="Train so many steps, evaluate on as many batches, say what they cost, and keep nothing: there is no run.",
+)
+
 
 def sets_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds `KEY=VALUE…` after the other arguments and `--set KEY=VALUE`; the command is given both as `sets`."""
@@ -84,7 +91,12 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="DURATION",
         help="Stop after so long, e.g. 90m or 4h, with a checkpoint and exit code 75: the same command goes on.",
     )
-    return fresh(allow_change(max_time(command)))
+    profile = click.option(
+        "--profile",
+        metavar="FROM..TO",
+        help="Profile these steps, e.g. 20..25, or 20..25,all on all ranks: a trace and a table in the run's folder.",
+    )
+    return fresh(allow_change(max_time(profile(command))))
 
 
 def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,9 +8,9 @@ from types import ModuleType
 
 from ddpforge.cli.tables import printable
 from ddpforge.errors import EnvironmentProblem, UsageError
-from ddpforge.runs.comparison import Point, thinned
+from ddpforge.runs.comparison import thinned
 
-Lines = Mapping[str, Sequence[Point]]
+Lines = Mapping[str, Sequence[tuple[float, float]]]  # by run: steps, or what else is on the x axis, and values
 
 _WIDTH, _HEIGHT = 80, 18  # of a plot where no terminal says otherwise
 _MOST = 2000  # points of a line in a picture
@@ -33,9 +33,14 @@ def in_terminal(metric: str, lines: Lines) -> str:
     return drawn if sys.stdout.isatty() else str(plot.uncolorize(drawn))
 
 
-def as_picture(path: Path, curves: Mapping[str, Lines]) -> None:
-    """Writes a picture in the format that the file's name tells, one plot for each metric."""
+def refuse_without_library() -> None:
+    """Raises EnvironmentProblem where no picture can be drawn."""
     _library("matplotlib")
+
+
+def as_picture(path: Path, curves: Mapping[str, Lines], *, x: str = "step", logarithmic: bool = False) -> None:
+    """Writes a picture in the format that the file's name tells, one plot for each metric; `x` names their axis."""
+    refuse_without_library()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -44,7 +49,7 @@ def as_picture(path: Path, curves: Mapping[str, Lines]) -> None:
     for axes, (metric, lines) in zip(figure.subplots(len(curves), squeeze=False)[:, 0], curves.items(), strict=True):
         for run, points in lines.items():
             axes.plot(*zip(*thinned(points, _MOST), strict=True), label=run, marker="." if len(points) < _FEW else "")
-        axes.set(title=metric, xlabel="step")
+        axes.set(title=metric, xlabel=x, xscale="log" if logarithmic else "linear")
         axes.legend()
     try:
         figure.savefig(path, dpi=150)

@@ -3,11 +3,14 @@
 import json
 import os
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import click
 
 from ddpforge.cli.ending import ending, leave, results_alone
-from ddpforge.cli.options import json_option, out_option, recipe_argument, run_options, sets_options
+from ddpforge.cli.options import dry_run_option, json_option, out_option, recipe_argument, run_options, sets_options
+from ddpforge.errors import UsageError
 from ddpforge.launchers.requests import stop_with_parent
 from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.launchers.verdict import STARTED, record_start
@@ -19,6 +22,14 @@ from ddpforge.ranks.signals import StopRequests
 @sets_options
 @out_option
 @run_options
+@dry_run_option
+@click.option(
+    "--overfit",
+    type=click.IntRange(min=1),
+    metavar="BATCHES",
+    help="Train on so many batches again and again, in 200 steps or those of --dry-run, to see that it can learn; keep "
+    "nothing.",
+)
 @json_option
 def run(
     recipe: str,
@@ -27,6 +38,9 @@ def run(
     fresh: bool,
     allow_change: tuple[str, ...],
     max_time: str | None,
+    profile: str | None,
+    dry_run: int | None,
+    overfit: int | None,
     as_json: bool,
 ) -> None:
     """Train RECIPE: a TOML file, or the name of a bundled recipe.
@@ -40,12 +54,39 @@ def run(
             stop_with_parent()
         adopt_slurm()
         record_start()
+        if profile:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # read with torch: its profiler prints when it starts
 
         from ddpforge.runner import run as train
         from ddpforge.runs.folder import RunFolder
 
+        if dry_run or overfit:
+            _refuse_kept(fresh=fresh, out=out, profile=profile)
+            return _try(recipe, sets, dry_run, overfit, as_json)
         with results_alone(as_json):
-            outcome = train(recipe, sets=sets, out=out, fresh=fresh, allow_change=allow_change, max_time=max_time)
+            asked: dict[str, Any] = {"fresh": fresh, "allow_change": allow_change, "max_time": max_time}
+            outcome = train(recipe, sets=sets, out=out, profile=profile, **asked)
         if outcome.is_main:
             click.echo(json.dumps(RunFolder(outcome.folder).status()) if as_json else outcome.sentence())
         leave(outcome.exit_code)
+
+
+def _refuse_kept(**options: object) -> None:
+    """Refuses options about a run's folder where there is none."""
+    for name, value in options.items():
+        if value:
+            raise UsageError(f"--{name} is about what a run keeps, and a trial keeps nothing", hints=["leave it out"])
+
+
+def _try(recipe: str, sets: Sequence[str], steps: int | None, batches: int | None, as_json: bool) -> None:
+    """Trains a few steps that leave nothing behind, and says what they showed."""
+    from ddpforge.trials.dry_run import dry_run
+    from ddpforge.trials.overfit import overfit
+
+    with results_alone(as_json):
+        if batches:
+            found: Any = overfit(recipe, batches, sets=sets, **({"steps": steps} if steps else {}))
+        else:
+            found = dry_run(recipe, steps or 0, sets=sets)
+    if found.is_main:
+        click.echo(json.dumps(found.as_dict()) if as_json else "\n".join(found.lines()))

@@ -99,8 +99,12 @@ def _head(run: "Standing") -> str:
 
 
 def _told(run: "Standing") -> dict[str, float]:
-    """The training loss and what evaluations said."""
-    wanted = (name for name in run.metrics if name == "train/loss" or name.startswith("eval/"))
+    """The training loss, what evaluations said, items per second, and the share of time that waits for data."""
+    wanted = (
+        name
+        for name in run.metrics
+        if name in ("train/loss", "train/time/data") or name.startswith("eval/") or name.endswith("_per_second")
+    )
     return {name: value for name in wanted if (value := run.metrics[name]) is not None}
 
 

@@ -37,7 +37,7 @@ class Beside:
                 "the model has adapters, which transformers would not find in their places",
                 hints=["--merge folds them in", "--only '*lora_*' and no --format writes them alone"],
             )
-        config.architectures = [type(model).__name__]
+        config.architectures = [type(model).__name__]  # type: ignore[union-attr]
         return cls((config, getattr(model, "generation_config", None), getattr(data, "tokenizer", None)))
 
     def save(self, weights: Exported) -> Exported:

@@ -36,6 +36,9 @@ class Task(ABC):
     and not of a total: the direction before there is any, and `finish` also on a rank that had no sample.
     """
 
+    items: str = "items"
+    """The name of what `count` counts, in the plural: "tokens" makes the metric `train/tokens_per_second`."""
+
     whole_batch: bool = False
     """True of a loss that compares the samples of a step with each other, as InfoNCE does. Each rank then has some of
     them, in one forward pass; what would break a step up further is refused before training. `world.data.gather` of the

@@ -18,7 +18,7 @@ from ddpforge.errors import StrategyError
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
 
-__all__ = ["DeviceCheck", "choose_device", "device_type"]
+__all__ = ["DeviceCheck", "choose_device", "device_type", "name_of_device"]
 
 _HIDDEN = ("", "-1", "NoDevFiles")  # what CUDA_VISIBLE_DEVICES says where GPUs are hidden on purpose
 _ON_CPU = 'to train on the CPU, set train.device = "cpu"'
@@ -32,6 +32,11 @@ def device_type(train: TrainSection) -> str:
     if train.device != "auto":
         return train.device
     return "cuda" if torch.cuda.is_available() and not told_cpu() else "cpu"
+
+
+def name_of_device(device: torch.device) -> str | None:
+    """The name that a GPU's maker gave it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def told_cpu() -> bool:

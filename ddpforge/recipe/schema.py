@@ -34,9 +34,7 @@ def _name(value: str) -> str:
 def refuse_remote(value: str) -> None:
     """Raises ValueError for what is no folder of a file system, as "s3://bucket/x", or holds control characters."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", value):
-        raise ValueError(
-            "must be a folder of a file system, not an address; checkpoint.mirror copies it to one"
-        )
+        raise ValueError("must be a folder of a file system, not an address; checkpoint.mirror copies it to one")
     on_one_line(value)
 
 

@@ -71,7 +71,9 @@ def _place(metric: str) -> tuple[int, str]:
         return _RATE, "learning rate"
     if rest.startswith("grad_norm"):
         return _GRADIENT, "gradient norm"
-    if first == "perf" or rest in ("samples_per_second", "skipped_steps"):
+    if first == "train" and rest.startswith("time/"):
+        return _SPEED, "share of time"
+    if first == "perf" or rest == "skipped_steps" or rest.endswith("_per_second"):
         return _SPEED, (rest or first).replace("_", " ")
     if first in ("train", "eval") and rest:
         title = rest.rpartition("/")[2] if first == "eval" else rest.partition("/")[0]

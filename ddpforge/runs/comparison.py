@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeVar
 
 from ddpforge.direction import lower_is_better
 from ddpforge.errors import UsageError
@@ -19,6 +19,7 @@ _PLACE = ("name", "output_dir")  # of a recipe: where the run is, which is known
 _MOMENT = ("time", "command")  # of an environment: never alike
 
 Point = tuple[int, float]
+P = TypeVar("P", bound=tuple[float, float])
 """A step and what a metric was there."""
 
 
@@ -107,12 +108,12 @@ def curves(folders: Sequence[RunFolder], metrics: Sequence[str]) -> dict[str, di
     return found
 
 
-def thinned(points: Sequence[Point], most: int) -> list[Point]:
+def thinned(points: Sequence[P], most: int) -> list[P]:
     """At most `most` of the points, among them the lowest and the highest of each stretch: no spike is lost."""
     if len(points) <= most:
         return list(points)
     stretch = math.ceil(2 * len(points) / most)
-    kept: list[Point] = []
+    kept: list[P] = []
     for start in range(0, len(points), stretch):
         part = points[start : start + stretch]
         ends = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}

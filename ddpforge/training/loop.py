@@ -37,11 +37,13 @@ from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.left_out import complete, without_state_of_frozen
 from ddpforge.training.norms import GradientNorms
 from ddpforge.training.one_turn import finished, of_turn, of_turns, reports_of
+from ddpforge.training.profiling import Profile
 from ddpforge.training.progress import Progress
 from ddpforge.training.rates import Rates
 from ddpforge.training.restoring import is_another, restore_callbacks
 from ddpforge.training.saving import Saving
 from ddpforge.training.shows import Shows
+from ddpforge.training.spending import Spending
 from ddpforge.training.step import Stepper
 from ddpforge.training.turns import Turns
 
@@ -123,6 +125,9 @@ class Trainer:
         self._rollbacks, self._back_at = 0, -1  # how often in a row to the same step
         self._norms = GradientNorms()
         self._stopwatch = Stopwatch()
+        self._spending = Spending(counts=type(task).count is not Task.count)
+        self._shares: Mapping[str, float] = {}  # of wall time since the row before the newest, by phase
+        self._items: float | None = None  # that a rank has in the step of the newest row; None where they are samples
         self._read = Fingerprint()
 
         # what ranks agree on
@@ -176,16 +181,25 @@ class Trainer:
         # Who stops a run does not wait for an evaluation that is due: the next attempt makes up for it.
         self._evaluated = facts.step if any(name.startswith("eval/") for name in facts.metrics) else None
 
-    def fit(self) -> Literal["done", "stopped"]:
+    def fit(self, profile: Profile | None = None) -> Literal["done", "stopped"]:
         """Trains to the end, or to a stop that all ranks agreed on; either way the last step is then saved.
 
         Raises Diverged when a gradient is not finite and the recipe says stop, CheckpointError when a checkpoint
         cannot be written and the recipe says stop or it is the last one, and whatever a component raises.
         """
-        for _ in self.steps():
-            pass
+        if profile is None:
+            deque(self.steps(), maxlen=0)
+        else:
+            self._fit_profiled(profile)
         left = self.progress.step < self.end or self._interrupted
         return "stopped" if self._agreed.stops and left else "done"
+
+    def _fit_profiled(self, profile: Profile) -> None:
+        with profile:
+            profile.before(self.progress.step + 1)
+            for info in self.steps():
+                profile.before(info.step + 1)
+            profile.close(self.progress.step + 1)
 
     def steps(self) -> Iterator[StepInfo]:
         """Trains one step after the other, each of which is complete when it is yielded; raises what `fit` does.
@@ -214,6 +228,7 @@ class Trainer:
         self._setting_rates = overriding(self.callbacks, "lr_factor")
         self._adding_columns = overriding(self.callbacks, "on_log")
         self._stopwatch.restart()
+        self._spending.restart()
         # Whoever asked while all this was starting does not wait for a step, which may have to be compiled.
         ended = self._look(0.0).stops or self.progress.step >= self.end
         if not self._agreed.stops and self._owes_evaluation():
@@ -320,7 +335,12 @@ class Trainer:
 
         phases.mark(phases.REDUCE)
         rates = {_FACTOR: Total(torch.tensor(self._factor, dtype=torch.float64), 1)} if self._setting_rates else {}
-        means = self.world.all.mean({**totals, **ballot, **self._read.totals(), **rates}, reports_of(self.task))
+        spent = self._spending.totals(totals) if totals else {}
+        means = self.world.all.mean(
+            {**totals, **ballot, **self._read.totals(), **rates, **spent}, reports_of(self.task)
+        )
+        if spent:
+            self._shares, self._items = self._spending.taken(means)
         self._read.refuse_another(means, step=self.progress.step)
         self._refuse_another_factor(means.pop(_FACTOR, self._factor))
         self._count(means)
@@ -436,6 +456,10 @@ class Trainer:
         row |= {"train/grad_norm": self._norms.newest, "lr": lr, "samples": self.progress.samples}
         row |= {of_turn("lr", name): rate for name, rate in self._rates.named().items()}
         row["train/samples_per_second"] = self._stopwatch.samples / self._stopwatch.seconds
+        if self._items is not None:
+            per_second = self._items * self.world.data.size * self._stopwatch.steps / self._stopwatch.seconds
+            row[f"train/{self.task.items}_per_second"] = per_second
+        row |= {f"train/time/{phase}": share for phase, share in self._shares.items()}
         if per_epoch := self.plan.horizon.steps_per_epoch:
             row["epoch"] = self.progress.step / per_epoch
         if self.progress.skipped:

@@ -120,6 +120,10 @@ def test_what_was_mistyped_is_recognised(arguments: list[str], hint: str) -> Non
     [
         (["train", "r.toml"], "ddpforge run RECIPE"),
         (["validate"], "ddpforge check RECIPE"),
+        (["lr-find", "digits"], "ddpforge lr-range RECIPE"),
+        (["find-batch-size"], "ddpforge batch-size RECIPE"),
+        (["run", "digits", "--fast-dev-run"], "--dry-run 5 trains five steps and keeps nothing"),
+        (["run", "digits", "--overfit-batches", "1"], "--overfit 1 trains on one batch again and again"),
         (["resume"], "the same command resumes a stopped run"),
         (["r.toml"], "ddpforge run r.toml"),
         (["run", "digits", "--resume"], "the same command resumes a stopped run"),

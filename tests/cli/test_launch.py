@@ -98,6 +98,14 @@ def test_a_mistake_is_told_as_json_too_where_that_is_asked_for() -> None:
     assert "cannot be dealt out evenly to 3 ranks" in said["error"]
 
 
+def test_ranks_are_told_what_to_profile(launcher: Launcher) -> None:
+    invoke("digits", "--profile", "20..25,all")
+    ((command, _),) = launcher.started
+    assert command[-1] == "--profile=20..25,all"
+    assert "names no steps" in invoke("digits", "--profile", "25..20").stderr
+    assert len(launcher.started) == 1
+
+
 # ---------------------------------------------------------------------------------------------- after the end
 @pytest.fixture
 def folder() -> RunFolder:
@@ -203,9 +211,20 @@ def test_what_cannot_work_on_any_machine_is_refused_on_each(
     assert not launcher.started
 
 
-def test_a_dry_run_prints_what_a_shell_can_run(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_leaves_the_status_of_the_run_alone(launcher: Launcher, folder: RunFolder) -> None:
+    """Also where a rank was killed, which would be the run's failure otherwise."""
+    before = folder.status()
+    launcher.ended = KILLED
+    result = invoke("digits", "--nproc", "2", "--dry-run", "3")
+    ((command, _),) = launcher.started
+    assert command[-1] == "--dry-run=3"
+    assert "rank 1 was ended by signal 9" in result.stderr
+    assert folder.status() == before
+
+
+def test_the_command_is_printed_as_a_shell_can_run_it(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    result = invoke("digits", "-n", "2", *NODES, "--max-time", "4h", "--out", "a b", "--dry-run")
+    result = invoke("digits", "-n", "2", *NODES, "--max-time", "4h", "--out", "a b", "--print")
     words = shlex.split(result.stdout)
     assert {"OMP_NUM_THREADS=3", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"} <= set(words)
     assert words[-5:] == ["ddpforge", "run", "digits", "--out=a b", "--max-time=4h"]

@@ -210,9 +210,11 @@ def test_watching_tells_what_changes_until_the_run_ends() -> None:
 
 
 def test_watching_a_run_that_has_ended_is_one_line() -> None:
-    run = made(Path("runs/a"), metrics={"eval/loss": 0.5, "lr": 0.1})
+    speeds = {"train/tokens_per_second": 12345.0, "train/time/data": 0.25, "train/time/step": 0.5}
+    run = made(Path("runs/a"), metrics={"eval/loss": 0.5, "lr": 0.1, **speeds})
     assert standing(run).state == "done"
-    assert invoke("status", "a", "--watch").stdout == "runs/a: done at step 10 of 10 (100%)  eval/loss 0.5\n"
+    told = "eval/loss 0.5  train/tokens_per_second 1.234e+04  train/time/data 0.25"
+    assert invoke("status", "a", "--watch").stdout == f"runs/a: done at step 10 of 10 (100%)  {told}\n"
 
 
 # ---------------------------------------------------------------------------------------------- speed

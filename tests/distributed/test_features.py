@@ -252,7 +252,7 @@ def test_what_a_run_says(bench: Bench) -> None:
     said = bench("quiet")
     assert re.fullmatch(r"runs/quiet: done at step 12, eval/loss [\d.]+, eval/mae [\d.]+\n", said.stdout)
     assert not set(said.stderr) & {"\r", "\x1b"}
-    assert said.stderr.count("quiet: ddp, 12 steps, global batch 8 = 2 ranks x 1 x 4") == 1
+    assert said.stderr.count("8 per step = 4 per forward pass × 1 accumulation × 2 ranks") == 1
     assert said.stderr.count("12/12") == 1
 
 
@@ -270,7 +270,7 @@ def test_a_static_graph_accumulates_and_resumes_bitwise(bench: Bench) -> None:
 def test_the_console_shows_the_forward_passes_that_there_are(bench: Bench) -> None:
     """Four shards of two samples, dealt to two ranks."""
     ranks = bench("run", train="elastic_shards = 4", length="1st")
-    assert "global batch 8 = 2 ranks x 2 x 2" in ranks.stderr
+    assert "8 per step = 2 per forward pass × 2 accumulation × 2 ranks" in ranks.stderr
 
 
 def test_full_memory_ends_a_run_with_what_to_change(bench: Bench, tmp_path: Path) -> None:

@@ -219,6 +219,7 @@ class TextClasses:
     """
 
     random = False
+    level = "bytes"
     vocab_size = 256
 
     def __init__(
@@ -251,6 +252,10 @@ class TextClasses:
             raise ValueError(f"{path} holds {len(text)} bytes in this split, less than one block of {self.block_size}")
         whole = text[: len(text) // self.block_size * self.block_size].astype(np.uint8)
         return torch.from_numpy(whole).view(-1, self.block_size)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; bytes that are no UTF-8 become U+FFFD."""
+        return bytes(tokens).decode("utf-8", errors="replace")
 
     def __len__(self) -> int:
         return len(self._tokens)

@@ -23,6 +23,7 @@ class LanguageModelling(Task):
     `bits_per_token` (`bits_per_byte` where the data says that its tokens are bytes).
     """
 
+    items = "tokens"
     predicts_next_token = True
     by_position = True
     takes_split_logits = True

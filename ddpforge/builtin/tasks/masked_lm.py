@@ -25,6 +25,8 @@ class MaskedLM(Task):
     `perplexity`. Which tokens are chosen is drawn anew in every pass; in evaluation a sample has always the same.
     """
 
+    items = "chosen_tokens"
+
     def __init__(
         self,
         *,

@@ -22,6 +22,8 @@ class Segmentation(Task):
     and the metrics that the recipe names.
     """
 
+    items = "pixels"
+
     def __init__(
         self,
         *,

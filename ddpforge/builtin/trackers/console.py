@@ -1,25 +1,37 @@
-"""Progress on stderr: a bar on a terminal; plain timed lines in a pipe, a log file or CI."""
+"""Progress on stderr: a display on a terminal; plain timed lines in a pipe, a log file or CI."""
 
 import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.live import Live
+from rich.text import Text
 
 from ddpforge.interfaces import Tracker
+
+_PER_SECOND = 1  # times that the display is drawn; a frame takes half a millisecond of a thread of its own
+_BAR = 30  # characters
+_SHORT = {"train/grad_norm": "grad norm"}
 
 
 class ConsoleTracker(Tracker):
     """Shows the step, the training loss, the speed and the time that is left; evaluations get a line each.
 
-    Without a terminal that is a line every second, then less and less often, every 30 seconds in the end.
-    Begins with two lines of what is trained, on what and where.
-    Reads `config["run"]` (`total_steps`, `strategy`, `micro_batch`, `accumulation`) and `config["train"]`; also, where
-    they are there, `parameters`, `trained`, `samples`, `steps_per_epoch` and `device`.
+    Without a terminal that is a line every second, then less and less often, every 30 seconds in the end. On one it is
+    a display that is drawn every second, whether there are new rows or not: with the phase that training is in, the
+    share of time that it waits for data, memory, and the newest metrics.
+
+    Begins with what is trained, on what and where. Reads `config["run"]` (`total_steps`, `strategy`, `micro_batch`,
+    `accumulation`) and `config["train"]`; also, where they are there, the components of the recipe, and `parameters`,
+    `trained`, `samples`, `evaluated`, `steps_per_epoch`, `device` and `device_name`.
     """
+
+    where: Callable[[], tuple[str, int]] | None = None
+    """Tells the phase that training is in, and the step."""
 
     def __init__(self) -> None:
         self.clock = time.monotonic
@@ -32,23 +44,24 @@ class ConsoleTracker(Tracker):
         self._first: tuple[int, float] | None = None  # step and time of the first row: speed counts from here
         self._shown_at = -float("inf")
         self._waiting: Mapping[str, float] | None = None  # the last row, while it has not been shown
+        self._newest: dict[str, float] = {}
 
         self._console = Console(stderr=True)
-        self._print(_opening(name, config, resumed_at))
-        self._print(f"  {_summary(folder, config)}")
-        self._bar = _bar(self._console)
-        self._task = self._bar.add_task("", total=self._total, completed=self._step, numbers="")
-        self._bar.start()
+        self._print("\n".join([f"{name}{f' from step {resumed_at}' if resumed_at else ''}", *_summary(folder, config)]))
+        self._live = self._display() if _redraws(self._console) else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows a row of training metrics when one is due, and an evaluation always."""
         self._step = step
+        self._newest |= metrics
         if evaluation := _evaluation(metrics):
             self._print(f"eval step {step} {evaluation}")
             return
 
+        if self._first is None:
+            self._first = (step, self.clock())  # the steps up to here contain compilation and warming up
         self._waiting = metrics
-        if self._is_due():
+        if not self._live and self._is_due():
             self._show(metrics)
 
     def rewind(self, step: int) -> None:
@@ -60,80 +73,177 @@ class ConsoleTracker(Tracker):
 
         Not at which step: a run that is stopped may have come further than its last row.
         """
-        if self._waiting:
+        if self._live:
+            self._live.stop()
+        elif self._waiting:
             self._show(self._waiting)
-        self._bar.stop()
         took = _span(self.clock() - self._started)
         self._print(f"{state} after {took} {_evaluation(summary)}".rstrip())
 
+    # -- lines
     def _is_due(self) -> bool:
         now = self.clock()
-        interval = min(max((now - self._started) / 10, 1.0), 30.0) if self._bar.disable else 0.1
+        interval = min(max((now - self._started) / 10, 1.0), 30.0)
         return self._step == self._total or now - self._shown_at >= interval
 
     def _show(self, metrics: Mapping[str, float]) -> None:
-        now = self._shown_at = self.clock()
-        self._waiting = None
+        self._shown_at, self._waiting = self.clock(), None
+        done = f"/{self._total} ({self._step / self._total:.0%})" if self._total else ""
+        parts = [f"step {self._step}{done}", _loss(metrics.get("train/loss")), *self._speed(self._step, metrics)]
+        self._print(" ".join([time.strftime("%H:%M:%S"), *filter(None, parts)]))
 
-        numbers = _loss(metrics.get("train/loss")) + self._speed(now)
-        self._bar.update(self._task, completed=self._step, numbers=numbers, refresh=True)
-        if self._bar.disable:
-            done = f"/{self._total} ({self._step / self._total:.0%})" if self._total else ""
-            self._print(f"{time.strftime('%H:%M:%S')} step {self._step}{done} {numbers}".rstrip())
-
-    def _speed(self, now: float) -> str:
+    def _speed(self, now_at: int, metrics: Mapping[str, float]) -> list[str]:
+        """Steps and items per second, the wait for data, and the time that is left, as far as they are known."""
+        found = _rates(metrics)
         if self._first is None:
-            self._first = (self._step, now)  # the steps up to here contain compilation and warming up
-            return ""
+            return found
         step, at = self._first
-        if self._step == step or now <= at:
-            return ""
-        rate = (self._step - step) / (now - at)
-        left = f" eta {_span((self._total - self._step) / rate)}" if self._total else ""
-        return f"{rate:.1f} step/s{left}"
+        if now_at <= step or self.clock() <= at:
+            return found
+        rate = (now_at - step) / (self.clock() - at)
+        left = [f"eta {_span(max(0, self._total - now_at) / rate)}"] if self._total else []
+        return [f"{rate:.1f} step/s", *found, *left]
 
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    # -- the display
+    def _display(self) -> Live:
+        _never_in_children()
+        live = Live(get_renderable=self._frame, console=self._console, refresh_per_second=_PER_SECOND, transient=True)
+        live.start()
+        return live
+
+    def _frame(self) -> Text:
+        """The display as it is now; drawn by a thread, so that training does nothing for it."""
+        phase, entered = self.where() if self.where else ("", 0)
+        step = max(self._step, entered - 1)
+        done = f"{_bar(step / self._total)} {step}/{self._total} {step / self._total:.0%}" if self._total else ""
+        lines = [[f"{done or f'step {step}'} {phase}"], [*self._speed(step, self._newest), *_memory()]]
+        lines.append(_numbers(self._newest))
+        return Text("\n".join(" · ".join(parts) for parts in lines if parts), overflow="ellipsis", no_wrap=True)
 
 
-def _bar(console: Console) -> Progress:
-    """A progress bar, disabled where a line cannot be drawn over. No thread: rows move it, and only they."""
-    redraws = console.is_interactive and console.file.isatty() and not os.environ.get("CI")
-    return Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[numbers]}", markup=False),
-        console=console,
-        auto_refresh=False,
-        transient=True,
-        disable=not redraws,
-    )
+def _redraws(console: Console) -> bool:
+    """True where lines can be drawn over."""
+    return console.is_interactive and console.file.isatty() and not os.environ.get("CI")
 
 
-def _opening(name: str, config: Mapping[str, Any], resumed_at: int | None) -> str:
+def _never_in_children(done: list[bool] = []) -> None:  # noqa: B006
+    """Lets processes that fork write to the terminal itself.
+
+    A display has all that is printed go through it, under a lock that its thread may hold when a loader forks.
+    """
+    if not done:
+        done.append(True)
+        os.register_at_fork(after_in_child=_write_directly)
+
+
+def _write_directly() -> None:
+    for name in ("stdout", "stderr"):
+        proxied = getattr(getattr(sys, name), "rich_proxied_file", None)
+        if proxied is not None:
+            setattr(sys, name, proxied)
+
+
+def _bar(share: float) -> str:
+    return ("━" * round(share * _BAR)).ljust(_BAR)
+
+
+def _rates(metrics: Mapping[str, float]) -> list[str]:
+    """Samples and other items per second, and the share of time in which training waits for data."""
+    counted = {name: value for name, value in metrics.items() if _is_rate(name)}
+    found = [f"{value:,.{0 if value >= 10 else 1}f} {_items(name)}/s" for name, value in counted.items()]
+    waits = metrics.get("train/time/data")
+    return [*found, *([] if waits is None else [f"data {waits:.0%}"])]
+
+
+def _is_rate(name: str) -> bool:
+    return name.startswith("train/") and name.endswith("_per_second")
+
+
+def _items(name: str) -> str:
+    return name.removeprefix("train/").removesuffix("_per_second").replace("_", " ")
+
+
+def _numbers(metrics: Mapping[str, float]) -> list[str]:
+    """The newest metrics but for those of speed."""
+    odd = {"samples", "epoch"} | {name for name in metrics if name.startswith("train/time/") or _is_rate(name)}
+    shown = {_SHORT.get(name, name.removeprefix("train/")): x for name, x in metrics.items() if name not in odd}
+    return [f"{name} {value:.4g}" for name, value in shown.items()]
+
+
+def _memory() -> list[str]:
+    """The memory that this process takes now: of the GPU, where it uses one."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info()
+        return [f"{(total - free) / 2**30:.1f} of {total / 2**30:.0f} GiB of GPU memory"]
+    try:
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[1])
+    except OSError:
+        return []
+    return [f"{pages * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"]
+
+
+def _summary(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """The whole of the run in lines: a word, and what there is to say of it."""
     run, train = config["run"], config["train"]
+    said = {
+        "model": [_used(config.get("model")), _parameters(run)],
+        "data": [_used((config.get("data") or {}).get("train")), *_samples(run)],
+        "batch": [_batch(run, train)],
+        "length": [f"{run['total_steps']:,} steps" if run["total_steps"] else "", f"{train['length']}"],
+        "optimizer": [_used(config.get("optimizer")), _rate(config.get("optimizer")), _schedule(config)],
+        "strategy": [run["strategy"]],
+        "device": [_device(run), train.get("precision", "")],
+        "folder": [f"{folder}"],
+    }
+    lines = {word: ", ".join(filter(None, parts)) for word, parts in said.items()}
+    return [f"  {word:<9}  {line}" for word, line in lines.items() if line]
+
+
+def _used(component: Any) -> str:
+    return str(component.get("use", "")) if isinstance(component, Mapping) else ""
+
+
+def _device(run: Mapping[str, Any]) -> str:
+    name = run.get("device_name")
+    return f"{run.get('device') or ''}{f' ({name})' if name else ''}"
+
+
+def _rate(optimizer: Any) -> str:
+    return f"lr {optimizer['lr']}" if isinstance(optimizer, Mapping) and "lr" in optimizer else ""
+
+
+def _schedule(config: Mapping[str, Any]) -> str:
+    used = _used(config.get("schedule"))
+    return f"schedule {used}" if used else ""
+
+
+def _parameters(run: Mapping[str, Any]) -> str:
+    count = run.get("parameters")
+    if not count:
+        return ""
+    trained = run.get("trained", count)
+    frozen = f" ({trained:,} trained, {count - trained:,} frozen)" if trained < count else ""
+    return f"{count:,} parameters{frozen}"
+
+
+def _samples(run: Mapping[str, Any]) -> list[str]:
+    samples, epoch = run.get("samples"), run.get("steps_per_epoch")
+    found = [f"{samples:,} samples" if samples else "", f"{epoch:,} steps per epoch" if epoch else ""]
+    for name, count in (run.get("evaluated") or {}).items():
+        found.append(f"{count:,} samples to evaluate{f' {name}' if name else ''} on" if count else "")
+    return found
+
+
+def _batch(run: Mapping[str, Any], train: Mapping[str, Any]) -> str:
     batch, passes, micro = train["global_batch"], run["accumulation"], run["micro_batch"]
     size = batch // (passes * micro)
-    steps = f"{run['total_steps']} steps" if run["total_steps"] else f"for {train['length']}"
-    start = f" from step {resumed_at}" if resumed_at else ""
     ranks = f"{size} ranks" if size > 1 else "1 rank"
-    batches = f"global batch {batch} = {ranks} x {passes} x {micro}"
-    return f"{name}: {run['strategy']}, {steps}{start}, {batches}"
-
-
-def _summary(folder: Path, config: Mapping[str, Any]) -> str:
-    """The model, the data, what computes and where it all goes."""
-    run, parts = config["run"], []
-    if count := run.get("parameters"):
-        trained = run.get("trained", count)
-        frozen = f", {trained:,} trained and {count - trained:,} frozen" if trained < count else ""
-        parts.append(f"{count:,} parameters{frozen}")
-    if samples := run.get("samples"):
-        epoch = run.get("steps_per_epoch")
-        parts.append(f"{samples:,} samples{f', {epoch:,} steps per epoch' if epoch else ''}")
-    if device := run.get("device"):
-        parts.append(f"{config['train'].get('precision', 'fp32')} on {device}")
-    return "; ".join([*parts, f"folder {folder}"])
+    return f"{batch} per step = {micro} per forward pass × {passes} accumulation × {ranks}"
 
 
 def _evaluation(metrics: Mapping[str, float]) -> str:
@@ -146,7 +256,7 @@ def _evaluation(metrics: Mapping[str, float]) -> str:
 def _loss(loss: float | None) -> str:
     if loss is None:
         return ""
-    return f"loss {loss:.4f} " if abs(loss) >= 0.001 else f"loss {loss:.3g} "
+    return f"loss {loss:.4f}" if abs(loss) >= 0.001 else f"loss {loss:.3g}"
 
 
 def _span(seconds: float) -> str:

@@ -26,6 +26,7 @@ class CausalLM(Task):
     counted. Beside it are reported its exponential, `perplexity`, and the metrics, over the counted tokens.
     """
 
+    items = "tokens"
     predicts_next_token = True
 
     def __init__(self, *, metrics: _Metrics = ()) -> None:

@@ -3,14 +3,17 @@
 import io
 import itertools
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from ddpforge.builtin.trackers.console import ConsoleTracker
+from ddpforge.builtin.trackers.console import ConsoleTracker, _write_directly
 
 STAMP = r"\d\d:\d\d:\d\d"
+HEAD = 5  # lines before the first row
 
 
 class Clock:
@@ -64,8 +67,11 @@ def test_a_run_without_a_terminal_reads_like_a_log(capsys: pytest.CaptureFixture
     out, err = capsys.readouterr()
     assert out == ""
     assert [re.sub(STAMP, "10:01:32", line) for line in err.splitlines()] == [
-        "digits: ddp, 300 steps, global batch 256 = 2 ranks x 4 x 32",
-        "  folder runs/digits",
+        "digits",
+        "  batch      256 per step = 32 per forward pass × 4 accumulation × 2 ranks",
+        "  length     300 steps, 2h",
+        "  strategy   ddp",
+        "  folder     runs/digits",
         "10:01:32 step 1/300 (0%) loss 1.0000",
         "10:01:32 step 65/300 (22%) loss 0.0154 64.0 step/s eta 4s",
         "10:01:32 step 129/300 (43%) loss 0.0078 64.0 step/s eta 3s",
@@ -96,7 +102,7 @@ def test_the_last_row_is_shown_even_when_training_ends_early(capsys: pytest.Capt
     tracker.finish(state="stopped", summary={})
     assert re.fullmatch(
         rf"{STAMP} step 1/300 .*\n{STAMP} step 7/300 \(2%\) loss 0\.1429 .*\nstopped after 0s\n",
-        capsys.readouterr().err.split("\n", 2)[2],
+        capsys.readouterr().err.split("\n", HEAD)[HEAD],
     )
 
 
@@ -104,14 +110,16 @@ def test_evaluations_are_shown_however_close(capsys: pytest.CaptureFixture[str])
     tracker, _ = started(config())
     for step in (1, 2, 3):
         tracker.log(step, {"eval/loss": float("nan")})
-    assert capsys.readouterr().err.splitlines()[2:] == [f"eval step {step} loss nan" for step in (1, 2, 3)]
+    assert capsys.readouterr().err.splitlines()[HEAD:] == [f"eval step {step} loss nan" for step in (1, 2, 3)]
 
 
 def test_a_resumed_run_by_the_clock_says_so_and_has_no_eta(capsys: pytest.CaptureFixture[str]) -> None:
     tracker, clock = started(config(total=None, accumulation=1, micro_batch=128), resumed_at=100)
     train(tracker, clock, range(101, 103), seconds=2.0)
-    opening, _, first, second = capsys.readouterr().err.splitlines()
-    assert opening == "digits: ddp, for 2h from step 100, global batch 256 = 2 ranks x 1 x 128"
+    opening, batch, length, *_, first, second = capsys.readouterr().err.splitlines()
+    assert opening == "digits from step 100"
+    assert batch == "  batch      256 per step = 128 per forward pass × 1 accumulation × 2 ranks"
+    assert length == "  length     2h"
     assert first.endswith("step 101 loss 0.0099")
     assert second.endswith("step 102 loss 0.0098 0.5 step/s")
 
@@ -126,7 +134,7 @@ def test_speed_is_counted_afresh_after_a_rewind(capsys: pytest.CaptureFixture[st
 
 def test_one_rank_is_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     started(config(accumulation=8))
-    assert capsys.readouterr().err.splitlines()[0] == "digits: ddp, 300 steps, global batch 256 = 1 rank x 8 x 32"
+    assert "256 per step = 32 per forward pass × 8 accumulation × 1 rank\n" in capsys.readouterr().err
 
 
 class Terminal(io.StringIO):
@@ -136,7 +144,17 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_shows_a_bar_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_tells_what_a_row_knows_of_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    tracker, clock = started(config(total=None))
+    speeds = {"train/samples_per_second": 1165.2, "train/tokens_per_second": 9.55, "train/time/data": 0.034}
+    for step in (1, 2):
+        clock.now += 2.0
+        tracker.log(step, {"train/loss": 0.5} | speeds)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("step 2 loss 0.5000 0.5 step/s 1,165 samples/s 9.6 tokens/s data 3%")
+
+
+def test_a_terminal_shows_a_display_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     tracker, clock = started(config())
@@ -145,10 +163,41 @@ def test_a_terminal_shows_a_bar_that_is_gone_at_the_end(monkeypatch: pytest.Monk
     tracker.finish(state="done", summary={"eval/loss": 0.12})
 
     shown = terminal.getvalue()
-    assert "300/300" in shown
-    assert "64.0 step/s eta 0s" in shown
+    assert "300/300 100%" in shown
+    assert "64.0 step/s · eta 0s" in shown
+    assert re.search(r"\d\.\d GiB", shown)
+    assert "loss 0.003333 · eval/loss 0.12" in shown
     assert shown.endswith("done after 5s loss 0.12\n")
     assert shown.count("eval step 300 loss 0.12\n") == 1
+
+
+def test_the_display_moves_between_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of large models are minutes apart; step 41 is being computed here, 40 are done."""
+    monkeypatch.setattr("sys.stderr", Terminal())
+    tracker, clock = started(config())
+    tracker.where = lambda: ("backward", 41)
+    tracker.log(1, {"train/loss": 0.5, "train/time/data": 0.25})
+    clock.now += 39 / 64
+    drawn = Console(file=io.StringIO(), width=100)
+    drawn.print(tracker._frame())
+    tracker.finish(state="stopped", summary={})
+    lines = drawn.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert re.fullmatch(r"━+ +40/300 13% backward", lines[0].rstrip())
+    assert lines[1].startswith("64.0 step/s · data 25% · eta 4s · ")
+    assert lines[2] == "loss 0.5"
+
+
+def test_a_process_that_forks_prints_to_the_terminal_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    tracker, _ = started(config())
+    proxy = sys.stderr
+    assert proxy is not terminal
+    _write_directly()
+    assert sys.stderr is terminal
+    sys.stderr = proxy
+    tracker.finish(state="stopped", summary={})
+    assert sys.stderr is terminal
 
 
 @pytest.mark.parametrize(("name", "value"), [("CI", "true"), ("TERM", "dumb")])
@@ -171,24 +220,38 @@ def test_forced_colour_does_not_make_a_pipe_a_terminal(
     assert "\r" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("facts", "line"),
-    [
-        (
-            {"parameters": 4810, "trained": 4810, "samples": 1437, "steps_per_epoch": 23, "device": "cpu"},
-            "4,810 parameters; 1,437 samples, 23 steps per epoch; bf16 on cpu; folder runs/digits",
-        ),
-        (
-            {"parameters": 4810, "trained": 650, "samples": None, "steps_per_epoch": None, "device": "cuda:0"},
-            "4,810 parameters, 650 trained and 4,160 frozen; bf16 on cuda:0; folder runs/digits",
-        ),
-    ],
-)
-def test_a_run_begins_with_what_is_trained_on_what_and_where(
-    capsys: pytest.CaptureFixture[str], facts: dict[str, Any], line: str
-) -> None:
+def opening(capsys: pytest.CaptureFixture[str], **facts: Any) -> list[str]:
     described = config()
     described["run"] |= facts
     described["train"]["precision"] = "bf16"
+    described["model"] = {"use": "cnn", "classes": 10}
+    described["data"] = {"train": {"use": "digits"}}
+    described["optimizer"] = {"use": "adamw", "lr": 0.003}
+    described["schedule"] = {"use": "cosine"}
     started(described)
-    assert capsys.readouterr().err.splitlines()[1] == f"  {line}"
+    return capsys.readouterr().err.splitlines()
+
+
+def test_a_run_begins_with_what_is_trained_on_what_and_where(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = {"parameters": 4810, "trained": 4810, "samples": 1437, "steps_per_epoch": 23, "device": "cpu"}
+    assert opening(capsys, **facts, evaluated={"": 360}) == [
+        "digits",
+        "  model      cnn, 4,810 parameters",
+        "  data       digits, 1,437 samples, 23 steps per epoch, 360 samples to evaluate on",
+        "  batch      256 per step = 32 per forward pass × 4 accumulation × 2 ranks",
+        "  length     300 steps, 2h",
+        "  optimizer  adamw, lr 0.003, schedule cosine",
+        "  strategy   ddp",
+        "  device     cpu, bf16",
+        "  folder     runs/digits",
+    ]
+
+
+def test_a_run_begins_with_what_is_frozen_and_on_which_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = {"parameters": 4810, "trained": 650, "samples": None, "steps_per_epoch": None, "device": "cuda:0"}
+    lines = opening(capsys, **facts, device_name="NVIDIA H100", evaluated={"easy": 5, "hard": None})
+    assert lines[1:3] == [
+        "  model      cnn, 4,810 parameters (650 trained, 4,160 frozen)",
+        "  data       digits, 5 samples to evaluate easy on",
+    ]
+    assert "  device     cuda:0 (NVIDIA H100), bf16" in lines

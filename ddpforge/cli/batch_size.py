@@ -1,0 +1,49 @@
+"""`ddpforge batch-size`: find the largest micro-batch that fits into memory."""
+
+import json
+from collections.abc import Sequence
+
+import click
+
+from ddpforge.cli.options import json_option, recipe_argument, sets_options
+
+
+@click.command("batch-size")
+@recipe_argument
+@sets_options
+@click.option("--budget", metavar="MEMORY", help="Memory that a rank may take, e.g. 8GiB; default: all there is.")
+@click.option(
+    "-n", "--nproc", type=click.IntRange(1, 1024), default=1, show_default=True, help="Ranks to try it on, here."
+)
+@json_option
+def batch_size(recipe: str, sets: Sequence[str], budget: str | None, nproc: int, as_json: bool) -> None:
+    """Find the largest train.micro_batch with which RECIPE fits into memory; the global batch stays as it is.
+
+    Each size that divides the batch is tried in a process of its own, for two steps that keep nothing: the largest
+    first, then by bisection. On a GPU, memory is what torch has reserved there; otherwise what the process has.
+    """
+    from ddpforge.trials.batch_size import find_micro_batch, parse_size
+
+    bytes_ = parse_size(budget) if budget else None
+    found = find_micro_batch(recipe, sets=sets, ranks=nproc, budget=bytes_, told=lambda one: _tell(vars(one)))
+    if as_json:
+        click.echo(json.dumps(found.as_dict()))
+    elif found.micro_batch is None:
+        click.echo("no micro-batch fits: see the how-to on memory for what else saves some")
+    else:
+        accumulation = found.global_batch // (found.micro_batch * found.ranks)
+        click.echo(
+            f"train.micro_batch = {found.micro_batch}: {found.global_batch} per step = {found.micro_batch} per forward "
+            f"pass × {accumulation} accumulation × {found.ranks} rank{'s' * (found.ranks > 1)}"
+        )
+    if found.micro_batch is None:
+        raise SystemExit(1)
+
+
+def _tell(one: dict[str, object]) -> None:
+    """One try, on stderr as it comes."""
+    memory = one["memory"]
+    took = f", {memory / 2**30:.2f} GiB" if isinstance(memory, int) else ""
+    speed = one["samples_per_second"]
+    rate = f", {speed:,.0f} samples/s" if isinstance(speed, float) else ""
+    click.echo(f"micro-batch {one['micro_batch']}: {'fits' if one['fits'] else 'does not fit'}{took}{rate}", err=True)

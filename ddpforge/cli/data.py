@@ -1,0 +1,103 @@
+"""`ddpforge data`: look at the batches that a recipe's data becomes, before anything is trained."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from ddpforge.cli.options import json_option, recipe_argument, sets_options
+
+if TYPE_CHECKING:
+    from ddpforge.data import MicroBatch
+    from ddpforge.trials.samples import Leaf, Shown
+
+_LONGEST = 300  # characters of a text that is shown
+
+
+@click.group()
+def data() -> None:
+    """Look at a recipe's data."""
+
+
+@data.command()
+@recipe_argument
+@sets_options
+@click.option("--split", default="train", show_default=True, metavar="SET", help="train, eval, or eval.NAME.")
+@click.option(
+    "--batches", type=click.IntRange(1, 10_000), default=2, show_default=True, help="How many forward passes' input."
+)
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Draw the pictures of the first batch on a sheet, e.g. sheet.png, with their labels.",
+)
+@json_option
+def show(recipe: str, sets: Sequence[str], split: str, batches: int, out: str | None, as_json: bool) -> None:
+    """Print the first batches of RECIPE's data as one process would train on them: in order, transformed and collated.
+
+    Of each tensor: its place in the batch, type, shape and range; how often each label comes; tokens as text, where the
+    dataset can tell what they stand for. Nothing is trained.
+    """
+    from ddpforge.cli.check import foreseen
+    from ddpforge.trials.samples import describe, first_batches
+
+    parts = foreseen(recipe, [*sets, "data.workers=0"], 1, None)
+    parts.report()
+    micros, read = first_batches(parts, split, batches)
+    shown = [describe(micro, read) for micro in micros]
+    if as_json:
+        click.echo(json.dumps({"split": split, "batches": [asdict(one) for one in shown]}))
+    for number, one in enumerate([] if as_json else shown, start=1):
+        click.echo("\n".join(_lines(split, number, one)))
+    if out:
+        _draw(out, micros[0])
+
+
+def _lines(split: str, number: int, batch: "Shown") -> Iterator[str]:
+    from ddpforge.cli.tables import counted
+
+    of = "" if batch.samples == batch.step_samples else f", of {batch.step_samples:,} in the step"
+    yield f"{split}, batch {number}: {counted(batch.samples, 'sample')}{of}"
+    forms = [(leaf.name, f"{leaf.dtype} {list(leaf.shape)}") for leaf in batch.leaves]
+    widths = [max(len(cell) for cell in column) for column in zip(*forms, strict=True)]
+    for leaf, (name, form) in zip(batch.leaves, forms, strict=True):
+        yield f"  {name:<{widths[0]}}  {form:<{widths[1]}}  {_values(leaf)}".rstrip()
+        yield from _texts(leaf)
+
+
+def _values(leaf: "Leaf") -> str:
+    if leaf.counts:
+        said = [", ".join(f"{value}: {count}" for value, count in leaf.counts.items())]
+    elif leaf.least is not None:
+        said = [f"{leaf.least:.4g} … {leaf.most:.4g}, mean {leaf.mean:.4g}"]
+    else:
+        said = []
+    return ", ".join([*said, *([f"{leaf.nonfinite:,} not finite"] if leaf.nonfinite else [])])
+
+
+def _texts(leaf: "Leaf") -> Iterator[str]:
+    from ddpforge.cli.tables import printable
+
+    for text in leaf.texts:
+        yield f"    {printable(text[:_LONGEST])}{'…' if len(text) > _LONGEST else ''}"
+
+
+def _draw(out: str, micro: "MicroBatch") -> None:
+    from pathlib import Path
+
+    from ddpforge.errors import UsageError
+    from ddpforge.trials.samples import pictures_of
+    from ddpforge.trials.sheet import draw, scaled
+
+    pictures = pictures_of(micro)
+    if pictures is None:
+        raise UsageError(
+            "there are no pictures in the batch: no tensor [N, 1 or 3, height, width]", hints=["leave -o out"]
+        )
+    draw(Path(out), pictures)
+    moved = "; values were moved to 0 … 1" if scaled(pictures.images)[1] else ""
+    click.echo(f"{out}: {len(pictures.images)} pictures{moved}", err=True)

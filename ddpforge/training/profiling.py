@@ -1,0 +1,134 @@
+"""Profiles some steps: a trace for a timeline viewer, and a table of where a step's time went."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ddpforge import disk
+from ddpforge.interfaces import World
+from ddpforge.plan import Window
+from ddpforge.ranks import phases
+
+__all__ = ["Profile"]
+
+log = logging.getLogger("ddpforge")
+
+_MOST = 15  # operators in the table
+_SPAN = "phase: "  # begins the names of phases in the trace
+
+
+class Profile:
+    """Records the steps of a window on this rank, and writes what came of it into `folder`; once over, costs nothing.
+
+    A run that ends within the window has what there is by then.
+    """
+
+    def __init__(self, window: Window, folder: Path, world: World) -> None:
+        self._window, self._folder, self._world = window, folder, world
+        self._recorder: profile | None = None
+        self._over = not (world.is_main or window.all)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Of steps that failed nothing is written."""
+        if self._recorder is not None:
+            phases.follow(None)
+            self._spans.leave()
+            self._recorder.stop()
+            self._recorder = None
+
+    def before(self, step: int) -> None:
+        """The next step is `step`: begins to record, or ends."""
+        if self._over:
+            return
+        if self._recorder is None and self._window.first <= step <= self._window.last:
+            self._begin(step)
+        elif step > self._window.last:
+            self._end(step)
+
+    def close(self, step: int) -> None:
+        """No step follows; the next one would have been `step`."""
+        if not self._over:
+            self._end(step)
+
+    def _begin(self, step: int) -> None:
+        self._first, self._spans = step, _Spans()
+        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._world.device.type == "cuda")
+        self._recorder = profile(activities=kinds)
+        self._recorder.start()
+        phases.follow(self._spans.enter)
+        self._spent = phases.spent()
+
+    def _end(self, step: int) -> None:
+        self._over = True
+        if self._recorder is None:
+            log.warning("--profile: this attempt trained none of the steps %d..%d", *_bounds(self._window))
+            return
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)
+        passed = [now - before for now, before in zip(phases.spent(), self._spent, strict=True)]
+        phases.follow(None)
+        self._spans.leave()
+        self._recorder.stop()
+        self._write(self._recorder, step - self._first, passed)
+        self._recorder = None
+
+    def _write(self, recorder: profile, steps: int, passed: Sequence[float]) -> None:
+        rank, last = self._world.all.rank, self._first + steps - 1
+        self._folder.mkdir(parents=True, exist_ok=True)
+        stem = f"{self._folder}/steps-{self._first}-{last}-rank-{rank}"
+        recorder.export_chrome_trace(f"{stem}.json.gz")
+        title = f"steps {self._first}..{last} on rank {rank}"
+        table = "\n".join(_table(title, steps, passed, recorder.key_averages(), gpu=self._world.device.type == "cuda"))
+        disk.replace(Path(f"{stem}.txt"), f"{table}\n".encode())
+        if self._world.is_main:
+            log.info("%s\ntimeline: %s.json.gz, for https://ui.perfetto.dev or chrome://tracing", table, stem)
+
+
+class _Spans:
+    """Makes phases visible in the trace, one after the other."""
+
+    def __init__(self) -> None:
+        self._open: Any = None
+
+    def enter(self, phase: int) -> None:
+        self.leave()
+        self._open = record_function(f"{_SPAN}{phases.NAMES[phase]}")
+        self._open.__enter__()
+
+    def leave(self) -> None:
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+        self._open = None
+
+
+def _bounds(window: Window) -> tuple[int, int]:
+    return window.first, window.last
+
+
+def _table(title: str, steps: int, passed: Sequence[float], events: Any, *, gpu: bool) -> Iterator[str]:
+    """Lines of milliseconds a step: by phase on the host, then of the operators that took longest by themselves."""
+    whole = sum(passed) or 1.0
+    yield f"{title}: {1000 * whole / steps:.2f} ms a step"
+    yield f"  {'phase, on the host':<48}  {'':>8}  {'ms':>9}  share"
+    for name, seconds in zip(phases.NAMES, passed, strict=True):
+        if seconds:
+            yield f"  {name:<48}  {'':>8}  {1000 * seconds / steps:>9.3f}  {seconds / whole:>5.0%}"
+    timed = [(event, event.self_device_time_total if gpu else event.self_cpu_time_total) for event in events]
+    timed = sorted(((one, time) for one, time in timed if not one.key.startswith(_SPAN)), key=lambda pair: -pair[1])
+    kind = "operator, by its own time on the " + ("GPU" if gpu else "CPU")
+    yield f"  {kind:<48}  {'calls':>8}  {'ms':>9}  share"
+    for event, time in [pair for pair in timed[:_MOST] if pair[1]]:
+        spent = f"{time / 1000 / steps:>9.3f}  {time / 1e6 / whole:>5.0%}"
+        yield f"  {event.key[:48]:<48}  {event.count / steps:>8.4g}  {spent}"

@@ -1,0 +1,56 @@
+"""Measures what the time between two rows goes into: the share of each phase, and items per second."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ddpforge.interfaces import Total
+from ddpforge.ranks import phases
+
+__all__ = ["Spending"]
+
+_ITEMS = "?items"  # of a step
+_TIME = "?time/"  # and the name of a phase
+_BETWEEN = (phases.EVAL, phases.SAVE)  # what does not happen between all rows
+
+
+class Spending:
+    """The shares of wall time that a rank has spent in each phase since the last row, for one reduction over ranks.
+
+    It is the time of the host: one that waits for a GPU waits where it reads a number, in `step` or `reduce`.
+    """
+
+    def __init__(self, *, counts: bool) -> None:
+        """`counts` says that the task counts items which are no samples."""
+        self._counts = counts
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins a new window."""
+        self._began = phases.spent()
+
+    def totals(self, totals: Mapping[str, Total]) -> dict[str, Total]:
+        """This rank's shares, and the items that it has counted in the step of these `totals`; restarts."""
+        passed = [now - before for now, before in zip(phases.spent(), self._began, strict=True)]
+        self.restart()
+        whole = sum(passed) or 1.0
+        found = {
+            f"{_TIME}{name}": _total(passed[phase] / whole)
+            for phase, name in enumerate(phases.NAMES)
+            if phases.DATA <= phase < phases.END and (passed[phase] or phase not in _BETWEEN)
+        }
+        if self._counts and "loss" in totals:
+            found[_ITEMS] = _total(float(totals["loss"].count))
+        return found
+
+    @staticmethod
+    def taken(means: dict[str, float]) -> tuple[dict[str, float], float | None]:
+        """Takes the shares by phase, and the items of a step on one rank, out of the means over all ranks."""
+        names = [name for name in means if name.startswith(_TIME)]
+        return {name.removeprefix(_TIME): round(means.pop(name), 4) for name in names}, means.pop(_ITEMS, None)
+
+
+def _total(value: float) -> Total:
+    return Total(torch.tensor(value, dtype=torch.float64), 1)

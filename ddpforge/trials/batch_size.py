@@ -1,0 +1,188 @@
+"""Finds the largest micro-batch that fits into memory, by trying each in a process of its own. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from ddpforge.errors import ForgeError, UsageError
+from ddpforge.recipe import load_recipe
+from ddpforge.recipe.batch import plan_batch
+
+__all__ = ["Found", "Try", "find_micro_batch", "fitting", "parse_size", "sizes"]
+
+_STEPS = 2  # a first one, and one in which the optimizer's state is there
+_LOOK = 0.05  # seconds between looks at what a process takes
+_UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+@dataclass(frozen=True)
+class Try:
+    """One micro-batch: whether it fits, the most memory in bytes, and samples per second where it does."""
+
+    micro_batch: int
+    fits: bool
+    memory: int | None = None
+    samples_per_second: float | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The sizes that were tried, in this order, and the largest micro-batch that fits; None where none does."""
+
+    global_batch: int
+    ranks: int
+    tries: Sequence[Try]
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The largest that fits."""
+        return max((one.micro_batch for one in self.tries if one.fits), default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        found = self.micro_batch
+        accumulation = found and self.global_batch // (found * self.ranks)
+        tries = [vars(one) for one in self.tries]
+        return {"micro_batch": found, "accumulation": accumulation, "global_batch": self.global_batch, "tries": tries}
+
+
+def find_micro_batch(
+    recipe: str,
+    *,
+    sets: Sequence[str] = (),
+    ranks: int = 1,
+    budget: int | None = None,
+    told: Callable[[Try], None] = lambda one: None,
+) -> Found:
+    """Tries micro-batches that leave the global batch as it is, on `ranks` ranks of this machine.
+
+    A size fits where two steps and some of an evaluation neither fill memory nor take more than `budget` bytes on a
+    rank. `told` hears of every try. Raises ForgeError where a process fails for another reason.
+    """
+    train = load_recipe(recipe, sets=sets).recipe.train
+    plan_batch(train.model_copy(update={"micro_batch": None}), ranks)  # raises RecipeError
+    shards = train.elastic_shards or ranks
+    tries: list[Try] = []
+    room = _available() if ranks == 1 else None
+
+    def fits(size: int) -> bool:
+        tries.append(_tried(recipe, [*sets, f"train.micro_batch={size}"], size, ranks, budget, room))
+        told(tries[-1])
+        return tries[-1].fits
+
+    fitting(sizes(train.global_batch // shards), fits)
+    return Found(train.global_batch, ranks, tries)
+
+
+def sizes(unit: int) -> list[int]:
+    """The micro-batches that divide a rank's share of the global batch, from the smallest."""
+    return [size for size in range(1, unit + 1) if unit % size == 0]
+
+
+def fitting(candidates: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The largest of ascending candidates that fits; where one does not, no larger one does.
+
+    The largest is tried first, as nothing else need be tried where it fits; then by bisection.
+    """
+    low, high = -1, len(candidates)  # fits, and does not
+    middle = high - 1
+    while high - low > 1:
+        low, high = (middle, high) if fits(candidates[middle]) else (low, middle)
+        middle = (low + high) // 2
+    return candidates[low] if low >= 0 else None
+
+
+def parse_size(text: str) -> int:
+    """The bytes that e.g. "8GiB", "512 MiB" or "6.5GB" names; raises UsageError for another text."""
+    number = text.strip().rstrip("KMGBkmgbi").strip()
+    unit = text.strip()[len(number) :].strip().lower()
+    with suppress(ValueError):
+        if unit in _UNITS and (size := round(float(number) * _UNITS[unit])) > 0:
+            return size
+    raise UsageError(f"{text!r} is no amount of memory", hints=['expected e.g. "8GiB" or "512MiB"'])
+
+
+# ---------------------------------------------------------------------------------------------- one process
+def _tried(recipe: str, sets: Sequence[str], size: int, ranks: int, budget: int | None, room: int | None) -> Try:
+    command = [sys.executable, "-m", "ddpforge", *(["run"] if ranks == 1 else ["launch"]), recipe, "--json"]
+    command += [
+        f"--dry-run={_STEPS}",
+        *(["--nproc", str(ranks)] if ranks > 1 else []),
+        *(f"--set={one}" for one in sets),
+    ]
+    code, out, err = _watched(command, budget if ranks == 1 and budget is not None else room)
+    said = _last_object(out)
+    if code == 0 and "memory" in said:
+        fits = budget is None or said["memory"] <= budget
+        return Try(size, fits, said["memory"], said["samples_per_second"] if fits else None)
+    killed = code in (None, -9) or "(SIGKILL)" in err
+    if killed or "OutOfMemory" in str(said.get("error", "")) or "memory is full" in err:
+        return Try(size, fits=False)
+    told = [line for line in err.splitlines() if line.strip()][-8:]
+    raise ForgeError(f"a micro-batch of {size} could not be tried (exit code {code})", hints=told)
+
+
+def _watched(command: Sequence[str], most: int | None) -> tuple[int | None, str, str]:
+    """Runs a command; ends it, and returns no exit code, as soon as it takes more than `most` bytes of the machine.
+
+    A process that may take all of a machine's memory takes others down with it.
+    """
+    with TemporaryFile() as out, TemporaryFile() as err:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+        ended = False
+        try:
+            while process.poll() is None:
+                if most is not None and _resident(process.pid) > most and not _uses_gpu(process.pid):
+                    ended = True
+                    break
+                time.sleep(_LOOK)
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        out.seek(0)
+        err.seek(0)
+        texts = out.read().decode(errors="replace"), err.read().decode(errors="replace")
+        return None if ended else process.returncode, *texts
+
+
+def _available() -> int | None:
+    """The bytes that processes may take before the machine runs out of them."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return None
+
+
+def _resident(pid: int) -> int:
+    """The bytes that a process has in memory."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _uses_gpu(pid: int) -> bool:
+    """True if the process has a GPU open: the budget is then the GPU's."""
+    with suppress(OSError):
+        return "/dev/nvidia" in Path(f"/proc/{pid}/maps").read_text()
+    return False
+
+
+def _last_object(text: str) -> dict[str, Any]:
+    for line in reversed(text.splitlines()):
+        with suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return found
+    return {}

@@ -1,0 +1,145 @@
+"""Describes the first batches of a recipe's data, as training or an evaluation would be given them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpforge.data import MicroBatch
+from ddpforge.errors import UsageError
+from ddpforge.interfaces import World
+from ddpforge.ranks.collectives import Alone
+from ddpforge.training.building import build_data_and_model, deal_out
+from ddpforge.training.parts import Parts
+
+__all__ = ["Leaf", "Pictures", "Shown", "describe", "first_batches", "pictures_of"]
+
+_LABELS = 20  # different values, up to which each is counted
+_TEXTS = 3  # samples of which the text is shown
+_PICTURES = 64  # in a sheet
+_SMALLEST = 4  # pixels each way of what is taken for a picture
+
+Read = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a batch, or what else is in its place; values are None where there is nothing to compute."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    least: float | None = None
+    most: float | None = None
+    mean: float | None = None
+    nonfinite: int = 0
+    counts: Mapping[int, int] = field(default_factory=dict)  # of labels
+    texts: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One batch: the input of a forward pass."""
+
+    samples: int
+    step_samples: int  # of the whole step
+    leaves: Sequence[Leaf]
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Images [N, 1 or 3, height, width] of a batch as they are, with their labels where there are any."""
+
+    images: Tensor
+    labels: Sequence[str]
+
+
+def first_batches(parts: Parts, split: str, most: int) -> tuple[list[MicroBatch], Read | None]:
+    """The first batches of training, or of an evaluation set ("eval", "eval.NAME"), in one process.
+
+    Also returns what reads their tokens. `parts` are foreseen; raises UsageError for a set that the recipe lacks, and
+    all that is found wrong with data and model.
+    """
+    known = ["train", *(f"eval.{name}" if name else "eval" for name in parts.recipe.data.evaluations)]
+    if split not in known:
+        raise UsageError(f"the recipe has no [data.{split}]", hints=[f"there are {', '.join(known)}"])
+    build_data_and_model(parts, meta=True)
+    parts.report()
+    deal_out(parts, World(all=Alone(), data=Alone(), device=torch.device("cpu"), local_rank=0))
+    name = split.removeprefix("eval").removeprefix(".")
+    source = parts.training.training(0) if split == "train" else parts.evaluation[name].evaluation()
+    return list(islice(source, most)), getattr(parts.data[split], "decode", None)
+
+
+def describe(micro: MicroBatch, read: Read | None) -> Shown:
+    """The form and the values of a batch."""
+    return Shown(micro.samples, micro.step_samples, [_leaf(name, leaf, read) for name, leaf in _named(micro.data)])
+
+
+def _named(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields everything that is no container, with its keys, fields and places."""
+    if isinstance(nest, Mapping):
+        items: Any = nest.items()
+    elif isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        items = zip(nest._fields, nest, strict=True)
+    elif isinstance(nest, list | tuple) and any(isinstance(item, Tensor | Mapping | list | tuple) for item in nest):
+        items = enumerate(nest)
+    else:
+        yield path or "batch", nest
+        return
+    for key, value in items:
+        yield from _named(value, f"{path}.{key}" if path else f"{key}")
+
+
+def _leaf(name: str, leaf: Any, read: Read | None) -> Leaf:
+    if not isinstance(leaf, Tensor):
+        texts = [str(item) for item in leaf[:_TEXTS]] if isinstance(leaf, list | tuple) else [str(leaf)]
+        return Leaf(name, type(leaf).__name__, (len(leaf),) if hasattr(leaf, "__len__") else (), texts=texts)
+    form = (name, str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
+    if not leaf.numel() or leaf.is_complex():
+        return Leaf(*form)
+    values = leaf.double()
+    finite = values[values.isfinite()]
+    if not finite.numel():
+        return Leaf(*form, nonfinite=leaf.numel())
+    numbers = finite.min().item(), finite.max().item(), finite.mean().item()
+    texts = _texts(leaf, read) if read is not None else []
+    return Leaf(*form, *numbers, leaf.numel() - finite.numel(), {} if texts else _counts(leaf), texts)
+
+
+def _counts(leaf: Tensor) -> dict[int, int]:
+    """Counts each label, where these are labels: few different integers, one for each sample or position."""
+    if leaf.is_floating_point():
+        return {}
+    values, counts = torch.unique(leaf, return_counts=True)
+    return dict(zip(values.tolist(), counts.tolist(), strict=True)) if len(values) <= _LABELS else {}
+
+
+def _texts(leaf: Tensor, read: Read) -> list[str]:
+    """The first sequences of tokens as text, less those that stand for no token."""
+    if leaf.is_floating_point() or leaf.dtype == torch.bool or leaf.ndim != 2:
+        return []
+    try:
+        return [read([token for token in row if token >= 0]) for row in leaf[:_TEXTS].tolist()]
+    except (IndexError, KeyError, OverflowError, ValueError):
+        return []  # integers, and no tokens
+
+
+# ---------------------------------------------------------------------------------------------- pictures
+def pictures_of(micro: MicroBatch) -> Pictures | None:
+    """The first pictures in a batch; None where there are none."""
+    leaves = [leaf for _, leaf in _named(micro.data) if isinstance(leaf, Tensor)]
+    images = next((leaf for leaf in leaves if _is_pictures(leaf)), None)
+    if images is None:
+        return None
+    labels = next((one for one in leaves if one.ndim == 1 and len(one) == len(images)), torch.tensor([]))
+    return Pictures(images[:_PICTURES], [f"{label:g}" for label in labels[:_PICTURES].tolist()])
+
+
+def _is_pictures(leaf: Tensor) -> bool:
+    return leaf.ndim == 4 and leaf.shape[1] in (1, 3) and min(leaf.shape[2:]) >= _SMALLEST and len(leaf) > 0

@@ -1,0 +1,116 @@
+"""What the time between two rows went into: shares of wall time by phase, over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from doubles import Clock, Loop, Sums
+from torch import Tensor
+
+from ddpforge.ranks import phases
+from ddpforge.training.cadence import Stopwatch
+from ddpforge.training.spending import Spending
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time by which phases are measured."""
+    clock = Clock()
+    monkeypatch.setattr(phases, "perf_counter", clock)
+    phases.mark(phases.START)
+    return clock
+
+
+def stay(clock: Clock, phase: int, seconds: float) -> None:
+    phases.mark(phase)
+    clock.now += seconds
+
+
+def test_shares_are_those_of_the_time_since_the_last_row(clock: Clock) -> None:
+    stay(clock, phases.EVAL, 100.0)
+    spending = Spending(counts=False)
+    for phase, seconds in ((phases.DATA, 3.0), (phases.FORWARD, 2.0), (phases.DATA, 1.0), (phases.BACKWARD, 4.0)):
+        stay(clock, phase, seconds)
+    found, items = Spending.taken({name: float(one.sum) for name, one in spending.totals({}).items()})
+    shares = {"data": 0.4, "forward": 0.2, "backward": 0.4, "step": 0.0, "reduce": 0.0, "callbacks": 0.0}
+    assert found == pytest.approx(shares)
+    assert items is None
+
+    stay(clock, phases.SAVE, 1.0)
+    again, _ = Spending.taken({name: float(one.sum) for name, one in spending.totals({}).items()})
+    assert again == pytest.approx({**dict.fromkeys(shares, 0.0), "save": 1.0})
+
+
+def test_what_is_measured_of_ranks_is_taken_out_of_the_means() -> None:
+    means = {"loss": 0.5, "?time/data": 0.25, "?items": 100.0}
+    assert Spending.taken(means) == ({"data": 0.25}, 100.0)
+    assert means == {"loss": 0.5}
+
+
+def test_who_follows_marks_is_told_of_each_until_nobody_does() -> None:
+    seen: list[int] = []
+    phases.follow(seen.append)
+    phases.mark(phases.DATA)
+    phases.mark(phases.STEP)
+    phases.follow(None)
+    phases.mark(phases.SAVE)
+    assert seen == [phases.DATA, phases.STEP]
+
+
+def test_a_row_has_the_shares_of_its_window(clock: Clock) -> None:
+    """Reading a batch takes three seconds here, an update one; the evaluation after step 2 belongs to the next row."""
+    loop = Loop(steps=4, track="1st", train={"eval_every": "2st"})
+    training: Any = loop.trainer.training
+    fetch, update = training.training, loop.replica.step
+
+    def slowly(start: int) -> Any:
+        for micro in fetch(start):
+            clock.now += 3.0
+            yield micro
+
+    def step() -> Tensor:
+        clock.now += 1.0
+        return update()
+
+    loop.trainer.training = type("Slow", (), {"training": staticmethod(slowly)})()  # type: ignore[assignment]
+    loop.replica.step = step  # type: ignore[method-assign]
+    loop.trainer.evaluator._means = lambda *_: clock.__dict__.update(now=clock.now + 4.0) or {}  # type: ignore[method-assign]
+    loop.fit()
+    rows = {step: row for step, row in loop.tracker.rows if "lr" in row}
+    assert [rows[step]["train/time/data"] for step in (1, 2, 3, 4)] == pytest.approx([0.75, 0.75, 0.375, 0.75])
+    assert [rows[step]["train/time/step"] for step in (1, 2, 3, 4)] == pytest.approx([0.25, 0.25, 0.125, 0.25])
+    assert rows[3]["train/time/eval"] == pytest.approx(0.5)
+    assert "train/time/eval" not in rows[2]
+
+
+class Words(Sums):
+    """A sample has as many words as its number says."""
+
+    items = "words"
+
+    def count(self, batch: Tensor) -> Tensor:
+        return batch.sum()
+
+
+def test_items_that_are_no_samples_are_counted_per_second() -> None:
+    loop = Loop(steps=2, batch=4, track="1st", evaluation=False, task=Words())
+    loop.trainer._stopwatch = Stopwatch(loop.clock)
+    update = loop.replica.step
+
+    def step() -> Tensor:
+        loop.clock.now += 2.0
+        return update()
+
+    loop.replica.step = step  # type: ignore[method-assign]
+    loop.fit()
+    for _, row in loop.tracker.rows:
+        words = 4 * row["train/x"]
+        assert row["train/words_per_second"] == pytest.approx(words / 2)
+        assert row["train/samples_per_second"] == pytest.approx(2.0)
+
+
+def test_items_that_are_samples_have_no_name_of_their_own() -> None:
+    loop = Loop(steps=1)
+    loop.fit()
+    assert [name for name in loop.tracker.rows[0][1] if name.endswith("_per_second")] == ["train/samples_per_second"]
