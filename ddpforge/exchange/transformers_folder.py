@@ -12,19 +12,19 @@ from ddpforge import disk
 from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.exchange.export import Exported
 
-__all__ = ["Beside"]
+__all__ = ["FolderParts"]
 
 
 @dataclass(frozen=True)
-class Beside:
+class FolderParts:
     """The parts of a transformers model that are no weights."""
 
     parts: tuple[Any, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, data: Any, *, merged: bool) -> Beside:
+    def of(cls, model: nn.Module, data: Any, *, merged: bool) -> FolderParts:
         """Those of a model, and the tokenizer of its data, if it has one; raises UsageError for another model."""
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         if not hasattr(config, "save_pretrained"):
             raise UsageError(
                 f"{type(model).__name__} is no model of transformers",
@@ -37,7 +37,7 @@ class Beside:
                 "the model has adapters, which transformers would not find in their places",
                 hints=["--merge folds them in", "--only '*lora_*' and no --format writes them alone"],
             )
-        config.architectures = [type(model).__name__]  # type: ignore[union-attr]
+        config.architectures = [type(model).__name__]
         return cls((config, getattr(model, "generation_config", None), getattr(data, "tokenizer", None)))
 
     def save(self, weights: Exported) -> Exported:
