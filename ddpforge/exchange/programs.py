@@ -33,7 +33,7 @@ class _Called(Exception):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a model is called with for a batch of `samples`; `names` are the parameters of its `forward`, in order."""
+    """The arguments of a model for a batch of `samples`; `names` has them by the parameters of its `forward`."""
 
     args: tuple[Any, ...]
     named: dict[str, Any]
