@@ -83,6 +83,6 @@ class LanguageModelling(Task):
 
 
 def of_sequences(losses: Tensor, counted: Tensor) -> dict[str, Tensor]:
-    """The columns of a prediction of sequences: from the losses of their tokens [B, T], and those of these that count."""
+    """The columns of a prediction of sequences, from the losses of their tokens [B, T] and those that count."""
     tokens = counted.sum(dim=1)
     return {"loss": losses.sum(dim=1) / tokens, "tokens": tokens, "losses": losses}
