@@ -83,7 +83,7 @@ def inputs_of(model: nn.Module, task: Task, batch: Any, samples: int) -> Inputs:
 def _checked(inputs: Inputs, model: nn.Module) -> Inputs:
     if not any(map(inputs._has_rows, tree_leaves((inputs.args, inputs.named)))):
         raise UsageError(
-            f"no tensor that the model {type(model).__name__} is called with has a row for each of {inputs.samples} samples",
+            f"{type(model).__name__} is called with no tensor that has a row for each of {inputs.samples} samples",
             hints=[f"the first evaluation set must have {inputs.samples} samples or more"],
         )
     return inputs

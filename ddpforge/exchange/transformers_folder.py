@@ -24,7 +24,7 @@ class Beside:
     @classmethod
     def of(cls, model: nn.Module, data: Any, *, merged: bool) -> Beside:
         """Those of a model, and the tokenizer of its data, if it has one; raises UsageError for another model."""
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         if not hasattr(config, "save_pretrained"):
             raise UsageError(
                 f"{type(model).__name__} is no model of transformers",
