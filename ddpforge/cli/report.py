@@ -34,12 +34,13 @@ from ddpforge.errors import UsageError
 def report(runs: tuple[str, ...], output: Path, watch: bool, port: int, every: float) -> None:
     """Make one HTML page about runs: curves, resumes, what was shown, checkpoints, recipes, environment.
 
-    RUN is a run's folder, or its name in runs/. The page fetches nothing: it can be mailed, kept, and read offline.
+    RUN is a run's folder, its name in runs/, or a folder of runs such as a sweep's. The page fetches nothing: it can be
+    mailed, kept, and read offline.
     """
     from ddpforge.reports import gather, render
-    from ddpforge.runs.folder import RunFolder
+    from ddpforge.runs.overview import named_runs
 
-    folders = [RunFolder.find(run) for run in dict.fromkeys(runs)]
+    folders = named_runs(runs)
     if watch:
         _serve(lambda: render(gather(folders), live=every), port)
         return

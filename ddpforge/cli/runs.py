@@ -143,15 +143,16 @@ def _shortened(text: str) -> str:
 def compare(names: tuple[str, ...], drawn: tuple[str, ...], picture: Path | None, as_json: bool) -> None:
     """Compare each RUN with the others: recipe, code, environment, metrics, and curves where they are asked for.
 
+    RUN is a run's folder, its name in runs/, or a folder of runs such as a sweep's.
+
     Shown are the keys of the resolved recipes that differ, local files with other code, what differs about machines and
     packages, and all metrics. Curves need the extra `plot`.
     """
     from ddpforge.runs.comparison import compare as compared
     from ddpforge.runs.comparison import curves
-    from ddpforge.runs.folder import RunFolder
-    from ddpforge.runs.overview import notable, standing
+    from ddpforge.runs.overview import named_runs, notable, standing
 
-    folders = list(dict.fromkeys(map(RunFolder.find, names)))
+    folders = named_runs(names)
     if len(folders) < 2:
         raise UsageError("one run alone cannot be compared", hints=["name another one: ddpforge runs compare A B"])
     found = compared(folders)

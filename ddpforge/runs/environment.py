@@ -15,7 +15,7 @@ from ddpforge.confidential import redact, redacted
 
 _RELEVANT = re.compile(
     "RANK|WORLD_SIZE|(LOCAL|GROUP|NODE|ROLE)_.*|MASTER_.*|OMP_.*|MKL_.*|CUDA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*"
-    "|PYTHONHASHSEED|ACCELERATE_.*|SLURM_.*|WANDB_.*|DDPFORGE_.*"
+    "|PYTHONHASHSEED|ACCELERATE_.*|SLURM_.*|WANDB_.*|DDPFORGE_(?!STARTED|STORE|VERDICT).*"  # of this launch alone
 )
 _PACKAGES = ("ddpforge", "torch", "accelerate", "deepspeed", "numpy", "safetensors")
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|JWT")

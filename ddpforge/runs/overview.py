@@ -15,7 +15,7 @@ from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.runs.folder import RunFolder, Status, flattened
 from ddpforge.runs.metrics import Row, latest_rows
 
-__all__ = ["STATES", "Standing", "chosen", "differences", "find_runs", "notable", "sorted_by", "standing"]
+__all__ = ["STATES", "Standing", "chosen", "differences", "find_runs", "named_runs", "notable", "sorted_by", "standing"]
 
 STATES = ("new", "starting", "running", "done", "stopped", "failed", "diverged", "killed", "unreadable")
 
@@ -81,6 +81,19 @@ def find_runs(places: Sequence[str | Path]) -> list[RunFolder]:
             raise UsageError(f"there is no folder {place}", hints=["name a folder that has runs in it, or a run"])
         found += list(_runs_in(place, _DEEPEST))
     return [RunFolder(path) for path in dict.fromkeys(found)]
+
+
+def named_runs(names: Sequence[str]) -> list[RunFolder]:
+    """The runs that are named: each by its folder or its name in runs/, or all by a folder that has them in it.
+
+    Raises UsageError for a name that is neither.
+    """
+    found: list[RunFolder] = []
+    for name in names:
+        place = Path(name)
+        inside = find_runs([place]) if place.is_dir() and not RunFolder(place).exists() else []
+        found += inside or [RunFolder.find(name)]
+    return list(dict.fromkeys(found))
 
 
 def _runs_in(place: Path, levels: int) -> Iterator[Path]:

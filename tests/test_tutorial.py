@@ -1,0 +1,71 @@
+"""The tutorial, as somebody does it: each of its commands in turn, in one folder, and what it says is printed."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parent.parent / "docs/tutorial.md"
+
+
+def blocks() -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = re.findall(
+        r"^```(\w+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    return found
+
+
+def shape(line: str) -> str:
+    """A line without what differs between machines: numbers, and how far columns are apart."""
+    return re.sub(r"\s+", " ", re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "0", line)).strip()
+
+
+def shell(script: str, folder: Path, codes: tuple[int, ...] = (0,)) -> str:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euc", script],
+        cwd=folder,
+        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode in codes, f"{script}\n{done.stdout}"
+    return done.stdout
+
+
+@pytest.mark.full
+def test_every_command_works_and_prints_what_the_tutorial_shows(tmp_path: Path) -> None:
+    printed, folder, interrupted = "", tmp_path, False
+    for language, text in blocks():
+        if language == "python":
+            if name := re.match(r"# (\w+\.py)\n", text):
+                (folder / name[1]).write_text(text)
+        elif language == "toml":
+            (folder / "spirals.toml").write_text(text)
+        elif language == "text":
+            lines = [shape(line) for line in printed.splitlines()]
+            missing = [line for line in text.splitlines() if line and shape(line) not in lines]
+            assert not missing, f"{missing} is not in\n{printed}"
+        elif "pip install" in text:
+            continue  # the test's own environment
+        elif "echo $?" in text:  # somebody presses Ctrl-C after a few seconds
+            command = text.splitlines()[0]
+            shell(f"timeout --signal INT 25 {command}", folder, codes=(75, 124))
+            assert '"exit_code": 75' in (folder / "runs/long/status.json").read_text()
+            interrupted = True
+        else:
+            printed = shell(
+                text.replace("200ep", "200ep --max-time 15s"), folder, codes=(0, 75) if interrupted else (0,)
+            )
+            interrupted = False
+            if text.startswith("mkdir digits"):
+                folder = tmp_path / "digits"
+    assert len((folder / "predictions.jsonl").read_text().splitlines()) == 500
+    assert shell("python use.py", folder).strip() in ("0", "1")
+    accuracy = re.findall(r'"eval/accuracy": ([\d.]+)', (folder / "runs/spirals/status.json").read_text())
+    assert float(accuracy[0]) > 0.99
