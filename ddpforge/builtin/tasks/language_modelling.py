@@ -85,5 +85,7 @@ class LanguageModelling(Task):
 
 def of_sequences(losses: Tensor, counted: Tensor) -> dict[str, Tensor]:
     """The columns of a prediction of sequences, from the losses of their tokens [B, T] and those that count."""
+    if hasattr(losses, "full_tensor"):  # where ranks have parts of the logits
+        losses = losses.full_tensor()
     tokens = counted.sum(dim=1)
     return {"loss": losses.sum(dim=1) / tokens, "tokens": tokens, "losses": losses}
