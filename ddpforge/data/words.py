@@ -9,7 +9,7 @@ __all__ = ["reader_of"]
 
 
 def reader_of(data: Any) -> Callable[[Sequence[int]], str] | None:
-    """Finds what makes text of a dataset's tokens: its `decode`, its tokenizer's, its alphabet, or bytes; None for others."""
+    """Finds what makes text of a dataset's tokens: `decode`, a tokenizer, an alphabet, or that they are bytes."""
     if callable(decode := getattr(data, "decode", None) or getattr(getattr(data, "tokenizer", None), "decode", None)):
         return lambda tokens: str(decode(list(tokens)))
     if alphabet := getattr(data, "alphabet", ""):
