@@ -8,7 +8,7 @@ PLUGINS := $(wildcard plugins/*)
 PLUGIN_TESTS := $(PLUGINS:%=test-%)
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile  # two files at a time: many tests wait for ranks
 
-.PHONY: run test test-all test-fast test-gpu test-plugins $(PLUGIN_TESTS) lint clean
+.PHONY: run test test-all test-fast test-gpu test-plugins $(PLUGIN_TESTS) lint docs clean
 
 run: $(BIN)/ddpforge    ## train the digits recipe in 2 processes, on the CPU: a GPU holds one
 	$(BIN)/ddpforge launch digits --nproc 2 --fresh --set train.device=cpu
@@ -35,6 +35,9 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/installed    ## the documentation as a site, in build/site
+	$(BIN)/python docs/site.py
 
 $(VENV)/installed: pyproject.toml $(PLUGINS:%=%/pyproject.toml) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[dev]' $(PLUGINS:%=--editable './%[dev]')

@@ -11,21 +11,24 @@ if TYPE_CHECKING:
     from ddpforge.api import evaluate as evaluate
     from ddpforge.api import launch as launch
     from ddpforge.api import load as load
+    from ddpforge.api import predict as predict
     from ddpforge.recipe import Recipe as Recipe
     from ddpforge.recipe import load_recipe as load_recipe
     from ddpforge.runner import Evaluation as Evaluation
     from ddpforge.runner import Outcome as Outcome
+    from ddpforge.runner import Prediction as Prediction
     from ddpforge.runner import run as run
 
 __version__ = "0.3.0"
 _LAZY = {
     **dict.fromkeys(("Recipe", "load_recipe"), "ddpforge.recipe"),
-    **dict.fromkeys(("Evaluation", "Outcome", "run"), "ddpforge.runner"),
-    **dict.fromkeys(("TrainedRun", "evaluate", "launch", "load"), "ddpforge.api"),
+    **dict.fromkeys(("Evaluation", "Outcome", "Prediction", "run"), "ddpforge.runner"),
+    **dict.fromkeys(("TrainedRun", "evaluate", "launch", "load", "predict"), "ddpforge.api"),
 }
 __all__ = [
     "Evaluation",
     "Outcome",
+    "Prediction",
     "Recipe",
     "TrainedRun",
     "__version__",
@@ -33,6 +36,7 @@ __all__ = [
     "launch",
     "load",
     "load_recipe",
+    "predict",
     "run",
 ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,15 +16,16 @@ from ddpforge.attempt import Outcome
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.building import build
 from ddpforge.components.registry import Registry
-from ddpforge.data import mix
+from ddpforge.data import RankShare, mix, open_data
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.errors import CheckpointError, ExitCode, ForgeError, UsageError
 from ddpforge.exchange.export import chosen_weights
 from ddpforge.exchange.initial import load_initial
+from ddpforge.generation import Sampling, check_language, generate
 from ddpforge.interfaces import SavedTensor, Task
 from ddpforge.ranks.collectives import Alone
 from ddpforge.recipe import Recipe, load_recipe
-from ddpforge.runner import Evaluation
+from ddpforge.runner import Evaluation, Prediction
 from ddpforge.runs.checkpoints import choose, is_checkpoint
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.metrics import read_metrics
@@ -35,7 +36,7 @@ from ddpforge.training.foreseeing import TEACHERS
 from ddpforge.training.left_out import has_left_out, refuse_others
 from ddpforge.training.parts import key_of
 
-__all__ = ["TrainedRun", "evaluate", "launch", "load"]
+__all__ = ["TrainedRun", "evaluate", "launch", "load", "predict"]
 
 
 def launch(
@@ -98,6 +99,37 @@ def evaluate(
     return runner.evaluate(folder, step=step, best=best, sets=sets, only=only)
 
 
+def predict(
+    run: str | Path,
+    out: str | Path,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    weights: str | None = None,
+    data: Sequence[str] = (),
+    sets: Sequence[str] = (),
+    limit: int | None = None,
+    force: bool = False,
+) -> Prediction:
+    """Writes what a run's model predicts of a dataset to `out`, a .jsonl or .parquet file, as `ddpforge predict` does.
+
+    `run` is a run's folder, or its name in runs/. For the rest see `runner.predict`. Raises ForgeError.
+    """
+    if limit is not None and limit < 1:
+        raise UsageError(f"limit={limit}: there must be 1 sample or more", hints=["leave it out for all"])
+    return runner.predict(
+        RunFolder.find(str(run)),
+        Path(out),
+        step=step,
+        best=best,
+        weights=weights,
+        data=data,
+        sets=sets,
+        limit=limit,
+        force=force,
+    )
+
+
 def load(run: str | Path, *, step: int | None = None, best: bool = False) -> TrainedRun:
     """Opens what was trained: `run` is a run's folder, its name in runs/, or the folder of one of its checkpoints.
 
@@ -148,12 +180,25 @@ class TrainedRun:
         used, which are the averages of `ema` where the recipe evaluates them. The generators of random numbers are left
         as they were. Raises UsageError where there are no such weights, CheckpointError where they do not fit.
         """
-        recipe = self.recipe
-        with own_random_numbers():
-            torch.manual_seed(mix(recipe.train.seed, WEIGHTS))  # what a checkpoint has left out may be drawn
-            model: nn.Module = build(Registry.installed(), "model", recipe.model)
+        model = self.bare()
         model.load_state_dict(self._state(weights or self._evaluated(), model), strict=True)
         return model.to(device).eval()
+
+    def bare(self) -> nn.Module:
+        """The model as its constructor makes it for a run that begins."""
+        with own_random_numbers():
+            torch.manual_seed(mix(self.recipe.train.seed, WEIGHTS))  # what a checkpoint has left out may be drawn
+            model: nn.Module = build(Registry.installed(), "model", self.recipe.model)
+        return model
+
+    def batch(self, samples: int, name: str | None = None) -> Any:
+        """The first samples of a dataset, as `data` names it, collated."""
+        data = self.data(name)
+        share = RankShare(0, 1, samples)
+        fetching: dict[str, Any] = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False}
+        batches = open_data(data, global_batch=samples, share=share, drop_last=False, **fetching)
+        with own_random_numbers():
+            return next(iter(batches.evaluation())).data
 
     def task(self) -> Task:
         """The recipe's task, as evaluations build it; one that looks at the model or at ranks needs its `start`."""
@@ -162,13 +207,50 @@ class TrainedRun:
             found: Task = build(Registry.installed(), "task", self.recipe.task)
         return found
 
-    def data(self, name: str = "eval") -> Any:
-        """A dataset of the recipe: "train", "eval", or "eval.NAME" of several; raises UsageError for another."""
+    def data(self, name: str | None = None) -> Any:
+        """A dataset of the recipe: "train", "eval", or "eval.NAME" of several; raises UsageError for another.
+
+        By default it is the first to evaluate on, or the training data where there is none.
+        """
+        name = name or next((key_of(each) for each in self.recipe.data.evaluations), "train")
         components = {"train": self.recipe.data.train}
         components |= {key_of(name): component for name, component in self.recipe.data.evaluations.items()}
         if name not in components:
             raise UsageError(f"{self.folder.path} has no data {name!r}", hints=[f"one of {', '.join(components)}"])
         return build(Registry.installed(), "data", components[name], seed=self.recipe.train.seed)
+
+    def generate(
+        self,
+        *prompts: str,
+        tokens: int = 200,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        greedy: bool = False,
+        seed: int = 0,
+        weights: str | None = None,
+        device: str | torch.device = "cpu",
+    ) -> list[str]:
+        """The text that a language model writes after each of `prompts`, in the tokens of its data.
+
+        For how tokens are drawn see `generation.Sampling`, for `weights` see `model`. Raises UsageError for a run of
+        another kind, and where a prompt has what the model has never seen.
+        """
+        how = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, greedy=greedy, seed=seed)
+        return list(self.texts(prompts, how, weights=weights, device=device))
+
+    def texts(
+        self,
+        prompts: Sequence[str],
+        how: Sampling,
+        *,
+        weights: str | None = None,
+        device: str | torch.device = "cpu",
+    ) -> Iterator[str]:
+        """Yields what `generate` returns, as it comes."""
+        data = self.data()
+        check_language(self.task(), data)
+        yield from generate(self.model(weights=weights, device=device), data, prompts, how)
 
     def _evaluated(self) -> str:
         """The name of the weights that evaluations used."""

@@ -34,6 +34,7 @@ from ddpforge.runs.folder import (
     Status,
     refuse_finished,
 )
+from ddpforge.runs.mirror import Mirror
 from ddpforge.runs.opening import Opened, mention_what_is_lost
 from ddpforge.runs.shown import ShownFiles
 from ddpforge.training.assemble import assemble, ending
@@ -104,14 +105,19 @@ class Attempt:
         *,
         claims: ExitStack,
         is_built: bool,
+        mirror: Mirror | None = None,
         max_time: str | None = None,
         window: Window | None = None,
     ) -> None:
-        """`claims` holds the folder; the attempt takes it over when it runs. Steps of a `window` are profiled."""
+        """`claims` holds the folder; the attempt takes it over when it runs, and ends the `mirror`, on rank 0.
+
+        Steps of a `window` are profiled.
+        """
         self.folder, self.opened = folder, opened
         self.parts, self.loaded, self.recipe, self.snapshot = parts, parts.loaded, parts.recipe, snapshot
         self.world, self._peers, self._claims, self._is_built = world, peers, claims, is_built
-        self.tracker = trackers_of(parts) if world.is_main else Tracker()
+        self._mirror = mirror
+        self.tracker = trackers_of(parts, mirror) if world.is_main else Tracker()
         self.trainer: Trainer | None = None
         self._halt = Halt(folder.path, max_time) if world.is_main else NoHalt()
         self._state: State = "failed"
@@ -131,6 +137,8 @@ class Attempt:
         with self._claims.pop_all() as life:
             life.enter_context(self._watch)
             signals = life.enter_context(ExitStack())
+            if self._mirror:
+                life.enter_context(self._mirror)
             life.push(self._raise_cause)
             life.push(self._part)
             life.push(ending(self._finish_trackers))
@@ -202,6 +210,8 @@ class Attempt:
         """Writes down that an attempt begins and starts the trackers; returns what checkpoints say of their origin."""
         step, strategy = trainer.progress.step, self.recipe.strategy.use
         attempt = self.folder.begin_attempt(step=step, **self.snapshot)
+        if self._mirror:
+            self._mirror.begin()
         facts = {
             "attempt": attempt,
             "strategy": strategy,
@@ -414,9 +424,11 @@ def checkpoints_of(folder: RunFolder, recipe: Recipe, world: World, peers: Peers
     )
 
 
-def trackers_of(parts: Parts) -> Tracker:
-    """The run's own record, the console, and what the recipe asks for."""
+def trackers_of(parts: Parts, mirror: Mirror | None) -> Tracker:
+    """The run's own record, the console, the mirror, and what the recipe asks for."""
     ours: dict[str, Any] = {name: parts.registry.load("tracker", name)() for name in ("jsonl", "console")}
     ours["console"].where = where
     ours["shown"] = ShownFiles()
+    if mirror:
+        ours["mirror"] = mirror
     return TrackerGroup(ours | parts.trackers)

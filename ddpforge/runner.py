@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ddpforge.attempt import Attempt, Outcome, build_parts, on_every_rank
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.registry import Registry
-from ddpforge.errors import ExitCode, PeerFailed, Postponed, StrategyError
+from ddpforge.errors import ExitCode, PeerFailed, Postponed, StrategyError, UsageError
+from ddpforge.exchange.tables import Table, check_table, refuse_existing, writing
 from ddpforge.hosts import refuse_differences, share_folder
 from ddpforge.interfaces import World
 from ddpforge.launchers.srun import adopt_slurm
@@ -30,18 +33,21 @@ from ddpforge.ranks.signals import StopRequests
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe, load_recipe
 from ddpforge.recipe.load import refuse_text
+from ddpforge.recipe.report import did_you_mean
 from ddpforge.runs.checkpoints import choose
 from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import RunFolder, snapshot
+from ddpforge.runs.mirror import Mirror
 from ddpforge.runs.opening import open_folder
 from ddpforge.training.assemble import evaluating
 from ddpforge.training.building import build_data_and_model
 from ddpforge.training.callbacks import overriding
 from ddpforge.training.foreseeing import foresee
 from ddpforge.training.parts import Parts, key_of
+from ddpforge.training.prediction import INDEX, Predicted, in_order, predictions, refuse_turns
 from ddpforge.training.trying import rehearse_training
 
-__all__ = ["Evaluation", "Outcome", "evaluate", "join_ranks", "load_parts", "peers_of", "run"]
+__all__ = ["Evaluation", "Outcome", "Prediction", "evaluate", "join_ranks", "load_parts", "peers_of", "predict", "run"]
 
 log = logging.getLogger("ddpforge")
 
@@ -77,6 +83,8 @@ def run(
         _leave_if_asked(stop, world, peers)
         share_folder(folder.path.parent, peers.ranks)
         fresh = all(peers.ranks.everyone(fresh))  # a machine that joins later has begun nothing
+        mirror = Mirror.of(folder, parts.recipe.checkpoint) if world.is_main else None
+        on_rank_zero(world.all, lambda: mirror.fetch(fresh=fresh) if mirror else None)
         is_new = fresh or not folder.exists()
         if is_new:
             on_every_rank(peers, lambda: build_parts(parts, world, rehearses=True))
@@ -87,9 +95,18 @@ def run(
         )
         record_begun()
         if opened.result:
+            if mirror:
+                mirror.complete()
             return Outcome(folder.path, opened.result, world.is_main)
-        asked: dict[str, Any] = {"max_time": max_time, "window": window}
-        return Attempt(folder, opened, parts, taken, world, peers, claims=claims, is_built=is_new, **asked).run()
+        attempt = Attempt(
+            *(folder, opened, parts, taken, world, peers),
+            claims=claims,
+            is_built=is_new,
+            mirror=mirror,
+            max_time=max_time,
+            window=window,
+        )
+        return attempt.run()
 
 
 def _leave_if_asked(stop: StopRequests, world: World, peers: Peers) -> None:
@@ -133,29 +150,139 @@ def evaluate(
     adopt_slurm()
     parts = load_parts(folder.resolved, sets, trains=False, only=only)
     world = join_ranks(parts)
+    if parts.other_layout and world.is_main:
+        log.info("%s", parts.other_layout)
     checkpoint = on_rank_zero(world.all, lambda: choose(folder, step=step, best=best))
     build_data_and_model(parts)
     parts.report()
     reader = Reader(checkpoint)
     with evaluating(parts, world, reader, folder.path) as evaluator:
         if world.is_main:
-            log.info("%s", _what_is_evaluated(checkpoint, parts))
+            log.info("evaluating %s", _what_is_used(checkpoint, parts))
         metrics = evaluator.evaluate(reader.facts.step)
     leave(world)
     return Evaluation(reader.facts.step, metrics, world.is_main)
 
 
-def _what_is_evaluated(checkpoint: Path, parts: Parts) -> str:
+@dataclass(frozen=True)
+class Prediction:
+    """The file that a prediction wrote: so many samples, by the weights after `step`."""
+
+    file: Path
+    samples: int
+    step: int
+    is_main: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"file": str(self.file), "samples": self.samples, "step": self.step}
+
+
+@leaving.nobody_leaves()
+def predict(
+    folder: RunFolder,
+    out: Path,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    weights: str | None = None,
+    data: Sequence[str] = (),
+    sets: Sequence[str] = (),
+    limit: int | None = None,
+    force: bool = False,
+) -> Prediction:
+    """Writes what a run's model predicts of every sample of a dataset to `out`, in the order of the data.
+
+    Called on every rank; rank 0 writes. Checkpoint, strategy and what is built are those of `evaluate`. `weights` is
+    "model", or the name of a callback that keeps weights of its own; absent: those that evaluations use. `data` is the
+    name of one of the recipe's datasets ("eval", "eval.NAME", "train"), and KEY=VALUE for its options; by default the
+    one evaluation set. `out` appears complete or not at all. Raises UsageError where it exists, unless `force`.
+    """
+    adopt_slurm()
+    refuse_text("data", data)
+    check_table(out)
+    parts = _to_predict(folder, data, sets)
+    world = join_ranks(parts)
+    refuse_turns(parts.task)
+    on_rank_zero(world.all, lambda: refuse_existing(out, force=force))
+    checkpoint = on_rank_zero(world.all, lambda: choose(folder, step=step, best=best))
+    build_data_and_model(parts)
+    parts.report()
+    (name,) = parts.evaluations()
+    parts.data[key_of(name)] = in_order(parts.data[key_of(name)])
+    reader = Reader(checkpoint)
+    with ExitStack() as files, evaluating(parts, world, reader, folder.path, weights=weights) as evaluator:
+        if world.is_main:
+            log.info("predicting with %s", _what_is_used(checkpoint, parts, weights))
+        found = predictions(evaluator, parts.task, parts.evaluation[name], world, limit=limit)
+        samples = _write(out, found, world, files)
+    leave(world)
+    return Prediction(out, samples, reader.facts.step, world.is_main)
+
+
+def _write(out: Path, found: Iterable[Sequence[Predicted]], world: World, files: ExitStack) -> int:
+    """Has rank 0 write predictions as they come, all or nothing; returns the number of samples."""
+    tables: list[Table] = []
+
+    def add(parts: Sequence[Predicted]) -> None:
+        for part in parts:
+            tables[0].add({INDEX: np.arange(part.first, part.first + part.samples), **part.columns})
+
+    samples = 0
+    on_rank_zero(world.all, lambda: tables.append(files.enter_context(writing(out))))
+    for parts in found:
+        on_rank_zero(world.all, partial(add, parts))
+        samples += sum(part.samples for part in parts)
+    on_rank_zero(world.all, files.close)
+    return samples
+
+
+def _to_predict(folder: RunFolder, data: Sequence[str], sets: Sequence[str]) -> Parts:
+    """The parts of a run's recipe whose one evaluation set is the dataset that `data` means."""
+    names, options = ([word for word in data if ("=" in word) == with_value] for with_value in (False, True))
+    name = _dataset(load_recipe(folder.resolved, sets=sets).recipe, names)
+    parts = load_parts(
+        folder.resolved,
+        (*sets, *(f"data.{name}.{option}" for option in options)),
+        trains=False,
+        only=[name.removeprefix("eval.")] if name.startswith("eval.") else (),
+    )
+    if name == "train":
+        section = parts.recipe.data.model_copy(update={"eval": parts.recipe.data.train})
+        parts.loaded = replace(parts.loaded, recipe=parts.recipe.model_copy(update={"data": section}))
+    return parts
+
+
+def _dataset(recipe: Recipe, names: Sequence[str]) -> str:
+    """The key of the dataset that is named, or of the one to evaluate on; raises UsageError where that is not one."""
+    sets = [key_of(name) for name in recipe.data.evaluations]
+    known = [*sets, "train"]
+    if not names and len(sets) == 1:
+        return sets[0]
+    hints = [f"--data {name}" for name in known]
+    if not names:
+        what = "no [data.eval]" if not sets else "several evaluation sets"
+        raise UsageError(f"the recipe has {what}, so say what to predict", hints=hints)
+    if len(names) > 1:
+        raise UsageError(f"--data names {' and '.join(names)}, and one dataset is predicted at a time", hints=hints)
+    if names[0] not in known:
+        raise UsageError(
+            f"the recipe has no data {names[0]!r}", hints=[*did_you_mean(names[0], known), *hints, "--data path=…"]
+        )
+    return names[0]
+
+
+def _what_is_used(checkpoint: Path, parts: Parts, weights: str | None = None) -> str:
     """Names the checkpoint, the callbacks whose weights are used, and the samples of each set."""
-    averaging = overriding(parts.callbacks, "evaluating")
-    weights = f", with the weights of {', '.join(averaging)}" if averaging else ""
+    averaging = [weights] if weights else overriding(parts.callbacks, "evaluating")
+    others = f", with the weights of {', '.join(averaging)}" if averaging and weights != "model" else ""
     found = {name: parts.data[key_of(name)] for name in parts.evaluation}
     counted = [
         f"{len(data):,} samples{f' of {name}' if name else ''}"
         for name, data in found.items()
         if hasattr(data, "__len__")
     ]
-    return f"evaluating {checkpoint}{weights}{', on ' if counted else ''}{', '.join(counted)}"
+    return f"{checkpoint}{others}{', on ' if counted else ''}{', '.join(counted)}"
 
 
 def load_parts(source: str | Path, sets: Sequence[str], *, trains: bool = True, only: Sequence[str] = ()) -> Parts:

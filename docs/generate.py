@@ -99,7 +99,8 @@ def _options(rows: Sequence[OptionRow], types: Mapping[str, str] = {}) -> str:
                 f"`{row.name}`",
                 _code(types.get(row.name, row.type)),
                 _code(row.default) if row.default else "required",
-                row.limits,
+                # as code: Markdown would take a pattern for a reference
+                re.sub(r"matches (.+?)(?=, at |$)", r"matches `\1`", row.limits),
                 row.description,
             )
             for row in rows

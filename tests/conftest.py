@@ -2,9 +2,11 @@
 
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ from hosts import Hosts, needs_root, new_hosts
 from hypothesis import settings
 from launched import Ranks, Zygote
 from slurm import PROGRAMS, Slurm, new_slurm
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 PLUGINS = ",".join(path.name for path in (Path(__file__).parents[1] / "plugins").glob("*"))
 
@@ -37,6 +42,19 @@ def _untouched_logger() -> Iterator[None]:
     for handler in set(logger.handlers) - set(handlers):
         handler.close()
     logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
+
+
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    """A Chromium that is installed; skips tests where there is none."""
+    from playwright.sync_api import sync_playwright
+
+    if not (chromium := shutil.which("chromium") or shutil.which("google-chrome")):
+        pytest.skip("needs Chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(scope="session")

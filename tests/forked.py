@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,26 +40,31 @@ def in_ranks(
     forking: Callable[[int], AbstractContextManager[None]] = lambda rank: nullcontext(),
 ) -> list[Any]:
     """What `action(rank)` returns in each of `ranks` processes that may form a group, or in one that no launcher has
-    started; a rank that raises fails the test with its own words. Each is forked within `forking(rank)`."""
+    started; a rank that raises fails the test with its own words. Each is forked within `forking(rank)`.
+
+    A rank that has returned keeps its connections until the others have too: they may still be joining it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with TemporaryDirectory() as folder:
         answers = [Path(folder) / str(rank) for rank in range(ranks)]
-        children: list[int] = []
+        children: dict[int, Path] = {}
+        stays, leaves = os.pipe()
         for rank, answer in enumerate(answers):
             with forking(rank):
                 if (child := os.fork()) == 0:
-                    _be(rank, ranks, port, action, answer)
-            children.append(child)
-        _wait(children, timeout)
+                    os.close(leaves)
+                    _be(rank, ranks, port, action, answer, stays)
+            children[child] = answer
+        os.close(stays)
+        _wait(children, timeout, leaves)
         found = [pickle.loads(answer.read_bytes()) if answer.exists() else (False, "ended") for answer in answers]
     failed = [f"rank {rank}: {said}" for rank, (well, said) in enumerate(found) if not well]
     assert not failed, "\n".join(failed)
     return [value for _, value in found]
 
 
-def _be(rank: int, ranks: int, port: int, action: Callable[[int], Any], answer: Path) -> None:
+def _be(rank: int, ranks: int, port: int, action: Callable[[int], Any], answer: Path, stays: int) -> None:
     """Becomes one rank; never returns."""
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     if ranks > 1:
@@ -70,25 +75,30 @@ def _be(rank: int, ranks: int, port: int, action: Callable[[int], Any], answer: 
     try:
         AcceleratorState._reset_state(reset_partial_state=True)  # what another test may have left
         torch.manual_seed(0)
-        found = pickle.dumps((True, action(rank)))
+        well, found = True, pickle.dumps((True, action(rank)))
     except BaseException:
-        found = pickle.dumps((False, traceback.format_exc()))
+        well, found = False, pickle.dumps((False, traceback.format_exc()))
     part = answer.with_suffix(".part")
     part.write_bytes(found)
     part.rename(answer)
+    if well:
+        os.read(stays, 1)  # returns when nobody can write to it any more
     os._exit(0)
 
 
-def _wait(children: list[int], timeout: float) -> None:
-    """Waits for all; ends those that are left when time is up."""
+def _wait(children: Mapping[int, Path], timeout: float, leaves: int) -> None:
+    """Waits for all, which leave once each that is left has answered; ends those that are left when time is up."""
     deadline, left = time.monotonic() + timeout, set(children)
-    while left:
+    while left and not all(children[child].exists() for child in left):
         for child in list(left):
             if os.waitpid(child, os.WNOHANG)[0]:
                 left.remove(child)
             elif time.monotonic() > deadline:
                 os.kill(child, signal.SIGKILL)
         time.sleep(0.005)
+    os.close(leaves)
+    for child in left:
+        os.waitpid(child, 0)
 
 
 def train(**options: Any) -> TrainSection:

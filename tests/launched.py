@@ -80,7 +80,8 @@ _IMPORTED = [
     "torch._dynamo",  # by the first optimizer of every process: 2 seconds
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     *(f"ddpforge.cli.{command}" for command in ("run", "evaluate", "export")),
-    *("ddpforge.components.options", "ddpforge.runner", "ddpforge.strategies.ddp", "ddpforge.strategies.fsdp"),
+    *("ddpforge.components.options", "ddpforge.runner"),
+    *(f"ddpforge.strategies.{strategy}" for strategy in ("ddp", "fsdp", "pipeline")),
     *("ddpforge.builtin.trackers.console", "ddpforge.runs.metrics"),
 ]
 _IMPORTED_BY_DEEPSPEED = [

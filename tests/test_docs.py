@@ -238,6 +238,17 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
+def test_the_image_is_made_of_what_a_build_context_has() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    copied = [name for line in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE) for name in line.split()]
+    sent = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"}
+    assert sent == set(copied) >= {"pyproject.toml", "ddpforge", "recipes"}
+    assert all((ROOT / name).exists() for name in copied)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = re.findall(r"EXTRAS=([\w,]+)", text + (DOCS / "how-to/docker.md").read_text())
+    assert {extra for each in asked for extra in each.split(",")} <= {*extras}
+
+
 # ---------------------------------------------------------------------------------------------- runs
 def test_the_plugins_of_the_how_to_run(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
     page = DOCS / "how-to/write-a-plugin.md"

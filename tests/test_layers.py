@@ -24,7 +24,7 @@ LAYERS = [
     {"testing"},
     {"api"},
     {"reports", "sweeps", "trials"},
-    {"doctor", "parity", "runner", "starting"},
+    {"doctor", "generation", "parity", "runner", "starting"},
     {"attempt", "hosts"},
     {"watch"},
     {"training"},

@@ -65,6 +65,24 @@ def test_distil_digits_learns_without_labels(tmp_path: Path, ddpforge: Callable[
 
 
 @pytest.mark.full
+def test_fine_tuning_brings_what_its_page_says(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
+    page = (Path(__file__).parents[1] / "docs/how-to/fine-tune.md").read_text()
+    said = {
+        name: float(share) / 100 for name, share in re.findall(r"^\| (\S.*) \| ([0-9.]+) % \|$", page, re.MULTILINE)
+    }
+    (scratch,) = re.findall(r"^ddpforge (run finetune-digits name=from-scratch .*)$", page, re.MULTILINE)
+    for command in ("run digits", "run finetune-digits", scratch):
+        ddpforge(*command.split())
+    found = {
+        "fine-tuned": rows(tmp_path / "runs/finetune-digits", "eval/accuracy")[-1],
+        "from scratch": rows(tmp_path / "runs/from-scratch", "eval/accuracy")[-1],
+    }
+    assert found == pytest.approx(said, abs=0.007)
+    assert found["fine-tuned"] > max(0.975, found["from scratch"] + 0.01)
+    assert "97.5 % or more of the labels" in header("finetune-digits")
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("recipe", "promise", "metric", "least"),
     [

@@ -44,7 +44,7 @@ class _Rows(Tracker):
 
 def trained(folder: Path, recipe: str, ranks: int) -> list[Trained]:
     """Trains a recipe, from the newest checkpoint of its name in `folder` on; one result for each rank."""
-    for name in ("parts.py", "odd_models.py"):
+    for name in ("parts.py", "odd_models.py", "exploring.py"):
         copy(Path(__file__).parent / name, folder)
     path = folder / "recipe.toml"
     path.write_text(recipe)

@@ -149,15 +149,15 @@ def _split(
 
 def own_part(held: Held) -> Held:
     """This rank's part of the writing: its own parts, and its share of those that several ranks hold alike."""
-    alike: dict[tuple[int, int], dict[tuple[Section, str, int], Part]] = defaultdict(dict)
+    alike: dict[tuple[int, int, str], dict[tuple[Section, str, int], Part]] = defaultdict(dict)
     for section, found in held.items():
         for name, parts in found.items():
             for number, part in enumerate(parts):
-                alike[part.replica, part.replicas][section, name, number] = part
+                alike[part.replica, part.replicas, part.among][section, name, number] = part
 
     mine = {
         key: pieces
-        for (replica, replicas), parts_alike in alike.items()
+        for (replica, replicas, _), parts_alike in alike.items()
         for key, pieces in divide(parts_alike, rank=replica, ranks=replicas).items()
     }
     return {

@@ -26,6 +26,8 @@ _COMMANDS = {
     "report": ("report", "Make one HTML page about runs, to read offline or while they train."),
     "status": ("status", "Print how a run stands, also while it trains."),
     "eval": ("evaluate", "Evaluate a run's checkpoint."),
+    "predict": ("predict", "Write what a run's model predicts of every sample of a dataset."),
+    "generate": ("generate", "Print text that a trained language model writes."),
     "export": ("export", "Write a run's weights as plain safetensors."),
     "ckpt": ("ckpt", "List, inspect, verify, compare, export and import checkpoints."),
     "recipes": ("recipes", "List or copy the recipes that come with ddpforge."),

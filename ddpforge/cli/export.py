@@ -1,10 +1,11 @@
-"""`ddpforge export`, also `ddpforge ckpt export`: a run's weights as plain safetensors."""
+"""`ddpforge export`, also `ddpforge ckpt export`: a run's model for other programs."""
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -13,7 +14,8 @@ from ddpforge.cli.tables import counted
 from ddpforge.errors import UsageError
 
 if TYPE_CHECKING:
-    from ddpforge.exchange.export import Precision
+    from ddpforge.exchange.export import Exported, Precision
+    from ddpforge.exchange.hub import Hub
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -58,6 +60,14 @@ class _Size(click.ParamType[int]):
     metavar="SIZE",
     help="Write several files of at most this size, e.g. 5GB, and an index, into a folder.",
 )
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["safetensors", "transformers", "pt2", "onnx"]),
+    help="What is written; default: by the end of the file's name, else safetensors.",
+)
+@click.option("--push-to-hub", "repository", metavar="USER/NAME", help="Upload it to the Hugging Face hub as well.")
+@click.option("--private", is_flag=True, help="Make the repository on the hub private, where it is new.")
 @click.option("--force", is_flag=True, help="Replace the file, or the weights in the folder, if there are any.")
 @json_option
 def export(
@@ -70,46 +80,119 @@ def export(
     merge: bool,
     dtype: "Precision | None",
     max_shard_size: int | None,
+    form: str | None,
+    repository: str | None,
+    private: bool,
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write the weights of RUN_OR_CHECKPOINT (a run's folder, its name in runs/, or a checkpoint's folder) as plain
-    safetensors.
+    """Write the model of RUN_OR_CHECKPOINT (a run's folder, its name in runs/, or a checkpoint's folder) for others.
 
-    Parameters and buffers have the names that the bare model gives them; tied parameters are written once. In a folder
-    the files have the names that transformers gives them: model.safetensors, or model-00001-of-00002.safetensors and so
-    on with model.safetensors.index.json.
+    As plain safetensors: parameters and buffers have the names that the bare model gives them; tied parameters are
+    written once. In a folder the files have the names that transformers gives them: model.safetensors, or
+    model-00001-of-00002.safetensors and so on with model.safetensors.index.json. `--format transformers` puts config
+    and tokenizer beside them. A .pt2 (torch.export) or .onnx file is a program for batches of any size.
     """
-    from ddpforge.exchange.export import export as write
-    from ddpforge.exchange.export import export_folder
     from ddpforge.runs.checkpoints import find, is_checkpoint
 
-    if out and Path(out).suffix in (".pt", ".pth", ".bin", ".ckpt"):
+    form = _form(form, out)
+    if form in ("pt2", "onnx"):
+        _refuse(form, {"--only": only, "--merge": merge, "--dtype": dtype, "--max-shard-size": max_shard_size})
+    if form == "transformers":
+        _refuse(form, {"--only": only})
+    checkpoint = find(run, step=step, best=best, intact=True)
+    name = (checkpoint if is_checkpoint(Path(run)) else Path(run)).resolve().name
+    default = f"{name}{'' if weights == 'model' else f'-{weights}'}"
+    hub = _hub(repository, private)
+    if form in ("pt2", "onnx"):
+        done = _program(checkpoint, Path(out or f"{default}.{form}"), form, weights, force)
+    else:
+        chosen = _Weights(weights, only, merge, dtype, force)
+        done = _weights(checkpoint, out, default, chosen, max_shard_size, beside=form == "transformers")
+    url = hub.push(done.paths, f"Step {done.step} of {name}") if hub else None
+
+    if as_json:
+        click.echo(json.dumps(asdict(done) | ({"url": url} if url else {}), default=str))
+    else:
+        several = f" in {len(done.files)} files" if len(done.files) > 1 else ""
+        tensors = counted(done.tensors, "tensor")
+        uploaded = f"; {url}" if url else ""
+        click.echo(f"{done.file}: {tensors}{several}, {done.bytes:,} bytes, from step {done.step}{uploaded}")
+
+
+class _Weights(NamedTuple):
+    """The choices about the tensors that are written."""
+
+    weights: str
+    only: Sequence[str]
+    merge: bool
+    dtype: "Precision | None"
+    force: bool
+
+
+def _form(form: str | None, out: str | None) -> str:
+    """What is to be written; raises UsageError for a name that says something else."""
+    suffix = Path(out).suffix if out and not out.endswith("/") else ""
+    if out and suffix in (".pt", ".pth", ".bin", ".ckpt"):
         raise UsageError(
             f"{out}: what is written is safetensors, which torch.load does not read",
             hints=[f"-o {Path(out).with_suffix('.safetensors')}; safetensors.torch.load_file reads it"],
         )
-    checkpoint = find(run, step=step, best=best, intact=True)
-    name = (checkpoint if is_checkpoint(Path(run)) else Path(run)).resolve().name
-    default = f"{name}{'' if weights == 'model' else f'-{weights}'}"
-    if max_shard_size is not None or (out is not None and (out.endswith("/") or Path(out).is_dir())):
-        done = export_folder(
-            checkpoint,
-            Path(out or default),
-            weights=weights,
-            only=only,
-            merge=merge,
-            dtype=dtype,
-            force=force,
-            most=max_shard_size,
-        )
-    else:
-        file = Path(out or f"{default}.safetensors")
-        done = write(checkpoint, file, weights=weights, only=only, merge=merge, dtype=dtype, force=force)
+    said = suffix.removeprefix(".") if suffix in (".safetensors", ".pt2", ".onnx") else None
+    if form and said and form != said:
+        raise UsageError(f"--format {form} does not go into {out}", hints=["leave one of them out"])
+    return form or said or "safetensors"
 
-    if as_json:
-        click.echo(json.dumps(asdict(done), default=str))
-    else:
-        several = f" in {len(done.files)} files" if len(done.files) > 1 else ""
-        tensors = counted(done.tensors, "tensor")
-        click.echo(f"{done.file}: {tensors}{several}, {done.bytes:,} bytes, from step {done.step}")
+
+def _refuse(form: str, given: Mapping[str, object]) -> None:
+    for option, value in given.items():
+        if value:
+            raise UsageError(
+                f"{option} is for weights alone, and --format {form} writes a whole model",
+                hints=[f"leave {option} out"],
+            )
+
+
+def _hub(repository: str | None, private: bool) -> "Hub | None":
+    """The repository to upload to, which is asked for before anything is written."""
+    if repository is None:
+        return None
+    from ddpforge.exchange.hub import Hub
+
+    return Hub(repository, private=private)
+
+
+def _weights(
+    checkpoint: Path, out: str | None, default: str, chosen: _Weights, most: int | None, *, beside: bool
+) -> "Exported":
+    """Writes weights into a file or a folder, and what transformers needs `beside` them."""
+    from ddpforge.exchange.export import export as write
+    from ddpforge.exchange.export import export_folder
+
+    if beside:
+        from ddpforge.api import load
+        from ddpforge.exchange.transformers_folder import Beside
+
+        trained = load(checkpoint)
+        needed = Beside.of(trained.bare(), trained.data(), merged=chosen.merge)
+    if beside or most is not None or (out is not None and (out.endswith("/") or Path(out).is_dir())):
+        done = export_folder(checkpoint, Path(out or default), **chosen._asdict(), most=most)
+        return needed.save(done) if beside else done
+    return write(checkpoint, Path(out or f"{default}.safetensors"), **chosen._asdict())
+
+
+def _program(checkpoint: Path, out: Path, form: str, weights: str, force: bool) -> "Exported":
+    """Writes a program of torch.export or ONNX."""
+    from ddpforge.api import load
+    from ddpforge.exchange import programs
+    from ddpforge.exchange.export import exported_file
+    from ddpforge.exchange.tables import refuse_existing
+
+    refuse_existing(out, force=force)
+    if form == "onnx":
+        programs.require_onnx()
+    trained = load(checkpoint)
+    model = trained.model(weights=weights)
+    inputs = programs.inputs_of(model, trained.task(), trained.batch(programs.SAMPLES), programs.SAMPLES)
+    (programs.write_onnx if form == "onnx" else programs.write_pt2)(model, inputs, out)
+    return exported_file(out, trained.step, len(model.state_dict()))

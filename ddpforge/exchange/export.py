@@ -47,6 +47,11 @@ class Exported:
     sha256: str
     files: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def paths(self) -> dict[str, Path]:
+        """All files by their names."""
+        return {name: self.file.parent / name for name in (*self.files, self.file.name)}
+
 
 def export(
     checkpoint: Path,
@@ -121,6 +126,11 @@ def export_folder(
         sha256=disk.sha256(main),
         files={name: digest for name, (_, digest) in written.items()},
     )
+
+
+def exported_file(out: Path, step: int, tensors: int) -> Exported:
+    """A file that was written with so many tensors in it."""
+    return Exported(file=out, step=step, tensors=tensors, bytes=out.stat().st_size, sha256=disk.sha256(out))
 
 
 def chosen_weights(reader: Reader, weights: str) -> dict[str, LazyTensor]:

@@ -24,7 +24,7 @@ from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.runs.checkpoints import choose
 from ddpforge.runs.folder import RunFolder
 
-__all__ = ["find_initial", "load_initial"]
+__all__ = ["find_initial", "in_dtype", "load_initial"]
 
 log = logging.getLogger("ddpforge")
 
@@ -83,7 +83,7 @@ def load_initial(
             hints=[f"it has {_listed(found)}", f"the model has {_listed(wanted)}"],
         )
     _refuse_unfit(taken, wanted, key)
-    take({name: _in_dtype(saved, wanted[name][1]) for name, saved in taken.items()})
+    take({name: in_dtype(saved, wanted[name][1]) for name, saved in taken.items()})
     if ranks.is_main:
         _report(path, key, len(taken), {"not in it": missing, "not in the model": unexpected, "left alone": skipped})
 
@@ -189,7 +189,8 @@ def _difference(saved: SavedTensor, shape: tuple[int, ...], dtype: torch.dtype) 
     return None
 
 
-def _in_dtype(saved: SavedTensor, dtype: torch.dtype) -> SavedTensor:
+def in_dtype(saved: SavedTensor, dtype: torch.dtype) -> SavedTensor:
+    """The tensor as one of another dtype, which is converted when it is read."""
     return saved if saved.dtype == dtype else _Converted(saved, dtype)
 
 

@@ -73,6 +73,9 @@ class Callback:
     goes_back: bool = False
     """True of one that may return `GoBack`: there is then a checkpoint of the initial weights to go back to."""
 
+    calls_model: bool = False
+    """True of one that calls `run.model`: a strategy under which no rank has all of it refuses such a callback."""
+
     def on_start(self, run: RunContext) -> None:
         """Before the first step and before a checkpoint is restored."""
 

@@ -72,8 +72,9 @@ class Part:
     """A rank's part of a tensor of `shape`: the elements of `region`, on any device.
 
     `tensor` holds them in row-major order; a part that is a box has the box's size. Where several ranks hold the same
-    elements, this one is number `replica` of `replicas`: whoever writes parts down shares that work out. Raises
-    ValueError when these do not belong together.
+    elements, this one is number `replica` of `replicas`: whoever writes parts down shares that work out. A rank that
+    belongs to several such groups of one size says with `among` which it means. Raises ValueError when these do not
+    belong together.
     """
 
     tensor: Tensor
@@ -81,6 +82,7 @@ class Part:
     region: Region
     replica: int = 0
     replicas: int = 1
+    among: str = ""
 
     def __post_init__(self) -> None:
         shape = tuple(self.shape)
@@ -94,9 +96,9 @@ class Part:
         object.__setattr__(self, "region", region)
 
     @classmethod
-    def whole(cls, tensor: Tensor, *, replica: int = 0, replicas: int = 1) -> Part:
+    def whole(cls, tensor: Tensor, *, replica: int = 0, replicas: int = 1, among: str = "") -> Part:
         """All of a tensor."""
-        return cls(tensor, tuple(tensor.shape), Range(0, tensor.numel()), replica, replicas)
+        return cls(tensor, tuple(tensor.shape), Range(0, tensor.numel()), replica, replicas, among)
 
     def of(self, tensor: Tensor) -> Part:
         """The same part of another tensor, which this rank holds in the same way."""
@@ -119,9 +121,7 @@ class Part:
         """The same elements as parts whose regions are ranges and boxes; their tensors are views."""
         if not isinstance(self.region, Pieces):
             return [self]
-        return [
-            Part(held, self.shape, box, self.replica, self.replicas) for box, held in pieces(self.region, self.tensor)
-        ]
+        return [replace(self, tensor=held, region=box) for box, held in pieces(self.region, self.tensor)]
 
     @property
     def simple_region(self) -> Simple:

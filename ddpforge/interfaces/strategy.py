@@ -34,7 +34,8 @@ class Contract:
     optimizer's state is split, the weights that the optimizer updates are split like it. Where ranks average weights
     now and then, and not gradients at every step, each clips its own gradient, and the norm that `Replica.step` returns
     has no counterpart under other strategies. `reads_gradients` says that callbacks may read the reduced gradient: then
-    `Replica.step` calls `on_gradient`. One that takes several `optimizers` has replicas that are `TakesTurns`.
+    `Replica.step` calls `on_gradient`. One that takes several `optimizers` has replicas that are `TakesTurns`. Where no
+    rank can run a forward pass by itself, the model is not `callable`.
     """
 
     shards: tuple[Sharded, ...] = ()
@@ -45,6 +46,7 @@ class Contract:
     clips: str  # who clips the gradient norm, and when
     accumulates: str  # who adds up micro-batches, and where
     reads_gradients: bool = False
+    callable: bool = True
     optimizers: Literal["one", "several"] = "one"  # for how many parts of the parameters, each with one of its own
 
 
@@ -93,6 +95,13 @@ class Strategy(ABC):
     def data_ranks(self, ranks: int) -> int:
         """Counts the ranks that see different data: all `ranks`, unless the strategy splits one model over several."""
         return ranks
+
+    def evaluating(self, ranks: int) -> tuple[Strategy, str]:
+        """The strategy for `ddpforge eval` on so many ranks, perhaps other than those that trained, and why that one.
+
+        Itself, for no reason, where its layout fits; nothing is trained, so one that spreads the model otherwise does.
+        """
+        return self, ""
 
     def setup(self, train: TrainSection, world: World) -> World:
         """Takes its place among the ranks, which have joined; returns the world with the ranks that see other data.

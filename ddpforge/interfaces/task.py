@@ -56,6 +56,11 @@ class Task(ABC):
     each rank may then have a part of that, and the logits are a `DTensor` (strategy.loss = "vocabulary").
     """
 
+    predicts_next_token: bool = False
+    """True of a task whose model gives, for tokens [B, T], logits [B, T, V] of the token after each, from those up to
+    it: `ddpforge generate` draws text from that.
+    """
+
     draws: Draws = Draws()
     """Random numbers for the samples of a batch, for `loss` to draw: `self.draws.randn(len(images), 32, device=…)`."""
 
@@ -98,6 +103,16 @@ class Task(ABC):
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
         """Turns finished metrics into what is reported, e.g. adds a perplexity; keys have no `train/` prefix yet."""
         return metrics
+
+    def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        """Predicts a batch for `ddpforge predict`: columns by name, each with one value for every sample.
+
+        A column is a tensor [B, …], or a sequence of B numbers, strings, tensors or lists of these. By default columns
+        are the outputs that `loss` returns: a tensor is called `output`. Override it for another choice, and for
+        batches without targets. The model must be called as `loss` calls it, once.
+        """
+        _, outputs = self.loss(model, batch)
+        return outputs if isinstance(outputs, Mapping) else {"output": outputs}
 
     def show(self, name: str, value: Any, kind: ShownKind) -> None:
         """Shows something of the present step, see `Show`; for `loss`, `metrics` and `finish` to call, not to override.

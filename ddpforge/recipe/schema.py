@@ -34,8 +34,14 @@ def _name(value: str) -> str:
 def refuse_remote(value: str) -> None:
     """Raises ValueError for what is no folder of a file system, as "s3://bucket/x", or holds control characters."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", value):
-        raise ValueError("must be a folder of a file system, not an address; copy the run's folder there afterwards")
+        raise ValueError("must be a folder of a file system, not an address; checkpoint.mirror copies it to one")
     on_one_line(value)
+
+
+def _address(value: str) -> str:
+    if not re.match(r"[A-Za-z][A-Za-z0-9+.-]*://.", value):
+        raise ValueError('must be an address, such as "s3://bucket/runs" or "file:///mnt/runs"')
+    return on_one_line(value)
 
 
 def on_one_line(value: str) -> str:
@@ -348,6 +354,11 @@ class CheckpointSection(Section):
     on_failure: Annotated[Literal["stop", "continue"], Resume.OUTSIDE] = Field(
         default="stop",
         description="What to do when a checkpoint cannot be written: stop, or warn and train on.",
+    )
+    mirror: Annotated[Annotated[str, AfterValidator(_address)] | None, Resume.OUTSIDE] = Field(
+        default=None,
+        description='Copy the run\'s folder to "<mirror>/<name>" in the background, e.g. "s3://bucket/runs", and bring'
+        " it back on a machine that has none of it.",
     )
     init_from: Annotated[Annotated[str, Field(min_length=1), AfterValidator(on_one_line)] | None, Resume.FREE] = Field(
         default=None,

@@ -318,6 +318,11 @@ class RunFolder:
             yield
 
     # -- contents
+    @property
+    def id(self) -> str:
+        """Tells runs of one name apart."""
+        return self._run()["id"]
+
     def tables(self) -> dict[str, Any]:
         """The resolved recipe that the last attempt followed."""
         from ddpforge.recipe.toml import loads

@@ -170,7 +170,7 @@ class _Agreeing(Callback):
 
     def __init__(self, inner: Callback, site: Site, weights: Weights) -> None:
         self.inner, self.site, self.weights = inner, site, weights
-        self.goes_back = inner.goes_back
+        self.goes_back, self.calls_model = inner.goes_back, inner.calls_model
 
     def _ask(self, what: str, call: Callable[[], Any], shown: Callable[[Any], Any] = lambda value: value) -> Any:
         failure: Exception | None = None

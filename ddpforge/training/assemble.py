@@ -29,7 +29,7 @@ from ddpforge.training.loop import Trainer
 from ddpforge.training.optimizers import build_optimizer
 from ddpforge.training.parameter_groups import here, parameter_groups
 from ddpforge.training.parts import Parts
-from ddpforge.training.restoring import restore_callbacks, restore_weights
+from ddpforge.training.restoring import restore_callbacks, restore_kept, restore_weights
 from ddpforge.training.shows import Shows
 from ddpforge.training.sums import SMALL
 from ddpforge.training.turns import draws_of
@@ -86,7 +86,7 @@ def assemble(
         schedules=parts.schedules,
         plan=parts.plan,
         training=parts.training,
-        evaluator=_evaluator(parts, world, replica, beside),
+        evaluator=_evaluator(parts, world, replica, beside, parts.callbacks),
         callbacks={**beside, **parts.callbacks},
         checkpoints=checkpoints,
         tracker=tracker,
@@ -95,10 +95,13 @@ def assemble(
 
 
 @contextmanager
-def evaluating(parts: Parts, world: World, checkpoint: Reader, folder: Path) -> Iterator[Evaluator]:
+def evaluating(
+    parts: Parts, world: World, checkpoint: Reader, folder: Path, *, weights: str | None = None
+) -> Iterator[Evaluator]:
     """An evaluator out of `parts`, which are built, with the weights of `checkpoint` and its callbacks' state.
 
-    `folder` is the run's; what callbacks show is not kept.
+    `folder` is the run's; what callbacks show is not kept. `weights` are others than callbacks would evaluate with:
+    "model", or those that the callback of that name keeps.
 
     A strategy prepares a model together with an optimizer: it gets SGD, which keeps nothing. Callbacks that have
     started hear how it ended. Raises what `assemble` raises, and CheckpointError where the checkpoint does not fit.
@@ -115,7 +118,9 @@ def evaluating(parts: Parts, world: World, checkpoint: Reader, folder: Path) -> 
             _initialise(replica, source, world, skip=parts.recipe.checkpoint.init_skip)
         restore_weights(replica, checkpoint, world.all)
         restore_callbacks(parts.recipe, {**beside, **parts.callbacks}, checkpoint, world)
-        yield _evaluator(parts, world, replica, beside)
+        if weights is not None:
+            restore_kept(replica, checkpoint, weights)
+        yield _evaluator(parts, world, replica, beside, parts.callbacks if weights is None else {})
         replica.close()
 
 
@@ -193,13 +198,19 @@ def ending(duty: Callable[[BaseException | None], None]) -> Callable[[object, Ba
     return end
 
 
-def _evaluator(parts: Parts, world: World, replica: Replica, beside: Mapping[str, Callback]) -> Evaluator:
+def _evaluator(
+    parts: Parts,
+    world: World,
+    replica: Replica,
+    beside: Mapping[str, Callback],
+    callbacks: Mapping[str, Callback],
+) -> Evaluator:
     return Evaluator(
         world=world,
         replica=replica,
         task=parts.task,
         sets=parts.evaluation,
-        callbacks={**beside, **parts.callbacks},
+        callbacks={**beside, **callbacks},
         seed=parts.recipe.train.seed,
     )
 

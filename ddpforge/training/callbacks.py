@@ -68,10 +68,13 @@ def refuse_state(callbacks: Mapping[str, Callback]) -> None:
             raise PluginError(error.message, hints=error.hints) from error
 
 
-def check_callback(name: str, callback: Callback, contract: Contract | None, others: Iterable[str]) -> None:
+def check_callback(
+    name: str, callback: Callback, contract: Contract | None, others: Iterable[str], *, trains: bool
+) -> None:
     """Raises PluginError for a callback of an older contract, UsageError for one that the strategy cannot serve.
 
-    `contract` is that of the strategy, as far as it is known; `others` names strategies that can.
+    `contract` is that of the strategy, as far as it is known; `others` names strategies that can. Where nothing
+    `trains`, there are no gradients to read.
     """
     try:
         inspect.signature(callback.on_start).bind(None)
@@ -80,7 +83,13 @@ def check_callback(name: str, callback: Callback, contract: Contract | None, oth
             f"callback `{name}`: {type(callback).__name__}.on_start takes other arguments than the run",
             hints=["write `def on_start(self, run: RunContext)`, and read run.model, run.world and run.weights"],
         ) from error
-    if contract and not contract.reads_gradients and reads_gradients({name: callback}):
+    if contract and callback.calls_model and not contract.callable:
+        raise UsageError(
+            f"callback `{name}` ({type(callback).__name__}) calls the model, and under this strategy no "
+            "rank has all of it",
+            hints=[f"set strategy.use to {', '.join(others)}, or leave the callback out"],
+        )
+    if trains and contract and not contract.reads_gradients and reads_gradients({name: callback}):
         raise UsageError(
             f"callback `{name}` ({type(callback).__name__}) reads gradients in `on_gradient`, and this strategy cannot "
             "show them",

@@ -64,7 +64,7 @@ def prove(contract: Contract, name: str, world: World, weights: Weights, size: S
     splits = "optimizer state" in contract.shards
     replicas = contract.replicas if splits else world.all.size
     # Some of what is split may be on several ranks all the same: what tensor-parallel ranks hold alike, say.
-    found = sorted({part.replicas for part in parts.values()})
+    found = sorted(set().union(*world.all.everyone({part.replicas for part in parts.values()})))
     kept = not found or (found[0] if splits else found) == (replicas if splits else [replicas])
     once = sum(part.region.numel / part.replicas for part in parts.values())
     model = world.all.sum(torch.tensor(once, dtype=torch.float64)).item()

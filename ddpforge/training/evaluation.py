@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import Callback, Draws, Pass, Replica, Rows, Task, Total, World
+from ddpforge.interfaces import Callback, Compute, Draws, Pass, Replica, Rows, Task, Total, World
 from ddpforge.ranks import phases
 from ddpforge.training.agreement import Interrupted, Looks
 from ddpforge.training.callbacks import add_numbers
@@ -62,13 +63,10 @@ class Evaluator:
         """
         if not self.sets:
             raise UsageError("the recipe has no [data.eval] to evaluate on")
-        phases.mark(phases.EVAL)
-        self._replica.sync_buffers()
-        self._replica.module.eval()
         found: dict[str, float] = {}
         interrupted: Interrupted | None = None
         self.looks.restart()
-        with self._wrapped(), torch.no_grad():
+        with self.evaluating():
             try:
                 for name, batches in self.sets.items():
                     means = self._means(batches.evaluation(), step)
@@ -77,10 +75,19 @@ class Evaluator:
                     self._ask(name, callback, step, found)
             except Interrupted as error:
                 interrupted = error  # callbacks are left as if all went well: they give weights back
-        self._replica.module.train()
         if interrupted:
             raise interrupted
         return found
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Lets forward passes inside be those of an evaluation: its weights, its mode, and no gradients."""
+        phases.mark(phases.EVAL)
+        self._replica.sync_buffers()
+        self._replica.module.eval()
+        with self._wrapped(), torch.no_grad():
+            yield
+        self._replica.module.train()
 
     def _ask(self, name: str, callback: Callback, step: int, found: dict[str, float]) -> None:
         """Adds to `found` what a callback measures of the weights that are evaluated."""
@@ -102,29 +109,49 @@ class Evaluator:
         """This rank's sums and counts, and rows, with the losses of a turn; stand-ins at the end count nothing."""
         meter = self._meters[turn]
         found: dict[str, Total | Rows] = {}
+        for micro, batch, result in self.results(self._whole(micro_batches), meter.compute):
+            add(found, meter.quantities(micro, batch, result, metrics=True))
+        return found
+
+    def _whole(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """The micro-batches, each looked at when its turn comes; raises what `check_whole` raises."""
+        for micro in micro_batches:
+            check_whole(self._task, micro)
+            yield micro
+
+    def results(
+        self, micro_batches: Iterable[MicroBatch], compute: Compute
+    ) -> Iterator[tuple[MicroBatch, Any, tuple[Tensor, Any] | None]]:
+        """Runs forward passes: yields each micro-batch, what of it is this rank's, and what `compute` made of that.
+
+        Where another rank has that, it is None.
+        """
         running: deque[tuple[MicroBatch, Any]] = deque()
 
         def passes() -> Iterator[Pass]:
             for number, micro in enumerate(micro_batches):
                 phases.mark(phases.EVAL)
-                check_whole(self._task, micro)
                 batch = self._replica.own_part(to_device(micro.data, self._world.device))
                 running.append((micro, batch))
                 yield Pass(batch=batch, seed=partial(self._seed_pass, number, micro))
 
         try:
-            for result in self._replica.passes(passes(), meter.compute, trains=False):
-                add(found, meter.quantities(*running.popleft(), result, metrics=True))
+            for result in self._replica.passes(passes(), compute, trains=False):
+                yield *running.popleft(), result
                 self.looks.after_part()
         finally:
             self._task.draws = Draws()
-        return found
 
     def _seed_pass(self, number: int, micro: MicroBatch) -> None:
         """Seeds what a pass draws: of each sample by its place, of all else by the pass."""
         seed_all(mix(self._seed, _EVALUATION, number, self._world.data.rank), self._world.device)
         places = [] if micro.places is None else micro.places.tolist()
         self._task.draws = Draws([mix(self._seed, _EVALUATION, place) for place in places])
+
+    @property
+    def is_cut(self) -> bool:
+        """True if ranks share the samples of a batch, so that none has a whole one."""
+        return type(self._replica).own_part is not Replica.own_part
 
     @contextmanager
     def _wrapped(self) -> Iterator[None]:

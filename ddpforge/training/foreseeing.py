@@ -48,6 +48,8 @@ def foresee(parts: Parts, *, ranks: int, device: str | None = None, folder: RunF
     with parts.noting("strategy"):
         parts.built.strategy = build(parts.registry, "strategy", recipe.strategy)
         contract_of(parts.strategy)
+        if not parts.trains:
+            parts.built.strategy, parts.other_layout = parts.strategy.evaluating(ranks)
     with parts.noting("task"):
         torch.manual_seed(mix(recipe.train.seed, TEACHERS))  # it may hold models
         parts.built.task = build(parts.registry, "task", recipe.task)
@@ -104,7 +106,7 @@ def _check_callbacks(parts: Parts) -> None:
     contract = getattr(parts.built.strategy, "contract", None)
     for name, callback in parts.callbacks.items():
         with parts.noting("callbacks", name):
-            check_callback(name, callback, contract if parts.trains else None, ('"single"', '"ddp"', '"fsdp"'))
+            check_callback(name, callback, contract, ('"single"', '"ddp"', '"fsdp"'), trains=parts.trains)
         metric = getattr(callback, "metric", "")
         if parts.trains and not parts.recipe.data.evaluations and str(metric).startswith("eval/"):
             error = UsageError(f"nothing is evaluated, so nothing reports {metric}", hints=["add a [data.eval]"])

@@ -62,6 +62,7 @@ class Parts(Findings):
         self.trackers: dict[str, Tracker] = {}
         self.turns: Mapping[str, TurnComponent] = {}  # in the order of the task
         self.data_ranks = 1  # ranks that see different data
+        self.other_layout = ""  # why a run is evaluated under another strategy than its own
 
         self.data: dict[str, Any] = {}  # by the recipe's key below `data`: "train", "eval", "eval.NAME"
         self.order: Order | None = None  # of the training data; None for a stream, which has its own

@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpforge.checkpoint.contents import Facts
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import Reader, Saved
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, CanonicalState, Ranks, Replica, World
+from ddpforge.exchange.export import chosen_weights
+from ddpforge.exchange.initial import in_dtype
+from ddpforge.interfaces import Callback, CanonicalState, Part, Ranks, Replica, World
 from ddpforge.recipe.schema import Recipe
 from ddpforge.recipe.toml import loads
 from ddpforge.training.beside import BesideModule
 from ddpforge.training.left_out import complete
 
-__all__ = ["is_another", "restore_callbacks", "restore_weights"]
+__all__ = ["is_another", "restore_callbacks", "restore_kept", "restore_weights"]
 
 log = logging.getLogger("ddpforge")
 
@@ -33,6 +35,22 @@ def restore_weights(replica: Replica, checkpoint: Reader, ranks: Ranks) -> None:
         )
     # `partial` leaves the optimizer alone; that nothing of the model is missing is known now.
     replica.load_state(CanonicalState(saved.model, {}, saved.aliases), partial=True)
+    replica.weights.changed()
+
+
+def restore_kept(replica: Replica, checkpoint: Reader, weights: str) -> None:
+    """Gives the model the weights that a callback keeps, in place of its own; "model" means these.
+
+    Raises UsageError where the checkpoint has no such weights.
+    """
+    if weights == "model":
+        return
+    chosen_weights(checkpoint, weights)  # raises, where they are not of this model
+    kept = {name: saved for name, saved in checkpoint.callbacks()[weights].items() if isinstance(saved, Saved)}
+    held = replica.state().model
+    dtypes = {name: (mine.tensor if isinstance(mine, Part) else mine).dtype for name, mine in held.items()}
+    fits = {name: in_dtype(saved, dtypes[name]) if name in dtypes else saved for name, saved in kept.items()}
+    replica.load_state(CanonicalState(fits, {}, checkpoint.aliases), partial=True)
     replica.weights.changed()
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from launched import Ranks, Zygote
-from sharding import CNN, DDP, FSDP, RECIPE, ZERO, Bench
+from sharding import CNN, DDP, FSDP, HSDP, RECIPE, ZERO, Bench
 
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import ExitCode
@@ -22,22 +22,20 @@ class Where(NamedTuple):
     ranks: int
 
 
-FROM = {
-    "single": Where('use = "single"', 1),
-    "ddp": Where(DDP, 2),
-    "fsdp": Where(FSDP, 4),
-    "zero1": Where(ZERO[1], 2),
-    "zero2": Where(ZERO[2], 4),
-    "zero3": Where(ZERO[3], 2),
+TENSOR = f"{FSDP}\ntensor = 2"
+PIPELINE = 'use = "pipeline"\nstages = 2'
+LAYOUTS = {
+    "ddp@1": Where(DDP, 1),
+    "ddp@2": Where(DDP, 2),
+    "fsdp@2": Where(FSDP, 2),
+    "zero1@2": Where(ZERO[1], 2),
+    "zero3@2": Where(ZERO[3], 2),
+    "tensor@2": Where(TENSOR, 2),
+    "tensor@4": Where(f"{TENSOR}\nsequence = true", 4),
+    "pipeline@2": Where(PIPELINE, 2),
+    "pipeline@4": Where(PIPELINE, 4),
 }
-TO = {name: where._replace(ranks={1: 1, 2: 4, 4: 2}[where.ranks]) for name, where in FROM.items()}
-
-# A cycle through all of them in every run of the suite; the other pairs are for `make test-all`.
-_NEXT = dict(zip(FROM, [*FROM][1:] + [*FROM][:1], strict=True))
-PAIRS = [
-    pytest.param(*pair, id="-".join(pair), marks=() if _NEXT[pair[0]] == pair[1] else pytest.mark.full)
-    for pair in product(FROM, TO)
-]
+FURTHER = {"single": Where('use = "single"', 1), "hsdp@4": Where(HSDP, 4), "zero2@4": Where(ZERO[2], 4)}
 
 HALF, WHOLE = 6, 12  # steps; an epoch has four, of which the last is ragged
 ELASTIC = "elastic_shards = 4"
@@ -67,47 +65,61 @@ def go(bench: Bench, name: str, where: Where, end: int = WHOLE, **text: Any) -> 
     assert set(ended.codes) == {ExitCode.STOPPED if end < WHOLE else ExitCode.DONE}, ended.stderr
 
 
+def dropout(*layouts: str) -> str:
+    """Ranks that share a model draw other random numbers than one that has all of it."""
+    shared = any(layout.startswith(("tensor", "pipeline")) for layout in layouts)
+    return f"dropout = {0.0 if shared else 0.2}"
+
+
 @pytest.fixture(scope="module")
-def written(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bench]:
-    """A bench with a run `whole` that nothing interrupted, and one that has come half the way under a strategy."""
-    folder = tmp_path_factory.mktemp("written")
+def written(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bench]:
+    """Trains up to a step under a layout, once, and returns the bench with this run."""
+    benches: dict[tuple[str, str, int], Bench] = {}
 
-    def ddpforge(*arguments: str, nproc: int, **_: Any) -> Ranks:
-        return zygote.run(arguments, nproc=nproc, cwd=folder)
+    def train(layout: str, model: str, end: int) -> Bench:
+        if (layout, model, end) not in benches:
+            folder = tmp_path_factory.mktemp("written")
+            bench = Bench(folder, lambda *words, nproc, **_: zygote.run(words, nproc=nproc, cwd=folder))
+            go(bench, "run", (LAYOUTS | FURTHER)[layout], end, model=model)
+            benches[layout, model, end] = bench
+        return benches[layout, model, end]
 
-    bench = Bench(folder, ddpforge)
-    go(bench, "whole", FROM["single"])
-
-    def half(name: str) -> Bench:
-        if not (bench.folder / f"{name}.toml").exists():
-            go(bench, name, FROM[name], HALF)
-        return bench
-
-    return half
+    return train
 
 
-def alike(bench: Bench, name: str, whole: Bench) -> None:
+def alike(bench: Bench, whole: Bench) -> None:
     """Asserts that a run has the curve of the one that nothing interrupted."""
     for key in ("train/loss", "eval/loss"):
-        assert bench.column(name, key)[-1] == pytest.approx(whole.column("whole", key)[-1], rel=5e-6)
-    assert bench.column(name) == pytest.approx(whole.column("whole"), rel=5e-6)
-    assert len(bench.column(name)) == WHOLE
+        assert bench.column("run", key)[-1] == pytest.approx(whole.column("run", key)[-1], rel=5e-6)
+    assert bench.column("run") == pytest.approx(whole.column("run"), rel=5e-6)
+    assert len(bench.column("run")) == WHOLE
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_a_run_goes_on_anywhere(written: Callable[[str], Bench], bench: Bench, source: str, target: str) -> None:
-    """Traps 16 and 17; with dropout, averaged weights, a schedule, clipping and ragged epochs."""
-    before = written(source)
-    copytree(before.folder / "runs" / source, bench.folder / "runs" / source)
-    go(bench, source, TO[target])
-    alike(bench, source, before)
+@pytest.mark.full
+@pytest.mark.parametrize(("source", "target"), [*product(LAYOUTS, LAYOUTS)])
+def test_a_run_goes_on_anywhere(written: Callable[..., Bench], bench: Bench, source: str, target: str) -> None:
+    """Traps 16, 17 and 19; with dropout, averaged weights, a schedule, clipping and ragged epochs."""
+    model = dropout(source, target)
+    copytree(written(source, model, HALF).folder / "runs", bench.folder / "runs")
+    go(bench, "run", LAYOUTS[target], model=model)
+    alike(bench, written("single", model, WHOLE))
 
 
-def test_five_strategies_in_turn_train_one_curve(written: Callable[[str], Bench], bench: Bench) -> None:
-    hops = (("zero3", 2, 2), ("fsdp", 4, 5), ("ddp", 1, 7), ("zero1", 2, 10), ("zero2", 4, WHOLE))
-    for name, ranks, end in hops:
-        go(bench, "chain", FROM[name]._replace(ranks=ranks), end)
-    alike(bench, "chain", written("single"))
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ("zero3@2", "hsdp@4", "ddp@1", "zero1@2", "zero2@4", "fsdp@2"),
+        ("tensor@2", "zero3@2", "pipeline@4", "ddp@1", "tensor@4", "pipeline@2"),
+    ],
+    ids=", ".join,
+)
+def test_six_layouts_in_turn_train_one_curve(
+    written: Callable[..., Bench], bench: Bench, layouts: tuple[str, ...]
+) -> None:
+    model = dropout(*layouts)
+    for number, layout in enumerate(layouts, 1):
+        go(bench, "run", (LAYOUTS | FURTHER)[layout], 2 * number, model=model)
+    alike(bench, written("single", model, WHOLE))
 
 
 @pytest.mark.parametrize(
@@ -115,18 +127,27 @@ def test_five_strategies_in_turn_train_one_curve(written: Callable[[str], Bench]
 )
 @pytest.mark.parametrize(
     ("there", "back"),
-    [("fsdp", "zero3"), ("zero3", "fsdp"), ("ddp", "zero1"), ("zero1", "zero2"), ("zero2", "ddp")],
+    [
+        ("hsdp@4", "zero3@2"),
+        ("zero3@2", "fsdp@2"),
+        ("ddp@2", "zero1@2"),
+        ("zero1@2", "zero2@4"),
+        ("zero2@4", "ddp@1"),
+        ("pipeline@2", "tensor@4"),
+        pytest.param("tensor@4", "pipeline@4", marks=pytest.mark.full),
+    ],
 )
 def test_there_and_back_again_not_a_bit_is_lost(
     tmp_path: Path, ddpforge: Callable[..., Ranks], recipe: str, there: str, back: str
 ) -> None:
     """A saves, B restores and saves, A restores: five more steps are those of A alone, bitwise."""
     bench = Bench(tmp_path, ddpforge, recipe)
-    go(bench, "alone", FROM[there], 7)
+    layouts = LAYOUTS | FURTHER
+    go(bench, "alone", layouts[there], 7)
     copytree(tmp_path / "runs/alone", tmp_path / "runs/travelled")
 
     again = MORE.format(step=100) + '[callbacks.again]\nuse = "./parts.py:SaveAgain"'
-    passed = bench("travelled", TO[back].strategy, nproc=TO[back].ranks, fails=True, model="dropout = 0.2",
+    passed = bench("travelled", layouts[back].strategy, nproc=layouts[back].ranks, fails=True, model="dropout = 0.2",
                    train=ELASTIC, length=f"{WHOLE}st", more=again)  # fmt: skip
     assert set(passed.codes) == {ExitCode.STOPPED}, passed.stderr
     old, new = (Reader(checkpoint) for checkpoint in sorted_by_time(tmp_path / "runs/travelled/checkpoints"))
@@ -140,7 +161,7 @@ def test_there_and_back_again_not_a_bit_is_lost(
     assert old.state().optimizer.keys() == new.state().optimizer.keys()
 
     for name in ("alone", "travelled"):
-        go(bench, name, FROM[there])
+        go(bench, name, layouts[there])
     assert bench.column("travelled") == bench.column("alone")
     assert bench.column("travelled", "eval/loss") == bench.column("alone", "eval/loss")
 
@@ -151,7 +172,7 @@ def sorted_by_time(checkpoints: Path) -> list[Path]:
 
 def test_batchnorm_statistics_do_not_depend_on_the_ranks(bench: Bench) -> None:
     """With elastic shards; without them each rank's forward passes are of other samples (trap 13)."""
-    for name, where in (("one", FROM["single"]), ("two", FROM["ddp"]), ("four", FROM["fsdp"])):
+    for name, where in (("one", LAYOUTS["ddp@1"]), ("two", LAYOUTS["ddp@2"]), ("four", FURTHER["hsdp@4"])):
         go(bench, name, where, parts=CNN, model="")
     one, *others = [Reader(bench.newest(name)) for name in ("one", "two", "four")]
     statistics = [name for name in one.names("model") if "running_" in name]

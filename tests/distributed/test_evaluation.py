@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from launched import Ranks, Zygote
-from sharding import EACH
+from sharding import EACH, FSDP
 
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import ExitCode
@@ -128,6 +128,27 @@ def test_ranks_of_an_evaluation_need_no_group_for_checkpoints(
 
 def test_a_process_alone_finds_the_same(tmp_path: Path, evaluate: Callable[..., Ranks]) -> None:
     assert reported(tmp_path) == found(evaluate(nproc=1))[1]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nproc", "said"),
+    [
+        (
+            f"{FSDP}\ntensor = 2\nsequence = true\nreplicas = 2\ncontext = 2\nexperts = 2",
+            1,
+            "replicas = 2 and strategy.context = 2 and strategy.tensor = 2 and strategy.experts = 2 left out: 1 rank c",
+        ),
+        (f"{FSDP}\nreplicas = 4", 2, "strategy.replicas = 4 left out: 2 ranks cannot be laid out so"),
+        ('use = "pipeline"', 1, "1 rank cannot form the pipeline: each holds the whole model, as under strategy.use ="),
+    ],
+    ids=["fsdp", "replicas", "pipeline"],
+)
+def test_fewer_ranks_than_a_layout_needs_evaluate_under_another(
+    tmp_path: Path, evaluate: Callable[..., Ranks], strategy: str, nproc: int, said: str
+) -> None:
+    ranks = evaluate(strategy=strategy, nproc=nproc)
+    assert reported(tmp_path) == found(ranks)[1]
+    assert said in " ".join(ranks.stderr.split())
 
 
 def test_one_of_the_sets_may_be_asked_for(tmp_path: Path, evaluate: Callable[..., Ranks]) -> None:

@@ -38,18 +38,6 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
 
 
 # ---------------------------------------------------------------------------------------------- to disk and back
-def test_a_run_goes_on_under_other_strategies_and_numbers_of_ranks(bench: Bench) -> None:
-    """Trap 19: five strategies and three numbers of ranks follow the curve of the run that nobody interrupted."""
-    bench("whole", DDP, more=EMA)
-    chain = [(FSDP, 2), (ZERO[3], 2), (DDP, 1), (HSDP, 4), (ZERO[1], 2)]
-    for number, (strategy, nproc) in enumerate(chain, start=1):
-        stopped = bench("parts", strategy, nproc=nproc, more=EMA + STOP.format(step=2 * number), fails=True)
-        assert set(stopped.codes) == {75}, stopped.stderr
-    bench("parts", FSDP, more=EMA)
-    assert bench.column("parts") == pytest.approx(bench.column("whole"), rel=1e-5)
-    assert bench.column("parts", "eval/loss")[-1] == pytest.approx(bench.column("whole", "eval/loss")[-1], rel=1e-5)
-
-
 def test_a_resume_under_fsdp_is_bitwise(bench: Bench) -> None:
     """Traps 08, 09, 36, with dropout and averaged weights."""
     options = {"model": "dropout = 0.2"}

@@ -1,7 +1,7 @@
-"""The contrastive recipe in small: one curve on 1, 2 and 4 ranks and under FSDP, at a ragged end and in evaluations."""
+"""The contrastive recipe in small: one curve on any ranks, sharded, in pipelines, at a ragged end and in evaluations."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,24 @@ def rows(name: str, key: str) -> list[Any]:
     return [line[key] for line in lines if key in line]
 
 
-def test_one_curve_on_any_number_of_ranks_and_under_fsdp(
+def test_one_curve_on_any_number_of_ranks_under_fsdp_and_in_two_pipelines(
     ddpforge: Callable[..., Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step 6 has the 40 samples that are left of 360."""
     monkeypatch.chdir(tmp_path)
-    for name, nproc, strategy in (("one", 1, "ddp"), ("two", 2, "ddp"), ("four", 4, "ddp"), ("sharded", 2, "fsdp")):
-        sets = (*SMALL, f"name={name}", f"strategy.use={strategy}")
+    pipelines = ("strategy.use=pipeline", "strategy.stages=2")
+    runs: dict[str, tuple[int, Sequence[str]]] = {
+        "one": (1, ()),
+        "two": (2, ()),
+        "four": (4, ()),
+        "sharded": (2, ("strategy.use=fsdp",)),
+        "staged": (4, pipelines),
+    }
+    for name, (nproc, strategy) in runs.items():
+        sets = (*SMALL, f"name={name}", *strategy)
         ddpforge("run", "contrastive-digits", *(f"--set={one}" for one in sets), nproc=nproc)
     assert rows("one", "samples")[4:6] == [320, 360]
-    for name in ("two", "four", "sharded"):
+    for name in runs:
         for key in CURVE:
             assert rows(name, key) == pytest.approx(rows("one", key), rel=1e-5), (name, key)
 

@@ -2,8 +2,6 @@
 
 import json
 import math
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -13,7 +11,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 from run_folders import made
 
 from ddpforge.errors import EnvironmentProblem
@@ -108,16 +106,6 @@ def test_a_run_that_has_not_begun_is_a_page_too(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- in a browser
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if not (chromium := shutil.which("chromium") or shutil.which("google-chrome")):
-        pytest.skip("needs Chromium")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 class Seen:
     """A page in a browser, and what it complained of."""
 

@@ -1,4 +1,4 @@
-"""Pipelines train what DDP trains, whatever the schedule, and go on from each other's checkpoints."""
+"""Pipelines train what DDP trains, whatever the schedule."""
 
 from functools import cache
 from pathlib import Path
@@ -56,13 +56,14 @@ SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZe
 BLOCK = 12 * 16**2 + 13 * 16
 HELD = {"ZBVZeroBubble": [384 + 2 * BLOCK + 32, 2 * BLOCK]}
 """Weights on each rank: 256 of the embedding, which the last step uses too, 128 of positions, 32 of the last norm."""
+BOTH = 'sequence = true\nloss = "vocabulary"'
 EMA = "[callbacks.ema]\ndecay = 0.9\n"
 STOP = '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = {}\nrank = 0\n'
 
 
 def train(strategy: str, ranks: int, folder: Path | None = None, **text: str) -> list[Trained]:
     blank = dict.fromkeys(("model", "optimizer", "train", "more"), "") | {"length": "20st", "batch": "16", "micro": "2"}
-    recipe = RECIPE.format(**(blank | text), strategy=strategy)
+    recipe = text.pop("recipe", RECIPE).format(**(blank | text), strategy=strategy)
     with TemporaryDirectory() as temporary:
         return trained(folder or Path(temporary), recipe, ranks)
 
@@ -71,6 +72,18 @@ def train(strategy: str, ranks: int, folder: Path | None = None, **text: str) ->
 def of_ddp(length: str) -> Trained:
     """Two ranks; steps have 16, 16 and 11 sequences of 3 to 8 tokens."""
     return train(DDP, 2, length=length)[0]
+
+
+def shared(schedule: str, stage: int) -> int:
+    """The elements of each of two ranks that share the layers of a stage.
+
+    Halves of a block's matrices, of biases of what is cut by rows of outputs, and of the vocabulary.
+    """
+    block = 12 * 16**2 // 2 + (3 + 4) * 16 // 2 + (1 + 1 + 4) * 16
+    first, last = 256 // 2 + 128, 256 // 2 + 32
+    if schedule == "ZBVZeroBubble":
+        return 2 * block + (0 if stage else first + 32)
+    return 2 * block + (last if stage else first)
 
 
 def assert_alike(found: Trained, expected: Trained, rel: float = 1e-5) -> None:
@@ -96,6 +109,21 @@ def test_the_curve_is_that_of_ddp_where_stages_are_on_two_ranks_each(schedule: s
     found = train(PIPELINE.format(schedule), 4)
     assert_alike(found[0], of_ddp("20st"))
     assert sum(one.held for one in found) == 2 * (13_536 + 256 * (schedule != "ZBVZeroBubble"))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "more"),
+    [
+        pytest.param(schedule, more, marks=() if (schedule, more) == ("1F1B", BOTH) else pytest.mark.full)
+        for schedule in SCHEDULES
+        for more in ("", "sequence = true", 'loss = "vocabulary"', BOTH)
+        if schedule == "1F1B" or more in ("", BOTH)
+    ],
+)
+def test_the_curve_is_that_of_ddp_where_two_ranks_share_each_layer(schedule: str, more: str) -> None:
+    found = train(f"{PIPELINE.format(schedule)}\ntensor = 2\n{more}", 4)
+    assert_alike(found[0], of_ddp("20st"))
+    assert [one.held for one in found] == [shared(schedule, rank // 2) for rank in range(4)]
 
 
 ODD = {
@@ -126,17 +154,16 @@ def test_the_curve_is_that_of_one_process_with(odd: str, schedule: str) -> None:
     assert_alike(train(PIPELINE.format(schedule) + more, 2, **text)[0], train(DDP, 1, **text)[0], rel)
 
 
-def test_a_run_goes_on_under_ddp_and_pipelines_of_any_shape(tmp_path: Path) -> None:
-    """Trap 19, with averaged weights: later losses are those of one process that nobody interrupted."""
-    whole = train(DDP, 1, length="8st", more=EMA)[0]
-    chain = [(DDP, 2), (PIPELINE.format("1F1B"), 2), (DDP, 1), (PIPELINE.format("ZBVZeroBubble"), 4)]
-    rows: list[float] = []
-    for number, (strategy, ranks) in enumerate(chain, start=1):
-        more = EMA + (STOP.format(2 * number) if number < len(chain) else "")
-        last = train(strategy, ranks, tmp_path, length="8st", more=more)[0]
-        rows += last.column()
-    assert rows == pytest.approx(whole.column(), rel=5e-6)
-    assert last.column("eval/loss")[-1] == pytest.approx(whole.column("eval/loss")[-1], rel=5e-6)
+UPHILL = 'use = "./exploring.py:Uphill"\nlr = 0.1\n'
+
+
+@pytest.mark.parametrize(
+    "more", ["", pytest.param('\ntensor = 2\nsequence = true\nloss = "vocabulary"', marks=pytest.mark.full)]
+)
+def test_an_optimizer_that_explores_goes_uphill_on_all_stages(more: str) -> None:
+    text = {"length": "4st", "recipe": RECIPE.replace('use = "adamw"\nlr = 3e-3\nweight_decay = 0.1\n', UPHILL)}
+    found = train(PIPELINE.format("1F1B") + more, 4 if more else 2, **text)[0]
+    assert_alike(found, train(DDP, 1, **text)[0])
 
 
 @pytest.mark.full

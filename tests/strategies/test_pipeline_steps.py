@@ -153,6 +153,11 @@ def test_interleaved_schedules_run_rounds_and_then_the_rest() -> None:
     [
         ({}, 1, {}, "strategy.stages"),
         ({"stages": 3}, 4, {}, "strategy.stages"),
+        ({"tensor": 2}, 2, {}, "strategy.stages"),
+        ({"tensor": 2, "stages": 3}, 8, {}, "strategy.stages"),
+        ({"tensor": 3}, 4, {}, "strategy.tensor"),
+        ({"sequence": True}, 2, {}, "strategy.sequence"),
+        ({"tensor": 2}, 4, {"compile": "default", "compile_blocks": True}, "train.compile"),
         ({}, 2, {"precision": "fp16"}, "train.precision"),
         ({}, 2, {"sync_batchnorm": True}, "train.sync_batchnorm"),
         ({}, 2, {"compile": "default"}, "train.compile"),
@@ -168,4 +173,5 @@ def test_what_cannot_be_done_is_refused_by_its_key(
 
 def test_ranks_that_see_different_data_are_counted() -> None:
     assert [Pipeline().data_ranks(4), Pipeline(stages=2).data_ranks(4), Pipeline(stages=4).data_ranks(12)] == [1, 2, 3]
+    assert [Pipeline(tensor=2).data_ranks(4), Pipeline(stages=2, tensor=2).data_ranks(16)] == [1, 4]
     assert list(Pipeline(stages=2).refusals(train(), 4, "cpu")) == []

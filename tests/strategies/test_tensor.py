@@ -1,8 +1,6 @@
-"""What ranks that share layers compute, hold and save: numbers of one process, and of theory."""
+"""What ranks that share layers compute and hold: numbers of one process, and of theory."""
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -15,12 +13,8 @@ from torch.optim import SGD, AdamW
 
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.tasks.language_modelling import LanguageModelling
-from ddpforge.checkpoint.contents import Facts, RankState
-from ddpforge.checkpoint.reader import Reader
-from ddpforge.checkpoint.writer import write
 from ddpforge.errors import StrategyError, UsageError
 from ddpforge.interfaces import Pass, Strategy
-from ddpforge.ranks.writers import Peers
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
 from ddpforge.training.contract import contract_of, count_parameters, prove
@@ -268,55 +262,6 @@ def test_a_block_that_is_recomputed_draws_the_same_numbers() -> None:
 
     for once, again in in_ranks(2, lambda _: [steps(twice) for twice in (False, True)]):
         assert once == again
-
-
-# ---------------------------------------------------------------------------------------------- to disk and back
-LAYOUTS: dict[str, tuple[int, Callable[[], Strategy]]] = {
-    "ddp@1": (1, DDP),
-    "ddp@2": (2, DDP),
-    "fsdp@2": (2, FSDP),
-    "tensor@2": (2, lambda: FSDP(tensor=2, sequence=True)),
-    "tensor@4": (4, lambda: FSDP(tensor=2)),
-}
-
-
-def go_on(layout: str, folder: Path, source: Path | None, steps: int) -> list[Any]:
-    """Loss and norm of the steps behind what `source` holds; saves in `folder`."""
-    ranks, strategy = LAYOUTS[layout]
-
-    def rank(_: int) -> Any:
-        run = Run(strategy())
-        if source:
-            reader = Reader(source)
-            run.replica.load_state(reader.state())
-            run.step = reader.facts.step
-        found = run.train(steps)
-        facts = Facts(step=run.step, samples=8 * run.step, strategy=layout, world_size=ranks)
-        write(folder, facts, RankState.of(run.replica.state()), Peers.of(run.world.all, timedelta(minutes=1)))
-        return found
-
-    return in_ranks(ranks, rank)[0]  # type: ignore[no-any-return]
-
-
-def saved(folder: Path) -> Path:
-    (found,) = folder.glob("step-*")
-    return found
-
-
-def test_a_run_goes_on_under_any_layout_as_if_it_had_never_stopped(tmp_path: Path, expected: list[Any]) -> None:
-    source, found = None, []
-    for number, layout in enumerate(["ddp@2", "tensor@2", "tensor@4", "fsdp@2"]):
-        found += go_on(layout, tmp_path / str(number), source, 2)
-        source = saved(tmp_path / str(number))
-    assert worst(found, expected) < 5e-6
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("second", LAYOUTS)
-@pytest.mark.parametrize("first", LAYOUTS)
-def test_every_layout_takes_over_from_every_other(tmp_path: Path, first: str, second: str, expected: list[Any]) -> None:
-    begun = go_on(first, tmp_path / "first", None, 3)
-    assert worst(begun + go_on(second, tmp_path / "second", saved(tmp_path / "first"), 3), expected[:6]) < 5e-6
 
 
 # ---------------------------------------------------------------------------------------------- what is refused

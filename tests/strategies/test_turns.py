@@ -80,6 +80,27 @@ def test_the_second_turn_sees_what_the_first_has_done(build: Callable[[], Strate
     assert other[:2] == (norms, weights)
 
 
+def test_ranks_that_share_layers_take_turns() -> None:
+    """Each turn trains one of two layers, of which ranks hold columns and rows."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        layers.tensor_plan = {"0": "columns", "2": "rows"}
+        return layers
+
+    def split(weights: Any) -> InTurns:
+        first, bias, *second = weights
+        return InTurns({"a": SGD([first, bias], lr=0.5), "b": SGD(second, lr=0.5)}, {"a": 0.5, "b": None})
+
+    def action(strategy: Strategy) -> list[float]:
+        training = Training(strategy, build, split)
+        return [take(training, turn, torch.arange(8.0).view(2, 4)) for turn in ("a", "b", "a", "b")]
+
+    (expected,) = in_ranks(1, lambda _: action(DDP()))
+    assert in_ranks(2, lambda _: action(FSDP(tensor=2))) == [pytest.approx(expected, rel=1e-5)] * 2
+
+
 def test_state_goes_back_to_the_optimizer_of_its_parameter() -> None:
     def action(rank: int) -> Any:
         one, other = (Training(DDP(), Product, optimizer) for _ in range(2))

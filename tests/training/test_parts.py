@@ -382,6 +382,9 @@ class Old(Callback):
 class Reads(Callback):
     def on_gradient(self, step, norm): ...
 
+class Calls(Callback):
+    calls_model = True
+
 class Measures(Callback):
     def while_evaluating(self, step):
         return {"fid": 1.0}
@@ -403,6 +406,14 @@ def test_a_callback_that_reads_gradients_is_refused_where_the_strategy_cannot_sh
     found = told(parts(reads, "strategy={use='deepspeed'}"))
     said = "callback `reads` (Reads) reads gradients in `on_gradient`, and this strategy cannot show them"
     assert found["callbacks.reads"] == said
+
+
+def test_a_callback_that_calls_the_model_is_refused_where_no_rank_has_all_of_it(parts: Callable[..., Parts]) -> None:
+    Path("calls.py").write_text(CALLBACKS)
+    calls = "callbacks.calls.use=./calls.py:Calls"
+    assert told(parts(calls)) == {}
+    said = "callback `calls` (Calls) calls the model, and under this strategy no rank has all of it"
+    assert told(parts(calls, "strategy={use='pipeline'}"))["callbacks.calls"] == said
 
 
 def test_what_a_callback_measures_may_be_what_a_recipe_decides_by(parts: Callable[..., Parts]) -> None:

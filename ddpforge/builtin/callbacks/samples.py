@@ -18,6 +18,8 @@ class DiffusionSamples(Callback):
     They begin with the same noise at every evaluation. For the task `diffusion`.
     """
 
+    calls_model = True
+
     def __init__(
         self,
         shape: Annotated[

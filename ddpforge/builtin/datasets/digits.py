@@ -36,10 +36,13 @@ class Digits:
                 ' has a loop; or for each of its "pixels" [8, 8] the digit it belongs to, 10 for paper.'
             ),
         ] = "digit",
+        samples: Annotated[
+            int | None, Field(ge=1, le=_TRAIN, description="Only so many of the split, the first; absent: all.")
+        ] = None,
     ) -> None:
         table = np.loadtxt(_FILE, delimiter=",", dtype=np.uint8)  # 64 pixels from 0 to 16, then the label
         order = np.random.RandomState(0).permutation(len(table))
-        part = torch.from_numpy(table[order[:_TRAIN] if split == "train" else order[_TRAIN:]])
+        part = torch.from_numpy(table[order[:_TRAIN] if split == "train" else order[_TRAIN:]][:samples])
         self.images = (part[:, :64].float() / 16).view(-1, 1, 8, 8)
         self.labels = self._targets(part[:, 64].long(), targets)
         self.classes = 11 if targets == "pixels" else 10

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from ddpforge.errors import EnvironmentProblem
+from ddpforge.errors import EnvironmentProblem, UsageError
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets: int64, each [B, T]."""
@@ -94,6 +94,24 @@ class Text:
         self._tokens = torch.from_numpy(used.astype(np.uint8 if self.vocab_size <= 256 else np.int32))
         self.set_epoch(0)
 
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text; raises UsageError for a character that is not in the alphabet."""
+        if self.level == "bytes":
+            return list(text.encode("utf-8"))
+        if unknown := sorted(set(text) - set(self.alphabet)):
+            raise UsageError(
+                f"{', '.join(map(repr, unknown[:8]))} is not among the {len(self.alphabet)} characters that the model "
+                f"has seen: {self.alphabet!r}",
+                hints=["leave it out"],
+            )
+        return [self.alphabet.index(character) for character in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; bytes that are no UTF-8 become U+FFFD."""
+        if self.level == "bytes":
+            return bytes(tokens).decode("utf-8", errors="replace")
+        return "".join(self.alphabet[token] for token in tokens)
+
     def set_epoch(self, epoch: int) -> None:
         """Draws where in its block each sample begins, if that is random."""
         if self._random_offsets:
@@ -167,6 +185,14 @@ class StreamedText:
                 yield pending[start : start + self.block_size + 1]
             pending = pending[end:]
 
+    def encode(self, text: str) -> list[int]:
+        """The bytes of a text."""
+        return list(text.encode("utf-8"))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of bytes; what is no UTF-8 becomes U+FFFD."""
+        return bytes(tokens).decode("utf-8", errors="replace")
+
     def collate(self, samples: Sequence[bytes]) -> Batch:
         """A batch out of samples."""
         tokens = torch.frombuffer(bytearray().join(samples), dtype=torch.uint8).view(len(samples), -1).long()
@@ -193,7 +219,6 @@ class TextClasses:
     """
 
     random = False
-    level = "bytes"
     vocab_size = 256
 
     def __init__(
@@ -239,6 +264,10 @@ class TextClasses:
         """The whole batch at once."""
         rows = torch.tensor(ids)
         return self._tokens[rows].long(), self._classes[rows]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of bytes; those that are no UTF-8 become U+FFFD."""
+        return bytes(tokens).decode("utf-8", errors="replace")
 
     def collate(self, batch: Batch) -> Batch:
         """Returns its argument: `__getitems__` makes batches already."""

@@ -1,13 +1,13 @@
 """Choosing one class per sample."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.forms import by_name, one_tensor, pair, refuse_targets
+from ddpforge.builtin.tasks.forms import beside_targets, by_name, one_tensor, pair, parts_of, refuse_targets
 from ddpforge.interfaces import Data, Metric, Rows, Task, Total
 
 Batch = tuple[Tensor, Tensor]
@@ -45,6 +45,11 @@ class Classification(Task):
         """The metrics that the recipe names."""
         return {name: metric(outputs, batch[1]) for name, metric in self.reports.items()}
 
+    def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        """The most probable `class`, its `probability`, and where the batch has it the true class, `target`."""
+        inputs, classes = parts_of(batch)
+        return beside_targets(chosen(one_tensor(model(inputs), "classification")), classes)
+
     def check(self, model: nn.Module, data: Data) -> None:
         """Compares `data.classes` with `model.outputs`, where both are known."""
         classes, outputs = getattr(data, "classes", None), getattr(model, "outputs", None)
@@ -52,3 +57,9 @@ class Classification(Task):
             raise ValueError(
                 f"the data has {classes} classes and the model {outputs} outputs; set model.classes = {classes}"
             )
+
+
+def chosen(logits: Tensor) -> dict[str, Tensor]:
+    """The most probable class of each sample, and its probability."""
+    probability, found = logits.float().softmax(dim=1).max(dim=1)
+    return {"class": found, "probability": probability}

@@ -1,14 +1,14 @@
 """Telling which two views are of one sample, among all samples of a step."""
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.forms import one_tensor, pair
+from ddpforge.builtin.tasks.forms import one_tensor, pair, parts_of
 from ddpforge.interfaces import Task, Total, World
 
 Batch = tuple[Tensor, Tensor]
@@ -46,6 +46,11 @@ class Contrastive(Task):
         places = torch.arange(begin, begin + len(views), device=views.device)
         there, back = (F.cross_entropy(one, places, reduction="sum") for one in similar)
         return (there + back) / 2, (similar[0], places)
+
+    def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        """The `embedding` [D] of the first view, of length 1."""
+        first, _ = parts_of(batch)
+        return {"embedding": F.normalize(one_tensor(model(first), "contrastive").float(), dim=-1)}
 
     def metrics(self, outputs: tuple[Tensor, Tensor], batch: Batch) -> Mapping[str, Total]:
         """The share of views that found the other one."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ddpforge.errors import UsageError
 from ddpforge.interfaces import Task
 
 __all__ = ["Diffusion", "sample"]
@@ -32,6 +33,13 @@ class Diffusion(Task):
         signal = _signal(time).view(-1, 1, 1, 1)
         found = model(signal.sqrt() * (2 * images - 1) + (1 - signal).sqrt() * noise, time)
         return F.mse_loss(found.float(), noise, reduction="none").flatten(1).mean(1).sum(), found
+
+    def predict(self, model: nn.Module, batch: Any) -> NoReturn:
+        """Raises UsageError."""
+        raise UsageError(
+            "task diffusion makes images out of noise, and has nothing to predict of those in the data",
+            hints=["the callback diffusion_samples draws some", "or write a `predict` in a task of your own"],
+        )
 
 
 def _signal(time: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Metric
 
-__all__ = ["by_name", "described", "one_tensor", "pair", "refuse_targets"]
+__all__ = ["beside_targets", "by_name", "described", "one_tensor", "pair", "parts_of", "refuse_targets"]
 
 _MOST = 6  # parts of a batch that are described
 _OWN = "or write a task of your own: `ddpforge plugins new`"
@@ -38,6 +38,18 @@ def pair(batch: Any, task: str, names: str) -> tuple[Any, Tensor]:
         f"task {task} takes a batch {names}; the data gives {described(batch)}",
         hints=["let the dataset's samples be pairs, or give it a method `collate(samples)` that returns one", _OWN],
     )
+
+
+def parts_of(batch: Any) -> tuple[Any, Tensor | None]:
+    """What a model is to predict from, and the targets beside it, where there are any."""
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1] if isinstance(batch[1], Tensor) else None
+    return batch, None
+
+
+def beside_targets(columns: dict[str, Tensor], targets: Tensor | None) -> dict[str, Tensor]:
+    """A prediction's columns, and the targets as `target` where there are any."""
+    return columns if targets is None else columns | {"target": targets}
 
 
 def one_tensor(outputs: Any, task: str) -> Tensor:

@@ -1,6 +1,7 @@
 """Predicting the next token."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated
 
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ class LanguageModelling(Task):
     """
 
     items = "tokens"
+    predicts_next_token = True
     by_position = True
     takes_split_logits = True
 
@@ -51,6 +53,16 @@ class LanguageModelling(Task):
         except (IndexError, RuntimeError, ValueError) as error:
             refuse_targets(error, "language_modelling", logits, targets)
 
+    def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """The mean `loss` of a sample, how many of its `tokens` count, and their `losses` [T], 0 for others."""
+        tokens, targets = pair(batch, "language_modelling", "(tokens, targets)")
+        outputs = model(tokens)
+        logits = one_tensor(getattr(outputs, "logits", outputs), "language_modelling")
+        losses = F.cross_entropy(
+            logits.flatten(0, -2).float(), targets.flatten(), reduction="none", ignore_index=self.ignore_index
+        ).view_as(targets)
+        return of_sequences(losses, targets != self.ignore_index)
+
     def count(self, batch: Batch) -> Tensor:
         """The targets that are not ignored."""
         _, targets = pair(batch, "language_modelling", "(tokens, targets)")
@@ -69,3 +81,9 @@ class LanguageModelling(Task):
             if has is not None and takes is not None and has > takes:
                 raise ValueError(f"the data has {has} {noun}, but the model takes {takes}; set model.{name} = {has}")
         self._unit = "byte" if getattr(data, "level", None) == "bytes" else "token"
+
+
+def of_sequences(losses: Tensor, counted: Tensor) -> dict[str, Tensor]:
+    """What is predicted of sequences, from the losses of their tokens [B, T] and which of these count."""
+    tokens = counted.sum(dim=1)
+    return {"loss": losses.sum(dim=1) / tokens, "tokens": tokens, "losses": losses}

@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.forms import by_name
+from ddpforge.builtin.tasks.language_modelling import of_sequences
 from ddpforge.builtin.tasks.sequences import check_sizes, lengths_of, logits_of, tokens_of
 from ddpforge.interfaces import Data, Metric, Rows, Task, Total
 
@@ -50,6 +51,12 @@ class MaskedLM(Task):
         logits = logits_of(model, tokens.masked_fill(hidden, self.mask_token), mask, "masked_lm")
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=_IGNORED)
         return loss, (logits, targets)
+
+    def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        """The mean `loss` of a sample's chosen tokens, their number, `tokens`, and `losses` [T]: 0 for the others."""
+        _, (logits, targets) = self.loss(model, batch)
+        flat = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none", ignore_index=_IGNORED)
+        return of_sequences(flat.view_as(targets), targets != _IGNORED)
 
     def _chosen(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         """The number of chosen tokens of each sample: a function of its length, so that `count` knows it too."""

@@ -1,13 +1,13 @@
 """Saying which of several labels a sample has: none, one or many."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.forms import by_name, one_tensor, pair
+from ddpforge.builtin.tasks.forms import beside_targets, by_name, one_tensor, pair, parts_of
 from ddpforge.interfaces import Metric, Rows, Task, Total
 
 Batch = tuple[Tensor, Tensor]
@@ -41,3 +41,9 @@ class Multilabel(Task):
         labels = batch[1]
         right = Total(((outputs > 0) == labels.bool()).sum(), labels.numel())
         return {"accuracy": right} | {name: metric(outputs, labels) for name, metric in self.reports.items()}
+
+    def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        """The `labels` [L] that are more probable than not, the `probability` of each, and the true ones, `target`."""
+        inputs, labels = parts_of(batch)
+        probability = one_tensor(model(inputs), "multilabel").float().sigmoid()
+        return beside_targets({"labels": (probability > 0.5).long(), "probability": probability}, labels)

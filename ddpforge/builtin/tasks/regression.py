@@ -1,12 +1,12 @@
 """Predicting numbers."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.forms import by_name, one_tensor, pair
+from ddpforge.builtin.tasks.forms import beside_targets, by_name, one_tensor, pair, parts_of
 from ddpforge.interfaces import Metric, Rows, Task, Total
 
 Batch = tuple[Tensor, Tensor]
@@ -59,6 +59,14 @@ class Regression(Task):
     def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | Rows]:
         """The metrics that the recipe names."""
         return {name: metric(outputs, batch[1]) for name, metric in self.reports.items()}
+
+    def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        """The `prediction`, in the shape of the targets, and these, `target`, where the batch has them."""
+        inputs, targets = parts_of(batch)
+        predictions = one_tensor(model(inputs), "regression").float()
+        if targets is not None and _sizes(predictions) == _sizes(targets):
+            predictions = predictions.reshape(targets.shape)
+        return beside_targets({"prediction": predictions}, targets)
 
 
 def _sizes(values: Tensor) -> list[int]:

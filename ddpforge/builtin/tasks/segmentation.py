@@ -1,14 +1,14 @@
 """Choosing one class per pixel."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from ddpforge.builtin.metrics.confusion import MeanIoU
-from ddpforge.builtin.tasks.forms import by_name, one_tensor, pair, refuse_targets
+from ddpforge.builtin.tasks.forms import by_name, one_tensor, pair, parts_of, refuse_targets
 from ddpforge.interfaces import Metric, Rows, Task, Total
 
 Batch = tuple[Tensor, Tensor]
@@ -53,3 +53,8 @@ class Segmentation(Task):
     def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | Rows]:
         """The mean intersection over union, and the metrics that the recipe names."""
         return {name: metric(outputs, batch[1]) for name, metric in self.reports.items()}
+
+    def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        """The most probable class of every pixel, `classes` [H, W]."""
+        images, _ = parts_of(batch)
+        return {"classes": one_tensor(model(images), "segmentation").argmax(dim=1)}

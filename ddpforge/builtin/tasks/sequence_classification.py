@@ -6,8 +6,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.classification import Classification
-from ddpforge.builtin.tasks.forms import pair, refuse_targets
+from ddpforge.builtin.tasks.classification import Classification, chosen
+from ddpforge.builtin.tasks.forms import beside_targets, pair, parts_of, refuse_targets
 from ddpforge.builtin.tasks.sequences import check_sizes, logits_of, tokens_of
 from ddpforge.interfaces import Data, Rows, Total
 
@@ -31,6 +31,12 @@ class SequenceClassification(Classification):
     def metrics(self, outputs: Tensor, batch: Any) -> Mapping[str, Total | Rows]:
         """The metrics that the recipe names."""
         return super().metrics(outputs, (outputs, _classes(batch)))
+
+    def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        """The most probable `class`, its `probability`, and where the batch has it the true class, `target`."""
+        logits = logits_of(model, *tokens_of(batch, "sequence_classification"), "sequence_classification")
+        classes = batch.get("labels") if isinstance(batch, Mapping) else parts_of(batch)[1]
+        return beside_targets(chosen(logits), classes)
 
     def check(self, model: nn.Module, data: Data) -> None:
         """Compares the sizes of data and model, and refuses a decoder that cannot tell padding from text."""

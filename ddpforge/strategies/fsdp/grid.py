@@ -48,6 +48,15 @@ class Grid:
         """Counts the ranks that see different data."""
         return max(1, ranks // self.together)
 
+    def fitting(self, ranks: int) -> Grid:
+        """The same without the sizes that do not divide the ranks, or the groups that are made of them."""
+        kept = {}
+        for name in ("tensor", "context", "replicas"):
+            size = getattr(self, name)
+            kept[name] = 1 if ranks % size else size
+            ranks //= kept[name]
+        return Grid(**kept)
+
     def refusals(self, ranks: int) -> Iterator[Refusal]:
         """Names the first size that does not divide the ranks, or the groups that the sizes before it make of them."""
         left = ranks

@@ -15,11 +15,8 @@ from ddpforge.strategies.trial import tried
 __all__ = ["try_on_shards"]
 
 
-def try_on_shards(optimizer: Optimizer, mesh: DeviceMesh, device: torch.device, *, in_columns: bool) -> None:
-    """Raises StrategyError for an optimizer that does not do with shards what it does with a whole weight.
-
-    With `in_columns`, nor with columns of a weight, which ranks that share layers may hold.
-    """
+def try_on_shards(optimizer: Optimizer, mesh: DeviceMesh, device: torch.device) -> None:
+    """Raises StrategyError for an optimizer that does not do with shards what it does with a whole weight."""
     name = type(optimizer).__name__
     hints = ['set strategy.use = "ddp", or use AdamW, SGD or another element-wise optimizer']
     for group in optimizer.param_groups:
@@ -45,14 +42,6 @@ def try_on_shards(optimizer: Optimizer, mesh: DeviceMesh, device: torch.device, 
         mine = [part_of(_sharded(weight, mesh)).tensor for weight in whole]
         if any((part_of(s).tensor - m).abs().max() > 1e-3 * moved for s, m in zip(shards, mine, strict=True)):
             raise StrategyError(f"{name} updates a sharded weight otherwise than a whole one", hints=hints)
-        if in_columns:
-            columns = [value[:, :2] for value in values]
-            shares, _ = tried(optimizer, group, columns, columns[::-1])
-            if any((s - w[:, :2]).abs().max() > 1e-3 * moved for s, w in zip(shares, whole, strict=True)):
-                raise StrategyError(
-                    f"{name} updates a share of a weight otherwise than the whole",
-                    hints=["set strategy.tensor = 1", *hints],
-                )
 
 
 def _sharded(whole: Tensor, mesh: DeviceMesh) -> Tensor:

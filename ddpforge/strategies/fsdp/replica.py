@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from ddpforge.errors import CheckpointError
@@ -38,7 +37,7 @@ class FSDPReplica(TorchReplica):
         self._watch_gradients(model)
         self._shared: ShareGradients | None = None
         if shares := strategy.shares:
-            self._shared = ShareGradients(shares.ranks, cut=shares.cuts, summed=shares.summed(model))
+            self._shared = ShareGradients(shares.ranks, cut=shares.cuts, summed=shares.summed)
 
     def _watch_gradients(self, model: nn.Module) -> None:
         """Notes which parameters get a gradient in a backward pass, before gradients are reduced over ranks."""
@@ -86,11 +85,8 @@ class FSDPReplica(TorchReplica):
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Autocast that keeps no copies of gathered weights, and a cross-entropy of logits that ranks share."""
-        with self._loss(), self.precision.sharded_forward(compiled=self.train.compile != "off"):
+        with self._strategy.sharing.losses(), self.precision.sharded_forward(compiled=self.train.compile != "off"):
             yield
-
-    def _loss(self) -> AbstractContextManager[Any]:
-        return loss_parallel() if self._strategy.loss == "vocabulary" else nullcontext()
 
     def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
         """Holds back what need not happen before the last micro-batch: the all-reduce over replicas, or everything."""
@@ -105,7 +101,7 @@ class FSDPReplica(TorchReplica):
 
         Ranks that used different parameters would have added up gradients that do not belong together.
         """
-        with self._loss():
+        with self._strategy.sharing.losses():
             super().backward(loss)
         trained, names = self.gradients.trained, self.gradients.names
         if len(self._used) != len(trained):

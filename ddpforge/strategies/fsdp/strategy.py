@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -28,7 +29,7 @@ from ddpforge.strategies.fsdp.shards import Layout, Shards
 from ddpforge.strategies.meta import materialise
 from ddpforge.strategies.precision import precision_for
 from ddpforge.strategies.several import members
-from ddpforge.strategies.tensor import Plan, Shares, refuse_uneven, resolve
+from ddpforge.strategies.tensor import Loss, Sequenced, Shares, Sharing, Styles, Tensored, try_on_shares
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -80,24 +81,10 @@ class FSDP(Strategy):
                 " experts.",
             ),
         ] = 1,
-        tensor: Annotated[
-            int, Field(ge=1, le=2**10, description="Neighbouring ranks that share out each layer; must divide ranks.")
-        ] = 1,
-        plan: Annotated[
-            dict[str, str] | None,
-            Field(description="With `tensor`: the styles of layers by glob over their names; absent: the model's own."),
-        ] = None,
-        sequence: Annotated[
-            bool,
-            Field(description="With `tensor`: cut what lies between layers (norms, residual stream) by the sequence."),
-        ] = False,
-        loss: Annotated[
-            Literal["whole", "vocabulary"],
-            Field(
-                description='With `tensor`: compute the loss from "whole" logits, or keep them cut by "vocabulary",'
-                " which saves their memory; for tasks that take cross-entropies of them."
-            ),
-        ] = "whole",
+        tensor: Tensored = 1,
+        plan: Styles = None,
+        sequence: Sequenced = False,
+        loss: Loss = "whole",
         reshard_after_forward: Annotated[
             bool, Field(description="Free a block's weights after its forward pass and gather them again for backward.")
         ] = True,
@@ -126,28 +113,49 @@ class FSDP(Strategy):
             ),
         ] = False,
     ) -> None:
-        self.replicas = replicas
-        self.context = context
         self.experts, self.spread = experts, cast(Spread | None, None)
         self.reshard_after_forward = reshard_after_forward
         self.accumulate = accumulate
         self.gather = gather
         self.cpu_offload = cpu_offload
         self.meta = meta
-        self.tensor, self.plan, self.sequence, self.loss = tensor, plan, sequence, loss
-        self.grid = Grid(replicas=replicas, context=context, tensor=tensor)
+        self.sharing = Sharing(tensor=tensor, plan=plan, sequence=sequence, loss=loss)
+        self._lay_out(Grid(replicas=replicas, context=context, tensor=tensor))
         self.shares: Shares | None = None
-        self.contract = replace(self.contract, replicas=replicas)
         if accumulate == "whole":
             self.contract = replace(
                 self.contract, accumulates="whole, in fp32; one reduce-scatter per step, in the last micro-batch"
             )
 
+    def _lay_out(self, grid: Grid) -> None:
+        self.grid, self.contract = grid, replace(self.contract, replicas=grid.replicas)
+        self.replicas, self.context, self.tensor = grid.replicas, grid.context, grid.tensor
+
     # -- before the loop
+    def evaluating(self, ranks: int) -> tuple[FSDP, str]:
+        """Leaves out what does not divide the ranks."""
+        other, grid = copy(self), self.grid.fitting(ranks)
+        other._lay_out(grid)
+        if grid.tensor == 1:
+            other.sharing = Sharing()
+        if ranks % self.experts:
+            other.experts = 1
+        names = ("replicas", "context", "tensor", "experts")
+        left = [f"strategy.{name} = {size}" for name in names if (size := getattr(self, name)) != getattr(other, name)]
+        if not left:
+            return self, ""
+        return other, f"{' and '.join(left)} left out: {ranks} rank{'s' * (ranks > 1)} cannot be laid out so"
+
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
         """Replicas that do not divide the ranks, and options that have no effect."""
         yield from self.grid.refusals(ranks)
-        yield from self._refusals_of_tensor(train)
+        yield from self.sharing.refusals(train)
+        if self.cpu_offload and self.tensor > 1:
+            yield Refusal(
+                "strategy.cpu_offload",
+                f"strategy.cpu_offload and strategy.tensor = {self.tensor} were never tried together on GPUs",
+                ("leave one of both out",),
+            )
         if self.cpu_offload and device == "cpu":
             yield Refusal(
                 "strategy.cpu_offload",
@@ -177,51 +185,13 @@ class FSDP(Strategy):
                 ('set train.precision = "bf16", or leave strategy.gather out',),
             )
 
-    def _refusals_of_tensor(self, train: TrainSection) -> Iterator[Refusal]:
-        """Options that have no effect without sharing layers, or do not work with it."""
-        if self.tensor == 1:
-            for key, chosen in (("plan", self.plan), ("sequence", self.sequence), ("loss", self.loss != "whole")):
-                if chosen:
-                    yield Refusal(
-                        f"strategy.{key}",
-                        f"strategy.{key} has no effect while strategy.tensor is 1",
-                        ("set strategy.tensor, or leave it out",),
-                    )
-            return
-        if self.cpu_offload:
-            yield Refusal(
-                "strategy.cpu_offload",
-                f"strategy.cpu_offload and strategy.tensor = {self.tensor} were never tried together on GPUs",
-                ("leave one of both out",),
-            )
-        if train.compile != "off":
-            yield Refusal(
-                "train.compile",
-                f'train.compile = "{train.compile}" cannot follow the collectives and the random numbers of each rank '
-                f"within layers, which strategy.tensor = {self.tensor} puts there",
-                ('set train.compile = "off", or strategy.tensor = 1',),
-            )
-
     def check(self, model: nn.Module, task: Task, blocks: Sequence[nn.Module]) -> None:
         """Reads the plan of which layers are cut how."""
-        if self.tensor > 1:
-            self._resolved(model, blocks)
+        self.sharing.check(model, task, blocks)
         if self.context > 1:
             check_context(self.context, model, task)
         if self.experts > 1:
             check_experts(self.experts, model)
-        if self.loss == "vocabulary" and not task.takes_split_logits:
-            raise StrategyError(
-                f'strategy.loss = "vocabulary" leaves logits in parts, and {type(task).__name__} wants them whole',
-                hints=[
-                    "leave strategy.loss out",
-                    "or set takes_split_logits = True in the task, if all it does with logits is cross_entropy",
-                ],
-            )
-
-    def _resolved(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Plan:
-        vocabulary = self.loss == "vocabulary"
-        return resolve(model, self.plan, blocks, ranks=self.tensor, sequence=self.sequence, split_logits=vocabulary)
 
     def data_ranks(self, ranks: int) -> int:
         """Counts groups of ranks that see the same samples."""
@@ -229,12 +199,9 @@ class FSDP(Strategy):
 
     def check_data(self, data: Any) -> None:
         """Asks whether sequences can be cut."""
-        if not isinstance(length := getattr(data, "block_size", None), int):
-            return
-        if self.context > 1:
+        self.sharing.check_data(data)
+        if self.context > 1 and isinstance(length := getattr(data, "block_size", None), int):
             refuse_length(length, self.context)
-        if self.sequence:
-            refuse_uneven(length, self.tensor)
 
     def setup(self, train: TrainSection, world: World) -> World:
         """Lays the ranks out in the grid."""
@@ -257,17 +224,8 @@ class FSDP(Strategy):
         """Shards every block, then the rest of the model; parameters become DTensors, under the same names."""
         if self.meta:
             torch.set_rng_state(self._random)
-        if self.tensor > 1:
-            self.shares = self._share(model, blocks)
+        self.shares = self.sharing.attach(model, blocks, self.places.tensor, self.places.tensor_mesh, self.world)
         return self._shard_all(model, blocks)
-
-    def _share(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Shares:
-        """Makes layers compute shares; weights are cut when they are there."""
-        plan, mesh = self._resolved(model, blocks), self.places.tensor_mesh
-        logits = mesh if self.loss == "vocabulary" else None
-        shares = Shares(plan, self.places.tensor, self.world.device, sequence=self.sequence, logits=logits)
-        shares.attach(model)
-        return shares
 
     @property
     def layout(self) -> Layout:
@@ -323,7 +281,9 @@ class FSDP(Strategy):
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Tries the optimizer out on a sharded weight before it gets those of the model, which are proven to be."""
         for _, member in members(optimizer):
-            try_on_shards(member, self.mesh, self.world.device, in_columns=self.tensor > 1)
+            try_on_shards(member, self.mesh, self.world.device)
+            if self.tensor > 1:
+                try_on_shares(member, self.world.device)
         self._check(model)
         if self.context > 1:
             return ContextReplica(Cut(self.places.context), self, model, optimizer)

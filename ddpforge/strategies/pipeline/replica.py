@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial as bound
 from itertools import islice
 from typing import Any, NoReturn, cast
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -25,6 +27,7 @@ from ddpforge.strategies.pipeline import stage
 from ddpforge.strategies.pipeline.schedules import Held, schedule_for
 from ddpforge.strategies.pipeline.stage import Micro, Output, called_with
 from ddpforge.strategies.pipeline.steps import Step, held_by
+from ddpforge.strategies.tensor import ShareGradients
 from ddpforge.strategies.torch_replica import TorchReplica
 from ddpforge.strategies.watch import refuse_loss
 
@@ -47,15 +50,24 @@ class PipelineReplica(TorchReplica):
         device = strategy.world.device
         self._parts = {
             number: stage.Part(
-                number, held.layout.parts, steps, _tensors(model, steps), elsewhere, device, lambda: self.forward()
+                number,
+                held.layout.parts,
+                steps,
+                _tensors(model, steps),
+                elsewhere,
+                device,
+                bound(self._begin, number),
+                lambda: self.forward(),
             )
             for number, steps in held.steps.items()
         }
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._forms: dict[Any, Any] = {}
-        self._counted = [
-            p for p in self.gradients.trained if self.replica_of(self.gradients.names[id(p)])[0] < self._data.size
-        ]
+        names = {self.gradients.names[id(p)]: p for p in self.gradients.trained}
+        self._counted = {name: p for name, p in names.items() if self._places(name)[0] == held.layout.here}
+        self._shared: ShareGradients | None = None
+        if shares := held.shares:
+            self._shared = ShareGradients(held.tensor, cut=shares.cuts, summed=shares.summed)
         model.forward = _refuse_forward
 
     # -- one step
@@ -74,6 +86,10 @@ class PipelineReplica(TorchReplica):
             for micro in micros:
                 yield micro.result
 
+    def _begin(self, part: int) -> None:
+        if self._held.shares:
+            self._held.shares.begin(split=self._held.split[part] and self.bare.training)
+
     def _micro(self, one: Pass) -> Micro:
         with self.forward():
             return called_with(one, self._compute)
@@ -84,10 +100,11 @@ class PipelineReplica(TorchReplica):
         self._micros = micros
         for part in self._parts.values():
             part.micros = micros
-        if trains:
-            self._train(micros)
-        else:
-            self._evaluate(micros)
+        with self._held.sharing.losses():
+            if trains:
+                self._train(micros)
+            else:
+                self._evaluate(micros)
         # The last part makes more marks than the others.
         phases.count_from(marks + _MARKS * self._layout.kind.parts * (len(micros) + 1))
 
@@ -129,6 +146,7 @@ class PipelineReplica(TorchReplica):
         """Has the task compute the loss; keeps it and the task's outputs, if anybody reads these."""
         with self.forward():
             loss, outputs = self._compute(Output(micro.output), micro.one)
+        loss = loss.to_local() if isinstance(loss, DTensor) else loss
         micro.output = None
         micro.result = loss.detach(), tree_map_only(Tensor, Tensor.detach, outputs) if micro.one.measured else None
         return loss
@@ -196,6 +214,8 @@ class PipelineReplica(TorchReplica):
     def _exchange(self) -> None:
         self.gradients.collect()  # all are there
         trained = [parameter for parameter in self.gradients.trained if parameter.grad is not None]
+        if self._shared:
+            self._shared.add_up({self.gradients.names[id(p)]: cast(Tensor, p.grad) for p in trained})
         for parameter in trained:  # in the model's order, on all ranks alike
             if group := self._held.shared.get(self.gradients.names[id(parameter)]):
                 dist.all_reduce(cast(Tensor, parameter.grad), group=group)
@@ -208,9 +228,15 @@ class PipelineReplica(TorchReplica):
             torch._foreach_copy_(gradients, [x.view_as(g) for x, g in zip(pieces, gradients, strict=True)])
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """The norm over all stages, in which a weight of several counts once: one all-reduce of a number."""
-        mine = [parameter.grad for parameter in self._counted if parameter.grad is not None]
-        square = torch.nn.utils.get_total_norm(mine).to(self.world.device).square()
+        """The norm over all stages, in which a weight of several counts once: one all-reduce of a number.
+
+        Another one where ranks share layers.
+        """
+        mine = {name: parameter.grad for name, parameter in self._counted.items() if parameter.grad is not None}
+        if self._shared:
+            square = self._shared.square(mine) + 0  # which waits for it
+        else:
+            square = torch.nn.utils.get_total_norm(list(mine.values())).to(self.world.device).square()
         return self._pipe.sum(square).sqrt()
 
     def sync_buffers(self) -> None:
@@ -218,24 +244,29 @@ class PipelineReplica(TorchReplica):
         equalise_buffers(self.bare, self._data)
 
     # -- to disk and back
-    def replica_of(self, name: str) -> tuple[int, int]:
-        """The number of this rank among those that hold a tensor, and how many these are."""
-        places = self._held.holders.get(name, (self._layout.here,))
-        return places.index(self._layout.here) * self._data.size + self._data.rank, len(places) * self._data.size
+    def _places(self, name: str) -> Sequence[int]:
+        """The places in the pipeline of the ranks that hold a tensor."""
+        return self._held.holders.get(name, (self._layout.here,))
 
-    def whole(self, name: str, tensor: Tensor) -> Part:
-        """A tensor that belongs to a parameter or buffer, as one of the ranks that have it holds it."""
-        replica, replicas = self.replica_of(name)
-        return Part.whole(tensor.detach(), replica=replica, replicas=replicas)
+    def part(self, name: str, tensor: Tensor) -> Part:
+        """This rank's part of a tensor that has the form of the parameter or buffer of this name."""
+        places, own = self._places(name), self._held.tensor
+        replica = places.index(self._layout.here) * self._data.size + self._data.rank
+        replicas = len(places) * self._data.size
+        among = str(places) if len(places) > 1 else ""
+        if self._held.shares and (cut := self._held.shares.cuts.get(name)):
+            return Part(tensor.detach(), cut.shape, cut.region(0, len(tensor)), replica, replicas, among)
+        replica, replicas = replica * own.size + own.rank, replicas * own.size
+        return Part.whole(tensor.detach(), replica=replica, replicas=replicas, among=among)
 
     def state(self) -> CanonicalState[Tensor | Part]:
-        """Tensors of this rank's parts, whole."""
+        """Tensors of this rank's parts."""
         state = named_state.capture(self.bare, self.optimizer)
         return CanonicalState(
-            model={name: self.whole(name, cast(Tensor, tensor)) for name, tensor in state.model.items()},
+            model={name: self.part(name, cast(Tensor, tensor)) for name, tensor in state.model.items()},
             optimizer={
                 name: {
-                    key: self.whole(name, value) if isinstance(value, Tensor) and value.ndim else value
+                    key: self.part(name, value) if isinstance(value, Tensor) and value.ndim else value
                     for key, value in entry.items()
                 }
                 for name, entry in state.optimizer.items()
@@ -254,7 +285,7 @@ class PipelineReplica(TorchReplica):
             return {name: value for name, value in values.items() if name not in others}
 
         mine_of = replace(state, model=here(state.model), optimizer=here(state.optimizer))
-        named_state.restore(self.bare, self.optimizer, mine_of, partial=partial)
+        named_state.restore(self.bare, self.optimizer, mine_of, partial=partial, part_of=self.part)
         self.remember(state)
 
 
@@ -263,8 +294,8 @@ class _Weights(Weights):
 
     def __init__(self, replica: PipelineReplica, model: nn.Module, names: Collection[str]) -> None:
         named = dict(model.named_parameters())
-        self._parts = {name: replica.whole(name, p) for name, p in named.items() if p.requires_grad}
-        self._frozen = {name: replica.whole(name, p) for name, p in named.items() if not p.requires_grad}
+        self._parts = {name: replica.part(name, p) for name, p in named.items() if p.requires_grad}
+        self._frozen = {name: replica.part(name, p) for name, p in named.items() if not p.requires_grad}
         self._elsewhere = set(names) - named.keys()
 
     def parts(self) -> Mapping[str, Part]:
@@ -290,5 +321,8 @@ def _tensors(model: nn.Module, steps: Sequence[Step]) -> list[Tensor]:
 def _refuse_forward(*_: Any, **__: Any) -> NoReturn:
     raise StrategyError(
         "a callback or the task calls the model itself, of which no rank of a pipeline has all",
-        hints=["leave that callback out", 'or set strategy.use = "fsdp"'],
+        hints=[
+            "leave that callback out; one that says `calls_model = True` is refused before training",
+            'or set strategy.use = "fsdp"',
+        ],
     )

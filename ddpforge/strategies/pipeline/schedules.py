@@ -17,7 +17,9 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from ddpforge.ranks.collectives import Connected
 from ddpforge.strategies.pipeline.steps import Step
+from ddpforge.strategies.tensor import Shares, Sharing
 
 # What goes wrong is raised; before that, torch lists the plan of all ranks as an error of its own.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
@@ -85,6 +87,10 @@ class Held:
     aliases: Mapping[str, str]
     holders: Mapping[str, Sequence[int]]  # of tensors that several ranks of the pipeline have: their places in it
     shared: Mapping[str, dist.ProcessGroup]  # of those that this rank has: the ranks that add up its gradient
+    tensor: Connected  # the ranks that compute shares of the same layers
+    sharing: Sharing
+    shares: Shares | None  # where they are several
+    split: Mapping[int, bool]  # by part: whether these ranks get activations of their own
 
 
 def schedule_for(layout: Layout, stages: Sequence[PipelineStage], count: int, loss: Callable[..., Any]) -> Any:

@@ -34,7 +34,8 @@ class Part(nn.Module):
     """Some of the model's steps, one after the other; `number` is its place among `parts`.
 
     Its own parameters are those that the steps use: schedules that split the backward pass look for them there, and
-    leave out what they do not find. `elsewhere` has the attributes of modules that this rank lacks.
+    leave out what they do not find. `elsewhere` has the attributes of modules that this rank lacks. `begin` is called
+    where the part's random numbers have been seeded, `forward` wraps its steps.
     """
 
     def __init__(
@@ -45,12 +46,13 @@ class Part(nn.Module):
         tensors: Sequence[Tensor],
         elsewhere: Collection[str],
         device: torch.device,
+        begin: Callable[[], None],
         forward: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         super().__init__()
         self.number, self.last = number, number == parts - 1
         self._steps, self._elsewhere = list(steps), elsewhere
-        self._device, self._around = device, forward
+        self._device, self._begin, self._around = device, begin, forward
         self.weights = nn.ParameterList([tensor for tensor in tensors if isinstance(tensor, nn.Parameter)])
         for place, tensor in enumerate(tensors):
             if not isinstance(tensor, nn.Parameter):
@@ -64,6 +66,7 @@ class Part(nn.Module):
         args, named = (tuple(map(_received, x)), {}) if self.number else micro.inputs
         micro.one.seed()
         _seed_on(self.number, self._device)
+        self._begin()
         with micro.one.around(), self._around():
             found = self._call(self._steps[0], args, named)
             for step in self._steps[1:]:

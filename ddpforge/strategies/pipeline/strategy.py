@@ -17,18 +17,30 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Contract, Ranks, Refusal, Replica, Strategy, Task, World
-from ddpforge.ranks.collectives import Alone, Group
+from ddpforge.interfaces import Contract, Refusal, Replica, Strategy, Task, World
+from ddpforge.ranks.collectives import Alone, Connected, Group
 from ddpforge.ranks.join import limit_waiting
 from ddpforge.strategies import named_state
+from ddpforge.strategies.ddp import DDP
+from ddpforge.strategies.fsdp.grid import Grid
 from ddpforge.strategies.pipeline.replica import PipelineReplica
 from ddpforge.strategies.pipeline.schedules import SCHEDULES, Held, Layout
 from ddpforge.strategies.pipeline.steps import (
+    Step,
     cut_evenly,
     cut_where,
     declared_steps,
     held_by,
     named_tensors,
+)
+from ddpforge.strategies.tensor import (
+    Loss,
+    Sequenced,
+    Shares,
+    Sharing,
+    Styles,
+    Tensored,
+    try_on_shares,
 )
 from ddpforge.strategies.trial import refuse_sparse
 
@@ -42,7 +54,8 @@ class Pipeline(Strategy):
     """The model's steps in stages, one on each rank, through which micro-batches flow; by torch.distributed.pipelining.
 
     The ranks form `stages` stages; where there are more ranks, each stage is on several, which see different data and
-    average their gradients. The schedule's micro-batches are those that a step accumulates.
+    average their gradients. With `tensor` neighbouring ranks share out the layers of their stage, as a plan says. The
+    schedule's micro-batches are those that a step accumulates.
 
     Huang et al., "GPipe" (2019); Narayanan et al., "Efficient Large-Scale Language Model Training" (2021); Qi et al.,
     "Zero Bubble Pipeline Parallelism" (2024).
@@ -53,6 +66,7 @@ class Pipeline(Strategy):
         clips="every rank alike, after the all-reduce, by the norm over all stages",
         accumulates="autograd, in the parameters' .grad, in the order of the schedule; one all-reduce per step",
         reads_gradients=True,
+        callable=False,
     )
 
     def __init__(
@@ -76,23 +90,32 @@ class Pipeline(Strategy):
                 " cost about the same.",
             ),
         ] = (),
+        tensor: Tensored = 1,
+        plan: Styles = None,
+        sequence: Sequenced = False,
+        loss: Loss = "whole",
     ) -> None:
-        self.stages, self.schedule, self.split = stages, schedule, split
+        self.stages, self.schedule, self.split, self.tensor = stages, schedule, split, tensor
+        self.sharing = Sharing(tensor=tensor, plan=plan, sequence=sequence, loss=loss)
 
     # -- before the loop
+    def evaluating(self, ranks: int) -> tuple[Strategy, str]:
+        """Under DDP where the ranks form no such pipeline: without gradients, a whole model on each may do."""
+        if any(self._refusals_of_ranks(ranks)):
+            there = f"{ranks} rank{'s' * (ranks > 1)}"
+            return DDP(), f'{there} cannot form the pipeline: each holds the whole model, as under strategy.use = "ddp"'
+        return self, ""
+
     def data_ranks(self, ranks: int) -> int:
         """Counts the pipelines."""
-        return max(1, ranks // (self.stages or ranks))
+        groups = ranks // self.tensor
+        return max(1, groups // (self.stages or max(1, groups)))
 
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
         """Ranks that stages do not divide, and what needs the whole model, or all micro-batches in their order."""
         self.contract = replace(self.contract, replicas=self.data_ranks(ranks))  # which is shown before `setup`
-        if ranks < 2 or ranks % (self.stages or ranks):
-            yield Refusal(
-                "strategy.stages",
-                f"{ranks} rank{'s' * (ranks > 1)} cannot form a pipeline of {self.stages or '2 or more'} stages",
-                (f"ddpforge launch RECIPE --nproc {self.stages or 2}, or a multiple", "or another strategy.use"),
-            )
+        yield from self._refusals_of_ranks(ranks)
+        yield from self.sharing.refusals(train)
         if "arg_mbs" not in inspect.signature(ScheduleGPipe.step).parameters:
             message = f"torch {torch.__version__} cannot run a pipeline on micro-batches that are already cut"
             yield Refusal("strategy.use", message, ("pip install --upgrade torch", 'or set strategy.use = "fsdp"'))
@@ -111,9 +134,23 @@ class Pipeline(Strategy):
             )
         yield from self._refusals_of_blocks(train)
 
+    def _refusals_of_ranks(self, ranks: int) -> Iterator[Refusal]:
+        if ranks % self.tensor:
+            yield from Grid(tensor=self.tensor).refusals(ranks)
+            return
+        groups, stages = ranks // self.tensor, self.stages or 2
+        if groups < 2 or (self.stages and groups % stages):
+            there = f"{ranks} rank{'s' * (ranks > 1)}"
+            yield Refusal(
+                "strategy.stages",
+                f"{there} cannot form a pipeline of {self.stages or '2 or more'} stages"
+                + (f" of {self.tensor} ranks that share layers" if self.tensor > 1 else ""),
+                (f"ddpforge launch RECIPE --nproc {stages * self.tensor}, or a multiple", "or another strategy.use"),
+            )
+
     def _refusals_of_blocks(self, train: TrainSection) -> Iterator[Refusal]:
         splits = SCHEDULES[self.schedule].splits_backward
-        if train.compile != "off" and (splits or not train.compile_blocks):
+        if train.compile != "off" and self.tensor == 1 and (splits or not train.compile_blocks):
             yield Refusal(
                 "train.compile",
                 f'strategy.schedule = "{self.schedule}" splits backward passes, which compiled code cannot'
@@ -134,22 +171,34 @@ class Pipeline(Strategy):
         steps = declared_steps(model)
         if self.split:
             cut_where(steps, self.split, len(self.split) + 1)
+        self.sharing.check(model, task, blocks)
+
+    def check_data(self, data: Any) -> None:
+        """Asks whether sequences can be cut."""
+        self.sharing.check_data(data)
 
     def setup(self, train: TrainSection, world: World) -> World:
-        """Lays the ranks out as stages × data: those of a stage are neighbours, and average their gradients."""
+        """Lays the ranks out as stages × data × tensor: those of a stage are neighbours."""
         data = self.data_ranks(world.all.size)
-        mesh = init_device_mesh(world.device.type, (world.all.size // data, data), mesh_dim_names=("stage", "data"))
+        sizes = {"stage": world.all.size // (data * self.tensor), "data": data, "tensor": self.tensor}
+        kept = {name: size for name, size in sizes.items() if size > 1 or name != "tensor"}
+        mesh = init_device_mesh(world.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
         limit_waiting(mesh.get_all_groups(), train)
         self.pipe: dist.ProcessGroup = mesh.get_group("stage")
-        self.grid: list[list[int]] = mesh.mesh.tolist()
+        self.grid: list[list[int]] = mesh.mesh.flatten(1).tolist()  # of each stage, its ranks
         self.contract = replace(self.contract, replicas=data)
-        alike: Ranks = Group(mesh.get_group("data"), world.device) if data > 1 else Alone(world.device)
-        return super().setup(train, replace(world, data=alike))
+
+        def alike(name: str) -> Connected:
+            return Group(mesh.get_group(name), world.device) if sizes[name] > 1 else Alone(world.device)
+
+        self.sharers, self.sharers_mesh = alike("tensor"), mesh["tensor"] if self.tensor > 1 else None
+        return super().setup(train, replace(world, data=alike("data")))
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Keeps the tensors of this rank's steps; all others give their memory back, and keep name and shape."""
         steps = declared_steps(model)
         self._refuse_batchnorm(model)
+        shares = self.sharing.attach(model, blocks, self.sharers, self.sharers_mesh, self.world)
         layout = Layout(dist.get_rank(self.pipe), len(self.grid), SCHEDULES[self.schedule])
         begins = cut_where(steps, self.split, layout.parts) if self.split else cut_evenly(model, steps, layout.parts)
         places = [layout.place(part) for part in range(layout.parts) for _ in range(_size(begins, part, len(steps)))]
@@ -160,8 +209,22 @@ class Pipeline(Strategy):
         found, aliases = named_state.tensors(model)
         alike = {name: sorted(holders[id(t)]) for name, t in _first(model).items() if len(holders[id(t)]) > 1}
         mine = {part: steps[begins[part] : begins[part] + _size(begins, part, len(steps))] for part in layout.mine}
-        self.held = Held(self.pipe, layout, mine, set(found), aliases, alike, self._groups(alike, layout.here))
-        self._keep(model, {key for key, those in holders.items() if layout.here in those})
+        self.held = Held(
+            pipe=self.pipe,
+            layout=layout,
+            steps=mine,
+            names=set(found),
+            aliases=aliases,
+            holders=alike,
+            shared=self._groups(alike, layout.here),
+            tensor=self.sharers,
+            sharing=self.sharing,
+            shares=shares,
+            split={
+                part: shares is not None and shares.splits_behind(_used(model, steps[: begins[part]])) for part in mine
+            },
+        )
+        self._keep(model, {key for key, those in holders.items() if layout.here in those}, shares)
         self._refuse_idle(model)
         return model
 
@@ -173,14 +236,17 @@ class Pipeline(Strategy):
                 hints=["leave train.elastic_shards out, or normalise by GroupNorm or LayerNorm"],
             )
 
-    def _keep(self, model: nn.Module, mine: set[int]) -> None:
-        """Gives every rank rank 0's values; what is not this rank's then goes to the meta device."""
+    def _keep(self, model: nn.Module, mine: set[int], shares: Shares | None) -> None:
+        """Gives every rank rank 0's values, or its share of them; what is not its own then goes to the meta device."""
         away: dict[int, Tensor] = {}
+        cuts = (
+            {id(p): shares.cuts[name] for name, p in model.named_parameters() if name in shares.cuts} if shares else {}
+        )
         for tensor in (*model.parameters(), *model.buffers()):
             value = tensor.data.to(self.world.device)
             self.world.all.broadcast(value)
             if id(tensor) in mine:
-                tensor.data = value
+                tensor.data = cuts[id(tensor)].take(value) if id(tensor) in cuts else value
             else:
                 empty = torch.empty_like(tensor, device="meta")
                 trains = tensor.requires_grad
@@ -206,9 +272,9 @@ class Pipeline(Strategy):
         """Forms, on all ranks alike, the groups of those that hold the same tensors for the same data."""
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for places in dict.fromkeys(tuple(those) for those in alike.values()):
-            for data in range(len(self.grid[0])):
-                group = dist.new_group([self.grid[place][data] for place in places])
-                if here in places and data == self.world.data.rank:
+            for column in range(len(self.grid[0])):
+                group = dist.new_group([self.grid[place][column] for place in places])
+                if here in places and self.grid[here][column] == self.world.all.rank:
                     limit_waiting([cast(dist.ProcessGroup, group)], self.train)
                     made[places] = cast(dist.ProcessGroup, group)
         return {name: made[tuple(places)] for name, places in alike.items() if here in places}
@@ -216,6 +282,8 @@ class Pipeline(Strategy):
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Takes out of the model what other ranks have."""
         refuse_sparse(optimizer, model, sharded=True)
+        if self.tensor > 1:
+            try_on_shares(optimizer, self.world.device)
         elsewhere = {word for name, t in named_tensors(model) if t.is_meta for word in name.split(".")}
         _remove(model)
         return PipelineReplica(self, model, optimizer, self.held, elsewhere)
@@ -223,6 +291,14 @@ class Pipeline(Strategy):
 
 def _size(begins: Sequence[int], part: int, steps: int) -> int:
     return [*begins, steps][part + 1] - begins[part]
+
+
+def _used(model: nn.Module, steps: Sequence[Step]) -> Iterator[str]:
+    """The names of all modules that steps use, in their order."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for step in steps:
+        for used in step.uses:
+            yield from (name for name in names if name == used or name.startswith(f"{used}."))
 
 
 def _first(model: nn.Module) -> dict[str, Tensor]:

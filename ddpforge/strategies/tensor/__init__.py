@@ -3,7 +3,22 @@
 from ddpforge.strategies.tensor.cut import Cut
 from ddpforge.strategies.tensor.gradients import ShareGradients
 from ddpforge.strategies.tensor.moves import Moves
+from ddpforge.strategies.tensor.optimizers import try_on_shares
+from ddpforge.strategies.tensor.options import Loss, Sequenced, Sharing, Styles, Tensored
 from ddpforge.strategies.tensor.plan import Plan, resolve
-from ddpforge.strategies.tensor.shares import Shares, refuse_uneven
+from ddpforge.strategies.tensor.shares import Shares
 
-__all__ = ["Cut", "Moves", "Plan", "ShareGradients", "Shares", "refuse_uneven", "resolve"]
+__all__ = [
+    "Cut",
+    "Loss",
+    "Moves",
+    "Plan",
+    "Sequenced",
+    "ShareGradients",
+    "Shares",
+    "Sharing",
+    "Styles",
+    "Tensored",
+    "resolve",
+    "try_on_shares",
+]

@@ -24,18 +24,19 @@ class ShareGradients:
 
     def __init__(self, ranks: Connected, *, cut: Collection[str], summed: Collection[str]) -> None:
         self._ranks, self._cut, self._summed = ranks, cut, summed
-        self._compared = False
+        self._compared: set[str] = set()
 
     @torch.no_grad()
     def add_up(self, gradients: Mapping[str, Tensor]) -> None:
-        """Adds up what adds up, in place; before the first step, raises StrategyError where the plan forgot some."""
+        """Adds up what adds up, in place; at the first of each, raises StrategyError where the plan forgot it."""
         if mine := [gradient for name, gradient in gradients.items() if name in self._summed]:
             total = self._ranks.sum(torch.cat([gradient.flatten() for gradient in mine]))
             for gradient, summed in zip(mine, torch.split(total, [g.numel() for g in mine]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
-        if not self._compared:
-            self._compared = True
-            self._refuse_unlike({name: gradient for name, gradient in gradients.items() if name not in self._cut})
+        new = {name: gradient for name, gradient in gradients.items() if name not in self._compared}
+        if new:  # in the first step, or the first turn that trains them
+            self._compared |= new.keys()
+            self._refuse_unlike({name: gradient for name, gradient in new.items() if name not in self._cut})
 
     def square(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The square of the norm of this rank's gradients over ranks; what all have alike counts once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,7 @@ class Shares:
         self._moves, self._random = Moves(ranks), OwnNumbers(ranks.rank, device)
         self._sequence, self._logits = sequence, logits
         self._done: set[str] = set()
+        self.summed: Collection[str] = ()  # the parameters whose gradient adds up over ranks
 
     # -- weights
     def cut(self, model: nn.Module, module: nn.Module) -> None:
@@ -59,7 +60,7 @@ class Shares:
                 parameter.data = self.cuts[name].take(parameter.data)
                 self._done.add(name)
 
-    def summed(self, model: nn.Module) -> set[str]:
+    def _summed(self, model: nn.Module) -> set[str]:
         """The names of parameters whose gradient is the sum over ranks, each of which computes a share of it."""
         found = set()
         for owner, style in self.plan.styles.items():
@@ -74,9 +75,26 @@ class Shares:
                 found.add(f"{owner}.bias")
         return found
 
+    # -- where only some of a model's layers are here
+    def splits_behind(self, modules: Iterable[str]) -> bool:
+        """True if activations are split over ranks behind the modules of these names, in the order of their use."""
+        opens, closes = ({"scatter"}, {"gather", "logits"}) if self._sequence else ({"columns"}, {"rows"})
+        split = False
+        for name in modules:
+            if style := self.plan.styles.get(name):
+                split = style.word in opens or (split and style.word not in closes)
+        return split
+
+    def begin(self, *, split: bool) -> None:
+        """Begins with some of the layers; random numbers are the rank's own where activations are `split` already."""
+        self._random.forget()
+        if split:
+            self._random.begin()
+
     # -- activations
     def attach(self, model: nn.Module) -> None:
         """Makes modules compute their shares."""
+        self.summed = self._summed(model)
         for name, style in self.plan.styles.items():
             module = model.get_submodule(name)
             if style.word == "columns":

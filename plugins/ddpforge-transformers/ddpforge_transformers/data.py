@@ -26,7 +26,23 @@ _Tokenizer = Annotated[
 _Length = Annotated[int, Field(ge=1, le=2**24)]
 
 
-class TokenizedText:
+class _Tokenized:
+    """What a tokenizer makes of text, for `ddpforge generate`."""
+
+    tokenizer: Any
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text that goes on: without an end-of-text token."""
+        tokens: list[int] = self.tokenizer(text)["input_ids"]
+        return tokens[:-1] if tokens[-1:] == [self.tokenizer.eos_token_id] else tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+
+class TokenizedText(_Tokenized):
     """The documents of text files, joined by end-of-text tokens and cut into blocks of `block_size` tokens.
 
     A document is a file, or where its name ends in .jsonl the text under `field` in a line. The files of a folder are
@@ -76,7 +92,7 @@ class TokenizedText:
         return batch
 
 
-class TokenizedJSONL:
+class TokenizedJSONL(_Tokenized):
     """A file with one JSON object a line, each a sample of its own; batches are padded to their longest sample.
 
     With `classes`, a line has a text and a class under `label`, and a batch is {input_ids, attention_mask, labels [B]}.

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import torch.nn.functional as F
+from ddpforge.builtin.tasks.language_modelling import of_sequences
 from ddpforge.interfaces import Metric, Task, Total
 from pydantic import Field
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ class CausalLM(Task):
     """
 
     items = "tokens"
+    predicts_next_token = True
 
     def __init__(self, *, metrics: _Metrics = ()) -> None:
         self._metrics = {metric.name: metric for metric in metrics}
@@ -39,6 +41,13 @@ class CausalLM(Task):
         targets = batch["labels"][:, 1:]
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=_IGNORED)
         return loss, logits
+
+    def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """The mean `loss` of a sample, how many of its `tokens` count, and their `losses` [T - 1], 0 for others."""
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        logits, targets = model(**inputs, use_cache=False).logits[:, :-1], batch["labels"][:, 1:]
+        flat = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none", ignore_index=_IGNORED)
+        return of_sequences(flat.view_as(targets), targets != _IGNORED)
 
     def count(self, batch: Batch) -> Tensor:
         """The labels that are not ignored."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from ddpforge.builtin.tasks.masked_lm import MaskedLM
 from ddpforge.builtin.tasks.sequence_classification import SequenceClassification
+from ddpforge.generation import Sampling, generate
 from tiny import TINY
 
 from ddpforge_transformers.data import TokenizedJSONL
@@ -25,6 +26,24 @@ def test_causal_lm(model_type: str, samples: Path, tokenizer: Path) -> None:
     assert count == (batch["labels"][:, 1:] != -100).sum() < batch["attention_mask"].sum()
     torch.testing.assert_close(loss, theirs.loss * count)
     torch.testing.assert_close(logits, theirs.logits[:, :-1])
+
+
+def test_a_causal_lm_predicts_and_writes(samples: Path, tokenizer: Path) -> None:
+    data = TokenizedJSONL(path=samples, tokenizer=str(tokenizer), prompt="ask")
+    batch = data.collate([data[number] for number in range(7)])
+    model, task = causal_lm(model_type="llama", options=TINY["llama"]).eval(), CausalLM()
+    found = task.predict(model, batch)
+    assert found["tokens"].tolist() == (batch["labels"][:, 1:] != -100).sum(1).tolist()
+    torch.testing.assert_close((found["loss"] * found["tokens"]).sum(), task.loss(model, batch)[0])
+
+    text = data._rows[0]["text"]
+    (written,) = generate(model, data, [text], Sampling(tokens=5, greedy=True))
+    ids = torch.tensor([data.encode(text)])
+    assert ids[0, -1] != data.tokenizer.eos_token_id
+    theirs = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
+    assert written == data.decode(theirs[0, ids.shape[1] :].tolist())
+    drawn = [list(generate(model, data, [text], Sampling(tokens=20, seed=seed))) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_sequence_classification(samples: Path, tokenizer: Path) -> None:

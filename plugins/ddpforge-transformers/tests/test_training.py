@@ -78,6 +78,9 @@ def test_all_strategies_train_the_same_curve_and_transformers_loads_it(
 
     out = tmp_path / "runs" / "fsdp" / "hf"
     ddpforge("export", "runs/fsdp", "-o", f"{out}/")
+    ddpforge("export", "runs/fsdp", "--format", "transformers", "-o", "alone")
+    assert {path.name for path in (tmp_path / "alone").iterdir()} == {path.name for path in out.iterdir()}
+    out = tmp_path / "alone"
     model = AutoModelForCausalLM.from_pretrained(out)
     words = AutoTokenizer.from_pretrained(out)
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -149,7 +152,8 @@ def test_adapters_are_trained_alone_and_fold_into_what_transformers_loads(
     *_, checkpoint = sorted((tmp_path / "runs/small/checkpoints").glob("step-*"))
     assert all("lora_" in name for name in Reader(checkpoint).state().model)
 
-    ddpforge("export", "runs/tiny", "--merge", "-o", "runs/tiny/hf/")
+    assert "which transformers would not find" in ddpforge("export", "runs/tiny", "--format", "transformers", code=2)
+    ddpforge("export", "runs/tiny", "--merge", "--format", "transformers", "-o", "runs/tiny/hf/")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/tiny/hf")
     ddpforge("export", "runs/small", "--only", "*lora_*", "-o", "adapters.safetensors")
     again = lora(base=causal_lm(pretrained=str(tmp_path / "base")), r=4, targets=targets).eval()

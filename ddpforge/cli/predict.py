@@ -1,0 +1,78 @@
+"""`ddpforge predict`: what a run's model makes of every sample; under a launcher this process is one rank."""
+
+import json
+from pathlib import Path
+
+import click
+
+from ddpforge.cli.ending import ending, results_alone
+from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_options
+from ddpforge.cli.tables import counted
+from ddpforge.launchers.srun import adopt_slurm
+
+
+@click.command()
+@run_argument
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The file, ending in .jsonl or .parquet; default: one named after the run, of JSON lines.",
+)
+@click.option(
+    "--data",
+    multiple=True,
+    metavar="NAME|KEY=VALUE",
+    help='A dataset of the recipe, "train" or "eval.NAME", and KEY=VALUE for its options, e.g. path=new.csv; '
+    "repeatable. Default: the one [data.eval].",
+)
+@checkpoint_options
+@click.option(
+    "--weights", metavar="NAME", help='"model", or a callback such as ema; default: those that evaluations use.'
+)
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the first N samples.")
+@click.option("--force", is_flag=True, help="Replace the file, if there is one.")
+@sets_options
+@json_option
+def predict(
+    run: str,
+    out: Path | None,
+    data: tuple[str, ...],
+    step: int | None,
+    best: bool,
+    weights: str | None,
+    limit: int | None,
+    force: bool,
+    sets: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Write what the model of RUN, a run's folder or its name in runs/, predicts of every sample of a dataset.
+
+    One row a sample, in the order of the data: its place in there, `index`, and the columns that the recipe's task
+    predicts, e.g. class and probability. `--set` changes the recipe for this, e.g. train.eval_batch=512. Training data
+    is not needed, and no state of the optimizer is loaded.
+    """
+    with ending():
+        adopt_slurm()
+
+        from ddpforge.runner import predict as predict_run
+        from ddpforge.runs.folder import RunFolder
+
+        folder = RunFolder.find(run)
+        file = out or Path(f"{folder.path.resolve().name}-predictions.jsonl")
+        with results_alone(as_json):
+            found = predict_run(
+                folder,
+                file,
+                step=step,
+                best=best,
+                weights=weights,
+                data=data,
+                sets=sets,
+                limit=limit,
+                force=force,
+            )
+        if found.is_main:
+            said = f"{file}: {counted(found.samples, 'sample')}, predicted by the weights of step {found.step:,}"
+            click.echo(json.dumps(found.as_dict()) if as_json else said)

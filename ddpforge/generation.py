@@ -1,0 +1,133 @@
+"""Draws text from a trained language model, token by token."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpforge.data import mix
+from ddpforge.data.randomness import own_random_numbers
+from ddpforge.errors import PluginError, UsageError
+from ddpforge.interfaces import Task
+from ddpforge.training.first_look import name_of
+
+__all__ = ["Sampling", "check_language", "generate"]
+
+log = logging.getLogger("ddpforge")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The way in which tokens are drawn.
+
+    Logits are divided by `temperature`; then only the `top_k` most probable tokens can be drawn, and of these the most
+    probable that have a probability of `top_p` together. A `greedy` one takes the most probable token.
+    """
+
+    tokens: int = 200
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    greedy: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, fits, wanted in (
+            ("tokens", self.tokens, self.tokens >= 1, "1 or more"),
+            ("temperature", self.temperature, self.temperature is None or self.temperature > 0, "more than 0"),
+            ("top_k", self.top_k, self.top_k is None or self.top_k >= 1, "1 or more"),
+            ("top_p", self.top_p, self.top_p is None or 0 < self.top_p <= 1, "more than 0, and 1 at most"),
+        ):
+            if not fits:
+                greedy = ["to take the most probable token: greedy"] if name == "temperature" else []
+                raise UsageError(f"{name} = {value}: it must be {wanted}", hints=greedy)
+        given = [name for name in ("temperature", "top_k", "top_p") if getattr(self, name) is not None]
+        if self.greedy and given:
+            raise UsageError(f"greedy takes the most probable token, and {given[0]} says how to draw one")
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Of each token to come next, from float32 logits [V]."""
+        logits = logits / (1.0 if self.temperature is None else self.temperature)
+        if self.top_k is not None and self.top_k < len(logits):
+            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[-1], -torch.inf)
+        found = logits.softmax(0)
+        if self.top_p is not None:
+            ordered, places = found.sort(descending=True)
+            before = ordered.cumsum(0) - ordered  # of the tokens that are more probable
+            found = found.index_fill(0, places[before >= self.top_p], 0.0)
+        return found
+
+
+def check_language(task: Task, data: Any) -> None:
+    """Raises UsageError for a task that is not about the next token, PluginError for data that knows no text."""
+    if not task.predicts_next_token:
+        raise UsageError(
+            f"{name_of(task)} does not predict the next token, so there is no text to draw",
+            hints=["`ddpforge predict` writes what it predicts of every sample"],
+        )
+    if not (hasattr(data, "encode") and hasattr(data, "decode")):
+        raise PluginError(
+            f"{name_of(data)} does not say what tokens a text is",
+            hints=["let the dataset have `encode(text) -> list[int]` and `decode(tokens) -> str`"],
+        )
+
+
+@torch.no_grad()
+def generate(model: nn.Module, data: Any, prompts: Sequence[str], how: Sampling) -> Iterator[str]:
+    """Yields what the model, in evaluation mode, writes after each prompt: the same for the same seed.
+
+    A model of transformers generates by itself, and ends where it draws the end of a text. Another one is called with
+    all tokens so far, or as many of the last ones as it takes.
+    """
+    encoded = [[int(token) for token in data.encode(prompt)] for prompt in prompts]
+    for prompt, tokens in zip(prompts, encoded, strict=True):
+        if not tokens:
+            raise UsageError(f"the prompt {prompt!r} is empty, and a model goes on from something")
+    draw = _by_itself if hasattr(model, "generate") and hasattr(model, "config") else _drawn
+    device = next(model.parameters()).device
+    for number, tokens in enumerate(encoded):
+        yield data.decode(draw(model, torch.tensor(tokens, device=device), how, mix(how.seed, number)))
+
+
+def _drawn(model: nn.Module, tokens: Tensor, how: Sampling, seed: int) -> list[int]:
+    """The tokens that follow, drawn one by one, on the CPU: devices draw different numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    longest = getattr(model, "block_size", None)
+    if longest is not None and len(tokens) + how.tokens > longest:
+        log.warning("the model sees the last %d tokens at a time, of %d", longest, len(tokens) + how.tokens)
+    found: list[int] = []
+    for _ in range(how.tokens):
+        outputs = model(tokens[None, -longest:] if longest else tokens[None])
+        logits: Tensor = getattr(outputs, "logits", outputs)[0, -1].float().cpu()
+        probable = how.probabilities(logits)
+        found.append(int(logits.argmax() if how.greedy else torch.multinomial(probable, 1, generator=generator)))
+        tokens = torch.cat([tokens, tokens.new_tensor(found[-1:])])
+    return found
+
+
+def _by_itself(model: Any, tokens: Tensor, how: Sampling, seed: int) -> list[int]:
+    """What `generate` of transformers returns, without the prompt."""
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and len(tokens) + how.tokens > longest:
+        if how.tokens >= longest:
+            raise UsageError(f"the model takes {longest} tokens, and tokens = {how.tokens} leaves none to the prompt")
+        log.warning("of the %d tokens of a prompt the model sees the last %d", len(tokens), longest - how.tokens)
+        tokens = tokens[-(longest - how.tokens) :]
+    drawing: dict[str, Any] = {"do_sample": not how.greedy}
+    if not how.greedy:
+        drawing |= {"temperature": how.temperature or 1.0, "top_k": how.top_k or 0, "top_p": how.top_p or 1.0}
+    with own_random_numbers():
+        torch.manual_seed(seed)
+        ids = model.generate(
+            input_ids=tokens[None],
+            attention_mask=torch.ones_like(tokens[None]),
+            max_new_tokens=how.tokens,
+            **drawing,
+        )
+    found: list[int] = ids[0, len(tokens) :].tolist()
+    return found

@@ -1,0 +1,295 @@
+"""Copies a run's folder to another place while training goes on, and brings it back where a machine has none of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ddpforge import disk
+from ddpforge.checkpoint.schema import COMMIT, FOLDER
+from ddpforge.confidential import redact
+from ddpforge.errors import CheckpointError, EnvironmentProblem, ForgeError, UsageError
+from ddpforge.interfaces import Tracker
+from ddpforge.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from ddpforge.recipe.schema import CheckpointSection
+
+__all__ = ["Mirror"]
+
+log = logging.getLogger("ddpforge")
+
+_BLOCK = 8 << 20  # bytes that are compared at a time
+_STORES = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # and the extra that each needs
+_OWN = ("checkpoints", "logs")  # checkpoints are copied whole or not at all; logs are this machine's
+
+
+class _Copied(NamedTuple):
+    """A file as it was when it was copied."""
+
+    size: int
+    changed: int
+
+
+class Mirror(Tracker):
+    """The copy of a run's folder below `url`, an address that fsspec knows: "s3://bucket/runs", "file:///mnt/runs".
+
+    Rank 0 has one. A thread copies after each checkpoint: first the small files, then the checkpoint, whose bytes are
+    read back and compared before the last file makes it count. What retention has removed here goes there, too.
+    """
+
+    def __init__(self, folder: RunFolder, url: str, *, must: bool) -> None:
+        """With `must`, a copy that is not complete in the end is an error."""
+        self._folder, self._url, self._must = folder, url.rstrip("/"), must
+        self.place = f"{redact(self._url)}/{folder.path.name}"
+        self._copied: dict[str, _Copied] = {}
+        self._asked, self._over = Event(), False
+        self._error: Exception | None = None
+        self._thread: Thread | None = None
+
+    @classmethod
+    def of(cls, folder: RunFolder, settings: CheckpointSection) -> Mirror | None:
+        """The mirror that a recipe asks for."""
+        return cls(folder, settings.mirror, must=settings.on_failure == "stop") if settings.mirror else None
+
+    @cached_property
+    def _files(self) -> Any:
+        return _open(self._url)[0]
+
+    @cached_property
+    def _root(self) -> str:
+        return f"{_open(self._url)[1]}/{self._folder.path.name}"
+
+    # -- before training
+    def fetch(self, *, fresh: bool) -> None:
+        """Brings the run here where this machine has none of it, and refuses what would mix two runs.
+
+        Raises EnvironmentProblem when the place cannot be read, and UsageError where it holds another run or a later
+        state of this one.
+        """
+        with self._reaching("read"):
+            there = self._run_there()
+        if there is None:
+            return
+        if fresh:
+            raise UsageError(
+                f"{self.place} holds a run already, which --fresh would mix with the new one",
+                hints=["give the recipe another `name` or checkpoint.mirror", "or remove what is there"],
+            )
+        if self._folder.exists():
+            self._refuse_another(there)
+        else:
+            with self._reaching("read"):
+                self._bring()
+
+    def _run_there(self) -> str | None:
+        path = f"{self._root}/run.json"
+        self._files.invalidate_cache()
+        return self._files.cat_file(path).decode() if self._files.exists(path) else None
+
+    def _refuse_another(self, there: str) -> None:
+        if json.loads(there).get("id") != self._folder.id:
+            raise UsageError(
+                f"{self.place} holds another run than {self._folder.path}",
+                hints=["give the recipe another `name` or checkpoint.mirror"],
+            )
+        with self._reaching("read"):
+            later = max(map(_step, self._complete()), default=-1)
+        here = max(map(_step, self._local()), default=-1)
+        if later > here:
+            raise UsageError(
+                f"{self.place} has come to step {later}, and {self._folder.path} to step {max(here, 0)}",
+                hints=[f"to go on from there: mv {self._folder.path} somewhere else; what is missing is brought back"],
+            )
+
+    def _bring(self) -> None:
+        """Copies all that is there into a draft, which becomes the run's folder."""
+        began, path = time.monotonic(), self._folder.path
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.mirror")
+        for old in path.parent.glob(f".{path.name}.*.mirror"):
+            shutil.rmtree(old, ignore_errors=True)
+        complete = set(self._complete())
+        for file in self._files.find(self._root):
+            name = file.removeprefix(f"{self._root}/")
+            parts = name.split("/")
+            if ".." not in parts and (parts[0] != "checkpoints" or parts[1] in complete):
+                (draft / name).parent.mkdir(parents=True, exist_ok=True)
+                self._files.get_file(file, str(draft / name))
+        (draft / "checkpoints").mkdir(exist_ok=True)
+        disk.rename(draft, path)
+        log.info("%s was brought back from %s in %.0f s", path, self.place, time.monotonic() - began)
+
+    def begin(self) -> None:
+        """Copies the small files, so that a place that cannot be written is known before training."""
+        with self._reaching("written"):
+            self._copy_small()
+        self._thread = Thread(target=self._serve, name="mirror", daemon=True)
+        self._thread.start()
+
+    # -- while training goes on
+    def checkpoint(self, step: int, folder: Path) -> None:
+        """Has the thread copy it."""
+        self._asked.set()
+
+    def _serve(self) -> None:
+        while self._asked.wait() and not self._over:
+            self._asked.clear()
+            self._try()
+
+    def _try(self) -> None:
+        self._error = None
+        try:
+            self._copy_all()
+        except Exception as error:
+            self._error = error
+            log.warning("not all is at %s yet: %s", self.place, _said(error))
+
+    def _copy_all(self) -> None:
+        self._copy_small()
+        complete = set(self._complete())
+        for name in sorted(self._local()):
+            if name not in complete:
+                began = time.monotonic()
+                with suppress(FileNotFoundError):  # retention has removed it meanwhile
+                    size = self._copy_checkpoint(name)
+                    log.info("%s is at %s: %d bytes in %.1f s", name, self.place, size, time.monotonic() - began)
+        if kept := set(self._local()):
+            for name in sorted(complete - kept):
+                if _step(name) <= max(map(_step, kept)):
+                    self._remove(name)
+
+    def _copy_small(self) -> None:
+        for path in _small(self._folder.path):
+            name, facts = path.relative_to(self._folder.path).as_posix(), path.stat()
+            now = _Copied(facts.st_size, facts.st_mtime_ns)
+            if self._copied.get(name) != now:
+                self._put(path, f"{self._root}/{name}")
+                self._copied[name] = now
+
+    def _copy_checkpoint(self, name: str) -> int:
+        here, there = self._folder.checkpoints / name, f"{self._root}/checkpoints/{name}"
+        files = sorted((path for path in here.rglob("*") if path.is_file()), key=lambda path: path.name == COMMIT)
+        for path in files:
+            target = f"{there}/{path.relative_to(here).as_posix()}"
+            self._put(path, target)
+            self._compare(path, target)
+        return sum(path.stat().st_size for path in files)
+
+    def _put(self, path: Path, target: str) -> None:
+        if self._url.partition("://")[0] not in _STORES:  # where folders are no more than parts of names
+            self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
+        self._files.put_file(str(path), target)
+
+    def _compare(self, path: Path, target: str) -> None:
+        self._files.invalidate_cache()
+        with path.open("rb") as here, self._files.open(target, "rb", block_size=_BLOCK) as there:
+            while True:
+                mine, other = here.read(_BLOCK), there.read(_BLOCK)
+                if mine != other:
+                    raise CheckpointError(f"{target} is not what was written there")
+                if not mine:
+                    return
+
+    def _remove(self, name: str) -> None:
+        there = f"{self._root}/checkpoints/{name}"
+        self._files.rm_file(f"{there}/{COMMIT}")  # from here on it does not count
+        self._files.rm(there, recursive=True)
+
+    # -- in the end
+    def __enter__(self) -> Mirror:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Copies what is still missing; raises CheckpointError if that fails and nothing else has."""
+        if self._thread is None:
+            return
+        self._over = True
+        self._asked.set()
+        self._thread.join()
+        self._try()
+        if self._error is not None and self._must and error is None:
+            raise CheckpointError(
+                f"not all of {self._folder.path} is at {self.place}: {_said(self._error)}",
+                hints=["here it is complete: the same command copies what is missing"],
+            ) from self._error
+
+    def complete(self) -> None:
+        """Copies what is missing of a run that has ended before; raises as the end of one does."""
+        with self:
+            self.begin()
+
+    # -- both places
+    def _local(self) -> list[str]:
+        return [path.parent.name for path in self._folder.checkpoints.glob(f"step-*/{COMMIT}")]
+
+    def _complete(self) -> list[str]:
+        """The checkpoints there whose last file is there."""
+        self._files.invalidate_cache()
+        names = (file.split("/") for file in self._files.find(f"{self._root}/checkpoints"))
+        return [parts[-2] for parts in names if parts[-1] == COMMIT and FOLDER.fullmatch(parts[-2])]
+
+    def _reaching(self, how: str) -> _Reaching:
+        return _Reaching(f"{self.place} cannot be {how}")
+
+
+class _Reaching:
+    """Within it, whatever a file system raises is an EnvironmentProblem."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, ForgeError):
+            raise EnvironmentProblem(
+                f"checkpoint.mirror: {self._what}: {_said(error)}",
+                hints=["see that the place is there, and that the credentials in the environment may use it"],
+            ) from error
+
+
+def _open(url: str) -> tuple[Any, str]:
+    """The file system of an address and the path in it; raises UsageError for one that nothing installed knows."""
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    protocol = url.partition("://")[0]
+    try:
+        files, root = url_to_fs(url)
+    except ImportError as error:
+        extra = _STORES.get(protocol)
+        hint = f"pip install 'ddpforge[{extra}]'" if extra else str(error)
+        raise EnvironmentProblem(
+            f"checkpoint.mirror: {protocol}:// needs a package that is missing", hints=[hint]
+        ) from error
+    except Exception as error:
+        raise UsageError(
+            f"checkpoint.mirror: {redact(url)} is no address that fsspec knows: {_said(error)}",
+            hints=['e.g. "s3://bucket/runs" or "file:///mnt/runs"'],
+        ) from error
+    return files, root
+
+
+def _small(folder: Path) -> Iterator[Path]:
+    """All files but checkpoints, logs and what is being written."""
+    for path in sorted(folder.rglob("*")):
+        parts: Sequence[str] = path.relative_to(folder).parts
+        if parts[0] not in _OWN and path.is_file() and not path.name.endswith(".tmp"):
+            yield path
+
+
+def _step(name: str) -> int:
+    match = FOLDER.fullmatch(name)
+    return int(match[1]) if match else -1
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

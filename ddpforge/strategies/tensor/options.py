@@ -1,0 +1,107 @@
+"""Options of strategies whose ranks may share layers, and what is refused of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import Refusal, Task, World
+from ddpforge.ranks.collectives import Connected
+from ddpforge.strategies.tensor.plan import Plan, resolve
+from ddpforge.strategies.tensor.shares import Shares, refuse_uneven
+
+if TYPE_CHECKING:
+    from ddpforge.recipe.schema import TrainSection
+
+__all__ = ["Loss", "Sequenced", "Sharing", "Styles", "Tensored"]
+
+Tensored = Annotated[
+    int, Field(ge=1, le=2**10, description="Neighbouring ranks that share out each layer; must divide ranks.")
+]
+Styles = Annotated[
+    dict[str, str] | None,
+    Field(description="With `tensor`: the styles of layers by glob over their names; absent: the model's own."),
+]
+Sequenced = Annotated[
+    bool, Field(description="With `tensor`: cut what lies between layers (norms, residual stream) by the sequence.")
+]
+Loss = Annotated[
+    Literal["whole", "vocabulary"],
+    Field(
+        description='With `tensor`: compute the loss from "whole" logits, or keep them cut by "vocabulary", which saves'
+        " their memory; for tasks that take cross-entropies of them."
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """The options `tensor`, `plan`, `sequence` and `loss` of a strategy."""
+
+    tensor: int = 1
+    plan: Mapping[str, str] | None = None
+    sequence: bool = False
+    loss: str = "whole"
+
+    def refusals(self, train: TrainSection) -> Iterator[Refusal]:
+        """Options that have no effect without sharing layers, or do not work with it."""
+        if self.tensor == 1:
+            for key, chosen in (("plan", self.plan), ("sequence", self.sequence), ("loss", self.loss != "whole")):
+                if chosen:
+                    yield Refusal(
+                        f"strategy.{key}",
+                        f"strategy.{key} has no effect while strategy.tensor is 1",
+                        ("set strategy.tensor, or leave it out",),
+                    )
+        elif train.compile != "off":
+            yield Refusal(
+                "train.compile",
+                f'train.compile = "{train.compile}" cannot follow the collectives and the random numbers of each rank '
+                f"within layers, which strategy.tensor = {self.tensor} puts there",
+                ('set train.compile = "off", or strategy.tensor = 1',),
+            )
+
+    def check(self, model: nn.Module, task: Task, blocks: Sequence[nn.Module]) -> None:
+        """Reads the plan of which layers are cut how."""
+        if self.tensor > 1:
+            self._resolved(model, blocks)
+        if self.loss == "vocabulary" and not task.takes_split_logits:
+            raise StrategyError(
+                f'strategy.loss = "vocabulary" leaves logits in parts, and {type(task).__name__} wants them whole',
+                hints=[
+                    "leave strategy.loss out",
+                    "or set takes_split_logits = True in the task, if all it does with logits is cross_entropy",
+                ],
+            )
+
+    def check_data(self, data: Any) -> None:
+        """Asks whether sequences can be cut."""
+        if self.sequence and isinstance(length := getattr(data, "block_size", None), int):
+            refuse_uneven(length, self.tensor)
+
+    def attach(
+        self, model: nn.Module, blocks: Sequence[nn.Module], ranks: Connected, mesh: DeviceMesh | None, world: World
+    ) -> Shares | None:
+        """Makes layers compute shares among `ranks`, which `mesh` has too; their weights are still whole."""
+        if self.tensor == 1:
+            return None
+        logits = mesh if self.loss == "vocabulary" else None
+        shares = Shares(self._resolved(model, blocks), ranks, world.device, sequence=self.sequence, logits=logits)
+        shares.attach(model)
+        return shares
+
+    def losses(self) -> AbstractContextManager[Any]:
+        """Wraps what computes a loss of logits that ranks share, and its backward pass; not to be nested."""
+        return loss_parallel() if self.loss == "vocabulary" else nullcontext()
+
+    def _resolved(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Plan:
+        vocabulary = self.loss == "vocabulary"
+        return resolve(model, self.plan, blocks, ranks=self.tensor, sequence=self.sequence, split_logits=vocabulary)

@@ -1,0 +1,147 @@
+"""Predicts samples: forward passes over a dataset, and what a task makes of each, in the order of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ddpforge.builtin.tasks.forms import described
+from ddpforge.data import Batches, MicroBatch
+from ddpforge.errors import PluginError, UsageError
+from ddpforge.interfaces import PartedData, Pass, Task, World
+from ddpforge.training.evaluation import Evaluator
+from ddpforge.training.first_look import name_of
+
+__all__ = ["INDEX", "Predicted", "in_order", "predictions", "refuse_turns"]
+
+INDEX = "index"  # the column with the place of a sample in its dataset
+_HINT = "return columns by name, each with one value for every sample: {'class': logits.argmax(1)}"
+_OWN = "write `predict(self, model, batch)` in the task"
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """The predictions of samples that are neighbours in the data; `first` is the place of the first of them."""
+
+    first: int
+    samples: int
+    columns: Mapping[str, NDArray[Any] | list[Any]]
+
+    def up_to(self, limit: int | None) -> Predicted:
+        """Those of the first `limit` samples of the data."""
+        if limit is None or self.first + self.samples <= limit:
+            return self
+        count = max(0, limit - self.first)
+        return Predicted(self.first, count, {name: column[:count] for name, column in self.columns.items()})
+
+
+def refuse_turns(task: Task) -> None:
+    """Raises UsageError for a task with several losses, none of which says what it predicts."""
+    if task.turns and type(task).predict is Task.predict:
+        raise UsageError(f"{name_of(task)} has several updates a step, and does not say what it predicts", hints=[_OWN])
+
+
+def in_order(data: Any) -> Any:
+    """The dataset, to be read from its first sample to its last: one in parts not at several places at once."""
+    if not isinstance(data, PartedData):
+        return data
+    data = copy(data)
+    data.shuffle, data.window, data.lanes = False, 1, (1, 1)
+    return data
+
+
+def predictions(
+    evaluator: Evaluator, task: Task, batches: Batches, world: World, *, limit: int | None = None
+) -> Iterator[list[Predicted]]:
+    """Yields on every rank, step by step, what all ranks predict of a dataset: each sample once, in the data's order.
+
+    Called on every rank; memory is for one step. With `limit`, of the first samples only. Raises UsageError under a
+    strategy that cuts samples, PluginError for a task whose columns are not of its samples.
+    """
+    if evaluator.is_cut:
+        raise UsageError(
+            "the strategy shares the positions of every sample out to ranks, and a prediction is of a whole one",
+            hints=["KEY=VALUE changes the recipe for this: strategy.context=1, or strategy.use=single"],
+        )
+
+    def compute(model: nn.Module, one: Pass) -> tuple[Tensor, Any]:
+        one.seed()
+        return torch.zeros(()), task.predict(model, one.batch)
+
+    mine: list[Predicted] = []
+    begin = 0
+    with evaluator.evaluating():
+        for micro, _, result in evaluator.results(_first(batches.evaluation(), limit), compute):
+            if result is not None and micro.samples:
+                mine.append(_taken(task, micro, result[1]))
+            if micro.last:
+                found = _in_order(chain.from_iterable(world.all.everyone(mine)), begin, micro.step_samples)
+                yield [part.up_to(limit) for part in found]
+                begin, mine = begin + micro.step_samples, []
+
+
+def _first(micro_batches: Iterable[MicroBatch], limit: int | None) -> Iterator[MicroBatch]:
+    """Whole steps, until they have `limit` samples; alike on all ranks."""
+    taken = 0
+    for micro in micro_batches:
+        yield micro
+        taken += micro.step_samples if micro.last else 0
+        if limit is not None and taken >= limit:
+            return
+
+
+def _in_order(parts: Iterable[Predicted], begin: int, samples: int) -> list[Predicted]:
+    """The parts of a step, which ranks that share a model all have, each once; together they are the whole step."""
+    found = sorted({part.first: part for part in parts}.values(), key=lambda part: part.first)
+    for part in found:
+        if part.first != begin:
+            break
+        begin, samples = begin + part.samples, samples - part.samples
+    if samples:
+        raise PluginError(
+            f"of the step's samples, {samples} were not predicted, or not in the order of the data",
+            hints=["this is a bug in the dataset or in the strategy"],
+        )
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- what a task returns
+def _taken(task: Task, micro: MicroBatch, returned: Any) -> Predicted:
+    """What a task predicts of a micro-batch, on the CPU."""
+    where = f"{name_of(task)}.predict"
+    if not isinstance(returned, Mapping) or not returned or not all(isinstance(name, str) for name in returned):
+        raise PluginError(f"{where} returns {described(returned)}, not columns by name", hints=[_HINT, _OWN])
+    if INDEX in returned:
+        raise PluginError(f"{where} returns a column `{INDEX}`, which every prediction has", hints=["rename it"])
+    columns = {name: _column(f"{where}: `{name}`", value, micro.samples) for name, value in returned.items()}
+    assert micro.places is not None  # as in every evaluation
+    return Predicted(int(micro.places[0]), micro.samples, columns)
+
+
+def _column(name: str, value: Any, samples: int) -> NDArray[Any] | list[Any]:
+    """A column with a row for each sample."""
+    if isinstance(value, Tensor | np.ndarray) and value.ndim and len(value) == samples:
+        found: NDArray[Any] = _plain(value)
+        return found
+    if isinstance(value, list | tuple) and len(value) == samples:
+        return [_plain(one) for one in value]
+    raise PluginError(f"{name} is {described(value)}, and there are {samples} samples", hints=[_HINT, _OWN])
+
+
+def _plain(value: Any) -> Any:
+    """A tensor as an array on the CPU, whatever holds it; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    value = value.detach().cpu()
+    return (value.float() if value.dtype in (torch.bfloat16, torch.float16) else value).numpy()

@@ -1,0 +1,41 @@
+"""Builds the documentation as a site in build/site, to be read from the disk or served: `make docs`.
+
+Its pages lie as they do in the repository, so that every link leads somewhere in both; one that does not is an error.
+"""
+
+import shutil
+import subprocess
+import sys
+from os.path import relpath
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PARTS = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Dockerfile", "docs", "recipes", "examples"]
+# The search of a page that is read from the disk needs it, and Zensical has every page load it from there.
+SHIM = "https://unpkg.com/iframe-worker/shim"
+
+
+def build() -> Path:
+    """Returns the folder of the site; raises CalledProcessError where Zensical finds a flaw."""
+    pages, site = (ROOT / "build" / name for name in ("pages", "site"))  # as in zensical.toml
+    for folder in (pages, site):
+        shutil.rmtree(folder, ignore_errors=True)
+    for part in (*PARTS, *(path.relative_to(ROOT) for path in ROOT.glob("plugins/*/README.md"))):
+        _copy(ROOT / part, pages / part)
+    subprocess.run([sys.executable, "-m", "zensical", "build", "--clean", "--strict"], cwd=ROOT, check=True)
+    for page in site.rglob("*.html"):
+        own = relpath(site / "docs/assets/iframe-worker.js", page.parent)
+        page.write_text(page.read_text(encoding="utf-8").replace(SHIM, own), encoding="utf-8")
+    return site
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "site.py", "generate.py"))
+    else:
+        shutil.copy(source, target)
+
+
+if __name__ == "__main__":
+    print(build() / "index.html")

@@ -1,0 +1,161 @@
+"""`ddpforge export` to torch.export and ONNX, and to the hub: what others run is what was trained."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnxruntime  # type: ignore[import-untyped]
+import pytest
+import torch
+from click.testing import CliRunner
+from forked import in_ranks
+from hub_stub import HubStub
+from torch import nn
+
+import ddpforge
+from ddpforge.cli.export import export
+from ddpforge.errors import ForgeError
+
+RECIPES = {
+    "mlp": """
+model = { use = "mlp", inputs = 64, outputs = 10, hidden = [16] }
+data.train = { use = "digits", split = "train" }
+data.eval = { use = "digits", split = "test" }
+task = { use = "classification" }
+callbacks.ema = { decay = 0.5, evaluate = false }
+""",
+    "gpt": """
+model = { use = "gpt", vocab_size = 256, block_size = 16, layers = 2, heads = 2, width = 16 }
+data.train = { use = "text_stream", path = "text.txt", block_size = 16 }
+data.eval.one = { use = "text_stream", path = "text.txt", block_size = 16 }
+task = { use = "language_modelling" }
+""",
+    "odd": """
+model = { use = "./net.py:Odd" }
+data.train = { use = "digits", split = "train" }
+data.eval = { use = "digits", split = "test" }
+task = { use = "classification" }
+""",
+}
+REST = """
+recipe = 1
+name = "{name}"
+optimizer = {{ use = "sgd", lr = 0.1 }}
+strategy = {{ use = "single" }}
+train = {{ length = "2st", global_batch = 8, device = "cpu", eval_every = "2st" }}
+checkpoint = {{ every = "1st", keep = {{ last = 2 }} }}
+"""
+NET = """
+from torch import nn
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = self.layer(x.flatten(1))
+        return x if x.sum() > 0 else -x
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "net.py").write_text(NET)
+    (folder / "text.txt").write_text("to be, or not to be: that is the question. " * 40)
+    for name, text in RECIPES.items():
+        (folder / f"{name}.toml").write_text(REST.format(name=name) + text)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        in_ranks(1, lambda _: [ddpforge.run(f"{name}.toml").exit_code for name in RECIPES])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def folder(trained: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for path in trained.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    return tmp_path
+
+
+def call(*arguments: str) -> str:
+    done = CliRunner().invoke(export, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def complaint(*arguments: str) -> str:
+    error = CliRunner().invoke(export, arguments).exception
+    assert isinstance(error, ForgeError), error
+    return " | ".join([error.message, *error.hints])
+
+
+def asked(run: str, samples: int) -> tuple[nn.Module, torch.Tensor]:
+    """The model, and the inputs of so many samples."""
+    loaded = ddpforge.load(f"runs/{run}")
+    return loaded.model(weights="model"), loaded.batch(samples)[0]
+
+
+@pytest.mark.parametrize("run", [pytest.param("mlp", marks=pytest.mark.full), "gpt"])
+def test_programs_compute_what_the_model_does_for_any_batch(folder: Path, run: str) -> None:
+    said = json.loads(call(run, "-o", "model.pt2", "--json"))
+    program = torch.export.load("model.pt2").module()
+    call(run, "--format", "onnx")
+    session = onnxruntime.InferenceSession(f"{run}.onnx", providers=["CPUExecutionProvider"])
+    (name,) = (each.name for each in session.get_inputs())
+    for samples in (1, 3, 7):
+        model, inputs = asked(run, samples)
+        with torch.no_grad():
+            expected = model(inputs)
+        torch.testing.assert_close(program(inputs), expected)
+        (found,) = session.run(None, {name: inputs.numpy()})
+        np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=1e-5)
+    assert (said["step"], said["bytes"]) == (2, Path("model.pt2").stat().st_size)
+    assert [path.name for path in folder.iterdir() if "tmp" in path.name] == []
+
+
+def test_other_weights_and_checkpoints(folder: Path) -> None:
+    call("mlp", "-o", "ema.pt2", "--weights", "ema")
+    call("mlp", "-o", "first.pt2", "--step", "1")
+    _, inputs = asked("mlp", 2)
+    for file, model in (
+        ("ema.pt2", ddpforge.load("runs/mlp").model(weights="ema")),
+        ("first.pt2", ddpforge.load("runs/mlp", step=1).model(weights="model")),
+    ):
+        torch.testing.assert_close(torch.export.load(file).module()(inputs), model(inputs).detach())
+
+
+def test_what_cannot_be_is_refused_and_leaves_nothing(folder: Path) -> None:
+    before = set(folder.iterdir())
+    assert "torch.export cannot take the model Odd" in complaint("odd", "-o", "odd.pt2")
+    assert "--dtype is for weights alone" in complaint("mlp", "-o", "a.pt2", "--dtype", "bf16")
+    assert "does not go into a.onnx" in complaint("mlp", "-o", "a.onnx", "--format", "pt2")
+    assert "MLP is no model of transformers" in complaint("mlp", "--format", "transformers")
+    assert set(folder.iterdir()) == before
+    (folder / "there.pt2").write_text("mine")
+    assert "there.pt2 exists" in complaint("mlp", "-o", "there.pt2")
+
+
+# ---------------------------------------------------------------------------------------------- the hub
+def test_what_was_written_is_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = HubStub("secret")
+    with stub.serving() as address:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", address)
+        monkeypatch.setenv("HF_TOKEN", "secret")
+        said = call("mlp", "-o", "hf/", "--max-shard-size", "1KB", "--push-to-hub", "me/mine", "--private")
+        assert said.endswith("from step 2; http://127.0.0.1/me/mine/commit/1\n")
+        assert stub.files["me/mine"] == {path.name: path.read_bytes() for path in (folder / "hf").iterdir()}
+        assert len(stub.files["me/mine"]) == 3
+        assert "private" in (stub.made["me/mine"].get("visibility"), *stub.made["me/mine"])
+        assert stub.messages == ["Step 2 of mlp"]
+
+        monkeypatch.setenv("HF_TOKEN", "wrong")
+        refused = complaint("mlp", "-o", "other.safetensors", "--push-to-hub", "me/mine")
+        assert refused.startswith("the hub refuses me/mine: 401")
+        assert "hf auth login" in refused
+    assert not (folder / "other.safetensors").exists()
+    assert "expected USER/NAME" in complaint("mlp", "--push-to-hub", "mine")
+    assert "the hub refuses" in complaint("mlp", "--push-to-hub", "me/mine")  # nobody is there

@@ -1,0 +1,171 @@
+"""A run's folder is copied to another place, whole and compared, and comes back on a machine that has none of it."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import in_ranks, refused
+from fsspec.implementations.local import LocalFileSystem
+from moto.server import ThreadedMotoServer
+
+import ddpforge
+from ddpforge.checkpoint.schema import COMMIT
+from ddpforge.errors import CheckpointError, EnvironmentProblem, RecipeError, UsageError
+from ddpforge.runs.folder import RunFolder
+
+RECIPE = """
+recipe = 1
+name = "run"
+model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
+data.train = { use = "digits", split = "train" }
+task = { use = "classification" }
+optimizer = { use = "sgd", lr = 0.1 }
+strategy = { use = "single" }
+train = { length = "6st", global_batch = 8, device = "cpu" }
+checkpoint = { every = "2st", keep = { last = 2 } }
+track = { every = "1st" }
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of an S3 server on this machine."""
+    server = ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """The address of a bucket of the test's own."""
+    import boto3  # type: ignore[import-untyped]
+
+    for name, value in (("ENDPOINT_URL", server), ("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    name = f"bucket-{abs(hash(request.node.name)):x}"
+    boto3.client("s3").create_bucket(Bucket=name)
+    return f"s3://{name}/runs"
+
+
+def run(folder: Path, *sets: str, fresh: bool = False, within: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """The status of a run in `folder`, or what it raises, in a process of its own."""
+    folder.mkdir(exist_ok=True)
+    (folder / "recipe.toml").write_text(RECIPE)
+
+    def rank(_: int) -> Any:
+        within()
+        try:
+            return dict(ddpforge.run(folder / "recipe.toml", sets=sets, out=folder, fresh=fresh).status)
+        except (EnvironmentProblem, UsageError, RecipeError) as error:
+            error.__cause__ = None
+            return error if not isinstance(error, RecipeError) else UsageError(str(error.problems))
+
+    ((found,),) = (in_ranks(1, rank),)
+    if isinstance(found, Exception):
+        raise found
+    return found  # type: ignore[no-any-return]
+
+
+def losses(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [row["train/loss"] for row in rows]
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.parent.name[:14] for path in folder.glob(f"checkpoints/step-*/{COMMIT}"))
+
+
+def test_a_machine_that_has_nothing_goes_on_from_a_bucket(tmp_path: Path, bucket: str) -> None:
+    run(tmp_path / "straight")
+    mirror = f'checkpoint.mirror="{bucket}"'
+    run(tmp_path / "one", mirror, "train.length=4st")
+    shutil.rmtree(tmp_path / "one/run")
+    status = run(tmp_path / "one", mirror)
+    assert (status["state"], status["step"]) == ("done", 6)
+    assert losses(tmp_path / "one") == losses(tmp_path / "straight")
+    assert len({RunFolder(tmp_path / name / "run").id for name in ("one", "straight")}) == 2
+
+
+def test_what_is_there_is_what_is_here(tmp_path: Path) -> None:
+    """Also what retention has removed, and the last word of status.json; but no logs."""
+    run(tmp_path / "one", f'checkpoint.mirror="{(tmp_path / "there").as_uri()}"')
+    here, there = tmp_path / "one/run", tmp_path / "there/run"
+    assert checkpoints(here) == checkpoints(there) == ["step-000000004", "step-000000006"]
+    files = {path.relative_to(here) for path in here.rglob("*") if path.is_file() and "logs" not in path.parts}
+    files -= {Path("checkpoints/latest.json")}  # a hint, which is made anew
+    assert {path.relative_to(there) for path in there.rglob("*") if path.is_file()} == files
+    assert all((here / file).read_bytes() == (there / file).read_bytes() for file in files)
+    assert json.loads((there / "status.json").read_text())["state"] == "done"
+
+
+def test_damage_on_the_way_is_found_and_the_same_command_mends_it(tmp_path: Path) -> None:
+    mirror = f'checkpoint.mirror="{(tmp_path / "there").as_uri()}"'
+
+    def flips() -> None:
+        put = LocalFileSystem.put_file
+
+        def damaged(self: Any, here: str, there: str, *rest: Any, **more: Any) -> None:
+            put(self, here, there, *rest, **more)
+            if there.endswith(".safetensors"):
+                content = bytearray(Path(there).read_bytes())
+                content[-1] ^= 1
+                Path(there).write_bytes(content)
+
+        LocalFileSystem.put_file = damaged  # in a process that ends with the run
+
+    message = refused(CheckpointError, lambda: run(tmp_path / "one", mirror, within=flips))
+    assert "is not what was written there" in message
+    assert message.endswith("here it is complete: the same command copies what is missing")
+    assert checkpoints(tmp_path / "there/run") == []
+    assert json.loads((tmp_path / "one/run/status.json").read_text())["state"] == "done"
+
+    assert run(tmp_path / "one", mirror)["step"] == 6
+    assert checkpoints(tmp_path / "there/run") == ["step-000000004", "step-000000006"]
+
+
+def test_a_checkpoint_that_was_being_copied_does_not_count(tmp_path: Path) -> None:
+    mirror = f'checkpoint.mirror="{(tmp_path / "there").as_uri()}"'
+    run(tmp_path / "one", mirror)
+    (newest,) = (tmp_path / "there/run/checkpoints").glob("step-000000006-*")
+    (newest / COMMIT).unlink()
+    shutil.rmtree(tmp_path / "one/run")
+    run(tmp_path / "one", mirror)
+    assert checkpoints(tmp_path / "one/run") == checkpoints(tmp_path / "there/run") == ["step-000000004"]
+
+
+def test_runs_are_not_mixed(tmp_path: Path) -> None:
+    mirror = f'checkpoint.mirror="{(tmp_path / "there").as_uri()}"'
+    run(tmp_path / "one", mirror, "train.length=2st")
+    shutil.copytree(tmp_path / "one", tmp_path / "old")
+    run(tmp_path / "one", mirror)
+
+    message = refused(UsageError, lambda: run(tmp_path / "old", mirror))
+    assert "run has come to step 6, and" in message
+    message = refused(UsageError, lambda: run(tmp_path / "one", mirror, fresh=True))
+    assert "holds a run already, which --fresh would mix" in message
+    run(tmp_path / "other", "train.length=2st")
+    message = refused(UsageError, lambda: run(tmp_path / "other", mirror))
+    assert "holds another run than" in message
+
+
+@pytest.mark.parametrize(
+    ("address", "kind", "says"),
+    [
+        ("s3://nowhere/runs", EnvironmentProblem, "s3://nowhere/runs/run cannot be"),
+        ("gs://bucket/runs", EnvironmentProblem, "pip install 'ddpforge[gcs]'"),
+        ("nonsense://x", UsageError, "nonsense://x is no address that fsspec knows"),
+        ("runs", UsageError, "must be an address"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused_before_training(
+    tmp_path: Path, bucket: str, address: str, kind: type[Exception], says: str
+) -> None:
+    message = refused(kind, lambda: run(tmp_path / "one", f'checkpoint.mirror="{address}"'))
+    assert says in message
+    assert not [*tmp_path.rglob("step-*")]
