@@ -98,15 +98,8 @@ def run(
             if mirror:
                 mirror.complete()
             return Outcome(folder.path, opened.result, world.is_main)
-        attempt = Attempt(
-            *(folder, opened, parts, taken, world, peers),
-            claims=claims,
-            is_built=is_new,
-            mirror=mirror,
-            max_time=max_time,
-            window=window,
-        )
-        return attempt.run()
+        asked: dict[str, Any] = {"mirror": mirror, "max_time": max_time, "window": window}
+        return Attempt(folder, opened, parts, taken, world, peers, claims=claims, is_built=is_new, **asked).run()
 
 
 def _leave_if_asked(stop: StopRequests, world: World, peers: Peers) -> None:

@@ -171,10 +171,10 @@ def _weights(
 
     if beside:
         from ddpforge.api import load
-        from ddpforge.exchange.transformers_folder import Beside
+        from ddpforge.exchange.transformers_folder import FolderParts
 
         trained = load(checkpoint)
-        needed = Beside.of(trained.bare(), trained.data(), merged=chosen.merge)
+        needed = FolderParts.of(trained.bare(), trained.data(), merged=chosen.merge)
     if beside or most is not None or (out is not None and (out.endswith("/") or Path(out).is_dir())):
         done = export_folder(checkpoint, Path(out or default), **chosen._asdict(), most=most)
         return needed.save(done) if beside else done

@@ -12,19 +12,19 @@ from ddpforge import disk
 from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.exchange.export import Exported
 
-__all__ = ["Beside"]
+__all__ = ["FolderParts"]
 
 
 @dataclass(frozen=True)
-class Beside:
+class FolderParts:
     """The parts of a transformers model that are no weights."""
 
     parts: tuple[Any, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, data: Any, *, merged: bool) -> Beside:
+    def of(cls, model: nn.Module, data: Any, *, merged: bool) -> FolderParts:
         """Those of a model, and the tokenizer of its data, if it has one; raises UsageError for another model."""
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         if not hasattr(config, "save_pretrained"):
             raise UsageError(
                 f"{type(model).__name__} is no model of transformers",

@@ -24,7 +24,7 @@ class Data(Protocol):
     - `set_epoch(epoch: int)` is called before the first sample of each epoch is fetched, and in training
       `set_step(step: int)` before the first of each step (0 for the first of the run), in loader processes too;
     - `encode(text: str) -> list[int]` and `decode(tokens: list[int]) -> str`, of text for language models, say what
-      tokens a text is: for `ddpforge generate` and `ddpforge data show`;
+      tokens a text is: for `ddpforge generate`, and for people who look at samples;
     - what an order of training data asks for by name, such as `labels` or `lengths`: an attribute, or a method, that is
       an array with one value per sample.
 

@@ -79,7 +79,7 @@ def first_batches(parts: Parts, split: str, most: int) -> tuple[list[MicroBatch]
     deal_out(parts, World(all=Alone(), data=Alone(), device=torch.device("cpu"), local_rank=0))
     name = split.removeprefix("eval").removeprefix(".")
     source = parts.training.training(0) if split == "train" else parts.evaluation[name].evaluation()
-    return list(islice(source, most)), reader_of(parts.data[split])
+    return list(islice(source, most)), getattr(parts.data[split], "decode", None)
 
 
 def describe(micro: MicroBatch, read: Read | None) -> Shown:

@@ -1,4 +1,4 @@
-"""The contrastive recipe in small: one curve on any ranks, sharded, in pipelines, at a ragged end and in evaluations."""
+"""The contrastive recipe in small: one curve on any ranks, sharded, in pipelines, at ragged ends, in evaluations."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -252,6 +252,10 @@ class TextClasses:
         whole = text[: len(text) // self.block_size * self.block_size].astype(np.uint8)
         return torch.from_numpy(whole).view(-1, self.block_size)
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; bytes that are no UTF-8 become U+FFFD."""
+        return bytes(tokens).decode("utf-8", errors="replace")
+
     def __len__(self) -> int:
         return len(self._tokens)
 
@@ -264,10 +268,6 @@ class TextClasses:
         """The whole batch at once."""
         rows = torch.tensor(ids)
         return self._tokens[rows].long(), self._classes[rows]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of bytes; those that are no UTF-8 become U+FFFD."""
-        return bytes(tokens).decode("utf-8", errors="replace")
 
     def collate(self, batch: Batch) -> Batch:
         """Returns its argument: `__getitems__` makes batches already."""

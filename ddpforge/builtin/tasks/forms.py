@@ -41,7 +41,7 @@ def pair(batch: Any, task: str, names: str) -> tuple[Any, Tensor]:
 
 
 def parts_of(batch: Any) -> tuple[Any, Tensor | None]:
-    """What a model is to predict from, and the targets beside it, where there are any."""
+    """Splits a batch into the inputs of a model and the targets beside them, where there are any."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1] if isinstance(batch[1], Tensor) else None
     return batch, None
