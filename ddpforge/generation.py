@@ -111,7 +111,7 @@ def _drawn(model: nn.Module, tokens: Tensor, how: Sampling, seed: int) -> list[i
 
 
 def _by_itself(model: Any, tokens: Tensor, how: Sampling, seed: int) -> list[int]:
-    """What `generate` of transformers returns, without the prompt."""
+    """The tokens that `generate` of transformers returns, without the prompt."""
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and len(tokens) + how.tokens > longest:
         if how.tokens >= longest:

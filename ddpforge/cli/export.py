@@ -131,7 +131,7 @@ class _Weights(NamedTuple):
 
 
 def _form(form: str | None, out: str | None) -> str:
-    """What is to be written; raises UsageError for a name that says something else."""
+    """The format to write; raises UsageError for a name that says another."""
     suffix = Path(out).suffix if out and not out.endswith("/") else ""
     if out and suffix in (".pt", ".pth", ".bin", ".ckpt"):
         raise UsageError(

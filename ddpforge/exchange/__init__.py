@@ -1,1 +1,1 @@
-"""Weights from and to elsewhere: export, import, initial weights, other programs' formats."""
+"""Models from and to elsewhere: export, programs, the hub, import, initial weights, other formats, tables."""

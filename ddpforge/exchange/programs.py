@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ddpforge import disk
 from ddpforge.builtin.datasets.files import library
-from ddpforge.errors import EnvironmentProblem, PluginError, UsageError
+from ddpforge.errors import EnvironmentProblem, ForgeError, PluginError, UsageError
 from ddpforge.interfaces import Task
 
 __all__ = ["SAMPLES", "Inputs", "inputs_of", "require_onnx", "write_onnx", "write_pt2"]
@@ -33,7 +33,7 @@ class _Called(Exception):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a model is called with for a batch of `samples`; `names` are the parameters of its `forward`, in order."""
+    """The arguments of a model for a batch of `samples`; `names` has them by the parameters of its `forward`."""
 
     args: tuple[Any, ...]
     named: dict[str, Any]
@@ -71,13 +71,22 @@ def inputs_of(model: nn.Module, task: Task, batch: Any, samples: int) -> Inputs:
             if called:
                 args, named = called[0]
                 names = inspect.signature(model.forward).bind(*args, **named).arguments
-                return Inputs(args, named, names, samples)
+                return _checked(Inputs(args, named, names, samples), model)
     finally:
         hook.remove()
     raise UsageError(
         f"{type(task).__name__} does not call the model itself, so it is not known what to export it for",
         hints=["-o FILE.safetensors writes the weights alone"],
     )
+
+
+def _checked(inputs: Inputs, model: nn.Module) -> Inputs:
+    if not any(map(inputs._has_rows, tree_leaves((inputs.args, inputs.named)))):
+        raise UsageError(
+            f"{type(model).__name__} is called with no tensor that has a row for each of {inputs.samples} samples",
+            hints=[f"the first evaluation set must have {inputs.samples} samples or more"],
+        )
+    return inputs
 
 
 def write_pt2(model: nn.Module, inputs: Inputs, out: Path) -> None:
@@ -90,8 +99,8 @@ def write_pt2(model: nn.Module, inputs: Inputs, out: Path) -> None:
         with disk.create(temporary) as file:
             torch.export.save(program, file)
             disk.sync(file)
-        again = torch.export.load(temporary).module()
-        _compare(model, inputs, again)
+        with _told("torch.export", model):
+            _compare(model, inputs, torch.export.load(temporary).module())
 
 
 def require_onnx() -> None:
@@ -111,8 +120,9 @@ def write_onnx(model: nn.Module, inputs: Inputs, out: Path) -> None:
         data: bytes = made.model_proto.SerializeToString()
     with _appearing(out) as temporary:
         disk.write_new(temporary, [data])
-        session = library("onnxruntime", "onnx").InferenceSession(data, providers=["CPUExecutionProvider"])
-        _compare(model, inputs, partial(_run_onnx, session))
+        with _told("onnxruntime", model):
+            session = library("onnxruntime", "onnx").InferenceSession(data, providers=["CPUExecutionProvider"])
+            _compare(model, inputs, partial(_run_onnx, session))
 
 
 def _run_onnx(session: Any, *args: Any, **named: Any) -> list[Tensor]:
@@ -133,6 +143,8 @@ def _told(by: str, model: nn.Module) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
+    except ForgeError:
+        raise
     except Exception as error:  # of many kinds, which share no base
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         raise UsageError(

@@ -116,7 +116,7 @@ def _in_order(parts: Iterable[Predicted], begin: int, samples: int) -> list[Pred
 
 # ---------------------------------------------------------------------------------------------- what a task returns
 def _taken(task: Task, micro: MicroBatch, returned: Any) -> Predicted:
-    """What a task predicts of a micro-batch, on the CPU."""
+    """The prediction of a micro-batch, on the CPU."""
     where = f"{name_of(task)}.predict"
     if not isinstance(returned, Mapping) or not returned or not all(isinstance(name, str) for name in returned):
         raise PluginError(f"{where} returns {described(returned)}, not columns by name", hints=[_HINT, _OWN])

@@ -43,6 +43,17 @@ checkpoint = { every = "2st" }
 """
 
 
+LANGUAGE = """\
+recipe = 1
+name = "language"
+model = { use = "gpt", vocab_size = 16, block_size = 8, layers = 2, heads = 2, width = 16 }
+data.train = { use = "./parts.py:RaggedTokens" }
+data.eval = { use = "./parts.py:RaggedTokens", samples = 11 }
+task = { use = "language_modelling" }
+optimizer = { use = "sgd", lr = 0.1 }
+train = { length = "2st", global_batch = 8, device = "cpu", eval_every = "2st" }
+checkpoint = { every = "2st" }
+"""
 OWN = """
 import torch
 from ddpforge.builtin.tasks.regression import Regression
@@ -73,11 +84,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     (folder / "tiny.toml").write_text(RECIPE)
     (folder / "points.toml").write_text(POINTS)
+    (folder / "language.toml").write_text(LANGUAGE)
     copy(Path(__file__).parent.parent / "parts.py", folder)
     (folder / "own.py").write_text(OWN)
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
-        in_ranks(1, lambda _: [ddpforge.run(f"{name}.toml").exit_code for name in ("tiny", "points")])
+        in_ranks(1, lambda _: [ddpforge.run(f"{name}.toml").exit_code for name in ("tiny", "points", "language")])
     return folder
 
 
@@ -168,6 +180,36 @@ def test_parquet_has_the_same_rows_typed() -> None:
     table = pq.read_table("out.parquet")
     assert [str(field.type) for field in table.schema] == ["int64", "int64", "float", "int64"]
     assert [{**row, "probability": pytest.approx(row["probability"])} for row in table.to_pylist()] == lines
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ["strategy.use=pipeline"],
+        ["strategy.use=fsdp", "strategy.tensor=2"],
+        ["strategy.use=fsdp", "strategy.tensor=2", "strategy.loss=vocabulary"],
+        ["strategy.use=deepspeed", "strategy.stage=3"],
+    ],
+    ids=lambda sets: "-".join(word.rpartition("=")[2] for word in sets),
+)
+def test_ranks_that_share_a_model_predict_each_sample_once(strategy: list[str]) -> None:
+    """Of 11 samples, 3 at a time."""
+    alone = predicted(1, "language", sets=["strategy.use=single", "train.eval_batch=3"])
+    together = predicted(2, "language", sets=["train.eval_batch=3", *strategy])
+    assert together == [
+        row | {name: pytest.approx(row[name], rel=1e-4, abs=1e-6) for name in ("loss", "losses")} for row in alone
+    ]
+    assert [row["index"] for row in alone] == [*range(11)]
+    assert alone[0]["tokens"] == sum(loss > 0 for loss in alone[0]["losses"])
+
+
+@pytest.mark.full
+def test_ranks_that_cut_samples_are_refused() -> None:
+    sets = ["strategy.use=fsdp", "strategy.context=2"]
+    said = in_ranks(2, lambda _: refused(UsageError, lambda: ddpforge.predict("language", "other.jsonl", sets=sets)))
+    assert said[0].startswith("the strategy shares the positions of every sample out to ranks")
+    assert not Path("other.jsonl").exists()
 
 
 def test_data_in_parts_and_a_task_of_ones_own(folder: Path) -> None:

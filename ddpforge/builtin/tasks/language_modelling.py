@@ -84,6 +84,6 @@ class LanguageModelling(Task):
 
 
 def of_sequences(losses: Tensor, counted: Tensor) -> dict[str, Tensor]:
-    """What is predicted of sequences, from the losses of their tokens [B, T] and which of these count."""
+    """The columns of a prediction of sequences, from the losses of their tokens [B, T] and those that count."""
     tokens = counted.sum(dim=1)
     return {"loss": losses.sum(dim=1) / tokens, "tokens": tokens, "losses": losses}
