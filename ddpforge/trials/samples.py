@@ -17,7 +17,7 @@ from ddpforge.ranks.collectives import Alone
 from ddpforge.training.building import build_data_and_model, deal_out
 from ddpforge.training.parts import Parts
 
-__all__ = ["Leaf", "Pictures", "Shown", "describe", "first_batches", "pictures_of", "reader_of"]
+__all__ = ["Leaf", "Pictures", "Shown", "describe", "first_batches", "pictures_of"]
 
 _LABELS = 20  # different values, up to which each is counted
 _TEXTS = 3  # samples of which the text is shown
@@ -25,12 +25,6 @@ _PICTURES = 64  # in a sheet
 _SMALLEST = 4  # pixels each way of what is taken for a picture
 
 Read = Callable[[Sequence[int]], str]
-
-
-def reader_of(data: Any) -> Read | None:
-    """Finds what makes text of a dataset's tokens: its `decode`, or that of its tokenizer."""
-    found = getattr(data, "decode", None) or getattr(getattr(data, "tokenizer", None), "decode", None)
-    return found if callable(found) else None
 
 
 @dataclass(frozen=True)
