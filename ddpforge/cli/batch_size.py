@@ -29,7 +29,7 @@ def batch_size(recipe: str, sets: Sequence[str], budget: str | None, nproc: int,
     if as_json:
         click.echo(json.dumps(found.as_dict()))
     elif found.micro_batch is None:
-        click.echo("no micro-batch fits: see the how-to on memory for what else saves some")
+        click.echo("no micro-batch fits: docs/how-to/out-of-memory.md has what else saves memory")
     else:
         accumulation = found.global_batch // (found.micro_batch * found.ranks)
         click.echo(

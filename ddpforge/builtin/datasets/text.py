@@ -219,7 +219,6 @@ class TextClasses:
     """
 
     random = False
-    level = "bytes"
     vocab_size = 256
 
     def __init__(
