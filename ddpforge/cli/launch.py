@@ -12,7 +12,6 @@ import click
 from ddpforge.cli import complain
 from ddpforge.cli.options import (
     before_flags,
-    dry_run_option,
     json_option,
     out_option,
     recipe_argument,
@@ -36,8 +35,14 @@ if TYPE_CHECKING:
 @click.option(
     "--max-restarts", type=click.IntRange(min=0), help="Start ranks again so often after a failure; default: never."
 )
-@click.option("--print", "prints", is_flag=True, help="Print the command that would be run here, and start nothing.")
-@dry_run_option
+@click.option(
+    "--dry-run",
+    is_flag=False,
+    flag_value=0,
+    type=click.IntRange(min=0),
+    metavar="[STEPS]",
+    help="Print the command that would be run here, and start nothing; with STEPS, train so many as `run` does.",
+)
 @set_option
 @out_option
 @run_options
@@ -51,7 +56,6 @@ def launch(
     endpoint: str | None,
     run_id: str | None,
     max_restarts: int | None,
-    prints: bool,
     dry_run: int | None,
     sets: tuple[str, ...],
     out: str | None,
@@ -81,12 +85,12 @@ def launch(
             allow_change=allow_change,
             max_time=max_time,
             profile=profile,
-            dry_run=dry_run,
+            dry_run=dry_run or None,
             as_json=as_json,
         )
         if stop.requested:
             raise Postponed("asked to stop before anything was started", hints=["the same command begins again"])
-    if prints:
+    if dry_run == 0:
         click.echo(start.shown())
         return
     started = start.run()

@@ -224,7 +224,7 @@ def test_a_dry_run_leaves_the_status_of_the_run_alone(launcher: Launcher, folder
 
 def test_the_command_is_printed_as_a_shell_can_run_it(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    result = invoke("digits", "-n", "2", *NODES, "--max-time", "4h", "--out", "a b", "--print")
+    result = invoke("digits", "-n", "2", *NODES, "--max-time", "4h", "--out", "a b", "--dry-run")
     words = shlex.split(result.stdout)
     assert {"OMP_NUM_THREADS=3", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"} <= set(words)
     assert words[-5:] == ["ddpforge", "run", "digits", "--out=a b", "--max-time=4h"]
