@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,20 +42,21 @@ def in_ranks(
     """What `action(rank)` returns in each of `ranks` processes that may form a group, or in one that no launcher has
     started; a rank that raises fails the test with its own words. Each is forked within `forking(rank)`.
 
-    A rank that has returned keeps its connections until the others have too: they may still be joining it."""
+    Rank 0 keeps what the others meet at until these have ended: they may still be joining a group that it has joined.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with TemporaryDirectory() as folder:
         answers = [Path(folder) / str(rank) for rank in range(ranks)]
-        children: dict[int, Path] = {}
+        children: list[int] = []
         stays, leaves = os.pipe()
         for rank, answer in enumerate(answers):
             with forking(rank):
                 if (child := os.fork()) == 0:
                     os.close(leaves)
                     _be(rank, ranks, port, action, answer, stays)
-            children[child] = answer
+            children.append(child)
         os.close(stays)
         _wait(children, timeout, leaves)
         found = [pickle.loads(answer.read_bytes()) if answer.exists() else (False, "ended") for answer in answers]
@@ -81,24 +82,24 @@ def _be(rank: int, ranks: int, port: int, action: Callable[[int], Any], answer: 
     part = answer.with_suffix(".part")
     part.write_bytes(found)
     part.rename(answer)
-    if well:
+    if well and rank == 0:
         os.read(stays, 1)  # returns when nobody can write to it any more
     os._exit(0)
 
 
-def _wait(children: Mapping[int, Path], timeout: float, leaves: int) -> None:
-    """Waits for all, which leave once each that is left has answered; ends those that are left when time is up."""
+def _wait(children: Sequence[int], timeout: float, leaves: int) -> None:
+    """Waits for all, and lets the first one leave last; ends those that are left when time is up."""
     deadline, left = time.monotonic() + timeout, set(children)
-    while left and not all(children[child].exists() for child in left):
-        for child in list(left):
-            if os.waitpid(child, os.WNOHANG)[0]:
-                left.remove(child)
-            elif time.monotonic() > deadline:
-                os.kill(child, signal.SIGKILL)
-        time.sleep(0.005)
-    os.close(leaves)
-    for child in left:
-        os.waitpid(child, 0)
+    with os.fdopen(leaves, "wb") as door:
+        while left:
+            for child in list(left):
+                if os.waitpid(child, os.WNOHANG)[0]:
+                    left.remove(child)
+                elif time.monotonic() > deadline:
+                    os.kill(child, signal.SIGKILL)
+            if left == {children[0]}:
+                door.close()
+            time.sleep(0.005)
 
 
 def train(**options: Any) -> TrainSection:
