@@ -1,31 +1,36 @@
 """`ddpforge batch-size`: find the largest micro-batch that fits into memory."""
 
 import json
+import signal
+import sys
 from collections.abc import Sequence
 
 import click
 
-from ddpforge.cli.options import json_option, recipe_argument, sets_options
+from ddpforge.cli.options import Size, json_option, recipe_argument, sets_options
 
 
 @click.command("batch-size")
 @recipe_argument
 @sets_options
-@click.option("--budget", metavar="MEMORY", help="Memory that a rank may take, e.g. 8GiB; default: all there is.")
+@click.option(
+    "--budget", type=Size(), metavar="MEMORY", help="Memory that a rank may take, e.g. 8GiB; default: all there is."
+)
 @click.option(
     "-n", "--nproc", type=click.IntRange(1, 1024), default=1, show_default=True, help="Ranks to try it on, here."
 )
 @json_option
-def batch_size(recipe: str, sets: Sequence[str], budget: str | None, nproc: int, as_json: bool) -> None:
+def batch_size(recipe: str, sets: Sequence[str], budget: int | None, nproc: int, as_json: bool) -> None:
     """Find the largest train.micro_batch with which RECIPE fits into memory; the global batch stays as it is.
 
     Each size that divides the batch is tried in a process of its own, for two steps that keep nothing: the largest
     first, then by bisection. On a GPU, memory is what torch has reserved there; otherwise what the process has.
     """
-    from ddpforge.trials.batch_size import find_micro_batch, parse_size
+    from ddpforge.trials.batch_size import find_micro_batch
 
-    bytes_ = parse_size(budget) if budget else None
-    found = find_micro_batch(recipe, sets=sets, ranks=nproc, budget=bytes_, told=lambda one: _tell(vars(one)))
+    # What is tried just now ends, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    found = find_micro_batch(recipe, sets=sets, ranks=nproc, budget=budget, told=lambda one: _tell(vars(one)))
     if as_json:
         click.echo(json.dumps(found.as_dict()))
     elif found.micro_batch is None:

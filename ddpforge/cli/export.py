@@ -1,7 +1,6 @@
 """`ddpforge export`, also `ddpforge ckpt export`: a run's model for other programs."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,29 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from ddpforge.cli.options import checkpoint_options, json_option
+from ddpforge.cli.options import Size, checkpoint_options, json_option
 from ddpforge.cli.tables import counted
 from ddpforge.errors import UsageError
 
 if TYPE_CHECKING:
     from ddpforge.exchange.export import Exported, Precision
     from ddpforge.exchange.hub import Hub
-
-
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-class _Size(click.ParamType[int]):
-    """A number of bytes, with or without a unit."""
-
-    name = "size"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", str(value))
-        size = int(float(match[1]) * _UNITS.get(match[2].upper() or "B", 0)) if match else 0
-        if size < 1:
-            self.fail(f"{value!r} is not a size; expected e.g. 5GB or 500MiB", param, ctx)
-        return size
 
 
 @click.command()
@@ -56,7 +39,7 @@ class _Size(click.ParamType[int]):
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Convert the weights; default: as they are.")
 @click.option(
     "--max-shard-size",
-    type=_Size(),
+    type=Size(),
     metavar="SIZE",
     help="Write several files of at most this size, e.g. 5GB, and an index, into a folder.",
 )

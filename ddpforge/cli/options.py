@@ -51,6 +51,23 @@ dry_run_option = click.option(
 )
 
 
+class Size(click.ParamType[int]):
+    """A number of bytes, with or without a unit: 5GB, 500 MiB, 4096."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from pydantic import ByteSize, TypeAdapter, ValidationError
+
+        try:
+            size = int(TypeAdapter(ByteSize).validate_python(value))
+        except ValidationError:
+            size = 0
+        if size < 1:
+            self.fail(f"{value!r} is not a size; expected e.g. 5GB or 500MiB", param, ctx)
+        return size
+
+
 def sets_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds `KEY=VALUE…` after the other arguments and `--set KEY=VALUE`; the command is given both as `sets`."""
 

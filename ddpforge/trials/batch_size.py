@@ -13,15 +13,14 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from ddpforge.errors import ForgeError, UsageError
+from ddpforge.errors import ForgeError
 from ddpforge.recipe import load_recipe
 from ddpforge.recipe.batch import plan_batch
 
-__all__ = ["Found", "Try", "find_micro_batch", "fitting", "parse_size", "sizes"]
+__all__ = ["Found", "Try", "find_micro_batch", "fitting", "sizes"]
 
 _STEPS = 2  # a first one, and one in which the optimizer's state is there
 _LOOK = 0.05  # seconds between looks at what a process takes
-_UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 @dataclass(frozen=True)
@@ -99,16 +98,6 @@ def fitting(candidates: Sequence[int], fits: Callable[[int], bool]) -> int | Non
         low, high = (middle, high) if fits(candidates[middle]) else (low, middle)
         middle = (low + high) // 2
     return candidates[low] if low >= 0 else None
-
-
-def parse_size(text: str) -> int:
-    """The bytes that e.g. "8GiB", "512 MiB" or "6.5GB" names; raises UsageError for another text."""
-    number = text.strip().rstrip("KMGBkmgbi").strip()
-    unit = text.strip()[len(number) :].strip().lower()
-    with suppress(ValueError):
-        if unit in _UNITS and (size := round(float(number) * _UNITS[unit])) > 0:
-            return size
-    raise UsageError(f"{text!r} is no amount of memory", hints=['expected e.g. "8GiB" or "512MiB"'])
 
 
 # ---------------------------------------------------------------------------------------------- one process

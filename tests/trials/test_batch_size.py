@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from ddpforge.cli import main
-from ddpforge.errors import ForgeError, RecipeError, UsageError
+from ddpforge.errors import ForgeError, RecipeError
 from ddpforge.trials import batch_size
-from ddpforge.trials.batch_size import Try, find_micro_batch, fitting, parse_size, sizes
+from ddpforge.trials.batch_size import Try, find_micro_batch, fitting, sizes
 
 
 def test_sizes_divide_a_ranks_share_of_the_batch() -> None:
@@ -31,23 +31,6 @@ def test_the_largest_that_fits_is_found(most: int) -> None:
     assert found == max((size for size in candidates if size <= most), default=None)
     assert len(tried) == len(set(tried)) <= 4
     assert tried[0] == 12
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("8GiB", 2**33), ("512 MiB", 2**29), ("1.5gb", 1_500_000_000), ("4096", 4096), ("2K", None)]
-)
-def test_memory_is_written_with_its_unit(text: str, size: int | None) -> None:
-    if size is not None:
-        assert parse_size(text) == size
-        return
-    with pytest.raises(UsageError, match="is no amount of memory"):
-        parse_size(text)
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "8 potatoes"])
-def test_what_is_no_memory_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="is no amount of memory"):
-        parse_size(text)
 
 
 class Processes:
