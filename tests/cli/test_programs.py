@@ -154,7 +154,8 @@ def test_what_was_written_is_on_the_hub(folder: Path, monkeypatch: pytest.Monkey
 
         monkeypatch.setenv("HF_TOKEN", "wrong")
         refused = complaint("mlp", "-o", "other.safetensors", "--push-to-hub", "me/mine")
-        assert refused.startswith("the hub refuses me/mine: 401")
+        assert refused.startswith("the hub refuses me/mine: ")
+        assert "401" in refused
         assert "hf auth login" in refused
     assert not (folder / "other.safetensors").exists()
     assert "expected USER/NAME" in complaint("mlp", "--push-to-hub", "mine")
