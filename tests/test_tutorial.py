@@ -55,7 +55,7 @@ def test_every_command_works_and_prints_what_the_tutorial_shows(tmp_path: Path) 
             continue  # the test's own environment
         elif "echo $?" in text:  # somebody presses Ctrl-C after a few seconds
             command = text.splitlines()[0]
-            shell(f"timeout --signal INT 25 {command}", folder, codes=(75, 124))
+            shell(f"timeout --foreground --signal INT 25 {command}", folder, codes=(75, 124))
             assert '"exit_code": 75' in (folder / "runs/long/status.json").read_text()
             interrupted = True
         else:
