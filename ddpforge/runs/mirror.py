@@ -8,7 +8,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from threading import Event, Thread
@@ -159,8 +159,12 @@ class Mirror(Tracker):
         for name in sorted(self._local()):
             if name not in complete:
                 began = time.monotonic()
-                with suppress(FileNotFoundError):  # retention has removed it meanwhile
+                try:
                     size = self._copy_checkpoint(name)
+                except FileNotFoundError:
+                    if name in self._local():  # else retention has removed it meanwhile
+                        raise
+                else:
                     log.info("%s is at %s: %d bytes in %.1f s", name, self.place, size, time.monotonic() - began)
         if kept := set(self._local()):
             for name in sorted(complete - kept):
@@ -237,22 +241,16 @@ class Mirror(Tracker):
         names = (file.split("/") for file in self._files.find(f"{self._root}/checkpoints"))
         return [parts[-2] for parts in names if parts[-1] == COMMIT and FOLDER.fullmatch(parts[-2])]
 
-    def _reaching(self, how: str) -> _Reaching:
-        return _Reaching(f"{self.place} cannot be {how}")
-
-
-class _Reaching:
-    """Within it, whatever a file system raises is an EnvironmentProblem."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, ForgeError):
+    @contextmanager
+    def _reaching(self, how: str) -> Iterator[None]:
+        """Within it, whatever a file system raises is an EnvironmentProblem."""
+        try:
+            yield
+        except ForgeError:
+            raise
+        except Exception as error:  # of many kinds, which share no base
             raise EnvironmentProblem(
-                f"checkpoint.mirror: {self._what}: {_said(error)}",
+                f"checkpoint.mirror: {self.place} cannot be {how}: {_said(error)}",
                 hints=["see that the place is there, and that the credentials in the environment may use it"],
             ) from error
 

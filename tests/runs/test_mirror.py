@@ -129,6 +129,24 @@ def test_damage_on_the_way_is_found_and_the_same_command_mends_it(tmp_path: Path
     assert checkpoints(tmp_path / "there/run") == ["step-000000004", "step-000000006"]
 
 
+def test_a_copy_that_is_gone_at_once_is_not_taken_for_one_that_retention_removed(tmp_path: Path) -> None:
+    mirror = f'checkpoint.mirror="{(tmp_path / "there").as_uri()}"'
+
+    def loses() -> None:
+        put = LocalFileSystem.put_file
+
+        def lost(self: Any, here: str, there: str, *rest: Any, **more: Any) -> None:
+            put(self, here, there, *rest, **more)
+            if there.endswith(".safetensors"):
+                Path(there).unlink()
+
+        LocalFileSystem.put_file = lost  # in a process that ends with the run
+
+    message = refused(CheckpointError, lambda: run(tmp_path / "one", mirror, within=loses))
+    assert "not all of" in message
+    assert checkpoints(tmp_path / "there/run") == []
+
+
 def test_a_checkpoint_that_was_being_copied_does_not_count(tmp_path: Path) -> None:
     mirror = f'checkpoint.mirror="{(tmp_path / "there").as_uri()}"'
     run(tmp_path / "one", mirror)
