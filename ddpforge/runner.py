@@ -18,7 +18,8 @@ from ddpforge.attempt import Attempt, Outcome, build_parts, on_every_rank
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, PeerFailed, Postponed, StrategyError, UsageError
-from ddpforge.exchange.tables import Table, check_table, refuse_existing, writing
+from ddpforge.exchange.new_file import refuse_existing
+from ddpforge.exchange.tables import Table, check_table, writing
 from ddpforge.hosts import refuse_differences, share_folder
 from ddpforge.interfaces import World
 from ddpforge.launchers.srun import adopt_slurm

@@ -169,7 +169,7 @@ def _program(checkpoint: Path, out: Path, form: str, weights: str, force: bool) 
     from ddpforge.api import load
     from ddpforge.exchange import programs
     from ddpforge.exchange.export import exported_file
-    from ddpforge.exchange.tables import refuse_existing
+    from ddpforge.exchange.new_file import refuse_existing
 
     refuse_existing(out, force=force)
     if form == "onnx":

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -21,6 +21,7 @@ from ddpforge.checkpoint.schema import MODEL
 from ddpforge.checkpoint.weights_file import sources, write_weights
 from ddpforge.errors import CheckpointError, UsageError
 from ddpforge.exchange.adapters import merged
+from ddpforge.exchange.new_file import appearing
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _DTYPES: Mapping[Precision, torch.dtype] = {
@@ -241,14 +242,5 @@ def _converted(name: str, source: LazyTensor, dtype: torch.dtype) -> LazyTensor:
 
 def _write(out: Path, chosen: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> tuple[int, str]:
     """`write_weights`, all or nothing."""
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        size, digest = write_weights(temporary, chosen, aliases)
-        disk.rename(temporary, out)
-        disk.sync_folder(out.parent)
-    except OSError as error:
-        raise CheckpointError(f"{out} could not be written: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            disk.remove(temporary)
-    return size, digest
+    with appearing(out, CheckpointError) as temporary:
+        return write_weights(temporary, chosen, aliases)

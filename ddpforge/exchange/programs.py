@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,7 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ddpforge import disk
 from ddpforge.builtin.datasets.files import library
-from ddpforge.errors import EnvironmentProblem, ForgeError, PluginError, UsageError
+from ddpforge.errors import ForgeError, PluginError, UsageError
+from ddpforge.exchange.new_file import appearing
 from ddpforge.interfaces import Task
 
 __all__ = ["SAMPLES", "Inputs", "inputs_of", "require_onnx", "write_onnx", "write_pt2"]
@@ -95,7 +95,7 @@ def write_pt2(model: nn.Module, inputs: Inputs, out: Path) -> None:
     The file appears when what it computes, of one sample, has been found to be what the model computes.
     """
     program = _exported(model, inputs)
-    with _appearing(out) as temporary:
+    with appearing(out) as temporary:
         with disk.create(temporary) as file:
             torch.export.save(program, file)
             disk.sync(file)
@@ -118,7 +118,7 @@ def write_onnx(model: nn.Module, inputs: Inputs, out: Path) -> None:
     with _told("ONNX", model):
         made: Any = torch.onnx.export(program, dynamo=True, verbose=False)
         data: bytes = made.model_proto.SerializeToString()
-    with _appearing(out) as temporary:
+    with appearing(out) as temporary:
         disk.write_new(temporary, [data])
         with _told("onnxruntime", model):
             session = library("onnxruntime", "onnx").InferenceSession(data, providers=["CPUExecutionProvider"])
@@ -151,21 +151,6 @@ def _told(by: str, model: nn.Module) -> Iterator[None]:
             f"{by} cannot take the model {type(model).__name__}: {type(error).__name__}: {first}",
             hints=["its forward must not decide by the values in tensors, nor by the size of the batch"],
         ) from error
-
-
-@contextmanager
-def _appearing(out: Path) -> Iterator[Path]:
-    """A file to be written, which is `out` afterwards."""
-    temporary = out.with_name(f".{out.stem}.{os.getpid()}.tmp{out.suffix}")
-    try:
-        yield temporary
-        disk.rename(temporary, out)
-        disk.sync_folder(out.parent)
-    except OSError as error:
-        raise EnvironmentProblem(f"{out} could not be written: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            disk.remove(temporary)
 
 
 @torch.no_grad()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,9 +15,10 @@ from numpy.typing import NDArray
 from ddpforge import disk
 from ddpforge.builtin.datasets.files import library
 from ddpforge.builtin.extras import require
-from ddpforge.errors import EnvironmentProblem, PluginError, UsageError
+from ddpforge.errors import PluginError, UsageError
+from ddpforge.exchange.new_file import appearing
 
-__all__ = ["Table", "check_table", "refuse_existing", "writing"]
+__all__ = ["Table", "check_table", "writing"]
 
 Columns = Mapping[str, NDArray[Any] | Sequence[Any]]
 
@@ -50,31 +50,14 @@ def check_table(out: Path) -> None:
         require("pyarrow", "parquet")
 
 
-def refuse_existing(out: Path, *, force: bool) -> None:
-    """Raises UsageError where the file exists, unless it may be replaced, or its folder does not."""
-    if not out.parent.is_dir():
-        raise UsageError(f"there is no folder {out.parent}", hints=[f"mkdir -p {out.parent}"])
-    if out.is_dir() or (out.exists() and not force):
-        raise UsageError(f"{out} exists", hints=["choose another file with --out, or replace it with --force"])
-
-
 @contextmanager
 def writing(out: Path) -> Iterator[Table]:
     """A table to fill, which is the file `out` when all went well; raises EnvironmentProblem where a disk refuses."""
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        with disk.create(temporary) as file:
-            table = _FORMATS[out.suffix](file)
-            yield table
-            table.end()
-            disk.sync(file)
-        disk.rename(temporary, out)
-        disk.sync_folder(out.parent)
-    except OSError as error:
-        raise EnvironmentProblem(f"{out} could not be written: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            disk.remove(temporary)
+    with appearing(out) as temporary, disk.create(temporary) as file:
+        table = _FORMATS[out.suffix](file)
+        yield table
+        table.end()
+        disk.sync(file)
 
 
 # ---------------------------------------------------------------------------------------------- JSON lines
