@@ -12,7 +12,7 @@ from ddpforge.errors import UsageError
 
 @click.command()
 @run_argument
-@click.option("-p", "--prompt", metavar="TEXT", help="The text to go on from.")
+@click.option("-p", "--prompt", metavar="TEXT", help="The text to continue.")
 @click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="A file with a prompt a line.")
 @click.option("-n", "--tokens", type=int, default=200, show_default=True, metavar="N", help="Tokens to write.")
 @click.option("--temperature", type=float, metavar="X", help="Below 1 for what is probable, above for what is not.")
@@ -46,8 +46,8 @@ def generate(
 ) -> None:
     """Print what the language model of RUN, a run's folder or its name in runs/, writes after a prompt.
 
-    The same seed gives the same text. A model that sees so many tokens at a time, its block size, goes on from the last
-    of them.
+    The same seed gives the same text. A model that sees so many tokens at a time, its block size, continues from the
+    last of them.
     """
     texts = _prompts(prompt, prompts)
 

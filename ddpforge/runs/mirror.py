@@ -121,6 +121,7 @@ class Mirror(Tracker):
         for file in self._files.find(self._root):
             name = file.removeprefix(f"{self._root}/")
             parts = name.split("/")
+            # A name in a bucket may hold "..", which would lead out of the folder: no run has written that.
             if ".." not in parts and (parts[0] != "checkpoints" or parts[1] in complete):
                 (draft / name).parent.mkdir(parents=True, exist_ok=True)
                 self._files.get_file(file, str(draft / name))
