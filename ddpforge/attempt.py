@@ -197,7 +197,7 @@ class Attempt:
             raise UsageError(
                 f"{self.folder.path} has come to step {step}, and train.length ends at step {trainer.end}",
                 hints=[
-                    "go on with it with a longer train.length, or begin anew with --fresh",
+                    "continue it with a longer train.length, or start from scratch with --fresh",
                     "what it was at an earlier step is in its checkpoints: ddpforge ckpt ls",
                 ],
             )

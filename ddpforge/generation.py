@@ -87,7 +87,7 @@ def generate(model: nn.Module, data: Any, prompts: Sequence[str], how: Sampling)
     encoded = [[int(token) for token in data.encode(prompt)] for prompt in prompts]
     for prompt, tokens in zip(prompts, encoded, strict=True):
         if not tokens:
-            raise UsageError(f"the prompt {prompt!r} is empty, and a model goes on from something")
+            raise UsageError(f"the prompt {prompt!r} is empty, and a model continues a text")
     draw = _by_itself if hasattr(model, "generate") and hasattr(model, "config") else _drawn
     device = next(model.parameters()).device
     for number, tokens in enumerate(encoded):

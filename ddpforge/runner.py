@@ -75,7 +75,7 @@ def run(
     refuse_text("allow_change", allow_change)
     seconds_of(max_time)  # raises UsageError
     window = Window.parse(profile) if profile else None
-    fresh = fresh and not has_begun()  # ranks that are started again go on with what is fresh
+    fresh = fresh and not has_begun()  # ranks that are started again resume what is fresh
     parts = load_parts(source, sets)
     folder = RunFolder.of(parts.recipe, out)
     with StopRequests() as stop, ExitStack() as claims:

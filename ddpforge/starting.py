@@ -120,7 +120,7 @@ def prepare(
     nodes = ranks.nodes
     if fresh and nodes.fewest < nodes.most:
         raise UsageError(
-            f"--fresh and --nnodes {nodes.fewest}:{nodes.most}: a machine that joins later would begin anew",
+            f"--fresh and --nnodes {nodes.fewest}:{nodes.most}: a machine that joins later would start from scratch",
             hints=["give the run another name with --set name=…, or rename the earlier run's folder"],
         )
     arguments = [recipe, *(f"--set={value}" for value in sets), *(f"--allow-change={key}" for key in allow_change)]
@@ -161,7 +161,7 @@ def _as_written(ended: Ended, folder: RunFolder) -> Ended:
     if status is None or ended.code == 0:
         return ended
     if ended.told and ended.code == ExitCode.USAGE and status["exit_code"] != ended.code:
-        error = ended.error or "the ranks refused to go on"
+        error = ended.error or "the ranks refused to continue"
         folder.amend_failure(error, ended.code, states=("running", "failed", "stopped"))
     if not ended.told and ended.death is None and status["exit_code"]:
         return replace(ended, code=status["exit_code"])

@@ -168,4 +168,4 @@ def test_the_command(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
     for arguments in ([], ["--prompt", "a", "--prompts", "prompts.txt"]):
-        assert "say what to go on from" in str(CliRunner().invoke(command, ["bytes", *arguments]).exception)
+        assert "say what to continue" in str(CliRunner().invoke(command, ["bytes", *arguments]).exception)

@@ -64,7 +64,7 @@ class Draft:
     def begin(cls, folder: Path, step: int) -> "Draft":
         """Makes the folder to fill, and the one that it is in."""
         if not folder.is_dir():
-            log.warning("%s is not there: it is made anew, and what may have been in it is gone", folder)
+            log.warning("%s is not there: it is made again, and what may have been in it is gone", folder)
             disk.make_folder(folder)
             disk.sync_folder(folder.parent)
         final = _unused(folder, step)

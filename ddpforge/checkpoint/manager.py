@@ -161,7 +161,7 @@ class Checkpoints:
         if path is None and skipped:
             raise CheckpointError(
                 f"none of the checkpoints in {self.folder} is intact; the newest: {skipped[0][1]}",
-                hints=["start anew with --fresh, which keeps this folder under another name"],
+                hints=["start from scratch with --fresh, which keeps this folder under another name"],
             )
         return path
 

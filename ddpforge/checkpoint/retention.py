@@ -1,4 +1,4 @@
-"""Finds the checkpoints of a folder, the one to go on from, and those that may go. Needs no torch."""
+"""Finds the checkpoints of a folder, the one to resume from, and those that may go. Needs no torch."""
 
 import json
 import math
@@ -70,7 +70,7 @@ def committed(folder: Path, known: Known | None = None) -> tuple[list[Committed]
 def check_folder(folder: Path) -> None:
     """Raises CheckpointError when there is something at `folder` that is no folder, or cannot be looked into.
 
-    What cannot be seen is not absent: a link to a disk that is not mounted, say, is no reason to begin anew.
+    What cannot be seen is not absent: a link to a disk that is not mounted, say, is no reason to start from scratch.
     """
     try:
         os.listdir(folder)
@@ -79,7 +79,7 @@ def check_folder(folder: Path) -> None:
             where = f"{folder} → {folder.readlink()}" if folder.is_symlink() else str(folder)
             raise CheckpointError(
                 f"the folder of checkpoints cannot be read: {where}: {error.strerror or error}",
-                hints=["mend it, mount what it is on, or start anew with --fresh, which keeps it under another name"],
+                hints=["mend it, mount what it is on, or start from scratch with --fresh, which moves it aside"],
             ) from error
 
 

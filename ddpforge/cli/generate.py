@@ -71,7 +71,7 @@ def generate(
 
 def _prompts(prompt: str | None, file: Path | None) -> list[str]:
     if (prompt is None) == (file is None):
-        raise UsageError("say what to go on from", hints=["--prompt TEXT, or --prompts FILE with a prompt a line"])
+        raise UsageError("say what to continue", hints=["--prompt TEXT, or --prompts FILE with a prompt a line"])
     if file is None:
         return [str(prompt)]
     try:

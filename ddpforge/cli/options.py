@@ -106,7 +106,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     max_time = click.option(
         "--max-time",
         metavar="DURATION",
-        help="Stop after so long, e.g. 90m or 4h, with a checkpoint and exit code 75: the same command goes on.",
+        help="Stop after so long, e.g. 90m or 4h, with a checkpoint and exit code 75: the same command resumes.",
     )
     profile = click.option(
         "--profile",

@@ -1,4 +1,4 @@
-"""`ddpforge report`: one HTML file about runs, or the same page served while they go on."""
+"""`ddpforge report`: one HTML file about runs, or the same page served while they train."""
 
 from collections.abc import Callable
 from contextlib import suppress

@@ -45,7 +45,7 @@ def run(
 ) -> None:
     """Train RECIPE: a TOML file, or the name of a bundled recipe.
 
-    An interrupted run goes on from its last checkpoint. Exit codes: 0 done, 1 failed, 2 usage or recipe,
+    An interrupted run resumes from its last checkpoint. Exit codes: 0 done, 1 failed, 2 usage or recipe,
     3 environment or plugin, 4 diverged, 75 stopped with a checkpoint saved, 130 interrupted before one.
     """
     with ending(status=as_json), StopRequests():  # which notes them while torch is imported

@@ -226,7 +226,7 @@ def _agreed(question: str) -> bool:
 def resume(run: str, nproc: int | None, sets: tuple[str, ...], as_json: bool) -> None:
     """Train RUN on, with the recipe in its folder and as many processes as before.
 
-    A run that is done goes on with a longer train.length=LENGTH.
+    A run that is done continues with a longer train.length=LENGTH.
     """
     from ddpforge.cli.launch import launch
     from ddpforge.runs.folder import RunFolder

@@ -142,7 +142,7 @@ def _as_task(numbers: Sequence[int]) -> Iterator[None]:
 def _refuse(more: Sequence[str], sbatch: Sequence[str], recipe: Recipe, ranks: int, gpus: int) -> None:
     """Refuses what would fail as soon as the job begins, or again and again."""
     if "--fresh" in more:
-        raise UsageError("--fresh would begin anew each time that the job is queued again")
+        raise UsageError("--fresh would start from scratch each time that the job is queued again")
     if gpus and ranks > gpus:
         raise UsageError(
             f"--nproc {ranks}, and a node has {gpus} GPUs: every rank needs one", hints=[f"--nproc {gpus}"]

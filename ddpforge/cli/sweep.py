@@ -60,7 +60,7 @@ def sweep(
     """Train RECIPE with many values: KEY=A,B,C tries each, KEY=0..4 each number, and several keys every combination.
 
     With --random or --optuna, KEY=1e-4..1e-1 is drawn from, and KEY=1e-4..1e-1:log by its logarithm. KEY=VALUE is set
-    in all runs. The same command goes on with a sweep that was stopped: what is done stays, the rest is resumed. Exit
+    in all runs. The same command resumes a sweep that was stopped: what is done stays, the rest is resumed. Exit
     codes: 0 all done, 1 some failed, 2 usage or recipe, 75 stopped.
     """
     from ddpforge.sweeps.plan import Plan, mode_of

@@ -96,7 +96,7 @@ def options_model(
     """The keyword parameters of `component` as a strict model, without those that ddpforge hands over.
 
     `registry` and `base` resolve nested components. Raises PluginError when the signature breaks the
-    contract, with a message that goes on from the component's name.
+    contract, with a message that continues the component's name.
     """
     try:
         fields, extra = _fields(component, given, partial(_nested, registry=registry, base=base))

@@ -158,7 +158,7 @@ class _Cursor:
         self._samples: Iterator[Any] = iter(())
 
     def sample(self, part: int, place: int, epoch: int) -> _Read:
-        """The sample at a place of a part; goes on from where it stands, jumps, or reads over what lies between."""
+        """The sample at a place of a part; continues where it stands, jumps, or reads over what lies between."""
         gap = place - self._place
         if part != self._part or gap < 0 or (gap > 0 and self._data.jumps):
             self._samples, gap = iter(self._data.open(part, epoch=epoch, skip=place)), 0

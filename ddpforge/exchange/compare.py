@@ -51,7 +51,7 @@ class Differences:
     """All that differs between two checkpoints.
 
     `facts` is where the runs stand and what their state holds besides tensors; `about` is who saved them, when and
-    under what, and metrics, which do not matter for how a run goes on.
+    under what, and metrics, which do not matter for how a run continues.
     """
 
     recipe: list[Change] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Differences:
 
     @property
     def equal(self) -> bool:
-        """True when both would go on alike: the same state, at the same place, under recipes that mean the same."""
+        """True when both would continue alike: the same state, at the same place, under recipes that mean the same."""
         changed = [change for change in self.recipe if change.policy != "free"]
         return not (changed or self.facts or self.tensors or any((*self.missing.values(), *self.unexpected.values())))
 
@@ -92,7 +92,7 @@ def compare(a: Path, b: Path) -> Differences:
 
 # ---------------------------------------------------------------------------------------------- beside tensors
 def _state(manifest: Manifest) -> dict[str, Any]:
-    """By name: all that decides how a run goes on, apart from tensors and the recipe."""
+    """By name: all that decides how a run continues, apart from tensors and the recipe."""
     position = {key: value for key, value in manifest.position.items() if key != "seconds"}  # wall time
     return {
         "step": manifest.step,

@@ -243,7 +243,7 @@ def _report(found: ForeignState, facts: Facts, path: Path, run: RunFolder | None
         rule = f"^{re.escape(name)}$={other}"
         hints.append(f"{name} is the same as {other}; if the model ties them, leave it out: --map '{rule}'")
     if run is not None and (newer := [each for each in committed(path.parent)[0] if each.manifest.step > facts.step]):
-        hints.append(f"resuming goes on from step {newer[0].manifest.step}, which is newer; see --step")
+        hints.append(f"a run resumes from step {newer[0].manifest.step}, which is newer; see --step")
     return Imported(
         path=path,
         kind=found.kind,

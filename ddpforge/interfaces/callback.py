@@ -123,7 +123,7 @@ class Callback:
         """After the last step, or after `ddpforge eval`; also when that failed; the last to start is told first."""
 
     def state(self) -> Mapping[str, Tensor | Part | int | float | str | bool | None]:
-        """Returns what a checkpoint must hold so that a resumed run goes on as if nothing had happened.
+        """Returns what a checkpoint must hold so that a resumed run continues as if nothing had happened.
 
         A tensor is one that is the same on every rank; a part is this rank's own. No communication.
         """

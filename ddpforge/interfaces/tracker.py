@@ -18,7 +18,7 @@ class Tracker:
     """
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
-        """Called once before the first step; `resumed_at` is the step that training goes on from."""
+        """Called once before the first step; `resumed_at` is the step that training resumes from."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row: metrics of `step`, with their `train/` and `eval/` prefixes."""

@@ -36,10 +36,10 @@ _HEAD = """
     }
     trap stop USR1 TERM
 
-    # Queues this job again, where it may go on: a job that was cancelled is not RUNNING any more, and stays away.
+    # Queues this job again, where it can resume: a job that was cancelled is not RUNNING any more, and stays away.
     again() {
         if [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_requeues" ]; then
-            echo "not queued again, which was done $max_requeues times: submit the job anew to go on" >&2
+            echo "not queued again, which was done $max_requeues times: submit the job again to continue" >&2
         elif [ "$(squeue --noheader --jobs "$job" --format %T)" = RUNNING ]; then
             echo "queued again"
             scontrol requeue "$job" && exit 0

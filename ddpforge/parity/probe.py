@@ -17,7 +17,7 @@ class Probe(Callback):
         self,
         *,
         steps: Annotated[int, Field(ge=1, description="After how many steps to end.")],
-        inherit: Annotated[bool, Field(description="Keep the initial weights of the run that this one goes on from.")],
+        inherit: Annotated[bool, Field(description="Keep the initial weights of the run that this one continues.")],
     ) -> None:
         self.steps, self.inherit = steps, inherit
 

@@ -64,7 +64,7 @@ def join(train: TrainSection, strategy: Strategy) -> World:
     timeout = timedelta(seconds=train.timeout.seconds)
     agreement = DeviceCheck(device, timeout)
     handlers = [InitProcessGroupKwargs(timeout=timeout, **_backend(device))]
-    _meet_anew(device, timeout)
+    _meet_again(device, timeout)
     with patch_environment(ACCELERATE_USE_DEEPSPEED="false", ACCELERATE_USE_FSDP="false"):
         # Accelerate forms the world and nothing more; what shards the model is handed its own options.
         accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[*handlers])
@@ -98,7 +98,7 @@ def limit_waiting(groups: Iterable[dist.ProcessGroup], train: TrainSection) -> N
         set_timeout(timeout, group)
 
 
-def _meet_anew(device: torch.device, timeout: timedelta) -> None:
+def _meet_again(device: torch.device, timeout: timedelta) -> None:
     """Joins ranks that a bare torchrun has started again: its store still holds the addresses of those that died.
 
     `ddpforge launch` has told torchrun to make a store for every attempt; one that was not told is used with names of

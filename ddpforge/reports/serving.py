@@ -1,4 +1,4 @@
-"""Serves a report to a browser on this machine while its runs go on."""
+"""Serves a report to a browser on this machine while its runs train."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["server_of"]
 
 
 def server_of(page: Callable[[], str], port: int) -> ThreadingHTTPServer:
-    """A server on localhost that makes the page anew for whoever asks; port 0 is any that is free.
+    """A server on localhost that makes the page again for whoever asks; port 0 is any that is free.
 
     Raises EnvironmentProblem where the port is taken.
     """

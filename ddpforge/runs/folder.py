@@ -1,4 +1,4 @@
-"""A run is a folder: the names of what is in it, how it stands, and whether a recipe may go on in it.
+"""A run is a folder: the names of what is in it, how it stands, and whether a recipe may continue in it.
 
 runs/<name>/
   recipe.toml              as it was given          recipe.resolved.toml     with every default; runs as it is
@@ -239,7 +239,7 @@ class RunFolder:
         return True
 
     def begin_attempt(self, *, step: int, text: str, resolved: str, local_files: Mapping[str, bytes]) -> int:
-        """Notes that training goes on from `step` with this recipe; returns the attempt's number, from 1."""
+        """Notes that training continues from `step` with this recipe; returns the attempt's number, from 1."""
         run = self._run()
         run["attempts"] += 1
         entry = Lineage(step=step, recipe=sha256(resolved.encode()).hexdigest())
@@ -502,11 +502,11 @@ def refuse_fixed(changes: Sequence[Change], allowed: Sequence[str]) -> None:
     refused = [change for change in changes if change.policy == "fixed" and not _under(change.path, allowed)]
     if refused:
         raise UsageError(
-            "the recipe no longer describes the run it would go on with:\n"
+            "the recipe no longer describes the run it would resume:\n"
             + "\n".join(f"  {change}" for change in refused),
             hints=[
-                "start anew with --fresh; the earlier run is kept under another name",
-                "or go on all the same: " + " ".join(f"--allow-change {change.path}" for change in refused),
+                "start from scratch with --fresh; the earlier run is kept under another name",
+                "or resume all the same: " + " ".join(f"--allow-change {change.path}" for change in refused),
             ],
         )
 
@@ -526,7 +526,7 @@ def refuse_finished(folder: Path, changes: Sequence[Change], edited: Sequence[st
             hints=[
                 "give the new one another name: --set name=NAME",
                 "or train it in place of the old one with --fresh; the earlier run is kept under another name",
-                "or go on from the end of the old one, with a longer train.length",
+                "or continue from the end of the old one, with a longer train.length",
             ],
         )
 

@@ -163,7 +163,7 @@ def _row(text: bytes) -> Row:
 
 
 def _replace(path: Path, rows: list[Row]) -> None:
-    """Writes the file anew; whatever happens, `path` holds the old content or the new."""
+    """Rewrites the file; whatever happens, `path` holds the old content or the new."""
     with _explained(path):
         _write(path, "".join(map(_line, rows)).encode())
 

@@ -108,7 +108,7 @@ class Mirror(Tracker):
         if later > here:
             raise UsageError(
                 f"{self.place} has come to step {later}, and {self._folder.path} to step {max(here, 0)}",
-                hints=[f"to go on from there: mv {self._folder.path} somewhere else; what is missing is brought back"],
+                hints=[f"to resume from there: mv {self._folder.path} somewhere else; what is missing is brought back"],
             )
 
     def _bring(self) -> None:

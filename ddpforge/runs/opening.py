@@ -59,7 +59,7 @@ def open_folder(
     changes = recipe_changes(folder.tables(), tomllib.loads(snapshot["resolved"]))
     edited = _edited(folder, snapshot)
     if _is_finished(folder, earlier, changes, edited):
-        log.info("%s is finished; --fresh trains it anew, a longer train.length goes on with it", folder.path)
+        log.info("%s is finished; --fresh trains it from scratch, a longer train.length continues it", folder.path)
         return Opened(token, result=earlier)
 
     claims.enter_context(folder.claim())
@@ -117,11 +117,11 @@ def _may_have_checkpoints(folder: RunFolder) -> bool:
 
 
 def mention_what_is_lost(folder: RunFolder) -> None:
-    """A run that begins anew, because it has no checkpoint, does not do so behind anybody's back."""
+    """A run that starts from scratch, because it has no checkpoint, does not do so behind anybody's back."""
     status = folder.status()
     if status is not None and status["step"]:
         log.warning(
-            "%s has no checkpoints: training begins anew, and an earlier attempt had come to step %d",
+            "%s has no checkpoints: training starts from scratch, and an earlier attempt had come to step %d",
             folder.path,
             status["step"],
         )

@@ -54,7 +54,7 @@ class OwnState:
         for path in [*gone, *(path for path, leaf in changed.items() if not leaf.plain)]:
             raise CheckpointError(
                 f"{type(self._optimizer).__name__} changes its `{_spelled(path)}`, which is no number and no "
-                "parameter's state: a checkpoint cannot hold it, and a resumed run would go on without",
+                "parameter's state: a checkpoint cannot hold it, and a resumed run would continue without",
                 hints=["keep it as tensors in `optimizer.state[parameter]`, or as numbers"],
             )
         return {self._prefix + _spelled(path): leaf.value for path, leaf in changed.items()}

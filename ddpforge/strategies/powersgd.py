@@ -24,7 +24,7 @@ _Memory = tuple[Tensor, Tensor | None]  # a parameter's error, flat, and its fac
 class PowerSGD:
     """torch's communication hook, whose memory is kept by parameter rather than by bucket.
 
-    DDP sorts its buckets anew in a process's second step, so that after a resume they are not those of the checkpoint.
+    DDP sorts its buckets again in a process's second step, so that after a resume they are not those of the checkpoint.
     What is remembered: each rank's own error (what compression has left out of its gradients), and the factor Q from
     which the next step begins. The first Q of a parameter is drawn from its number. See Vogels et al., "PowerSGD"
     (NeurIPS 2019), algorithms 1 and 2.
@@ -76,7 +76,7 @@ class PowerSGD:
         return reduced
 
     def _forget_nonfinite(self, index: int) -> None:
-        """Begins anew where a gradient was not finite: its step is left out, and must not spoil all that follow."""
+        """Forgets all where a gradient was not finite: its step is left out, and must not spoil all that follow."""
         self._state.error_dict[index].nan_to_num_(0.0, 0.0, 0.0)
         factors = self._state.q_memory_dict[index]
         self._state.q_memory_dict[index] = torch.where(factors.isfinite().all(), factors, self._first[index])
@@ -94,7 +94,7 @@ class PowerSGD:
         known = [factor for factor in factors if factor is not None]
         self._state.q_memory_dict[bucket.index()] = torch.cat([bucket.buffer()[:0], *known])
         size = sum(len(p) * self._rank_of(p) for p in self._compressible(parameters))
-        self._state.p_memory_dict[bucket.index()] = bucket.buffer().new_empty(size)  # filled by every step anew
+        self._state.p_memory_dict[bucket.index()] = bucket.buffer().new_empty(size)  # filled again by every step
 
     def _take(self, parameter: nn.Parameter) -> _Memory:
         name = self._names[id(parameter)]
@@ -157,7 +157,7 @@ class PowerSGD:
         """Takes back what `capture` gave. On another number of ranks each begins with the mean of the errors."""
         if _STEP not in saved:
             self._begin_with({}, step=0)
-            self._warn("the checkpoint has no memory of it: it begins anew")
+            self._warn("the checkpoint has no memory of it: it starts from scratch")
             return
         ranks = {value.shape[0] for name, value in saved.items() if name.startswith(_ERROR)} - {self._ranks.size}
         if ranks:

@@ -41,7 +41,7 @@ def watched(model: nn.Module, *, shards_weights: bool, shards_gradients: bool, e
             stack.enter_context(_Gradients(model, sharded=shards_weights or shards_gradients))
         yield
     for name, parameter in model.named_parameters():
-        if not shards_weights and versions[name] != parameter._version:  # gathered weights are made anew
+        if not shards_weights and versions[name] != parameter._version:  # gathered weights are new tensors
             _refuse_write(model, name)
 
 

@@ -16,7 +16,7 @@ PRUNED = "pruned"  # the mark of a trial that was ended early
 
 
 def opened_trial(journal: Path, number: int) -> Trial:
-    """A trial of the study in `journal`, to go on with."""
+    """A trial of the study in `journal`, to continue with."""
     import optuna
 
     quiet()

@@ -29,7 +29,7 @@ _CALLBACK = f"{OptunaPruning.__module__}:{OptunaPruning.__name__}"
 class Search:
     """The runs of a search, each chosen when the one before has been told: an iterator that hears what came of them.
 
-    `count` is the number of trials altogether. A search that was killed goes on with the trials that it had begun.
+    `count` is the number of trials altogether. A search that was killed resumes with the trials that it had begun.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ _AGREE_SECONDS = 1.0
 
 
 class Interrupted(Exception):
-    """All ranks leave what they are doing, which the next attempt begins anew."""
+    """All ranks leave what they are doing, which the next attempt begins again."""
 
 
 @dataclass(frozen=True)

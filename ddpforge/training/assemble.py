@@ -53,7 +53,7 @@ def assemble(
     """A trainer out of `parts`, which are built, in `world`, which their strategy has set up; nothing is restored yet.
 
     `folder` is the run's; `init_from` is where initial weights come from, see `exchange.initial`. Where a run does not
-    begin, but goes on from a checkpoint, modules beside the model wait for that. Callbacks that have started hear how
+    begin, but resumes from a checkpoint, modules beside the model wait for that. Callbacks that have started hear how
     it ended when `life` does, also when a later one fails.
 
     Raises UsageError for parts that do not fit together, PluginError for a broken one.

@@ -64,7 +64,7 @@ def _check_sources(beside: Beside, model: nn.Module, where: str) -> None:
         raise PluginError(f"{where} has the momentum {beside.momentum}", hints=["give a number from 0 to 1"])
     if beside.momentum != 1.0 and not beside.is_saved:
         raise PluginError(
-            f"{where} moves with the model, and with `saved = False` a resumed run would begin it anew",
+            f"{where} moves with the model, and with `saved = False` a resumed run would start it from scratch",
             hints=["leave `saved` out"],
         )
     try:

@@ -144,7 +144,7 @@ def _count_steps(parts: Parts) -> None:
             return
         opened = _opened(parts, train.global_batch)
         batches = open_data(parts.data["train"], order=parts.order, **opened).steps_per_epoch
-        # A step that draws several batches may go on into the next epoch: an epoch is what has all of its samples.
+        # A step that draws several batches may reach into the next epoch: an epoch is what has all of its samples.
         per_epoch = batches and math.ceil(batches / draws_of(parts.turns))
         batch, ends = parts.built.batch or plan_batch(train, 1), partial(_end_of_epochs, parts)
         parts.built.plan = Plan.of(recipe, batch, per_epoch, noting=parts.noting, ends=ends)

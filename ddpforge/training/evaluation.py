@@ -53,7 +53,7 @@ class Evaluator:
         self.sets, self.callbacks = sets, callbacks
         self._world, self._replica, self._task = world, replica, task
         self._seed = seed
-        self.looks = Looks()  # whether to go on
+        self.looks = Looks()  # whether to continue
         self._meters = {turn: Meter(one, "evaluation") for turn, one in of_turns(task).items()}
 
     def evaluate(self, step: int) -> dict[str, float]:

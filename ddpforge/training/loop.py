@@ -57,7 +57,7 @@ _FACTOR = "callbacks/lr_factor"
 
 
 class _GoBack(Exception):
-    """Training is to go on from the last checkpoint, without the steps in `bad`."""
+    """Training is to continue from the last checkpoint, without the steps in `bad`."""
 
     def __init__(self, bad: Sequence[int], why: str) -> None:
         self.bad, self.why = bad, why
@@ -397,7 +397,7 @@ class Trainer:
                 f"the gradient of step {bad[0]} is not finite; it was kept away from the weights",
                 hints=[
                     "lower optimizer.lr, set train.clip_norm, or look at that step's samples",
-                    'or let the run go on with train.on_nonfinite = "skip" or "rollback"',
+                    'or let the run continue with train.on_nonfinite = "skip" or "rollback"',
                 ],
             )
         log.warning("step %s: the gradient is not finite; left out", ", ".join(map(str, bad)))

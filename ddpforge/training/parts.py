@@ -41,7 +41,7 @@ class Built:
 class Parts(Findings):
     """The parts that a recipe names: `foreseeing` makes those that cost little, `building` the others, `trying` tries.
 
-    What cannot work is noted, and the building goes on with what it does not concern, as far as `built` has it;
+    What cannot work is noted, and the building continues with what it does not concern, as far as `built` has it;
     `report` then raises all of it, and what comes after that may take every part as there. Where nothing `trains`,
     there are neither training data, optimizer and schedule, nor trackers; evaluation sets are those that `only` names,
     or all.

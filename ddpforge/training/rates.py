@@ -26,7 +26,7 @@ class Rates:
         """Gives every group its rate of `step`, 0 for the first, times the factor that callbacks `wanted`."""
         for name, (schedule, rates) in self._base.items():
             factor = schedule(step) * wanted
-            # Looked up anew: torch replaces the groups of an optimizer whose state it loads.
+            # Looked up again: torch replaces the groups of an optimizer whose state it loads.
             for group, rate in zip(self._parts[name].param_groups, rates, strict=True):
                 group["lr"] = rate * factor
 

@@ -26,7 +26,7 @@ class Saving:
     """Writes checkpoints of a replica and of callbacks; one at a time is on its way.
 
     `origin` is what a checkpoint says of where it comes from: recipe, lineage, strategy, ranks. Every method is called
-    on all ranks after the same step, so that they all go on or all stop.
+    on all ranks after the same step, so that they all continue or all stop.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Saving:
         except CheckpointError as error:
             if last or self.settings.on_failure == "stop":
                 raise
-            log.warning("%s; training goes on without it", error.message)
+            log.warning("%s; training continues without it", error.message)
             return
         for callback in self._callbacks().values():
             callback.on_checkpoint(self.step, folder)

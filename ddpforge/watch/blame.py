@@ -27,8 +27,8 @@ class Blame(NamedTuple):
 def blame(rows: Mapping[int, Row], size: int) -> Blame:
     """The ranks that do not answer; else frozen ones; else those out of touch; else those that are behind.
 
-    `rows` has the newest of each rank. All ranks make the same marks, so the one with the fewest is where the others
-    cannot go on without it; of several such ranks, those that are not merely waiting in a collective. Where these all
+    `rows` has the newest of each rank. All ranks make the same marks, so the one with the fewest is the one
+    that the others wait for; of several such ranks, those that are not merely waiting in a collective. Where these all
     wait it is one further on, as in a pipeline, whose first rank is some micro-batches ahead of the next.
     """
     told = [rows[rank] for rank in sorted(rows)]

@@ -54,7 +54,7 @@ class Process:
         return f"ended by itself with code {status >> 8}" if status else "ended without a word: killed, or crashed,"
 
     def stacks(self) -> str:
-        """The stacks of its threads, and of those of its loader processes; a frozen one would have to go on for that.
+        """The stacks of its threads, and of those of its loader processes; a frozen one must be woken for that.
 
         It is not stopped for them: a program that wraps it, as nsenter and sudo do, would stop with it, for ever.
         """

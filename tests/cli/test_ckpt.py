@@ -422,7 +422,7 @@ def test_a_checkpoint_imported_into_a_run_is_one_of_its_own(run: RunFolder) -> N
     facts = said("import", "x.safetensors", "-o", "digits")
 
     assert Path(facts["path"]).parent == run.checkpoints
-    assert "resuming goes on from step 3, which is newer" in facts["hints"][0]
+    assert "a run resumes from step 3, which is newer" in facts["hints"][0]
     assert not said("import", "x.safetensors", "-o", "runs/digits", "--step", "9")["hints"]
     assert (
         said("ls", "digits")["checkpoints"][0].items() >= {"step": 9, "strategy": "imported from safetensors"}.items()

@@ -198,7 +198,7 @@ def test_what_other_engines_say_is_taken_where_an_option_is_left_out(
         ),
         ([*NODES, "-n", "3"], "cannot be dealt out evenly to 6 ranks"),
         ([*NODES, "--", "--nnodes=2"], "--nnodes is here, and a rendezvous among torchrun's flags"),
-        (["--nnodes", "1:2", "--node-rank", "0", "--endpoint", "a", "-n", "1", "--fresh"], "would begin anew"),
+        (["--nnodes", "1:2", "--node-rank", "0", "--endpoint", "a", "-n", "1", "--fresh"], "would start from scratch"),
         (["--max-time", "5ep"], "--max-time 5ep is no wall time"),
     ],
 )

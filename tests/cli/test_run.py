@@ -56,7 +56,7 @@ def test_a_run_ends_with_one_sentence_and_a_finished_run_is_left_alone(
 
     again = ddpforge("run", "tiny.toml")
     assert again.stdout == "runs/tiny: done at step 2\n"
-    assert "--fresh trains it anew" in again.stderr
+    assert "--fresh trains it from scratch" in again.stderr
     assert attempts() == 1
 
 

@@ -96,7 +96,7 @@ def test_jobs_of_an_array_train_runs_of_their_own() -> None:
         (["--gpus-per-node=2", "--nproc=4"], "--nproc 4, and a node has 2 GPUs"),
         (["--set=train.device=cuda"], "no GPUs are asked for\n  = help: --gpus-per-node N"),
         (["--set=train.device=cpu", "--gpus-per-node=2"], "GPUs would be idle"),
-        (["--", "--fresh"], "--fresh would begin anew each time"),
+        (["--", "--fresh"], "--fresh would start from scratch each time"),
         (["cnn"], "Got unexpected extra argument (cnn)"),
     ],
 )

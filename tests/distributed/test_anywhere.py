@@ -35,6 +35,7 @@ LAYOUTS = {
     "pipeline@2": Where(PIPELINE, 2),
     "pipeline@4": Where(PIPELINE, 4),
     "pipeline+tensor@4": Where(f"{PIPELINE}\ntensor = 2\nsequence = true", 4),
+    "pipeline+fsdp@4": Where(f'{PIPELINE}\ndata = "fsdp"', 4),
 }
 FURTHER = {"single": Where('use = "single"', 1), "hsdp@4": Where(HSDP, 4), "zero2@4": Where(ZERO[2], 4)}
 
@@ -110,7 +111,7 @@ def test_a_run_goes_on_anywhere(written: Callable[..., Bench], bench: Bench, sou
     "layouts",
     [
         ("zero3@2", "hsdp@4", "ddp@1", "zero1@2", "zero2@4", "fsdp@2"),
-        ("tensor@4", "zero3@2", "pipeline@4", "ddp@1", "pipeline+tensor@4", "fsdp@2"),
+        ("tensor@4", "zero3@2", "pipeline+fsdp@4", "ddp@1", "pipeline+tensor@4", "fsdp@2"),
     ],
     ids=", ".join,
 )
@@ -134,7 +135,7 @@ def test_six_layouts_in_turn_train_one_curve(
         ("ddp@2", "zero1@2"),
         ("zero1@2", "zero2@4"),
         ("zero2@4", "ddp@1"),
-        ("pipeline@2", "tensor@4"),
+        ("pipeline+fsdp@4", "tensor@4"),
         pytest.param("tensor@4", "pipeline@4", marks=pytest.mark.full),
     ],
 )

@@ -236,7 +236,10 @@ def test_a_run_without_checkpoints_does_not_begin_anew_in_silence(
     checkpoints = tmp_path / "runs/run/checkpoints"
     checkpoints.rename(tmp_path / "aside")
     said = bench("run", length="9st", nproc=1)
-    assert "runs/run has no checkpoints: training begins anew, and an earlier attempt had come to step 8" in said.stderr
+    assert (
+        "runs/run has no checkpoints: training starts from scratch, and an earlier attempt had come to step 8"
+        in said.stderr
+    )
 
     checkpoints.rename(tmp_path / "again")
     checkpoints.symlink_to("disk-that-is-not-mounted")

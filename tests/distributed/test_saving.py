@@ -52,7 +52,7 @@ def test_a_run_that_may_goes_on_without_a_checkpoint(bench: Bench, background: s
     said = saves(bench, f'background = {background}\non_failure = "continue"', begin=3, end=5)
     assert steps(bench) == [2, 6, 8]
     assert "checkpoint of step 4 could not be written" in said.stderr
-    assert "training goes on without it" in said.stderr
+    assert "training continues without it" in said.stderr
 
 
 def test_a_run_stops_when_a_checkpoint_cannot_be_written(bench: Bench) -> None:
@@ -145,10 +145,10 @@ def test_checkpoints_that_somebody_removes_during_training_are_missed(bench: Ben
     (bench.folder / "gone.py").write_text(GONE)
     more = '[callbacks.gone]\nuse = "./gone.py:Gone"\nwhen = "step"\nwhat = "runs/run/checkpoints"'
     said = bench("run", length="8st", more=f'[checkpoint]\nevery = "2st"\nbackground = false\n{more}', nproc=1)
-    assert said.stderr.count("warning: runs/run/checkpoints is not there: it is made anew") == 1
+    assert said.stderr.count("warning: runs/run/checkpoints is not there: it is made again") == 1
     assert steps(bench) == [8]
     bench("plain", length="8st", nproc=1)
-    assert "made anew" not in bench("plain", length="9st", nproc=1).stderr
+    assert "made again" not in bench("plain", length="9st", nproc=1).stderr
 
 
 def test_a_metric_that_is_to_decide_what_is_best_and_does_not_exist_is_named(bench: Bench) -> None:

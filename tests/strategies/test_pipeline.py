@@ -111,6 +111,39 @@ def test_the_curve_is_that_of_ddp_where_stages_are_on_two_ranks_each(schedule: s
     assert sum(one.held for one in found) == 2 * (13_536 + 256 * (schedule != "ZBVZeroBubble"))
 
 
+SHARDED = 'data = "fsdp"\n'
+
+
+@pytest.mark.parametrize(
+    ("schedule", "train_with"),
+    [
+        ("1F1B", ""),
+        pytest.param("GPipe", 'precision = "bf16"', marks=pytest.mark.full),
+        pytest.param("Interleaved1F1B", "", marks=pytest.mark.full),
+        pytest.param("1F1B", "activation_checkpointing = true", marks=pytest.mark.full),
+        pytest.param("1F1B", 'freeze = ["blocks.2.*", "positions.*"]', marks=pytest.mark.full),
+        pytest.param("1F1B", 'compile = "default"\ncompile_blocks = true', marks=pytest.mark.full),
+    ],
+)
+def test_the_curve_is_that_of_ddp_where_ranks_hold_shards_of_a_stage(schedule: str, train_with: str) -> None:
+    """Ragged sequences: the ranks of a stage have other shapes at a time, and gather weights together all the same."""
+    found = train(f"{PIPELINE.format(schedule)}\n{SHARDED}", 4, train=train_with)
+    expected = train(DDP, 2, length="20st", train=train_with)[0] if train_with else of_ddp("20st")
+    assert_alike(found[0], expected, 1e-3 if "bf16" in train_with else 1e-5)
+    first, last = 384 + 2 * BLOCK, 288 + 2 * BLOCK
+    if "freeze" in train_with:
+        first, last = first - 128, last - BLOCK
+    assert [one.held for one in found] == [first // 2, first // 2, last // 2, last // 2]
+
+
+@pytest.mark.full
+def test_the_curve_is_that_of_ddp_where_ranks_hold_shards_of_their_share_of_a_stage() -> None:
+    """Stages, data and layers at once, on eight ranks."""
+    found = train(f"{PIPELINE.format('1F1B')}\n{SHARDED}tensor = 2\n{BOTH}", 8)
+    assert_alike(found[0], of_ddp("20st"))
+    assert [one.held for one in found] == [shared("1F1B", rank // 4) // 2 for rank in range(8)]
+
+
 @pytest.mark.parametrize(
     ("schedule", "more"),
     [
@@ -167,13 +200,21 @@ def test_an_optimizer_that_explores_goes_uphill_on_all_stages(more: str) -> None
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_a_resume_is_bitwise(schedule: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        (PIPELINE.format("1F1B"), 2),
+        (PIPELINE.format("ZBVZeroBubble"), 2),
+        (f"{PIPELINE.format('Interleaved1F1B')}\n{SHARDED}", 4),
+    ],
+    ids=["1F1B", "ZBVZeroBubble", "shards"],
+)
+def test_a_resume_is_bitwise(strategy: str, ranks: int, tmp_path: Path) -> None:
     """Traps 08, 09, 36, with dropout and averaged weights."""
     options = {"model": "dropout = 0.2", "length": "6st"}
-    whole = train(PIPELINE.format(schedule), 2, more=EMA, **options)[0]
-    train(PIPELINE.format(schedule), 2, tmp_path, more=EMA + STOP.format(3), **options)
-    rest = train(PIPELINE.format(schedule), 2, tmp_path, more=EMA, **options)[0]
+    whole = train(strategy, ranks, more=EMA, **options)[0]
+    train(strategy, ranks, tmp_path, more=EMA + STOP.format(3), **options)
+    rest = train(strategy, ranks, tmp_path, more=EMA, **options)[0]
     assert rest.column() == whole.column()[3:]
     assert rest.column("eval/loss")[-1] == whole.column("eval/loss")[-1]
 

@@ -50,9 +50,9 @@ def total(model: Any, batch: Tensor) -> Tensor:
     return found
 
 
-def step(model: nn.Module, loss: _Loss = total, schedule: Any = "1F1B", trains: bool = True) -> Any:
+def step(model: nn.Module, loss: _Loss = total, schedule: Any = "1F1B", trains: bool = True, data: Any = "ddp") -> Any:
     """Losses of a step of three passes, and the marks that it made; then the update."""
-    strategy = Pipeline(schedule=schedule)
+    strategy = Pipeline(schedule=schedule, data=data)
     set_up(strategy)
     held = strategy.wrap(model, ())
     replica: Any = strategy.prepare(held, SGD([p for p in held.parameters() if not p.is_meta], lr=0.1))
@@ -105,9 +105,9 @@ def test_a_task_can_call_the_model_once(loss: _Loss, expected: str) -> None:
     assert expected in said(Chain, loss)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_a_weight_without_a_gradient_is_named(schedule: str) -> None:
-    """Schedules that split backward passes leave out weights that they do not find, without a word."""
+@pytest.mark.parametrize(("schedule", "data"), [("1F1B", "ddp"), ("ZBVZeroBubble", "ddp"), ("1F1B", "fsdp")])
+def test_a_weight_without_a_gradient_is_named(schedule: str, data: str) -> None:
+    """Schedules that split backward passes leave out weights that they do not find, FSDP gives them zeros."""
 
     def build() -> nn.Module:
         model = Chain(uses_scale=False)
@@ -116,9 +116,9 @@ def test_a_weight_without_a_gradient_is_named(schedule: str) -> None:
 
     def action(rank: int) -> str:
         if rank:
-            return refused(StrategyError, lambda: step(build(), total, schedule))
+            return refused(StrategyError, lambda: step(build(), total, schedule, data=data))
         with suppress(RuntimeError):
-            step(build(), total, schedule)
+            step(build(), total, schedule, data=data)
         return ""
 
     assert "parameter `scale` got no gradient on rank 1" in in_ranks(2, action)[1]

@@ -55,7 +55,7 @@ def test_a_checkpoint_without_its_memory_is_said_to_have_none(caplog: pytest.Log
     with caplog.at_level(logging.WARNING, "ddpforge"):
         hook.restore({})
     assert hook.capture() == {"powersgd.step": 0}
-    assert caplog.messages == ["powersgd: the checkpoint has no memory of it: it begins anew"]
+    assert caplog.messages == ["powersgd: the checkpoint has no memory of it: it starts from scratch"]
 
 
 def test_a_scalar_is_refused_by_name() -> None:

@@ -83,7 +83,7 @@ def test_a_module_is_frozen_and_in_evaluation_mode_unless_it_is_to_train() -> No
         (
             lambda model: {"it": Beside(module=net(), follows="", momentum=0.9, saved=False)},
             PluginError,
-            "a resumed run would begin it anew",
+            "a resumed run would start it from scratch",
         ),
         (lambda model: {"it": Beside(module=net(), follows="trunk")}, UsageError, "follows `trunk`, which the model"),
         (

@@ -19,7 +19,7 @@ logger = logging.getLogger("ddpforge")
 class EMA(Callback):
     """Keeps `average = decay * average + (1 - decay) * weight` for every trainable parameter.
 
-    Averages are held in fp32 at least. They start at the initial weights, or, where a run goes on that kept
+    Averages are held in fp32 at least. They start at the initial weights, or, where a run is resumed that kept
     none, at the weights after its next step. Buffers are the live model's. A parameter that is frozen at the
     start is left out: its average is itself. Where weights are sharded, the averages are too.
     """

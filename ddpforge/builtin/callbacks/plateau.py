@@ -15,7 +15,7 @@ logger = logging.getLogger("ddpforge")
 class ReduceOnPlateau(Callback):
     """Multiplies the learning rate by `factor` after `patience` evaluations in a row without a new best of `metric`.
 
-    The schedule goes on: what it says is multiplied. After a reduction the patience begins anew, and the rate never
+    The schedule continues: what it says is multiplied. After a reduction the patience starts again, and the rate never
     falls below `least` times the schedule's.
     """
 

@@ -198,7 +198,7 @@ def _in_parts(data: Any, builder: Any, split: str, index: str | None) -> tuple[A
 
 
 def _files(builder: Any, split: str) -> list[tuple[str, Any]]:
-    """The files of a split, in the order of its shards, each with what changes when it is written anew."""
+    """The files of a split, in the order of its shards, each with what changes when it is rewritten."""
     found: list[tuple[str, Any]] = []
     known = builder.config.data_files or {}
     for name in known if split == "all" else split.split("+"):

@@ -35,7 +35,7 @@ class Balanced(EpochOrder):
             str, Field(min_length=1, description="The classes: an attribute or method of the dataset, or a file.")
         ] = "labels",
         replacement: Annotated[
-            bool, Field(description="Draw anew each time; else all samples of a class come before one comes again.")
+            bool, Field(description="Draw again each time; else all samples of a class come before one comes again.")
         ] = False,
         epoch: Annotated[
             Literal["all", "smallest"],

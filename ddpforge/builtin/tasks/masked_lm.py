@@ -22,7 +22,7 @@ class MaskedLM(Task):
     A batch is tokens [B, T], a pair that begins with them, or {input_ids, attention_mask} for a model of transformers.
     Of each sample `share` of the tokens are chosen, one at least; they become `mask_token`, but for `keep` of
     them, which stay. The loss is in nats per chosen token, in float32; beside it is reported its exponential,
-    `perplexity`. Which tokens are chosen is drawn anew in every pass; in evaluation a sample has always the same.
+    `perplexity`. Which tokens are chosen is drawn again in every pass; in evaluation a sample has always the same.
     """
 
     items = "chosen_tokens"

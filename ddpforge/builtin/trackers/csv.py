@@ -21,7 +21,7 @@ class CSVTracker(Tracker):
     """Writes `metrics.csv` in the run's folder: a column for `step` and for each metric, a line for each row.
 
     A row of training and one of an evaluation at the same step are two lines; what a row lacks is empty. The file is
-    written anew when a metric appears for the first time, and when rows are superseded, which it then no longer has.
+    rewritten when a metric appears for the first time, and when rows are superseded, which it then no longer has.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class CSVTracker(Tracker):
         self._name = file
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
-        """Takes over the rows of earlier attempts, up to the step that training goes on from."""
+        """Takes over the rows of earlier attempts, up to the step that training resumes from."""
         self._path = folder / self._name
         self._columns = ["step"]
         rows = list(_read(self._path))

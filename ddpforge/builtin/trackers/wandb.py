@@ -133,7 +133,7 @@ class WandbTracker(Tracker):
         self._run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
 
     def rewind(self, step: int) -> None:
-        """Marks where training went on; of two rows for one `trainer/step` the later one counts."""
+        """Marks where training resumed; of two rows for one `trainer/step` the later one counts."""
         self.log(step, {"trainer/resumed_at": step})
 
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:

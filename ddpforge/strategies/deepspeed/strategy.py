@@ -148,7 +148,7 @@ class DeepSpeed(Strategy):
             yield Refusal(
                 "train.compile",
                 f'train.compile = "{train.compile}" replays CUDA graphs, which need weights that stay where they are, '
-                "and ZeRO stage 3 gathers them anew for every pass",
+                "and ZeRO stage 3 gathers them again for every pass",
                 ('set train.compile = "default", or strategy.stage = 2',),
             )
         if self.stage == 3 and train.compile != "off" and Version(torch.__version__) < _COMPILES:

@@ -218,7 +218,7 @@ class ZeroWeights(Weights):
         self._parts = {name: found[name][0] for name in names.values() if name in found}
         self._places = {name: found[name][1] for name in self._parts}
         self._frozen = {names[id(p)]: part for p, part in self._frozen_parts()}
-        # Trained weights are copied from the optimizer's, and under stage 3 all are gathered anew.
+        # Trained weights are copied from the optimizer's, and under stage 3 all are gathered again.
         self._guard = Guard(model, set(names.values()) if self._stage == 3 else set(self._parts))
 
     def parts(self) -> Mapping[str, Part]:
@@ -418,7 +418,7 @@ class ZeroWeights(Weights):
             optimizer.load_state_dict(packed)
         if self._stage == 3 and self._zero.swap_optimizer:
             self._restore_swapped(optimizer, groups, state)
-        self._zero._hp_optimizer_states_linked = False  # DeepSpeed's own view of the state: made anew at the next step
+        self._zero._hp_optimizer_states_linked = False  # DeepSpeed's own view of the state: made again at the next step
 
     def _restore_swapped(
         self, optimizer: Optimizer, groups: Mapping[Tensor, list[str]], state: Mapping[str, Mapping[str, Any]]
@@ -507,7 +507,7 @@ class BesideWeights(Weights):
         return self._frozen
 
     def changed(self) -> None:
-        """Gives back what is gathered, so that forward passes gather it anew."""
+        """Gives back what is gathered, so that forward passes gather it again."""
         self._engine.optimizer.partition_all_parameters()
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,7 +16,8 @@ from torch.optim import Optimizer
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState, Compute, Part, Pass, SavedTensor
 from ddpforge.strategies import named_state
-from ddpforge.strategies.fsdp.shards import Shards, local, reshard, shard_like
+from ddpforge.strategies.fsdp.shards import Shards, clip_local, local, reshard, shard_like
+from ddpforge.strategies.fsdp.used import Used
 from ddpforge.strategies.tensor import ShareGradients
 from ddpforge.strategies.torch_replica import TorchReplica
 
@@ -32,35 +32,12 @@ class FSDPReplica(TorchReplica):
     """This rank's shards."""
 
     def __init__(self, strategy: FSDP, model: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__(strategy, model, optimizer, Shards(model, strategy.layout))
+        super().__init__(strategy, model, optimizer, Shards(model, strategy.layout.part))
         self._strategy, self._model = strategy, cast(FSDPModule, model)
-        self._watch_gradients(model)
+        self._used = Used(model)
         self._shared: ShareGradients | None = None
         if shares := strategy.shares:
             self._shared = ShareGradients(shares.ranks, cut=shares.cuts, summed=shares.summed)
-
-    def _watch_gradients(self, model: nn.Module) -> None:
-        """Notes which parameters get a gradient in a backward pass, before gradients are reduced over ranks."""
-        self._used: set[str] = set()
-        self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # not in torch 2.11
-            # Ranks that used different parameters then come to the end of backward, where that is reported.
-            self._model.set_reduce_scatter_unused_params(True)
-        for prefix, unit in model.named_modules():
-            if isinstance(unit, FSDPModule):
-                _at_first_forward(cast(nn.Module, unit), partial(self._watch_unit, prefix))
-
-    def _watch_unit(self, prefix: str, unit: nn.Module) -> None:
-        """Called while the unit's parameters are gathered: what backward gives gradients to are these, not shards."""
-        for name, parameter in unit.named_parameters(prefix):
-            if name in self._trained and not isinstance(parameter, DTensor):
-
-                def note(_: Tensor, name: str = name) -> None:
-                    self._used.add(name)
-
-                trains = parameter.requires_grad  # not in a turn of others, and there are no hooks without
-                parameter.requires_grad_(True).register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-                parameter.requires_grad_(trains)
 
     # -- one step
     def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:
@@ -74,7 +51,7 @@ class FSDPReplica(TorchReplica):
 
     @contextmanager
     def turn(self, name: str) -> Iterator[None]:
-        """Gathers weights anew, which is when they learn what is frozen."""
+        """Gathers weights again, which is when they learn what is frozen."""
         reshard(self.bare)
         try:
             with super().turn(name):
@@ -104,7 +81,7 @@ class FSDPReplica(TorchReplica):
         with self._strategy.sharing.losses():
             super().backward(loss)
         trained, names = self.gradients.trained, self.gradients.names
-        if len(self._used) != len(trained):
+        if not self._used.all_of(len(trained)):
             self.gradients.refuse_unused([p for p in trained if names[id(p)] not in self._used])
         self._used.clear()
 
@@ -127,10 +104,8 @@ class FSDPReplica(TorchReplica):
         return local(gradients)
 
     def clip(self, largest: float, norm: Tensor) -> None:
-        """torch's own formula, on the shards."""
-        factor = (largest / (norm + 1e-6)).clamp(max=1.0)
-        shards = local(p.grad for p in self.gradients.trained if p.grad is not None)
-        torch._foreach_mul_(shards, factor.to(shards[0].device))
+        """Scales the shards."""
+        clip_local(self.gradients.trained, largest, norm)
 
     # -- to disk and back
     def state(self) -> CanonicalState[Tensor | Part]:
@@ -154,16 +129,6 @@ class FSDPReplica(TorchReplica):
         part_of = self._strategy.layout.part
         named_state.restore(self.bare, self.optimizer, state, partial=partial, part_of=part_of, like=shard_like)
         self.remember(state)
-
-
-def _at_first_forward(unit: nn.Module, action: Callable[[nn.Module], None]) -> None:
-    """Calls `action(unit)` once, when the unit's forward begins and FSDP has gathered its parameters."""
-
-    def hook(module: nn.Module, _: Any) -> None:
-        handle.remove()
-        action(module)
-
-    handle = unit.register_forward_pre_hook(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
 
 
 def _refuse_own_shapes(state: CanonicalState[Any]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ddpforge.interfaces import Part, PartWeights, Range, Ranks
 from ddpforge.strategies.tensor import Cut
 
-__all__ = ["Layout", "Shards", "local", "part_of", "reshard", "shard_like"]
+__all__ = ["Layout", "Shards", "clip_local", "local", "part_of", "reshard", "rows_of", "shard_like"]
 
 
 class Layout:
@@ -34,7 +34,7 @@ class Layout:
         if not isinstance(tensor, DTensor):
             return found
         if cut := self.cuts.get(name):
-            return Part(found.tensor, cut.shape, cut.region(*_rows(tensor)), found.replica, found.replicas)
+            return Part(found.tensor, cut.shape, cut.region(*rows_of(tensor)), found.replica, found.replicas)
         if self._tensor.size == 1:
             return found
         replica, replicas = found.replica * self._tensor.size + self._tensor.rank, found.replicas * self._tensor.size
@@ -55,9 +55,9 @@ class Layout:
 class Shards(PartWeights):
     """Weights that are DTensors."""
 
-    def __init__(self, model: nn.Module, layout: Layout) -> None:
+    def __init__(self, model: nn.Module, part_of: Callable[[str, Tensor], Part]) -> None:
         # A forward pass without backward leaves gathered weights in the model, so the shards are remembered here.
-        super().__init__(model, layout.part)
+        super().__init__(model, part_of)
         self._model = model
 
     def changed(self) -> None:
@@ -79,8 +79,15 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's shards, without gradients."""
-    return [cast(DTensor, tensor).to_local().detach() for tensor in tensors]
+    """This rank's shards, without gradients; tensors that are not sharded are its own."""
+    return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach() for tensor in tensors]
+
+
+def clip_local(parameters: Iterable[Tensor], largest: float, norm: Tensor) -> None:
+    """Scales this rank's shards of gradients, whose norm over all ranks is `norm`, by torch's own formula."""
+    factor = (largest / (norm + 1e-6)).clamp(max=1.0)
+    shards = local(parameter.grad for parameter in parameters if parameter.grad is not None)
+    torch._foreach_mul_(shards, factor.to(shards[0].device))
 
 
 def part_of(tensor: Tensor) -> Part:
@@ -89,12 +96,12 @@ def part_of(tensor: Tensor) -> Part:
         return Part.whole(tensor)
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     (mine,) = local([tensor])
-    start = _rows(tensor)[0] * prod(shape[1:])
+    start = rows_of(tensor)[0] * prod(shape[1:])
     replica, replicas = (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim == 2 else (0, 1)
     return Part(mine, shape, Range(start, start + mine.numel()), replica, replicas)
 
 
-def _rows(tensor: DTensor) -> tuple[int, int]:
+def rows_of(tensor: DTensor) -> tuple[int, int]:
     """The first row of a tensor that this rank has of FSDP's mesh, and the first that it has no more."""
     mesh, rows = tensor.device_mesh, len(tensor)
     each = -(-rows // mesh.size(-1))

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -26,6 +26,7 @@ from ddpforge.strategies.fsdp.grid import Grid
 from ddpforge.strategies.fsdp.optimizers import try_on_shards
 from ddpforge.strategies.fsdp.replica import FSDPReplica
 from ddpforge.strategies.fsdp.shards import Layout, Shards
+from ddpforge.strategies.fsdp.units import check_sharded, policy, reduced, refuse_form, refuse_ties, ties
 from ddpforge.strategies.meta import materialise
 from ddpforge.strategies.precision import precision_for
 from ddpforge.strategies.several import members
@@ -166,7 +167,7 @@ class FSDP(Strategy):
             yield Refusal(
                 "train.compile",
                 f'train.compile = "{train.compile}" replays CUDA graphs, which need weights that stay where they are, '
-                "and FSDP gathers them anew for every pass",
+                "and FSDP gathers them again for every pass",
                 ('set train.compile = "default", or strategy.use = "ddp"',),
             )
         if self.context > 1 and train.compile != "off":
@@ -242,18 +243,18 @@ class FSDP(Strategy):
                 hints=["set strategy.tensor = 1, and shard it instead"],
             )
         # No backward pass comes to free what is left over of the blocks.
-        return Shards(self._shard_all(module, blocks, reshard_after_forward=True), self.layout)
+        return Shards(self._shard_all(module, blocks, reshard_after_forward=True), self.layout.part)
 
     def _shard_all(
         self, model: nn.Module, blocks: Sequence[nn.Module], *, reshard_after_forward: bool | None = None
     ) -> nn.Module:
         for name, parameter in model.named_parameters():
-            _refuse_form(name, parameter)
+            refuse_form(name, parameter)
             if not parameter.is_meta:  # what is sharded is flat: other layouts would be lost, and fully_shard refuses
                 parameter.data = parameter.data.contiguous()
         if self.context > 1:
             Cut(self.places.context).give(model)
-        ties = _ties(model)
+        tied = ties(model)
         if self.meta:
             materialise(model, then={id(block): partial(self._shard_block, model) for block in blocks})
         else:
@@ -266,16 +267,10 @@ class FSDP(Strategy):
             model,
             mesh=self.mesh,
             reshard_after_forward=reshard_after_forward,
-            mp_policy=_policy(None, _reduced(model)),
+            mp_policy=policy(None, reduced(model)),
             offload_policy=self._offload(),
         )
-
-        if broken := sorted(ties - _ties(model)):
-            raise StrategyError(
-                f"`{broken[0][0]}` and `{broken[0][1]}` are one parameter, and sharding them in different blocks would "
-                "make them two",
-                hints=["name other classes in train.blocks, so that both lie in one block or in none"],
-            )
+        refuse_ties(tied, model)
         return model
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
@@ -284,7 +279,7 @@ class FSDP(Strategy):
             try_on_shards(member, self.mesh, self.world.device)
             if self.tensor > 1:
                 try_on_shares(member, self.world.device)
-        self._check(model)
+        check_sharded(model)
         if self.context > 1:
             return ContextReplica(Cut(self.places.context), self, model, optimizer)
         if self.spread:
@@ -303,9 +298,9 @@ class FSDP(Strategy):
             block,
             mesh=mesh,
             reshard_after_forward=self.reshard_after_forward,
-            mp_policy=_policy(
+            mp_policy=policy(
                 precision_for(self.train.precision, self.world.device).dtype if self.gather == "compute" else None,
-                _reduced(block),
+                reduced(block),
             ),
             offload_policy=self._offload(),
         )
@@ -326,33 +321,6 @@ class FSDP(Strategy):
     def _offload(self) -> OffloadPolicy:
         return CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
 
-    def _check(self, model: nn.Module) -> None:
-        """Every parameter must be a DTensor, sharded over its mesh's last dimension, with its part on this rank."""
-        for name, parameter in model.named_parameters():
-            if not isinstance(model, FSDPModule) or not isinstance(parameter, DTensor):
-                raise StrategyError(f"asked for FSDP, but parameter `{name}` is a {type(parameter).__name__}")
-            rows = -(-parameter.shape[0] // parameter.device_mesh.size(-1))
-            if len(parameter.to_local()) > rows or not parameter.placements[-1].is_shard(0):
-                raise StrategyError(f"asked for FSDP, but parameter `{name}` is placed as {parameter.placements}")
-
-
-def _refuse_form(name: str, parameter: nn.Parameter) -> None:
-    if not parameter.ndim:
-        raise StrategyError(
-            f"parameter `{name}` is a scalar, and FSDP shards along the first dimension",
-            hints=["give it the shape [1]"],
-        )
-    if not parameter.numel() and parameter.requires_grad:
-        raise StrategyError(
-            f"parameter `{name}` has no elements, and FSDP cannot shard it",
-            hints=["remove it from the model, or set requires_grad = False"],
-        )
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        raise StrategyError(
-            f"parameter `{name}` has a gradient hook, and under FSDP another tensor takes its place, without hooks",
-            hints=['change gradients in the optimizer or by a module hook, or set strategy.use = "ddp"'],
-        )
-
 
 def _refuse_norms(block: nn.Module) -> None:
     """A CPU's kernels take no weights of another dtype than the stream that they normalise; a GPU's do."""
@@ -363,33 +331,3 @@ def _refuse_norms(block: nn.Module) -> None:
                 "takes on a GPU and not on a CPU",
                 hints=["leave strategy.gather out"],
             )
-
-
-def _reduced(unit: nn.Module) -> torch.dtype:
-    """The dtype in which the gradients of what is not sharded yet are reduced: fp32, or the weights' own float64."""
-    found: dict[torch.dtype, str] = {}
-    for name, parameter in unit.named_parameters():
-        if parameter.requires_grad and not isinstance(parameter, DTensor):
-            found.setdefault(parameter.dtype, name)
-    if len(found) > 1:
-        (one, first), (other, second) = [(str(d).removeprefix("torch."), name) for d, name in found.items()][:2]
-        raise StrategyError(
-            f"parameter `{first}` is {one} and `{second}` is {other}, and FSDP gathers both together",
-            hints=["build the model in one dtype", "or name classes in train.blocks that hold only one"],
-        )
-    return torch.float64 if torch.float64 in found else torch.float32
-
-
-def _policy(gather: torch.dtype | None, reduced: torch.dtype) -> MixedPrecisionPolicy:
-    """Weights are gathered in dtype `gather`, or as they are; gradients are `reduced` in fp32 at least.
-
-    Inputs are left as they are: the residual stream has the dtype that autocast gives it under every strategy.
-    """
-    return MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=reduced, cast_forward_inputs=False)
-
-
-def _ties(model: nn.Module) -> set[tuple[str, str]]:
-    """Pairs of names of one parameter."""
-    first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    return {(first[id(p)], name) for name, p in named if first.setdefault(id(p), name) != name}

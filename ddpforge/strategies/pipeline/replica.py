@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial as bound
-from itertools import islice
-from typing import Any, NoReturn, cast
+from itertools import islice, pairwise
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Compute, Exploring, Part, Pass, Region, SavedTensor, Strategy, Weights
+from ddpforge.interfaces import CanonicalState, Compute, Exploring, Part, Pass, Region, SavedTensor, Strategy
 from ddpforge.ranks import phases
 from ddpforge.ranks.collectives import Group
 from ddpforge.strategies import named_state
 from ddpforge.strategies.buffers import equalise_buffers
+from ddpforge.strategies.fsdp.shards import Shards, clip_local, local, part_of, reshard, rows_of, shard_like
+from ddpforge.strategies.fsdp.used import Used
 from ddpforge.strategies.pipeline import stage
 from ddpforge.strategies.pipeline.schedules import Held, schedule_for
 from ddpforge.strategies.pipeline.stage import Micro, Output, called_with
@@ -38,14 +41,18 @@ _MARKS = 8  # more than a rank makes for a micro-batch and one of its parts
 
 
 class PipelineReplica(TorchReplica):
-    """This rank's parts of the model. Gradients are averaged over the ranks of the stage, once a step."""
+    """This rank's parts of the model. Gradients are averaged over the ranks of the stage, once a step.
+
+    Where these ranks hold shards of the stage's weights, FSDP does so after every backward pass, and the model is its
+    root: parts run as the model's forward pass, around which what is in no block is gathered.
+    """
 
     def __init__(
         self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, held: Held, elsewhere: Collection[str]
     ) -> None:
         self._held, self._layout, self._group = held, held.layout, held.pipe
         self._data = strategy.world.data
-        super().__init__(strategy, model, optimizer, _Weights(self, model, held.names))
+        super().__init__(strategy, model, optimizer, _Weights(model, self.part, held.names))
         self._pipe = Group(held.pipe, strategy.world.device)
         device = strategy.world.device
         self._parts = {
@@ -58,6 +65,7 @@ class PipelineReplica(TorchReplica):
                 device,
                 bound(self._begin, number),
                 lambda: self.forward(),
+                self._through if held.sharded else _directly,
             )
             for number, steps in held.steps.items()
         }
@@ -68,7 +76,8 @@ class PipelineReplica(TorchReplica):
         self._shared: ShareGradients | None = None
         if shares := held.shares:
             self._shared = ShareGradients(held.tensor, cut=shares.cuts, summed=shares.summed)
-        model.forward = _refuse_forward
+        self._used = Used(model) if held.sharded else None
+        model.forward = _take_part
 
     # -- one step
     def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:
@@ -80,15 +89,39 @@ class PipelineReplica(TorchReplica):
         source = iter(passes)
         while ones := list(source if trains else islice(source, 2 * self._layout.parts)):
             micros = [self._micro(one) for one in ones]
-            for form in dict.fromkeys(micro.form for micro in micros):
-                for run in self._layout.runs([micro for micro in micros if micro.form == form]):
+            for alike in self._of_one_form(micros):
+                for run in self._layout.runs(alike):
                     self._run(run, trains=trains)
             for micro in micros:
                 yield micro.result
 
+    def _of_one_form(self, micros: Sequence[Micro]) -> Iterator[Sequence[Micro]]:
+        """Micro-batches that give activations of the same shapes.
+
+        Ranks that hold shards of one stage gather them for every pass: they cut their micro-batches, whose forms may
+        differ, at the same places.
+        """
+        if not self._held.sharded or self._data.size == 1:
+            for form in dict.fromkeys(micro.form for micro in micros):
+                yield [micro for micro in micros if micro.form == form]
+            return
+        changes = [place for place, (a, b) in enumerate(pairwise(micros), start=1) if a.form != b.form]
+        cuts = sorted({place for those in self._data.everyone(changes) for place in those})
+        for start, stop in pairwise([0, *cuts, len(micros)]):
+            yield micros[start:stop]
+
     def _begin(self, part: int) -> None:
         if self._held.shares:
             self._held.shares.begin(split=self._held.split[part] and self.bare.training)
+
+    def _through(self, steps: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        return self.bare(_Steps(steps), *args, **named)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Autocast, that keeps no copies of gathered weights."""
+        if self._held.sharded:
+            return self.precision.sharded_forward(compiled=self.train.compile != "off")
+        return super().autocast()
 
     def _micro(self, one: Pass) -> Micro:
         with self.forward():
@@ -212,32 +245,56 @@ class PipelineReplica(TorchReplica):
         return super().explore(optimizer)
 
     def _exchange(self) -> None:
-        self.gradients.collect()  # all are there
-        trained = [parameter for parameter in self.gradients.trained if parameter.grad is not None]
+        self._refuse_unused()
+        mine = self._local(self.gradients.trained)
         if self._shared:
-            self._shared.add_up({self.gradients.names[id(p)]: cast(Tensor, p.grad) for p in trained})
-        for parameter in trained:  # in the model's order, on all ranks alike
-            if group := self._held.shared.get(self.gradients.names[id(parameter)]):
-                dist.all_reduce(cast(Tensor, parameter.grad), group=group)
-        if self._data.size == 1:
+            self._shared.add_up(mine)
+        for name, gradient in mine.items():  # in the model's order, on all ranks alike
+            if group := self._held.shared.get(name):
+                dist.all_reduce(gradient, group=group)
+        if self._data.size == 1 or self._held.sharded:
             return
-        for dtype in dict.fromkeys(parameter.dtype for parameter in trained):
-            gradients = [cast(Tensor, parameter.grad) for parameter in trained if parameter.dtype == dtype]
+        for dtype in dict.fromkeys(gradient.dtype for gradient in mine.values()):
+            gradients = [gradient for gradient in mine.values() if gradient.dtype == dtype]
             flat = self._data.sum(torch.cat([gradient.reshape(-1) for gradient in gradients])) / self._data.size
             pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
             torch._foreach_copy_(gradients, [x.view_as(g) for x, g in zip(pieces, gradients, strict=True)])
 
+    def _refuse_unused(self) -> None:
+        self.gradients.collect()
+        if self._used is None:
+            return
+        trained, names = self.gradients.trained, self.gradients.names
+        if not self._used.all_of(len(trained)):  # FSDP gave zeros to what had none
+            self.gradients.refuse_unused([p for p in trained if names[id(p)] not in self._used])
+        self._used.clear()
+
+    def _local(self, parameters: Iterable[Tensor]) -> dict[str, Tensor]:
+        """This rank's gradients of parameters, by name, as plain tensors."""
+        found = {self.gradients.names[id(p)]: p.grad for p in parameters if p.grad is not None}
+        return dict(zip(found, local(found.values()), strict=True))
+
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """The norm over all stages, in which a weight of several counts once: one all-reduce of a number.
 
-        Another one where ranks share layers.
+        Another one where ranks share layers, and where they hold shards.
         """
-        mine = {name: parameter.grad for name, parameter in self._counted.items() if parameter.grad is not None}
+        mine = self._local(self._counted.values())
         if self._shared:
             square = self._shared.square(mine) + 0  # which waits for it
         else:
             square = torch.nn.utils.get_total_norm(list(mine.values())).to(self.world.device).square()
+        if self._held.sharded:
+            square = self._data.sum(square) + 0
         return self._pipe.sum(square).sqrt()
+
+    def held(self, gradients: Iterable[Tensor]) -> list[Tensor]:
+        """The shards, where there are any."""
+        return local(gradients)
+
+    def clip(self, largest: float, norm: Tensor) -> None:
+        """Scales this rank's gradients."""
+        clip_local(self.gradients.trained, largest, norm)
 
     def sync_buffers(self) -> None:
         """Makes them equal on the ranks of a stage."""
@@ -250,17 +307,21 @@ class PipelineReplica(TorchReplica):
 
     def part(self, name: str, tensor: Tensor) -> Part:
         """This rank's part of a tensor that has the form of the parameter or buffer of this name."""
-        places, own = self._places(name), self._held.tensor
-        replica = places.index(self._layout.here) * self._data.size + self._data.rank
-        replicas = len(places) * self._data.size
+        places, own, sharded = self._places(name), self._held.tensor, isinstance(tensor, DTensor)
+        replica, replicas = places.index(self._layout.here), len(places)
+        if not sharded:
+            replica, replicas = replica * self._data.size + self._data.rank, replicas * self._data.size
         among = str(places) if len(places) > 1 else ""
+        (mine,) = local([tensor])
         if self._held.shares and (cut := self._held.shares.cuts.get(name)):
-            return Part(tensor.detach(), cut.shape, cut.region(0, len(tensor)), replica, replicas, among)
+            rows = rows_of(tensor) if isinstance(tensor, DTensor) else (0, len(tensor))
+            return Part(mine, cut.shape, cut.region(*rows), replica, replicas, among)
         replica, replicas = replica * own.size + own.rank, replicas * own.size
-        return Part.whole(tensor.detach(), replica=replica, replicas=replicas, among=among)
+        return replace(part_of(tensor), replica=replica, replicas=replicas, among=among)
 
     def state(self) -> CanonicalState[Tensor | Part]:
         """Tensors of this rank's parts."""
+        reshard(self.bare)
         state = named_state.capture(self.bare, self.optimizer)
         return CanonicalState(
             model={name: self.part(name, cast(Tensor, tensor)) for name, tensor in state.model.items()},
@@ -278,6 +339,7 @@ class PipelineReplica(TorchReplica):
 
     def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
         """Reads what belongs to this rank's parts."""
+        reshard(self.bare)
         mine, _ = named_state.tensors(self.bare)
         others = self._held.names - mine.keys()
 
@@ -285,24 +347,16 @@ class PipelineReplica(TorchReplica):
             return {name: value for name, value in values.items() if name not in others}
 
         mine_of = replace(state, model=here(state.model), optimizer=here(state.optimizer))
-        named_state.restore(self.bare, self.optimizer, mine_of, partial=partial, part_of=self.part)
+        named_state.restore(self.bare, self.optimizer, mine_of, partial=partial, part_of=self.part, like=shard_like)
         self.remember(state)
 
 
-class _Weights(Weights):
+class _Weights(Shards):
     """The weights of a rank's parts."""
 
-    def __init__(self, replica: PipelineReplica, model: nn.Module, names: Collection[str]) -> None:
-        named = dict(model.named_parameters())
-        self._parts = {name: replica.part(name, p) for name, p in named.items() if p.requires_grad}
-        self._frozen = {name: replica.part(name, p) for name, p in named.items() if not p.requires_grad}
-        self._elsewhere = set(names) - named.keys()
-
-    def parts(self) -> Mapping[str, Part]:
-        return self._parts
-
-    def frozen(self) -> Mapping[str, Part]:
-        return self._frozen
+    def __init__(self, model: nn.Module, part_of: Callable[[str, Tensor], Part], names: Collection[str]) -> None:
+        super().__init__(model, part_of)
+        self._elsewhere = set(names) - dict(model.named_parameters()).keys()
 
     def elsewhere(self) -> Collection[str]:
         return self._elsewhere
@@ -318,7 +372,21 @@ def _tensors(model: nn.Module, steps: Sequence[Step]) -> list[Tensor]:
     return list({id(tensor): tensor for step in steps for tensor in held_by(model, step)}.values())
 
 
-def _refuse_forward(*_: Any, **__: Any) -> NoReturn:
+@dataclass(frozen=True)
+class _Steps:
+    """What the model is to do in a forward pass."""
+
+    take: Callable[..., Any]
+
+
+def _directly(steps: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    return steps(*args, **named)
+
+
+def _take_part(*args: Any, **named: Any) -> Any:
+    """The forward pass of a model of which some steps are here."""
+    if args and isinstance(args[0], _Steps):
+        return args[0].take(*args[1:], **named)
     raise StrategyError(
         "a callback or the task calls the model itself, of which no rank of a pipeline has all",
         hints=[

@@ -91,6 +91,7 @@ class Held:
     sharing: Sharing
     shares: Shares | None  # where they are several
     split: Mapping[int, bool]  # by part: whether these ranks get activations of their own
+    sharded: bool  # whether ranks that see different data hold shards of a stage's weights
 
 
 def schedule_for(layout: Layout, stages: Sequence[PipelineStage], count: int, loss: Callable[..., Any]) -> Any:

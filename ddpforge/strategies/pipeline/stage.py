@@ -35,7 +35,7 @@ class Part(nn.Module):
 
     Its own parameters are those that the steps use: schedules that split the backward pass look for them there, and
     leave out what they do not find. `elsewhere` has the attributes of modules that this rank lacks. `begin` is called
-    where the part's random numbers have been seeded, `forward` wraps its steps.
+    where the part's random numbers have been seeded, `forward` wraps its steps, `through` calls them.
     """
 
     def __init__(
@@ -48,11 +48,12 @@ class Part(nn.Module):
         device: torch.device,
         begin: Callable[[], None],
         forward: Callable[[], AbstractContextManager[Any]],
+        through: Callable[..., Any],
     ) -> None:
         super().__init__()
         self.number, self.last = number, number == parts - 1
         self._steps, self._elsewhere = list(steps), elsewhere
-        self._device, self._begin, self._around = device, begin, forward
+        self._device, self._begin, self._around, self._through = device, begin, forward, through
         self.weights = nn.ParameterList([tensor for tensor in tensors if isinstance(tensor, nn.Parameter)])
         for place, tensor in enumerate(tensors):
             if not isinstance(tensor, nn.Parameter):
@@ -68,14 +69,18 @@ class Part(nn.Module):
         _seed_on(self.number, self._device)
         self._begin()
         with micro.one.around(), self._around():
-            found = self._call(self._steps[0], args, named)
-            for step in self._steps[1:]:
-                found = self._call(step, found if isinstance(found, tuple) else (found,), {})
+            found = self._through(self._take_steps, *args, **named)
         _mark(phases.BACKWARD)
         if not self.last:
             return tree_map_only(Tensor, _sent, _travels(found, self._steps[-1]))
         micro.output = found
         return torch.zeros(())
+
+    def _take_steps(self, *args: Any, **named: Any) -> Any:
+        found = self._call(self._steps[0], args, named)
+        for step in self._steps[1:]:
+            found = self._call(step, found if isinstance(found, tuple) else (found,), {})
+        return found
 
     def _call(self, step: Step, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         try:

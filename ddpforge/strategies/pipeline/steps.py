@@ -42,7 +42,7 @@ def declared_steps(model: nn.Module) -> list[Step]:
     """The steps in a model's attribute `pipeline`; raises StrategyError unless they use all of its tensors.
 
     Each entry is the name of a module, or of a list of modules, which are called one after the other, or of a method; a
-    tuple begins with such a name, and goes on with those of modules and tensors that it uses beside its own.
+    tuple begins with such a name, and continues with those of modules and tensors that it uses beside its own.
     """
     declared = declaration(model)
     if not isinstance(declared, tuple | list) or not declared:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import ScheduleGPipe
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -23,6 +24,8 @@ from ddpforge.ranks.join import limit_waiting
 from ddpforge.strategies import named_state
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp.grid import Grid
+from ddpforge.strategies.fsdp.optimizers import try_on_shards
+from ddpforge.strategies.fsdp.units import check_sharded, policy, reduced, refuse_form, refuse_ties, ties
 from ddpforge.strategies.pipeline.replica import PipelineReplica
 from ddpforge.strategies.pipeline.schedules import SCHEDULES, Held, Layout
 from ddpforge.strategies.pipeline.steps import (
@@ -54,8 +57,8 @@ class Pipeline(Strategy):
     """The model's steps in stages, one on each rank, through which micro-batches flow; by torch.distributed.pipelining.
 
     The ranks form `stages` stages; where there are more ranks, each stage is on several, which see different data and
-    average their gradients. With `tensor` neighbouring ranks share out the layers of their stage, as a plan says. The
-    schedule's micro-batches are those that a step accumulates.
+    average their gradients, or, with `data = "fsdp"`, hold shards of its weights. With `tensor` neighbouring ranks
+    share out the layers of their stage, as a plan says. The schedule's micro-batches are those that a step accumulates.
 
     Huang et al., "GPipe" (2019); Narayanan et al., "Efficient Large-Scale Language Model Training" (2021); Qi et al.,
     "Zero Bubble Pipeline Parallelism" (2024).
@@ -90,12 +93,26 @@ class Pipeline(Strategy):
                 " cost about the same.",
             ),
         ] = (),
+        data: Annotated[
+            Literal["ddp", "fsdp"],
+            Field(
+                description='What ranks of one stage, which see different data, hold: all of its weights ("ddp"), or'
+                ' shards, gathered block by block, with a reduce-scatter of gradients in every micro-batch ("fsdp").'
+            ),
+        ] = "ddp",
         tensor: Tensored = 1,
         plan: Styles = None,
         sequence: Sequenced = False,
         loss: Loss = "whole",
     ) -> None:
         self.stages, self.schedule, self.split, self.tensor = stages, schedule, split, tensor
+        self.sharded = data == "fsdp"
+        if self.sharded:
+            self.contract = replace(
+                self.contract,
+                clips="every rank alike, after the reduce-scatter, by the norm over all shards of all stages",
+                accumulates="the shards' .grad; one reduce-scatter per micro-batch",
+            )
         self.sharing = Sharing(tensor=tensor, plan=plan, sequence=sequence, loss=loss)
 
     # -- before the loop
@@ -113,7 +130,7 @@ class Pipeline(Strategy):
 
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
         """Ranks that stages do not divide, and what needs the whole model, or all micro-batches in their order."""
-        self.contract = replace(self.contract, replicas=self.data_ranks(ranks))  # which is shown before `setup`
+        self._promise(self.data_ranks(ranks))  # which is shown before `setup`
         yield from self._refusals_of_ranks(ranks)
         yield from self.sharing.refusals(train)
         if "arg_mbs" not in inspect.signature(ScheduleGPipe.step).parameters:
@@ -134,6 +151,9 @@ class Pipeline(Strategy):
             )
         yield from self._refusals_of_blocks(train)
 
+    def _promise(self, data_ranks: int) -> None:
+        self.contract = replace(self.contract, replicas=1 if self.sharded else data_ranks)
+
     def _refusals_of_ranks(self, ranks: int) -> Iterator[Refusal]:
         if ranks % self.tensor:
             yield from Grid(tensor=self.tensor).refusals(ranks)
@@ -150,6 +170,13 @@ class Pipeline(Strategy):
 
     def _refusals_of_blocks(self, train: TrainSection) -> Iterator[Refusal]:
         splits = SCHEDULES[self.schedule].splits_backward
+        if self.sharded and splits:
+            yield Refusal(
+                "strategy.data",
+                f'strategy.schedule = "{self.schedule}" computes gradients of weights in a pass of their own, '
+                'for which strategy.data = "fsdp" does not gather weights',
+                ('set strategy.schedule = "1F1B" or "Interleaved1F1B"', 'or strategy.data = "ddp"'),
+            )
         if train.compile != "off" and self.tensor == 1 and (splits or not train.compile_blocks):
             yield Refusal(
                 "train.compile",
@@ -186,7 +213,8 @@ class Pipeline(Strategy):
         limit_waiting(mesh.get_all_groups(), train)
         self.pipe: dist.ProcessGroup = mesh.get_group("stage")
         self.grid: list[list[int]] = mesh.mesh.flatten(1).tolist()  # of each stage, its ranks
-        self.contract = replace(self.contract, replicas=data)
+        self._promise(data)
+        self.data_mesh = mesh["data"]
 
         def alike(name: str) -> Connected:
             return Group(mesh.get_group(name), world.device) if sizes[name] > 1 else Alone(world.device)
@@ -223,10 +251,27 @@ class Pipeline(Strategy):
             split={
                 part: shares is not None and shares.splits_behind(_used(model, steps[: begins[part]])) for part in mine
             },
+            sharded=self.sharded,
         )
         self._keep(model, {key for key, those in holders.items() if layout.here in those}, shares)
         self._refuse_idle(model)
+        if self.sharded:
+            self._shard(model, blocks)
         return model
+
+    def _shard(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        """Shards this rank's blocks, then what else it has of the model."""
+        away = {parameter for parameter in model.parameters() if parameter.is_meta}
+        for name, parameter in model.named_parameters():
+            if parameter not in away:
+                refuse_form(name, parameter)
+                parameter.data = parameter.data.contiguous()
+        tied = ties(model)
+        for block in blocks:
+            if away.isdisjoint(block.parameters()):
+                fully_shard(block, mesh=self.data_mesh, mp_policy=policy(None, reduced(block)))
+        fully_shard(model, mesh=self.data_mesh, mp_policy=policy(None, reduced(model)), ignored_params=away)
+        refuse_ties(tied, model)
 
     def _refuse_batchnorm(self, model: nn.Module) -> None:
         if self.train.elastic_shards and any(isinstance(module, _BatchNorm) for module in model.modules()):
@@ -284,8 +329,12 @@ class Pipeline(Strategy):
         refuse_sparse(optimizer, model, sharded=True)
         if self.tensor > 1:
             try_on_shares(optimizer, self.world.device)
+        if self.sharded:
+            try_on_shards(optimizer, self.data_mesh, self.world.device)
         elsewhere = {word for name, t in named_tensors(model) if t.is_meta for word in name.split(".")}
         _remove(model)
+        if self.sharded:
+            check_sharded(model)
         return PipelineReplica(self, model, optimizer, self.held, elsewhere)
 
 

@@ -1,4 +1,4 @@
-"""Checks of callbacks: the same decisions on every rank, and a state from which they go on."""
+"""Checks of callbacks: the same decisions on every rank, and a state from which they resume."""
 
 from __future__ import annotations
 

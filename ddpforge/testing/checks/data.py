@@ -189,7 +189,7 @@ def parts(case: Case, worlds: Worlds) -> None:
             later = list(map(digest, islice(data.open(part, epoch=0, skip=skip), length - skip)))
             if later != whole[skip:length]:
                 raise Breach(
-                    f"open({part}, epoch=0, skip={skip}) to go on from sample {skip}",
+                    f"open({part}, epoch=0, skip={skip}) to continue from sample {skip}",
                     "other samples",
                     where=source_of(type(data)),
                     hints=["a part's samples depend on the part alone; `prepare` may draw random numbers"],

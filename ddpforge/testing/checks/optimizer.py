@@ -1,4 +1,4 @@
-"""Checks of optimizers: one takes parameter groups, keeps state by parameter, and goes on exactly from it."""
+"""Checks of optimizers: one takes parameter groups, keeps state by parameter, and continues exactly from it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def state_by_parameter(case: Case, worlds: Worlds) -> None:
 
 @check("resumes-exactly", "optimizer")
 def resumes_exactly(case: Case, worlds: Worlds) -> None:
-    """From its state and the weights it goes on as if it had not been interrupted."""
+    """From its state and the weights it continues as if it had not been interrupted."""
     straight = _weights(case)
     optimizer = _build(case, [{"params": straight}])
     for step in range(1, 4):

@@ -27,11 +27,11 @@ def whole_steps(case: Case, worlds: Worlds) -> None:
 
 @check("pure", "order")
 def pure(case: Case, worlds: Worlds) -> None:
-    """A step's samples are the same in any order, any number of times, and from an order that was built anew."""
+    """A step's samples are the same in any order, any number of times, and from an order that was built again."""
     order = _build(case)
     first = _steps(case, order)
     turns = random.Random(0).sample(range(_STEPS), _STEPS)
-    for what, other in (("asked again in another order", order), ("built anew", _build(case))):
+    for what, other in (("asked again in another order", order), ("built again", _build(case))):
         for step in turns:
             if _at(case, other, step) != first[step]:
                 raise Breach(

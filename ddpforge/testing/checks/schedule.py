@@ -28,11 +28,11 @@ def finite(case: Case, worlds: Worlds) -> None:
 
 @check("pure", "schedule")
 def pure(case: Case, worlds: Worlds) -> None:
-    """A step's factor is the same in any order, any number of times, and from a schedule that was built anew."""
+    """A step's factor is the same in any order, any number of times, and from a schedule that was built again."""
     schedule, total = _schedule(case)
     first = [_at(case, schedule, step) for step in range(total)]
     order = random.Random(0).sample(range(total), total)
-    for what, other in (("asked again in another order", schedule), ("built anew", _schedule(case)[0])):
+    for what, other in (("asked again in another order", schedule), ("built again", _schedule(case)[0])):
         for step in order:
             if (value := _at(case, other, step)) != first[step]:
                 raise Breach(

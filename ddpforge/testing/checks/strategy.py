@@ -1,4 +1,4 @@
-"""Checks of strategies: the training of DDP, and state that any number of ranks goes on from."""
+"""Checks of strategies: the training of DDP, and state that any number of ranks resumes from."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def trains_like_ddp(case: Case, worlds: Worlds) -> None:
 
 @check("resumes-on-any-ranks", "strategy", ranks=True)
 def resumes_on_any_ranks(case: Case, worlds: Worlds) -> None:
-    """From its own checkpoint it goes on as if uninterrupted, on as many ranks and on another number."""
+    """From its own checkpoint it continues as if uninterrupted, on as many ranks and on another number."""
     run = _TrialRun.of(case, worlds)
     if run.broken(worlds):
         raise NotApplicable("cannot be tried: trains-like-ddp failed")
@@ -91,7 +91,7 @@ def resumes_on_any_ranks(case: Case, worlds: Worlds) -> None:
         if drift:
             what = "as many" if ranks == run.ranks else f"{ranks} instead of {run.ranks}"
             raise Breach(
-                f"training to go on as if uninterrupted, on {what} ranks",
+                f"training to continue as if uninterrupted, on {what} ranks",
                 f"after a resume at step {_MIDDLE}, {drift_text(*drift)} (steps counted from there)",
                 where=_method(case, "load_state"),
                 hints=["`state` must give weights and optimizer state exactly and by name, and `load_state` take both"],

@@ -78,7 +78,7 @@ def _life(case: Case, tracker: Tracker, folder: Path, *, resumed_at: int | None,
                 f"`{what}` not to raise{when}: training would lose its tracker",
                 f"{type(error).__name__}: {error}",
                 where=place_of(error, type(tracker)),
-                hints=["catch what its target raises, warn once and go on"],
+                hints=["catch what its target raises, warn once and continue"],
             ) from error
         if what == "log":
             took.append(time.monotonic() - began)
