@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ from ddpforge.training.left_out import has_left_out, refuse_others
 from ddpforge.training.parts import key_of
 
 __all__ = ["TrainedRun", "evaluate", "launch", "load", "predict"]
+
+_Checkpoint = Literal["newest", "best"] | int  # the newest intact one, the best by `checkpoint.keep.by`, or a step's
 
 
 def launch(
@@ -86,25 +88,23 @@ def launch(
 def evaluate(
     run: str | Path,
     *,
-    step: int | None = None,
-    best: bool = False,
+    checkpoint: _Checkpoint = "newest",
     sets: Sequence[str] = (),
     only: Sequence[str] = (),
 ) -> Evaluation:
-    """Evaluates a run's newest checkpoint, its `best`, or that of a `step`, as `ddpforge eval` does; on every rank.
+    """Evaluates a run's checkpoint, the "newest", the "best" or that of a step, as `ddpforge eval` does; on every rank.
 
     `run` is a run's folder, or its name in runs/. For the rest see `runner.evaluate`. Raises ForgeError.
     """
     folder = RunFolder.find(str(run))
-    return runner.evaluate(folder, step=step, best=best, sets=sets, only=only)
+    return runner.evaluate(folder, **_chosen(checkpoint), sets=sets, only=only)
 
 
 def predict(
     run: str | Path,
     out: str | Path,
     *,
-    step: int | None = None,
-    best: bool = False,
+    checkpoint: _Checkpoint = "newest",
     weights: str | None = None,
     data: Sequence[str] = (),
     sets: Sequence[str] = (),
@@ -120,8 +120,7 @@ def predict(
     return runner.predict(
         RunFolder.find(str(run)),
         Path(out),
-        step=step,
-        best=best,
+        **_chosen(checkpoint),
         weights=weights,
         data=data,
         sets=sets,
@@ -130,30 +129,51 @@ def predict(
     )
 
 
-def load(run: str | Path, *, step: int | None = None, best: bool = False) -> TrainedRun:
+def load(run: str | Path, *, checkpoint: _Checkpoint = "newest", weights: str | None = None) -> TrainedRun:
     """Opens what was trained: `run` is a run's folder, its name in runs/, or the folder of one of its checkpoints.
 
-    Of a run it is the newest checkpoint that is intact, its `best`, or that of a `step`. Raises UsageError where there
-    is none.
+    Of a run it is the "newest" `checkpoint` that is intact, the "best" one, or that of a step. `weights` is "model", or
+    the name of a callback that keeps weights of its own; absent: those that evaluations used, which are the averages of
+    `ema` where the recipe evaluates them. Raises UsageError where there is no such checkpoint, or no such weights.
     """
     path = Path(run)
     if not is_checkpoint(path):
         folder = RunFolder.find(str(run))
-        return TrainedRun(folder, choose(folder, step=step, best=best))
-    if best or step is not None:
-        raise UsageError(f"{run} is a checkpoint, and `step` and `best` choose one of a run")
+        return _opened(folder, choose(folder, **_chosen(checkpoint)), weights)
+    if checkpoint != "newest":
+        raise UsageError(f"{run} is a checkpoint, and checkpoint={checkpoint!r} chooses one of a run")
     folder = RunFolder(path.resolve().parents[1])
     if not folder.exists():
         raise UsageError(f"{run} lies in no run's folder, whose recipe says what the model is")
-    return TrainedRun(folder, path)
+    return _opened(folder, path, weights)
+
+
+def _opened(folder: RunFolder, checkpoint: Path, weights: str | None) -> TrainedRun:
+    found = TrainedRun(folder, checkpoint, weights)
+    chosen_weights(found._reader, found.weights)  # which raises where there are none
+    return found
+
+
+class _Choice(TypedDict):
+    step: int | None
+    best: bool
+
+
+def _chosen(checkpoint: _Checkpoint) -> _Choice:
+    if isinstance(checkpoint, int) and not isinstance(checkpoint, bool):
+        return {"step": checkpoint, "best": False}
+    if checkpoint not in ("newest", "best"):
+        raise UsageError(f'checkpoint={checkpoint!r}: there are "newest", "best" and the number of a step')
+    return {"step": None, "best": checkpoint == "best"}
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run's folder, and one of its checkpoints."""
+    """A run's folder, one of its checkpoints, and the name of the weights in it that are meant."""
 
     folder: RunFolder
     checkpoint: Path
+    chosen: str | None = None
 
     @cached_property
     def _reader(self) -> Reader:
@@ -173,15 +193,13 @@ class TrainedRun:
         """The rows of `metrics.jsonl`, one a step: training and evaluation."""
         return read_metrics(self.folder.path)
 
-    def model(self, *, weights: str | None = None, device: str | torch.device = "cpu") -> nn.Module:
+    def model(self, *, device: str | torch.device = "cpu") -> nn.Module:
         """The bare model with the checkpoint's weights, in evaluation mode.
 
-        `weights` is "model", or the name of a callback that keeps weights of its own; absent: those that evaluations
-        used, which are the averages of `ema` where the recipe evaluates them. The generators of random numbers are left
-        as they were. Raises UsageError where there are no such weights, CheckpointError where they do not fit.
+        The generators of random numbers are left as they were. Raises CheckpointError where weights do not fit.
         """
         model = self.bare()
-        model.load_state_dict(self._state(weights or self._evaluated(), model), strict=True)
+        model.load_state_dict(self._state(model), strict=True)
         return model.to(device).eval()
 
     def bare(self) -> nn.Module:
@@ -228,32 +246,33 @@ class TrainedRun:
         top_p: float | None = None,
         greedy: bool = False,
         seed: int = 0,
-        weights: str | None = None,
         device: str | torch.device = "cpu",
     ) -> list[str]:
         """The text that a language model writes after each of `prompts`, in the tokens of its data.
 
-        For how tokens are drawn see `generation.Sampling`, for `weights` see `model`. Raises UsageError for a run of
-        another kind, and where a prompt has what the model has never seen.
+        For how tokens are drawn see `generation.Sampling`. Raises UsageError for a run of another kind, and where a
+        prompt has what the model has never seen.
         """
         how = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, greedy=greedy, seed=seed)
-        return list(self.texts(prompts, how, weights=weights, device=device))
+        return list(self.texts(prompts, how, device=device))
 
     def texts(
         self,
         prompts: Sequence[str],
         how: Sampling,
         *,
-        weights: str | None = None,
         device: str | torch.device = "cpu",
     ) -> Iterator[str]:
         """Yields what `generate` returns, as it comes."""
         data = self.data()
         check_language(self.task(), data)
-        yield from generate(self.model(weights=weights, device=device), data, prompts, how)
+        yield from generate(self.model(device=device), data, prompts, how)
 
-    def _evaluated(self) -> str:
-        """The name of the weights that evaluations used."""
+    @property
+    def weights(self) -> str:
+        """The name of the weights: "model", or that of a callback."""
+        if self.chosen is not None:
+            return self.chosen
         kept = self._reader.names("callbacks")
         for name, callback in self.recipe.callbacks.items():
             averages = callback.use == "ema" and callback.options.get("evaluate", True)
@@ -261,10 +280,10 @@ class TrainedRun:
                 return name
         return "model"
 
-    def _state(self, weights: str, model: nn.Module) -> dict[str, Tensor]:
+    def _state(self, model: nn.Module) -> dict[str, Tensor]:
         """The state dict that the model asks for."""
         reader = self._reader
-        held = chosen_weights(reader, weights)
+        held = chosen_weights(reader, self.weights)
         wanted = {name: reader.aliases.get(name, name) for name in model.state_dict()}
         own = self._left_out(model, held) if has_left_out(reader.facts.loop) else {}
         if missing := sorted(name for name, kept in wanted.items() if kept not in held and name not in own):

@@ -85,7 +85,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         outcome = ddpforge.run("run.toml")
         again = ddpforge.run("run.toml", fresh=True, sets=["train.seed=1"], out="other")
         ddpforge.run("run.toml", sets=["name=part", "train.freeze=['one.*']", "checkpoint.contents=trained"])
-        evaluated = {step: ddpforge.evaluate("run", step=step).metrics["eval/loss"] for step in (2, 4)}
+        evaluated = {step: ddpforge.evaluate("run", checkpoint=step).metrics["eval/loss"] for step in (2, 4)}
         return {"outcomes": [outcome.sentence(), again.sentence()], "evaluated": evaluated, "code": outcome.exit_code}
 
     (found,) = in_ranks(1, rank)
@@ -124,7 +124,7 @@ def test_a_loaded_model_is_the_one_that_was_evaluated(run: Path) -> None:
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    first = ddpforge.load(run, step=2)
+    first = ddpforge.load(run, checkpoint=2)
     newest = ddpforge.load("run")
     rows = {row["step"]: row["eval/loss"] for row in newest.metrics() if "eval/loss" in row}
     models = {one.step: one.model() for one in (first, newest)}
@@ -133,9 +133,9 @@ def test_a_loaded_model_is_the_one_that_was_evaluated(run: Path) -> None:
     assert not models[4].training
     assert models[4].two.linear.weight is models[4].one.linear.weight  # type: ignore[union-attr]
     assert newest.recipe.optimizer.options["lr"] == 0.1
-    live = newest.model(weights="model")
+    live = ddpforge.load(run, weights="model").model()
     assert loss_of(live) != pytest.approx(rows[4], rel=1e-5)
-    assert loss_of(newest.model(weights="ema")) == pytest.approx(rows[4], rel=1e-5)
+    assert loss_of(ddpforge.load(run, weights="ema").model()) == pytest.approx(rows[4], rel=1e-5)
 
 
 def test_what_was_trained_brings_its_task_and_its_data(run: Path) -> None:
@@ -157,17 +157,19 @@ def test_weights_that_a_checkpoint_has_left_out_come_from_the_model(run: Path) -
 
 def test_a_checkpoint_may_be_chosen_by_what_was_best_or_by_its_folder(run: Path) -> None:
     losses = {row["step"]: row["eval/loss"] for row in ddpforge.load(run).metrics() if "eval/loss" in row}
-    best = ddpforge.load(run, best=True)
+    best = ddpforge.load(run, checkpoint="best")
     assert best.step == min(losses, key=lambda step: losses[step])
     assert ddpforge.load(best.checkpoint).step == best.step
 
 
 def test_what_cannot_be_loaded_is_told_in_words(run: Path) -> None:
     assert "there is no run 'nowhere'" in refused(UsageError, lambda: ddpforge.load("nowhere"))
-    assert "has no checkpoint of step 3" in refused(UsageError, lambda: ddpforge.load(run, step=3))
+    assert "has no checkpoint of step 3" in refused(UsageError, lambda: ddpforge.load(run, checkpoint=3))
     newest = ddpforge.load(run)
-    assert "holds no weights called 'swa'" in refused(UsageError, lambda: newest.model(weights="swa"))
-    assert "choose one of a run" in refused(UsageError, lambda: ddpforge.load(newest.checkpoint, best=True))
+    assert "holds no weights called 'swa'" in refused(UsageError, lambda: ddpforge.load(run, weights="swa"))
+    assert "chooses one of a run" in refused(UsageError, lambda: ddpforge.load(newest.checkpoint, checkpoint="best"))
+    said = refused(UsageError, lambda: ddpforge.load(run, checkpoint="last"))  # type: ignore[arg-type]
+    assert "checkpoint='last': there are" in said
     text = newest.folder.resolved.read_text()
     try:
         newest.folder.resolved.write_text(text.replace("./code/net.py:Tied", "./code/net.py:Other"))

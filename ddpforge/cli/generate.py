@@ -55,14 +55,13 @@ def generate(
     from ddpforge.generation import Sampling
     from ddpforge.ranks.devices import device_type
     from ddpforge.ranks.logs import setup_logging
+    from ddpforge.runs.checkpoints import find
 
     setup_logging(0)
     how = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, greedy=greedy, seed=seed)
-    trained = load(run, step=step, best=best)
+    trained = load(find(run, step=step, best=best, intact=True), weights=weights)
     where = device or device_type(trained.recipe.train)
-    for number, (text, found) in enumerate(
-        zip(texts, trained.texts(texts, how, weights=weights, device=where), strict=True)
-    ):
+    for number, (text, found) in enumerate(zip(texts, trained.texts(texts, how, device=where), strict=True)):
         if as_json:
             click.echo(json.dumps({"prompt": text, "text": found}, ensure_ascii=False))
         else:

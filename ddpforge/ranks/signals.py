@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 from ddpforge.launchers.requests import insists, listen, listened
+from ddpforge.launchers.verdict import is_launched
 
 __all__ = ["StopRequests", "leave_stopping_to_the_rank"]
 
@@ -67,7 +68,9 @@ class StopRequests:
         if insists(number, since=None if before is None else now - before) and not self._over:
             raise KeyboardInterrupt
         if not self.requested:
-            log.info("%s: finishing this step, then saving a checkpoint", signal.Signals(number).name)
+            # A launcher passes every request on as SIGTERM, whatever it was.
+            asked = "asked to stop" if number == signal.SIGTERM and is_launched() else signal.Signals(number).name
+            log.info("%s: finishing this step, then saving a checkpoint", asked)
         self.requested = True
 
 

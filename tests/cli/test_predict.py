@@ -112,10 +112,10 @@ def complaint(run: str = "tiny", out: str = "other.jsonl", kind: type[ForgeError
     return str(said)
 
 
-def by_hand(weights: str = "model", step: int | None = None, run: str = "tiny") -> list[dict[str, Any]]:
+def by_hand(weights: str = "model", checkpoint: Any = "newest", run: str = "tiny") -> list[dict[str, Any]]:
     """What the module itself predicts of the test data, one sample after the other."""
-    loaded = ddpforge.load(f"runs/{run}", step=step)
-    model, rows = loaded.model(weights=weights), []
+    loaded = ddpforge.load(f"runs/{run}", checkpoint=checkpoint, weights=weights)
+    model, rows = loaded.model(), []
     for place, (image, digit) in enumerate(loaded.data("eval.test")):
         with torch.no_grad():
             probability, found = model(image[None]).softmax(1).max(1)
@@ -148,10 +148,10 @@ def test_weights_and_checkpoints_are_chosen() -> None:
     found = [
         predicted(data=["eval.test"]),
         predicted(2, data=["eval.test"], weights="ema", sets=["strategy.use=fsdp"]),
-        predicted(data=["eval.test"], step=2),
+        predicted(data=["eval.test"], checkpoint=2),
     ]
     assert found[1] == by_hand("ema")
-    assert found[2] == by_hand(step=2)
+    assert found[2] == by_hand(checkpoint=2)
     assert len({json.dumps(rows) for rows in found}) == 3
     # Where evaluations use the averages, so do predictions, unless other weights are named.
     evaluates = {"data": ["eval.test"], "sets": ["callbacks.ema.evaluate=true"]}

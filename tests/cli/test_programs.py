@@ -94,8 +94,8 @@ def complaint(*arguments: str) -> str:
 
 def asked(run: str, samples: int) -> tuple[nn.Module, torch.Tensor]:
     """The model, and the inputs of so many samples."""
-    loaded = ddpforge.load(f"runs/{run}")
-    return loaded.model(weights="model"), loaded.batch(samples)[0]
+    loaded = ddpforge.load(f"runs/{run}", weights="model")
+    return loaded.model(), loaded.batch(samples)[0]
 
 
 @pytest.mark.parametrize("run", [pytest.param("mlp", marks=pytest.mark.full), "gpt"])
@@ -121,8 +121,8 @@ def test_other_weights_and_checkpoints(folder: Path) -> None:
     call("mlp", "-o", "first.pt2", "--step", "1")
     _, inputs = asked("mlp", 2)
     for file, model in (
-        ("ema.pt2", ddpforge.load("runs/mlp").model(weights="ema")),
-        ("first.pt2", ddpforge.load("runs/mlp", step=1).model(weights="model")),
+        ("ema.pt2", ddpforge.load("runs/mlp", weights="ema").model()),
+        ("first.pt2", ddpforge.load("runs/mlp", checkpoint=1, weights="model").model()),
     ):
         torch.testing.assert_close(torch.export.load(file).module()(inputs), model(inputs).detach())
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from doubles import Clock
 
+from ddpforge.launchers.verdict import VERDICT
 from ddpforge.ranks.signals import StopRequests
 
 ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -94,3 +95,14 @@ def test_the_log_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGUSR1)
     assert [record.message for record in caplog.records] == ["SIGTERM: finishing this step, then saving a checkpoint"]
+
+
+def test_under_a_launcher_that_passes_on_whatever_was_pressed_no_signal_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VERDICT, "some file")
+    with caplog.at_level(logging.INFO, "ddpforge"), StopRequests():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert [record.message for record in caplog.records] == [
+        "asked to stop: finishing this step, then saving a checkpoint"
+    ]

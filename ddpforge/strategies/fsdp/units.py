@@ -1,4 +1,4 @@
-"""What FSDP gathers together: a block, or what is left of a model; and what it cannot."""
+"""The units that FSDP gathers at a time: a block, or the rest of a model; and models of which it can make none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sharded parameters a backward pass gives a gradient to, on this rank."""
+"""Notes the sharded parameters that a backward pass gives a gradient to, on this rank."""
 
 from __future__ import annotations
 

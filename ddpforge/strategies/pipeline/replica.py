@@ -374,7 +374,7 @@ def _tensors(model: nn.Module, steps: Sequence[Step]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _Steps:
-    """What the model is to do in a forward pass."""
+    """Steps that the model is to take as its forward pass."""
 
     take: Callable[..., Any]
 
