@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,21 @@ def test_two_hosts_train_as_one_does(hosts: Hosts, tmp_path: Path, strategy: str
     found = losses(tmp_path, "apart")
     assert len(found) == 12
     assert found == losses(tmp_path, "together")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_a_launch_on_each_of_two_hosts_trains_as_one_does(hosts: Hosts, tmp_path: Path, strategy: str) -> None:
+    """What is typed on every machine, with nothing prepared: launchers meet, ranks join, one run comes of it."""
+    for name in ("apart", "together"):
+        (tmp_path / f"{name}.toml").write_text(RECIPE.format(name=name, strategy=strategy))
+    ddpforge = (sys.executable, "-m", "ddpforge", "launch")
+    meet = ("-n", "1", "--nnodes", "2", "--endpoint", "nodea")
+    launches = [
+        hosts[letter].start(*ddpforge, "apart.toml", *meet, "--node-rank", str(number), cwd=tmp_path)
+        for number, letter in enumerate("ab")
+    ]
+    ended = [launch.ended(timeout=300) for launch in launches]
+    assert [code for code, _ in ended] == [0, 0], ended
+    hosts["a"].run(*ddpforge, "together.toml", "-n", "2", cwd=tmp_path)
+    assert losses(tmp_path, "apart") == losses(tmp_path, "together")
+    assert len(losses(tmp_path, "apart")) == 12
