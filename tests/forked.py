@@ -72,6 +72,7 @@ def _be(rank: int, ranks: int, port: int, action: Callable[[int], Any], answer: 
         os.environ.update({name: str(value) for name, value in world.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)  # makes torch's pool of threads anew, which a fork breaks, before several threads do
+    os.environ["OMP_NUM_THREADS"] = "1"  # else accelerate asks for more, of a pool that was the parent's
     gc.freeze()  # it need not look through what the tests' process has, which would copy the pages that it is on
     try:
         AcceleratorState._reset_state(reset_partial_state=True)  # what another test may have left

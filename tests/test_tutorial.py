@@ -1,9 +1,11 @@
 """The tutorial, as somebody does it: each of its commands in turn, in one folder, and what it says is printed."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,20 @@ def test_every_command_works_and_prints_what_the_tutorial_shows(tmp_path: Path) 
     assert shell("python use.py", folder).strip() in ("0", "1")
     accuracy = re.findall(r'"eval/accuracy": ([\d.]+)', (folder / "runs/spirals/status.json").read_text())
     assert float(accuracy[0]) > 0.99
+
+
+@pytest.mark.full
+def test_a_clone_trains_by_one_command(tmp_path: Path) -> None:
+    """What a first user does first; packages that it needs come from the tests' environment, not from the network."""
+    shell(f"git clone --quiet {PAGE.parents[1]} clone", tmp_path)
+    clone = tmp_path / "clone"
+    shell(f"{sys.executable} -m venv .venv", clone)
+    (packages,) = clone.glob(".venv/lib/python*/site-packages")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    shell("PIP_NO_INDEX=1 PIP_NO_BUILD_ISOLATION=0 make run", clone)
+    assert shell(".venv/bin/python -c 'import ddpforge; print(ddpforge.__file__)'", tmp_path / "clone").startswith(
+        str(clone)
+    )
+    status = json.loads((clone / "runs/digits/status.json").read_text())
+    assert (status["state"], status["world_size"]) == ("done", 2)
+    assert status["metrics"]["eval/accuracy"] > 0.97
