@@ -189,7 +189,7 @@ def _kind_of(registry: Registry, name: str) -> str:
     if ":" in name:
         raise UsageError(f"of what kind is `{name}`?", hints=[f"add --kind with one of: {', '.join(KINDS)}"])
 
-    near = get_close_matches(name, {entry.name for entry in entries}, cutoff=0.5)
+    near = get_close_matches(name, {entry.name for entry in entries})
     its = [entry.name for entry in entries if entry.distribution == name]
     raise UsageError(
         f"there is no component named `{name}`",

@@ -82,7 +82,7 @@ class UnknownComponent(PluginError):
     """No installed distribution registers this name; `known` are the names of this kind."""
 
     def __init__(self, kind: str, use: str, known: Sequence[str]) -> None:
-        near = get_close_matches(use.rpartition(":")[2], known, n=1, cutoff=0.5)
+        near = get_close_matches(use.rpartition(":")[2], known, n=1)
         super().__init__(
             f"there is no {KINDS[kind].noun or kind} named `{use}`",
             hints=[

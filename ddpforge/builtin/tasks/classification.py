@@ -55,7 +55,8 @@ class Classification(Task):
         classes, outputs = getattr(data, "classes", None), getattr(model, "outputs", None)
         if classes is not None and outputs is not None and classes > outputs:
             raise ValueError(
-                f"the data has {classes} classes and the model {outputs} outputs; set model.classes = {classes}"
+                f"the data has {classes} classes and the model {outputs} outputs; set model.classes = {classes}, or "
+                "the option of the model that decides it"
             )
 
 
