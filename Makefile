@@ -22,8 +22,10 @@ test-plugins: $(PLUGIN_TESTS)    ## each in its own folder, as its author would
 $(PLUGIN_TESTS): test-%: $(VENV)/installed
 	cd $* && $(CURDIR)/$(BIN)/python -m pytest
 
-test-all: lint            ## also all strategy pairs and 320 random kills: a quarter of an hour more
-	$(PYTEST) -m "full or not full"
+test-all: lint            ## also all strategy pairs, faults on two hosts, 320 random kills: three quarters of an hour more
+	$(PYTEST) -m "not alone"
+	$(BIN)/python -m pytest -m alone
+	$(MAKE) test-plugins
 
 test-gpu: $(VENV)/installed    ## what needs a CUDA device, and nothing else
 	$(BIN)/python -m pytest -m gpu

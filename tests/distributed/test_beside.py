@@ -42,7 +42,7 @@ def beside_in(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
 
 def alike(bench: Bench, name: str) -> None:
     """Asserts that a run had the curve of `one`, and came to the same modules."""
-    bench.alike(name, "one", rel=2e-6)
+    bench.alike(name, "one")
     for module in ("target", "teacher", "rewarding"):
         expected = beside_in(bench.newest("one"), module)
         found = beside_in(bench.newest(name), module)

@@ -48,6 +48,7 @@ SHORT, LONGER = ["run", "short.toml", "--fresh"], ["run", "short.toml", "--set",
 
 
 @pytest.mark.full
+@pytest.mark.alone
 def test_finished_fsdp_runs_and_their_resumes_end_with_zero_on_a_busy_machine(
     tmp_path: Path, zygote: Zygote, load: None
 ) -> None:
@@ -58,6 +59,7 @@ def test_finished_fsdp_runs_and_their_resumes_end_with_zero_on_a_busy_machine(
 
 
 @pytest.mark.full
+@pytest.mark.alone
 def test_so_do_those_of_one_process_that_no_launcher_has_started(tmp_path: Path, load: None) -> None:
     (tmp_path / "short.toml").write_text(FSDP)
     for _ in range(20):

@@ -228,8 +228,19 @@ with serving("", 29800):
 
 
 def until_watched(folder: Path, commands: Sequence[Command]) -> None:
-    """Waits until the processes beside both ranks have shown where they stand: in the store, then in files."""
-    while not all((folder / f"runs/run/logs/phase-rank-{rank}.json").exists() for rank in (0, 1)):
+    """Waits until the processes beside both ranks have shown, in files, that training is beyond its first steps.
+
+    In the first one each phase may take three times as long, and start-up six times.
+    """
+
+    def shown(rank: int) -> int:
+        try:
+            step: int = json.loads((folder / f"runs/run/logs/phase-rank-{rank}.json").read_text())["row"]["step"]
+        except OSError:
+            return 0
+        return step
+
+    while min(shown(0), shown(1)) < 3:
         assert all(command.poll() is None for command in commands), [command.ended() for command in commands]
         time.sleep(0.1)
 

@@ -15,7 +15,7 @@ from ddpforge.runs.folder import RunFolder
 
 pytestmark = pytest.mark.full
 
-STEPS = 40
+STEPS = 80
 RECIPE = f"""
 recipe = 1
 name = "undisturbed"

@@ -113,6 +113,6 @@ def test_nothing_that_fits_is_a_failure(processes: Processes) -> None:
 @pytest.mark.full
 def test_real_processes_are_tried_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = find_micro_batch("digits", sets=["train.global_batch=4", "train.length=60st"])
+    found = find_micro_batch("digits", sets=["train.global_batch=4", "train.length=2ep"])
     assert found.micro_batch == 4
     assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial as bound
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -89,26 +89,22 @@ class PipelineReplica(TorchReplica):
         source = iter(passes)
         while ones := list(source if trains else islice(source, 2 * self._layout.parts)):
             micros = [self._micro(one) for one in ones]
-            for alike in self._of_one_form(micros):
-                for run in self._layout.runs(alike):
+            if self._held.sharded and self._data.size > 1:
+                self._join_forms(micros)
+            for form in dict.fromkeys(micro.form for micro in micros):
+                for run in self._layout.runs([micro for micro in micros if micro.form == form]):
                     self._run(run, trains=trains)
             for micro in micros:
                 yield micro.result
 
-    def _of_one_form(self, micros: Sequence[Micro]) -> Iterator[Sequence[Micro]]:
-        """Micro-batches that give activations of the same shapes.
+    def _join_forms(self, micros: Sequence[Micro]) -> None:
+        """Lets ranks that hold shards of one stage, and so gather them together, take their micro-batches together.
 
-        Ranks that hold shards of one stage gather them for every pass: they cut their micro-batches, whose forms may
-        differ, at the same places.
+        What one does for a form that is new to it, the others do as well.
         """
-        if not self._held.sharded or self._data.size == 1:
-            for form in dict.fromkeys(micro.form for micro in micros):
-                yield [micro for micro in micros if micro.form == form]
-            return
-        changes = [place for place, (a, b) in enumerate(pairwise(micros), start=1) if a.form != b.form]
-        cuts = sorted({place for those in self._data.everyone(changes) for place in those})
-        for start, stop in pairwise([0, *cuts, len(micros)]):
-            yield micros[start:stop]
+        of_ranks = self._data.everyone([micro.form for micro in micros])
+        for micro, *forms in zip(micros, *of_ranks, strict=True):
+            micro.form = tuple(forms)
 
     def _begin(self, part: int) -> None:
         if self._held.shares:
