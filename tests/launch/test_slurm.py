@@ -1,5 +1,6 @@
 """Jobs of `ddpforge slurm` on a real Slurm: told in time, queued again, and gone when somebody cancels them."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,26 @@ from slurm import Job, Slurm, until
 
 from ddpforge.launchers import slurm as scripts
 
-# Stands in for ddpforge: says what it was told, and trains until it is asked to stop, or until `go` says how it ends.
-_STAND_IN = """#!/bin/bash
-trap 'sleep 0.2; echo saved by "$SLURM_PROCID"; exit 75' USR1 TERM
-echo "job ${SLURM_ARRAY_TASK_ID:-alone}, attempt ${SLURM_RESTART_COUNT:-0}: $*"
-while [ ! -e go ]; do sleep 0.05; done
-exit "$(cat go)"
+# Stands in for ddpforge: hears requests like it, says what it was told, and trains until it is asked to stop, or until
+# `go` says how it ends.
+_STAND_IN = f"""#!{sys.executable} -S
+import os, signal, sys, time
+
+
+def stop(*_):
+    time.sleep(0.2)
+    print("saved by", os.environ["SLURM_PROCID"], flush=True)
+    os._exit(75)
+
+
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, stop)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # the script blocks it until somebody hears it
+job, attempt = os.environ.get("SLURM_ARRAY_TASK_ID", "alone"), os.environ.get("SLURM_RESTART_COUNT", "0")
+print(f"job {{job}}, attempt {{attempt}}: {{' '.join(sys.argv[1:])}}", flush=True)
+while not os.path.exists("go"):
+    time.sleep(0.05)
+sys.exit(int(open("go").read()))
 """
 
 
