@@ -2,88 +2,23 @@
 
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from small_gpt import BLOCK, BOTH, DDP, PIPELINE, RECIPE, SHARDED, shared, train
 from trained import Trained, trained
 
-RECIPE = """
-recipe = 1
-name = "run"
-[model]
-use = "gpt"
-vocab_size = 16
-block_size = 8
-layers = 4
-heads = 2
-width = 16
-{model}
-[data.train]
-use = "./parts.py:RaggedTokens"
-[data.eval]
-use = "./parts.py:RaggedTokens"
-samples = 11
-[task]
-use = "language_modelling"
-[optimizer]
-use = "adamw"
-lr = 3e-3
-weight_decay = 0.1
-no_decay = ["bias", "norm", "tokens.*"]
-{optimizer}
-[schedule]
-use = "cosine"
-warmup = "2st"
-[strategy]
-{strategy}
-[train]
-length = "{length}"
-global_batch = {batch}
-micro_batch = {micro}
-clip_norm = 0.5
-seed = 3
-device = "cpu"
-{train}
-[checkpoint]
-every = "2st"
-[track]
-every = "1st"
-{more}
-"""
-DDP, PIPELINE = 'use = "ddp"', 'use = "pipeline"\nstages = 2\nschedule = "{}"'
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
-BLOCK = 12 * 16**2 + 13 * 16
 HELD = {"ZBVZeroBubble": [384 + 2 * BLOCK + 32, 2 * BLOCK]}
 """Weights on each rank: 256 of the embedding, which the last step uses too, 128 of positions, 32 of the last norm."""
-BOTH = 'sequence = true\nloss = "vocabulary"'
 EMA = "[callbacks.ema]\ndecay = 0.9\n"
 STOP = '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = {}\nrank = 0\n'
-
-
-def train(strategy: str, ranks: int, folder: Path | None = None, **text: str) -> list[Trained]:
-    blank = dict.fromkeys(("model", "optimizer", "train", "more"), "") | {"length": "20st", "batch": "16", "micro": "2"}
-    recipe = text.pop("recipe", RECIPE).format(**(blank | text), strategy=strategy)
-    with TemporaryDirectory() as temporary:
-        return trained(folder or Path(temporary), recipe, ranks)
 
 
 @cache
 def of_ddp(length: str) -> Trained:
     """Two ranks; steps have 16, 16 and 11 sequences of 3 to 8 tokens."""
     return train(DDP, 2, length=length)[0]
-
-
-def shared(schedule: str, stage: int) -> int:
-    """The elements of each of two ranks that share the layers of a stage.
-
-    Halves of a block's matrices, of biases of what is cut by rows of outputs, and of the vocabulary.
-    """
-    block = 12 * 16**2 // 2 + (3 + 4) * 16 // 2 + (1 + 1 + 4) * 16
-    first, last = 256 // 2 + 128, 256 // 2 + 32
-    if schedule == "ZBVZeroBubble":
-        return 2 * block + (0 if stage else first + 32)
-    return 2 * block + (last if stage else first)
 
 
 def assert_alike(found: Trained, expected: Trained, rel: float = 1e-5) -> None:
@@ -109,9 +44,6 @@ def test_the_curve_is_that_of_ddp_where_stages_are_on_two_ranks_each(schedule: s
     found = train(PIPELINE.format(schedule), 4)
     assert_alike(found[0], of_ddp("20st"))
     assert sum(one.held for one in found) == 2 * (13_536 + 256 * (schedule != "ZBVZeroBubble"))
-
-
-SHARDED = 'data = "fsdp"\n'
 
 
 @pytest.mark.parametrize(
