@@ -19,6 +19,7 @@ from ddpforge.interfaces import Tracker, World
 from ddpforge.launchers.verdict import is_launched
 from ddpforge.plan import Window
 from ddpforge.ranks import leaving, phases
+from ddpforge.ranks.arithmetic import told_of_determinism
 from ddpforge.ranks.devices import name_of_device
 from ddpforge.ranks.failures import Failures, Report, phrase
 from ddpforge.ranks.halt import Halt, NoHalt
@@ -275,7 +276,7 @@ class Attempt:
         """
         if self._failed:
             return self._failed
-        error = explained(error, self.recipe, self.world.data.size)
+        error = told_of_determinism(explained(error, self.recipe, self.world.data.size))
         # For the file alone: the command line shows it, or what caused it.
         log.error("training failed: %s", phrase(error), exc_info=error, extra={"in_file_only": True})
         report, is_peers = self._failures.tell(error, exit_code_of(error)), isinstance(error, PeerFailed)

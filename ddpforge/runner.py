@@ -26,6 +26,7 @@ from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.launchers.verdict import has_begun, record_begun
 from ddpforge.plan import Window
 from ddpforge.ranks import leaving
+from ddpforge.ranks.arithmetic import restored
 from ddpforge.ranks.halt import seconds_of
 from ddpforge.ranks.join import join, leave
 from ddpforge.ranks.logs import setup_logging
@@ -54,6 +55,7 @@ log = logging.getLogger("ddpforge")
 
 
 @leaving.nobody_leaves()
+@restored()
 def run(
     source: str | Path,
     *,
@@ -125,6 +127,7 @@ class Evaluation:
 
 
 @leaving.nobody_leaves()
+@restored()
 def evaluate(
     folder: RunFolder,
     *,
@@ -173,6 +176,7 @@ class Prediction:
 
 
 @leaving.nobody_leaves()
+@restored()
 def predict(
     folder: RunFolder,
     out: Path,

@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs, patch_envi
 
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Ranks, Strategy, World
+from ddpforge.ranks.arithmetic import set_arithmetic
 from ddpforge.ranks.collectives import Alone, Group
 from ddpforge.ranks.devices import DeviceCheck, choose_device, device_type, told_cpu
 from ddpforge.ranks.interface import choose_interface
@@ -59,6 +60,7 @@ def join(train: TrainSection, strategy: Strategy) -> World:
     """
     _refuse_contradictions(train, strategy.launcher)
     choose_interface()
+    set_arithmetic(train)
     device = choose_device(device_type(train), asked=train.device != "auto" or told_cpu())
     on_cpu = device.type == "cpu"
     timeout = timedelta(seconds=train.timeout.seconds)

@@ -57,6 +57,10 @@ _KEYS = {
         "transformer_layer_cls_to_wrap fsdp_transformer_layer_cls_to_wrap transformer_cls_names_to_wrap"
         " auto_wrap_policy fsdp_auto_wrap_policy"
     ),
+    ("train", "tf32 = true"): "allow_tf32 matmul_precision float32_matmul_precision",
+    ("train", "deterministic = true"): "cudnn_deterministic use_deterministic_algorithms full_determinism",
+    ("train", "cudnn_benchmark = true"): "benchmark",
+    ("train", "channels_last = true"): "memory_format",
     ("train", "sync_batchnorm = true"): "sync_bn sync_batch_norm convert_sync_batchnorm",
     ("train", 'timeout = "10m"'): "ddp_timeout nccl_timeout process_group_timeout",
     ("strategy", "stage = 3"): "zero_stage zero_optimization zero",
@@ -92,13 +96,6 @@ _SENTENCES = {
     "ema ema_decay use_ema model_ema": "averaged weights are a callback: add [callbacks.ema]",
     "early_stopping patience early_stopping_patience": "add [callbacks.early_stopping] with `metric` and `patience`",
     "fp8 float8": 'fp8 is not supported; the lowest precision is `precision = "bf16"` in [train]',
-    "deterministic cudnn_deterministic benchmark cudnn_benchmark": (
-        "there is no key for this: set torch.use_deterministic_algorithms or torch.backends.cudnn in your own code;"
-        " order of samples, initial weights, dropout and augmentation depend on train.seed alone"
-    ),
-    "tf32 matmul_precision float32_matmul_precision": (
-        "there is no key for this: call torch.set_float32_matmul_precision in your own code"
-    ),
     "report_to log_with": "each tracker is a table, e.g. [track.wandb]; metrics.jsonl is always written",
     "push_to_hub hub_model_id hub_token": "ddpforge uploads nothing; `ddpforge export` writes what other tools load",
     "peft lora lora_r lora_rank lora_alpha qlora adapter": (

@@ -248,6 +248,25 @@ class TrainSection(Section):
         default="fp32",
         description="Compute dtype; master weights and gradient reduction stay fp32. fp16 adds loss scaling.",
     )
+    tf32: Annotated[bool, Resume.TUNABLE] = Field(
+        default=False,
+        description="Multiply fp32 numbers in TF32 on a GPU, in matrix products and convolutions: several times as"
+        " fast, with 10 bits of precision instead of 23. Without it fp32 is fp32 in both.",
+    )
+    deterministic: Annotated[bool, Resume.FREE] = Field(
+        default=False,
+        description="Compute the same bits in every run on the same hardware, also on a GPU, which may be slower; an"
+        " operation that torch cannot compute so is an error.",
+    )
+    cudnn_benchmark: Annotated[bool, Resume.FREE] = Field(
+        default=False,
+        description="Let cuDNN try which algorithm is fastest for each shape of a convolution's input (CUDA only).",
+    )
+    channels_last: Annotated[bool, Resume.FREE] = Field(
+        default=False,
+        description="Lay out weights and activations of 2-D convolutions with channels last in memory, which is faster"
+        " in bf16 and fp16 on a GPU.",
+    )
     clip_norm: Annotated[float | None, Resume.TUNABLE] = Field(
         default=None, ge=1e-9, le=1e6, description="Largest global gradient norm; absent: no clipping."
     )

@@ -26,6 +26,7 @@ from ddpforge.training.fitness import watch_batchnorm
 from ddpforge.training.freezing import hold_statistics
 from ddpforge.training.left_out import has_left_out
 from ddpforge.training.loop import Trainer
+from ddpforge.training.memory_format import check_channels_last, put_channels_last
 from ddpforge.training.optimizers import build_optimizer
 from ddpforge.training.parameter_groups import here, parameter_groups
 from ddpforge.training.parts import Parts
@@ -138,6 +139,8 @@ def _spread(parts: Parts) -> nn.Module:
         if train.sync_batchnorm:
             bare = nn.SyncBatchNorm.convert_sync_batchnorm(bare)  # type: ignore[no-untyped-call]
         hold_statistics(bare, train.freeze)
+        if train.channels_last:
+            put_channels_last(bare)
         return parts.strategy.wrap(bare, blocks)
 
 
@@ -151,6 +154,8 @@ def _prepared(parts: Parts, world: World, model: nn.Module, optimizer: Optimizer
     """Has the strategy prepare both; proves that the replica is what the strategy promises."""
     strategy = parts.strategy
     replica = strategy.prepare(model, optimizer)
+    if parts.recipe.train.channels_last:
+        check_channels_last(replica.bare, parts.recipe.strategy.use)
     prove(contract_of(strategy), type(strategy).__name__, world, replica.weights, parts.size)
     return replica
 

@@ -13,7 +13,16 @@ _SEVERAL = ('set strategy.use = "ddp" (without compression = "powersgd"), "fsdp"
 
 
 def general_refusals(train: TrainSection, data_ranks: int, device: str) -> Iterator[Refusal]:
-    """SyncBatchNorm on a CPU, and gradients that would add up in memory of CUDA graphs."""
+    """CUDA needed on a CPU, and gradients that would add up in memory of CUDA graphs."""
+    for key, what in (("tf32", "multiplies in TF32"), ("cudnn_benchmark", "lets cuDNN choose")):
+        if getattr(train, key) and device != "cuda":
+            message = f"train.{key} {what}, which a GPU does, and this run is on {device}"
+            yield Refusal(f"train.{key}", message, (f"leave train.{key} out",))
+    if train.cudnn_benchmark and train.deterministic:
+        message = (
+            "train.cudnn_benchmark chooses by time, now this algorithm and now that, and train.deterministic forbids it"
+        )
+        yield Refusal("train.cudnn_benchmark", message, ("leave one of both out",))
     if train.sync_batchnorm and device != "cuda":
         hint = "torch.nn.SyncBatchNorm has no CPU implementation; leave train.sync_batchnorm out"
         yield Refusal("train.sync_batchnorm", f"train.sync_batchnorm needs CUDA, and this run is on {device}", (hint,))

@@ -16,6 +16,7 @@ from ddpforge.data import Batches
 from ddpforge.errors import Postponed
 from ddpforge.interfaces import StepInfo
 from ddpforge.ranks import leaving, phases
+from ddpforge.ranks.arithmetic import restored
 from ddpforge.training.parts import Parts
 from ddpforge.trials.opening import FirstBatches, Trial, opened
 
@@ -66,6 +67,7 @@ class Measured:
 
 
 @leaving.nobody_leaves()
+@restored()
 def dry_run(source: str | Path, steps: int, *, sets: Sequence[str] = ()) -> Measured:
     """Trains so many steps of a recipe, and evaluates on as many batches of each set; called on every rank.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ddpforge.errors import Diverged, UsageError
 from ddpforge.ranks import leaving
+from ddpforge.ranks.arithmetic import restored
 from ddpforge.trials.opening import opened, without_the_rest
 
 __all__ = ["RangeTest", "lr_range", "smoothed", "suggested"]
@@ -65,6 +66,7 @@ class _Sweep:
 
 
 @leaving.nobody_leaves()
+@restored()
 def lr_range(
     source: str | Path, *, low: float = 1e-7, high: float = 10.0, steps: int = 100, sets: Sequence[str] = ()
 ) -> RangeTest:

@@ -16,6 +16,7 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.data import Batches, MicroBatch
 from ddpforge.interfaces import StepInfo, Tracker, World
 from ddpforge.launchers.srun import adopt_slurm
+from ddpforge.ranks.arithmetic import told_of_determinism
 from ddpforge.ranks.join import leave
 from ddpforge.ranks.writers import Peers
 from ddpforge.runner import join_ranks, load_parts, peers_of
@@ -65,7 +66,7 @@ def opened(
             trial = Trial(parts, world, _trainer(parts, world, peers, Path(folder), life))
             yield trial
     except (RuntimeError, MemoryError) as error:
-        if (told := explained(error, parts.recipe, world.data.size)) is error:
+        if (told := told_of_determinism(explained(error, parts.recipe, world.data.size))) is error:
             raise
         raise told from error
     trial.trainer.replica.close()

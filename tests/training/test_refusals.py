@@ -6,6 +6,19 @@ from forked import train
 from ddpforge.training.refusals import general_refusals
 
 
+@pytest.mark.parametrize("key", ["tf32", "cudnn_benchmark"])
+def test_what_only_a_gpu_does_is_refused_on_a_cpu(key: str) -> None:
+    (found,) = general_refusals(train(**{key: True}), 1, "cpu")
+    assert found.key == f"train.{key}"
+    assert "which a GPU does, and this run is on cpu" in found.message
+    assert not list(general_refusals(train(**{key: True}), 1, "cuda"))
+
+
+def test_an_algorithm_that_time_chooses_is_not_deterministic() -> None:
+    (found,) = general_refusals(train(cudnn_benchmark=True, deterministic=True), 1, "cuda")
+    assert "train.deterministic forbids it" in found.message
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("asked", "device", "count"), [(True, "cpu", 1), (True, "cuda", 0), (False, "cpu", 0)])
 def test_batchnorm_over_ranks_needs_a_gpu(ranks: int, asked: bool, device: str, count: int) -> None:
