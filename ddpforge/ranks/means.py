@@ -80,8 +80,7 @@ class Means:
     def _reduce(self, totals: Mapping[str, Total | Rows], forms: Mapping[str, _Form]) -> Tensor:
         """Adds up over ranks; returns the sums on the CPU."""
         values = [torch.as_tensor(x, dtype=torch.float64).reshape(-1) for x in self._row(totals, forms)]
-        device = next((x.device for x in values if x.device.type != "cpu"), values[0].device)
-        return self._ranks.sum(torch.cat([x.to(device) for x in values]).detach()).cpu()
+        return self._ranks.sum(_joined(values).detach()).cpu()
 
     def _row(self, totals: Mapping[str, Total | Rows], forms: Mapping[str, _Form]) -> Iterator[Tensor | float]:
         """Yields 1 if there is news, and of each agreed name its sum, its count, and 1 if this rank has it."""
@@ -111,6 +110,18 @@ class Means:
         mine = rows.columns if isinstance(rows, Rows) else [torch.zeros(0, *shape) for shape, _ in form.columns]
         dtypes = [torch.int64 if whole else torch.float64 for _, whole in form.columns]
         return [self._ranks.gather(x.detach().to(kind))[0].cpu() for x, kind in zip(mine, dtypes, strict=True)]
+
+
+def _joined(values: Sequence[Tensor]) -> Tensor:
+    """One row of numbers, on the device if any is there: what the host has goes to it in one copy."""
+    device = next((x.device for x in values if x.device.type != "cpu"), None)
+    if device is None:
+        return torch.cat([*values])
+    mine = [x for x in values if x.device.type == "cpu"]
+    row = torch.cat(mine)
+    sent = (row.pin_memory() if device.type == "cuda" else row).to(device, non_blocking=True)
+    pieces = iter(torch.split(sent, [len(x) for x in mine]))
+    return torch.cat([next(pieces) if x.device.type == "cpu" else x for x in values])
 
 
 def _shaped(values: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
