@@ -21,7 +21,7 @@ from ddpforge.errors import UsageError
     "--top-p", type=float, metavar="P", help="Draw among the most probable tokens that have the probability P together."
 )
 @click.option("--greedy", is_flag=True, help="Take the most probable token.")
-@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of what is drawn.")
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of what is drawn.")
 @checkpoint_options
 @click.option(
     "--weights", metavar="NAME", help='"model", or a callback such as ema; default: those that evaluations use.'

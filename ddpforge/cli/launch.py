@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @click.option("--endpoint", metavar="HOST[:PORT]", help="Where the machines meet: one of them, the same for all.")
 @click.option("--run-id", help="A name for the meeting, the same on all machines; default: the run's and the user's.")
 @click.option(
-    "--max-restarts", type=click.IntRange(min=0), help="Start ranks again so often after a failure; default: never."
+    "--max-restarts", type=click.IntRange(min=0), help="Restart the ranks up to N times after failures; default: never."
 )
 @click.option(
     "--dry-run",
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     flag_value=0,
     type=click.IntRange(min=0),
     metavar="[STEPS]",
-    help="Print the command that would be run here, and start nothing; with STEPS, train so many as `run` does.",
+    help="Print the command that would be run here, and start nothing; with STEPS, train this many as `run` does.",
 )
 @set_option
 @out_option

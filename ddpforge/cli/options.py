@@ -47,7 +47,7 @@ dry_run_option = click.option(
     "--dry-run",
     type=click.IntRange(min=1),
     metavar="STEPS",
-    help="Train so many steps, evaluate on as many batches, say what they cost, and keep nothing: there is no run.",
+    help="Train this many steps, evaluate on as many batches, say what they cost, and keep nothing: there is no run.",
 )
 
 
@@ -106,7 +106,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     max_time = click.option(
         "--max-time",
         metavar="DURATION",
-        help="Stop after so long, e.g. 90m or 4h, with a checkpoint and exit code 75: the same command resumes.",
+        help="Stop after this long, e.g. 90m or 4h, with a checkpoint and exit code 75: the same command resumes.",
     )
     profile = click.option(
         "--profile",

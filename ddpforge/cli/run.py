@@ -27,8 +27,8 @@ from ddpforge.ranks.signals import StopRequests
     "--overfit",
     type=click.IntRange(min=1),
     metavar="BATCHES",
-    help="Train on so many batches again and again, in 200 steps or those of --dry-run, to see that it can learn; keep "
-    "nothing.",
+    help="Train on this many batches again and again, in 200 steps or those of --dry-run, to see that it can learn; "
+    "keep nothing.",
 )
 @json_option
 def run(

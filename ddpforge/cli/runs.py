@@ -224,7 +224,7 @@ def _agreed(question: str) -> bool:
 @sets_options
 @json_option
 def resume(run: str, nproc: int | None, sets: tuple[str, ...], as_json: bool) -> None:
-    """Train RUN on, with the recipe in its folder and as many processes as before.
+    """Resume RUN, with the recipe in its folder and as many processes as before.
 
     A run that is done continues with a longer train.length=LENGTH.
     """

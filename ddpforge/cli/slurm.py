@@ -37,7 +37,9 @@ _INDEX = "SLURM_ARRAY_TASK_ID"
     metavar="SECONDS",
     help="Ask the ranks to save this long before the time limit; Slurm may do so a minute earlier.",
 )
-@click.option("--max-requeues", type=click.IntRange(0), default=50, show_default=True, help="Queue it again as often.")
+@click.option(
+    "--max-requeues", type=click.IntRange(0), default=50, show_default=True, help="Requeue the job this often at most."
+)
 @click.option("--array", metavar="INDICES", help="A job array, e.g. 0-7%2; name the run by ${env:SLURM_ARRAY_TASK_ID}.")
 @click.option("--one-task-per-rank", is_flag=True, help="Let srun start every rank, not a launcher on each node.")
 @click.option(

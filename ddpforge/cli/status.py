@@ -18,7 +18,7 @@ _ALIVE = ("new", "starting", "running")
 
 @click.command()
 @run_argument
-@click.option("--watch", is_flag=True, help="Go on until the run ends: a new line whenever something has changed.")
+@click.option("--watch", is_flag=True, help="Keep printing until the run ends: a line whenever something changes.")
 @click.option(
     "--every",
     type=click.FloatRange(0.1, 3600),

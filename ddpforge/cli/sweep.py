@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 )
 @click.option("--mode", type=click.Choice(["min", "max"]), help="Whether less or more is better; default: by its name.")
 @click.option("--no-prune", is_flag=True, help="Let Optuna's runs train to their ends, hopeless ones too.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of what is drawn or searched.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of what is drawn or searched.")
 @click.option(
     "-o", "--out", type=click.Path(file_okay=False), metavar="DIR", help="The folder of runs; default: runs/NAME-sweep."
 )

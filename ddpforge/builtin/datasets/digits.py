@@ -37,7 +37,7 @@ class Digits:
             ),
         ] = "digit",
         samples: Annotated[
-            int | None, Field(ge=1, le=_TRAIN, description="Only so many of the split, the first; absent: all.")
+            int | None, Field(ge=1, le=_TRAIN, description="Only the first N samples of the split; absent: all.")
         ] = None,
     ) -> None:
         table = np.loadtxt(_FILE, delimiter=",", dtype=np.uint8)  # 64 pixels from 0 to 16, then the label

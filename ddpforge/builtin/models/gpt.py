@@ -67,7 +67,8 @@ class GPT(nn.Module):
             bool, Field(description="Let a position see only itself and what came before; else it sees everything.")
         ] = True,
         classes: Annotated[
-            int | None, Field(ge=2, le=2**20, description="Give logits of so many classes per sequence, not of tokens.")
+            int | None,
+            Field(ge=2, le=2**20, description="Give logits of N classes per sequence, not of tokens."),
         ] = None,
     ) -> None:
         super().__init__()
