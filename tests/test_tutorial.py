@@ -78,7 +78,7 @@ def test_a_clone_trains_by_one_command(tmp_path: Path) -> None:
     """What a first user does first; packages that it needs come from the tests' environment, not from the network."""
     shell(f"git clone --quiet {PAGE.parents[1]} clone", tmp_path)
     clone = tmp_path / "clone"
-    shell(f"{sys.executable} -m venv .venv", clone)
+    shell(f"{sys.executable} -m venv --without-pip .venv", clone)
     (packages,) = clone.glob(".venv/lib/python*/site-packages")
     (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
     shell("PIP_NO_INDEX=1 PIP_NO_BUILD_ISOLATION=0 make run", clone)
