@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,35 +16,36 @@ if TYPE_CHECKING:
 
 __all__ = ["restored", "set_arithmetic", "told_of_determinism"]
 
-_BACKENDS: Any = torch.backends
-_PLACES: Sequence[Any] = (_BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.cudnn.rnn)
 _WITHOUT = ("does not have a deterministic implementation", "Deterministic behavior was enabled")  # torch's words
 
 
 def set_arithmetic(train: TrainSection) -> None:
-    """Sets torch's switches as the recipe asks; left alone, torch would multiply in TF32 in convolutions only.
+    """Sets torch's switches as the recipe asks, and else leaves what a model's or a plugin's code has chosen.
 
-    See https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html and …/notes/randomness.html.
+    Where nobody has chosen, torch would multiply in TF32 in convolutions, and only there: fp32 is fp32 in both. See
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices and
+    …/notes/randomness.html.
     """
-    for place in _PLACES:
-        place.fp32_precision = "tf32" if train.tf32 else "ieee"
-    torch.backends.cudnn.benchmark = train.cudnn_benchmark
-    torch.use_deterministic_algorithms(train.deterministic)
-    if train.deterministic:  # which cuBLAS reads when it is first used
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if train.tf32 or _matmul() == "highest":
+        _multiply("high" if train.tf32 else "highest", in_convolutions=train.tf32)
+    if train.cudnn_benchmark:
+        torch.backends.cudnn.benchmark = True
+    if train.deterministic:
+        torch.use_deterministic_algorithms(True)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS reads when it is first used
 
 
 @contextmanager
 def restored() -> Iterator[None]:
     """Sets torch's switches back in the end: the process may be somebody's notebook."""
-    forms: list[Any] = [place.fp32_precision for place in _PLACES]
+    matmul, convolutions = _matmul(), torch.backends.cudnn.allow_tf32
     benchmark, deterministic = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         yield
     finally:
-        for place, form in zip(_PLACES, forms, strict=True):
-            place.fp32_precision = form
+        if matmul:
+            _multiply(matmul, in_convolutions=convolutions)
         torch.backends.cudnn.benchmark = benchmark
         torch.use_deterministic_algorithms(deterministic, warn_only=warns)
 
@@ -60,3 +61,17 @@ def told_of_determinism(error: BaseException) -> BaseException:
     )
     problem.__cause__ = error
     return problem
+
+
+# torch's older switches: once one of its newer ones is set (`fp32_precision`), libraries that read these fail.
+def _matmul() -> str:
+    """The form of matrix products, in torch's words; empty where somebody has set the newer switches."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return ""
+
+
+def _multiply(matmul: str, *, in_convolutions: bool) -> None:
+    torch.set_float32_matmul_precision(matmul)
+    torch.backends.cudnn.allow_tf32 = in_convolutions

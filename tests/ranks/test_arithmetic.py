@@ -12,24 +12,22 @@ from ddpforge.ranks.arithmetic import restored, set_arithmetic, told_of_determin
 
 
 def switches() -> dict[str, Any]:
-    backends: Any = torch.backends
     return {
-        "matmul": backends.cuda.matmul.fp32_precision,
-        "conv": backends.cudnn.conv.fp32_precision,
-        "rnn": backends.cudnn.rnn.fp32_precision,
-        "benchmark": backends.cudnn.benchmark,
+        "matmul": torch.get_float32_matmul_precision(),
+        "convolutions": torch.backends.cudnn.allow_tf32,
+        "benchmark": torch.backends.cudnn.benchmark,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
 
 
-PLAIN = {"matmul": "ieee", "conv": "ieee", "rnn": "ieee", "benchmark": False, "deterministic": False}
+PLAIN = {"matmul": "highest", "convolutions": False, "benchmark": False, "deterministic": False}
 
 
 @pytest.mark.parametrize(
     ("asked", "found"),
     [
         ({}, {}),  # torch's own default would be TF32 in convolutions
-        ({"tf32": True}, {"matmul": "tf32", "conv": "tf32", "rnn": "tf32"}),
+        ({"tf32": True}, {"matmul": "high", "convolutions": True}),
         ({"cudnn_benchmark": True}, {"benchmark": True}),
         ({"deterministic": True}, {"deterministic": True}),
     ],
@@ -44,6 +42,15 @@ def test_a_recipe_decides_and_then_all_is_as_it_was(
         assert switches() == PLAIN | found
         assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if "deterministic" in asked else None)
     assert switches() == before
+
+
+def test_what_code_has_chosen_is_left_alone() -> None:
+    with restored():
+        torch.set_float32_matmul_precision("high")
+        torch.use_deterministic_algorithms(True)
+        before = switches()
+        set_arithmetic(train())
+        assert switches() == before
 
 
 def test_what_torch_cannot_repeat_is_named() -> None:
