@@ -171,7 +171,7 @@ def test_recomputed_activations_change_nothing(bench: Bench, stage: int) -> None
     assert bench.column("recomputed") == bench.column("plain")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "blocks"), [(2, "false"), (3, "true")])
 def test_a_compiled_model_trains_like_an_eager_one_under_the_same_names(bench: Bench, stage: int, blocks: str) -> None:
     bench("eager", ZERO[stage], nproc=1, length="6st")

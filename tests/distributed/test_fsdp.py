@@ -42,7 +42,7 @@ def test_recomputed_and_compiled_blocks_change_nothing(bench: Bench) -> None:
     bench.alike("recomputed-ddp", "plain")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_compiled_blocks_train_like_eager_ones(bench: Bench) -> None:
     bench("eager", FSDP)
     bench("compiled", FSDP, train='compile = "default"\ncompile_blocks = true\nactivation_checkpointing = true')
