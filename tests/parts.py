@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 
+from ddpforge.builtin.tasks.language_modelling import LanguageModelling
 from ddpforge.interfaces import Beside, Callback, Replica, RunContext, StepInfo, Task, Total
 from ddpforge.strategies.ddp import DDP
 
@@ -488,3 +489,11 @@ class Hears(Callback):
     def note(self, what: str) -> None:
         with open(self.file, "a") as file:
             print(what, file=file)
+
+
+class Spoils(LanguageModelling):
+    """The loss of some training batches, known by their tokens, is not a number."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        loss, outputs = super().loss(model, batch)
+        return (loss * torch.nan if model.training and int(batch[0].sum()) % 23 == 0 else loss), outputs

@@ -119,6 +119,25 @@ def test_the_curve_is_that_of_one_process_with(odd: str, schedule: str) -> None:
     assert_alike(train(PIPELINE.format(schedule) + more, 2, **text)[0], train(DDP, 1, **text)[0], rel)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "more",
+    [SHARDED, "tensor = 2\nsequence = true", 'tensor = 2\nschedule = "ZBVZeroBubble"'],
+    ids=["shards", "1F1B", "ZBV"],
+)
+def test_steps_without_a_finite_gradient_are_left_out_on_all_stages(more: str) -> None:
+    text = {
+        "recipe": RECIPE.replace('use = "language_modelling"', 'use = "./parts.py:Spoils"'),
+        "train": 'on_nonfinite = "skip"',
+    }
+    expected = train(DDP, 2, **text)[0]
+    found = train(f'use = "pipeline"\nstages = 2\n{more}', 4, **text)[0]
+    assert found.column() == pytest.approx(expected.column(), rel=1e-5, nan_ok=True)
+    assert found.column("train/skipped_steps") == expected.column("train/skipped_steps")
+    assert 3 < expected.column("train/skipped_steps")[-1] < 12
+    assert found.column("eval/loss") == pytest.approx(expected.column("eval/loss"), rel=1e-5)
+
+
 UPHILL = 'use = "./exploring.py:Uphill"\nlr = 0.1\n'
 
 
