@@ -33,7 +33,7 @@ class Connected(Ranks):
 
     def __init__(self, rank: int, size: int, device: torch.device = _CPU) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._means = Means(self)
+        self._means = Means(self, self._add_up)
 
     def mean(
         self, totals: Mapping[str, Total | Rows], metrics: Mapping[str, Metric] = MappingProxyType({})
@@ -71,6 +71,10 @@ class Connected(Ranks):
         if value.numel() and self.size > 1:
             _share(value, self)
         return value
+
+    def _add_up(self, values: Tensor) -> Tensor:
+        """Adds up over ranks where the result is used at once; may use the memory of `values`."""
+        return self.sum(values)
 
     @abstractmethod
     def bytes_of_rank_0(self, values: Tensor) -> None:
@@ -155,6 +159,12 @@ class Group(Connected):
         values = values.to(self.device, non_blocking=True)
         summed: Tensor = functional.all_reduce(values, "sum", self._group)
         return summed
+
+    def _add_up(self, values: Tensor) -> Tensor:
+        """One all-reduce in place: a quarter of the host's time of one that is waited for later."""
+        values = values.to(self.device, non_blocking=True)
+        dist.all_reduce(values, group=self._group)
+        return values
 
     def collect(self, rows: Tensor) -> Tensor:
         """One all-gather."""

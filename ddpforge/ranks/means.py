@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -26,11 +26,16 @@ class _Form(NamedTuple):
     def of(cls, quantity: Total | Rows) -> _Form:
         if isinstance(quantity, Total):
             count = quantity.count
+            if not quantity.sum.ndim and not isinstance(count, Tensor):
+                return _NUMBERS
             return cls((tuple(quantity.sum.shape), tuple(count.shape) if isinstance(count, Tensor) else ()))
         return cls(columns=tuple((tuple(x.shape[1:]), not x.is_floating_point()) for x in quantity.columns))
 
     def __str__(self) -> str:
         return " and ".join(str(list(shape)) for shape in self.added) or f"rows of {len(self.columns)} columns"
+
+
+_NUMBERS = _Form(((), ()))
 
 
 class Means:
@@ -41,9 +46,11 @@ class Means:
     form that is not agreed on yet; if so, all ranks learn of each other's and reduce again, once for each that is new.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, add_up: Callable[[Tensor], Tensor]) -> None:
+        """`add_up` returns the sum over ranks of a row that nobody else needs."""
+        self._ranks, self._add_up = ranks, add_up
         self._forms: dict[str, _Form] = {}
+        self._ends = [1]  # the positions at which the numbers of each agreed name end, behind the one of the news
 
     def __call__(self, totals: Mapping[str, Total | Rows], metrics: Mapping[str, Metric]) -> dict[str, float]:
         """The number of everything that any rank named, from its metric where there is one. Collective.
@@ -52,39 +59,34 @@ class Means:
         together, and where a metric makes no numbers of its own.
         """
         forms = {name: _Form.of(total) for name, total in totals.items()}
-        summed = self._reduce(totals, forms)
-        if summed[0]:
+        numbers = self._reduce(totals, forms)
+        if numbers[0]:
             self._learn(forms)
-            summed = self._reduce(totals, forms)
+            numbers = self._reduce(totals, forms)
 
-        numbers, found = summed.tolist(), dict[str, dict[str, float]]()
-        for (name, form), (begin, end) in zip(self._forms.items(), pairwise(self._ends()), strict=True):
+        found: dict[str, dict[str, float]] = {}
+        for (name, form), (begin, end) in zip(self._forms.items(), pairwise(self._ends), strict=True):
             if not numbers[end - 1]:
                 continue  # nobody named it this time
             metric = metrics.get(name)
-            if form.added == ((), ()) and _divides(metric):
+            if form == _NUMBERS and _divides(metric):
                 found[name] = {name: numbers[begin] / numbers[begin + 1] if numbers[begin + 1] else math.nan}
             elif form.columns:
                 columns = self._gather(totals.get(name), form)
                 found[name] = _finished(name, columns, metric, counted=len(columns[0]) > 0)
             else:
-                parts = _shaped(summed[begin : end - 1], form.added)
+                parts = _shaped(numbers[begin : end - 1], form.added)
                 found[name] = _finished(name, parts, metric, counted=bool(parts[1].any()))
         return {name: x for one in dict.fromkeys([*totals, *found]) for name, x in found.get(one, {}).items()}
 
-    def _ends(self) -> list[int]:
-        """The positions at which the numbers of each agreed name end, behind the one of the news."""
-        sizes = (sum(math.prod(shape) for shape in form.added) + 1 for form in self._forms.values())
-        return [*accumulate(sizes, initial=1)]
-
-    def _reduce(self, totals: Mapping[str, Total | Rows], forms: Mapping[str, _Form]) -> Tensor:
-        """Adds up over ranks; returns the sums on the CPU."""
-        values = [torch.as_tensor(x, dtype=torch.float64).reshape(-1) for x in self._row(totals, forms)]
-        return self._ranks.sum(_joined(values).detach()).cpu()
+    def _reduce(self, totals: Mapping[str, Total | Rows], forms: Mapping[str, _Form]) -> list[float]:
+        """Adds up over ranks."""
+        numbers: list[float] = self._add_up(_joined(self._row(totals, forms))).tolist()
+        return numbers
 
     def _row(self, totals: Mapping[str, Total | Rows], forms: Mapping[str, _Form]) -> Iterator[Tensor | float]:
         """Yields 1 if there is news, and of each agreed name its sum, its count, and 1 if this rank has it."""
-        yield float(not forms.items() <= self._forms.items())
+        yield float(forms != self._forms and not forms.items() <= self._forms.items())
         for name, form in self._forms.items():
             total = totals.get(name) if forms.get(name) == form else None
             if isinstance(total, Total):
@@ -104,6 +106,8 @@ class Means:
                         hints=["give a total the same shape whatever is in the batch"],
                     )
         self._forms = dict(sorted({**self._forms, **said}.items()))
+        sizes = (sum(math.prod(shape) for shape in form.added) + 1 for form in self._forms.values())
+        self._ends = [*accumulate(sizes, initial=1)]
 
     def _gather(self, rows: Total | Rows | None, form: _Form) -> list[Tensor]:
         """Each column with the rows of all ranks, of which this one may have none."""
@@ -112,21 +116,32 @@ class Means:
         return [self._ranks.gather(x.detach().to(kind))[0].cpu() for x, kind in zip(mine, dtypes, strict=True)]
 
 
-def _joined(values: Sequence[Tensor]) -> Tensor:
-    """One row of numbers, on the device if any is there: what the host has goes to it in one copy."""
-    device = next((x.device for x in values if x.device.type != "cpu"), None)
-    if device is None:
-        return torch.cat([*values])
-    mine = [x for x in values if x.device.type == "cpu"]
-    row = torch.cat(mine)
+def _joined(values: Iterable[Tensor | float]) -> Tensor:
+    """One row of float64, on the device if any value is there: what the host has goes to it in one copy."""
+    host: list[float] = []
+    there: list[tuple[int, Tensor]] = []  # how many of the host's numbers come before, and what is on a device
+    for value in values:
+        if not isinstance(value, Tensor):
+            host.append(value)
+        elif value.device.type != "cpu":
+            there.append((len(host), value.detach().double().reshape(-1)))
+        elif value.ndim:
+            host += value.detach().double().reshape(-1).tolist()
+        else:
+            host.append(value.item())
+    row = torch.tensor(host, dtype=torch.float64)
+    if not there:
+        return row
+    device = there[0][1].device
     sent = (row.pin_memory() if device.type == "cuda" else row).to(device, non_blocking=True)
-    pieces = iter(torch.split(sent, [len(x) for x in mine]))
-    return torch.cat([next(pieces) if x.device.type == "cpu" else x for x in values])
+    ends = [*(place for place, _ in there[1:]), len(row)]
+    behind = ((mine, sent[place:end]) for (place, mine), end in zip(there, ends, strict=True))
+    return torch.cat([sent[: there[0][0]], *chain.from_iterable(behind)])
 
 
-def _shaped(values: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """The sum and the count, out of their numbers one after the other."""
-    pieces = torch.split(values, [math.prod(shape) for shape in shapes])
+def _shaped(numbers: Sequence[float], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """The sum and the count (float64), out of their numbers one after the other."""
+    pieces = torch.split(torch.tensor(numbers, dtype=torch.float64), [math.prod(shape) for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -148,6 +148,12 @@ class DDP(Strategy):
         return _Wrapped(module, holds_back, powersgd)
 
 
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
 class _Wrapped(NamedTuple):
     """A DistributedDataParallel, and what its hook is made of."""
 
@@ -178,15 +184,14 @@ class _DDPReplica(WholeReplica):
         finally:
             self._now, self.module = before, before.module
 
-    @contextmanager
-    def forward(self, *, last: bool = True) -> Iterator[None]:
+    def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
         """Also holds the all-reduce back until the step's last micro-batch."""
         wrapped, holds_back, _ = self._now
         if holds_back is not None:
             holds_back.held = not last
-        held = nullcontext() if last or holds_back is not None else wrapped.no_sync()
-        with held, super().forward(last=last):
-            yield
+        elif not last:
+            return _both(wrapped.no_sync(), super().forward(last=last))
+        return super().forward(last=last)
 
     def remembered(self) -> Mapping[str, Any]:
         """Also what PowerSGD left out, of which each rank has its own memory."""

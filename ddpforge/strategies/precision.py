@@ -72,7 +72,7 @@ class Precision:
             optimizer.step()
             fused.found_inf = None  # of this step only
         elif math.isfinite(norm.item()):
-            with _unfused(beginning):
+            with _unfused(beginning) if beginning else nullcontext():
                 optimizer.step()
 
     def leave(self) -> None:

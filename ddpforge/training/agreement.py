@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from ddpforge.interfaces import Total
+from ddpforge.training.totals import counted_once
 
 __all__ = ["HALT", "STOP", "Agreement", "Ballot", "Interrupted", "Looks"]
 
@@ -53,7 +52,7 @@ class Ballot:
         """This rank's ballot."""
         said = {f"?{name}": float(name in wanted) for name in self._wishes}
         said |= {"?seconds": seconds, "?saved": float(saved)}
-        return {name: Total(torch.tensor(value, dtype=torch.float64), 1) for name, value in said.items()}
+        return counted_once(said)
 
     def count(self, means: dict[str, float]) -> Agreement:
         """Takes the means of all ranks' ballots out of `means`."""

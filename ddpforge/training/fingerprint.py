@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
-
 from ddpforge.data import MicroBatch
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Total
+from ddpforge.training.totals import counted_once
 
 __all__ = ["Fingerprint"]
 
@@ -36,8 +35,7 @@ class Fingerprint:
         """
         if not self._read:
             return {}
-        powers = torch.tensor([self._read, self._read**2], dtype=torch.float64)
-        return {f"?read{power}": Total(value, 1) for power, value in enumerate(powers, start=1)}
+        return counted_once({"?read1": self._read, "?read2": self._read**2})
 
     def refuse_another(self, means: dict[str, float], *, step: int) -> None:
         """Takes the means of `totals` out of `means`; raises PluginError where ranks have read different samples."""

@@ -127,7 +127,7 @@ def _wrong(sum: Any, count: Any) -> str | None:
     """Describes what is wrong with the parts of a total."""
     if not isinstance(sum, Tensor):
         return f"{described(sum)} for its sum"
-    if not isinstance(count, Tensor | int | float):
+    if not isinstance(count, int | float | Tensor):
         return f"{described(count)} for its count"
     if isinstance(count, Tensor) and count.shape not in ((), sum.shape):
         return f"{described(count)} for its count, and {described(sum)} for its sum"

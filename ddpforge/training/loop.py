@@ -45,6 +45,7 @@ from ddpforge.training.saving import Saving
 from ddpforge.training.shows import Shows
 from ddpforge.training.spending import Spending
 from ddpforge.training.step import Stepper
+from ddpforge.training.totals import counted_once
 from ddpforge.training.turns import Turns
 
 __all__ = ["Trainer"]
@@ -334,7 +335,7 @@ class Trainer:
         ballot = self._ballot.totals(self._wishes(alarms), seconds=pace, saved=self.saving.ready)
 
         phases.mark(phases.REDUCE)
-        rates = {_FACTOR: Total(torch.tensor(self._factor, dtype=torch.float64), 1)} if self._setting_rates else {}
+        rates = counted_once({_FACTOR: self._factor}) if self._setting_rates else {}
         spent = self._spending.totals(totals) if totals else {}
         means = self.world.all.mean(
             {**totals, **ballot, **self._read.totals(), **rates, **spent}, reports_of(self.task)

@@ -27,7 +27,8 @@ class GradientNorms:
         if not self._pending:
             return []
         bad: list[int] = []
-        values: list[float] = torch.stack(list(self._pending.values())).tolist()
+        norms = list(self._pending.values())
+        values: list[float] = torch.stack(norms).tolist() if len(norms) > 1 else [norms[0].item()]
         for step, value in zip(self._pending, values, strict=True):
             self.nonfinite_in_a_row = 0 if math.isfinite(value) else self.nonfinite_in_a_row + 1
             if self.nonfinite_in_a_row:

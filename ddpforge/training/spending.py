@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from ddpforge.interfaces import Total
 from ddpforge.ranks import phases
+from ddpforge.training.totals import counted_once
 
 __all__ = ["Spending"]
 
@@ -37,20 +36,16 @@ class Spending:
         self.restart()
         whole = sum(passed) or 1.0
         found = {
-            f"{_TIME}{name}": _total(passed[phase] / whole)
+            f"{_TIME}{name}": passed[phase] / whole
             for phase, name in enumerate(phases.NAMES)
             if phases.DATA <= phase < phases.END and (passed[phase] or phase not in _BETWEEN)
         }
         if self._counts and "loss" in totals:
-            found[_ITEMS] = _total(float(totals["loss"].count))
-        return found
+            found[_ITEMS] = float(totals["loss"].count)
+        return counted_once(found)
 
     @staticmethod
     def taken(means: dict[str, float]) -> tuple[dict[str, float], float | None]:
         """Takes the shares by phase, and the items of a step on one rank, out of the means over all ranks."""
         names = [name for name in means if name.startswith(_TIME)]
         return {name.removeprefix(_TIME): round(means.pop(name), 4) for name in names}, means.pop(_ITEMS, None)
-
-
-def _total(value: float) -> Total:
-    return Total(torch.tensor(value, dtype=torch.float64), 1)

@@ -13,7 +13,7 @@ from ddpforge.errors import PluginError
 from ddpforge.interfaces import Pass, Rows, Task, Total
 from ddpforge.training.first_look import FirstLook, checked_quantity
 
-__all__ = ["Meter", "add"]
+__all__ = ["Meter", "add", "counted_once"]
 
 Q = TypeVar("Q", bound=Total | Rows)
 
@@ -34,8 +34,8 @@ class Meter:
         self, micro: MicroBatch, batch: Any, result: tuple[Tensor, Any] | None, *, metrics: bool
     ) -> dict[str, Total]:
         """The totals that a micro-batch adds, without rows: training has no time to gather them."""
-        found = self.quantities(micro, batch, result, metrics=metrics)
-        return {name: total for name, total in found.items() if isinstance(total, Total)}
+        found: Any = self.quantities(micro, batch, result, metrics=metrics)
+        return {name: one for name, one in found.items() if isinstance(one, Total)} if metrics else found
 
     def quantities(
         self, micro: MicroBatch, batch: Any, result: tuple[Tensor, Any] | None, *, metrics: bool
@@ -49,11 +49,12 @@ class Meter:
         loss, outputs = result
         if not micro.samples:
             return {"loss": Total(torch.zeros((), dtype=torch.float64), 0)}
-        found: dict[str, Total | Rows] = {"loss": Total(loss.detach(), self.items(micro))}
+        found: dict[str, Total | Rows] = {"loss": _exact("loss", Total(loss, self.items(micro)))}
         if metrics:
             with torch.no_grad():
-                found |= self._look.metrics(outputs, batch, self._use)
-        return {name: _exact(name, quantity) for name, quantity in found.items()}
+                more = self._look.metrics(outputs, batch, self._use)
+            found |= {name: _exact(name, quantity) for name, quantity in more.items()}
+        return found
 
     def items(self, micro: MicroBatch) -> Tensor | int:
         """The number of items that the micro-batch's loss sums over."""
@@ -68,6 +69,12 @@ def add(quantities: dict[str, Q], more: Mapping[str, Q]) -> None:
     for name, quantity in more.items():
         before: Any = quantities.get(name)
         quantities[name] = quantity if before is None else _refuse_another(name, before, quantity) + quantity
+
+
+def counted_once(values: Mapping[str, float]) -> dict[str, Total]:
+    """Totals of numbers of which each rank has one, and whose mean over ranks is wanted."""
+    sums = torch.tensor([*values.values()], dtype=torch.float64).unbind()
+    return {name: Total(value, 1) for name, value in zip(values, sums, strict=True)}
 
 
 def _refuse_another(name: str, before: Any, quantity: Total | Rows) -> Any:

@@ -105,9 +105,10 @@ def test_numbers_of_a_step_cross_once_each_way() -> None:
     ranks = Alone(DEVICE)
     names = [f"{place}{number}" for number in range(6) for place in ("device", "host")]
     known = {name: Total(torch.ones((), dtype=torch.float64), 1) for name in names}
-    means = Means(Alone())
+    host = Alone()
+    means = Means(host, host.sum)
     assert means(known, {}) == dict.fromkeys(names, 1.0)
-    means._ranks = ranks
+    means._ranks, means._add_up = ranks, ranks.sum
     totals = {name: Total(total.sum.to(DEVICE), 1) if "device" in name else total for name, total in known.items()}
     with counted() as found:
         means(totals, {})
