@@ -1,0 +1,277 @@
+"""A world of ranks without processes, and tensors without memory: a strategy's own code runs on them."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from ddpforge.errors import UsageError
+from ddpforge.interfaces import World
+from ddpforge.ranks.collectives import Alone, Group
+
+__all__ = ["Unsimulated", "fake_batch", "fakes", "pretended", "without_memory"]
+
+_MIB = 2**20
+_HOOKS = {default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_compress_hook: torch.bfloat16}
+
+
+class Unsimulated(Exception):
+    """Something that runs on real ranks and devices only; the message says what."""
+
+
+# ---------------------------------------------------------------------------------------------- ranks
+@contextmanager
+def pretended(ranks: int, rank: int = 0) -> Iterator[World]:
+    """The world as one of `ranks` ranks sees it, where nobody else is there: its collectives return at once.
+
+    What other ranks would say is what this one says. Raises UsageError where this process has joined a real world.
+    """
+    if dist.is_initialized():
+        raise UsageError("this process has joined other ranks, and cannot simulate some", hints=["use a new process"])
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # not before it is needed: it is for tests
+
+    device = torch.device("cpu")
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        with ExitStack() as stack:
+            for name, stand_in in {
+                "all_gather_object": _same_of_all,
+                "broadcast_object_list": _nothing,
+                "gather_object": _nothing,
+                "barrier": _nothing,
+            }.items():
+                stack.enter_context(patch.object(dist, name, stand_in))
+            group = cast(dist.ProcessGroup, dist.group.WORLD)
+            everyone = Group(group, device) if ranks > 1 else Alone(device)
+            yield World(all=everyone, data=everyone, device=device, local_rank=0)
+    finally:
+        dist.destroy_process_group()
+
+
+def _same_of_all(found: list[Any], value: Any, group: Any = None) -> None:
+    found[:] = [value] * len(found)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+# ---------------------------------------------------------------------------------------------- tensors
+@contextmanager
+def fakes() -> Iterator[FakeTensorMode]:
+    """Has every tensor that is made be a fake one: it has a shape, a dtype and a device, and no values.
+
+    A number that is read from one is 1, and no where it is a bool: nothing is wrong, nothing overflows.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _real_meshes(), _in_place_conversions(), _python_reducer(), _nobody_to_compare(), mode, _Answers():
+        yield mode
+
+
+def without_memory(model: nn.Module) -> None:
+    """Replaces the model's tensors by fake ones on the CPU, in place; within `fakes`. Ties and views stay."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = made.setdefault(id(tensor), _like(tensor))  # type: ignore[assignment]
+
+
+def _like(tensor: Tensor) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if not isinstance(tensor, nn.Parameter):
+        return made
+    parameter = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    parameter.__dict__.update(tensor.__dict__)  # a plugin's marks
+    return parameter
+
+
+def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
+    """The same nest of tensors without values."""
+    return tree_map_only(Tensor, mode.from_tensor, batch)
+
+
+class _Answers(TorchDispatchMode):
+    """Answers questions for values, which fake tensors cannot."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        first = args[0] if args else None
+        if isinstance(first, FakeTensor):
+            if func is aten._local_scalar_dense.default:
+                return _answer(first)
+            if func is aten.equal.default:
+                return True
+            if func is aten.nonzero.default:  # at most: every element
+                return torch.empty(first.numel(), first.dim(), dtype=torch.int64, device=first.device)
+            if func is aten.masked_select.default:
+                return torch.empty(first.numel(), dtype=first.dtype, device=first.device)
+        return func(*args, **(kwargs or {}))
+
+
+def _answer(one: FakeTensor) -> bool | float | int:
+    if one.constant is not None:
+        number: bool | float | int = one.constant.item()
+        return number
+    if one.dtype == torch.bool:
+        return False
+    # One of several numbers is of a comparison over ranks, which finds no difference.
+    alone = one.untyped_storage().nbytes() == one.element_size()
+    return (1.0 if alone else 0.0) if one.is_floating_point() else 0
+
+
+# ---------------------------------------------------------------------------------------------- what fakes cannot do
+@contextmanager
+def _real_meshes() -> Iterator[None]:
+    """Lets a DeviceMesh count its ranks with real integers."""
+
+    def real(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with unset_fake_temporarily(), torch.device("cpu"):
+                return function(*args, **kwargs)
+
+        return wrapped
+
+    names = ("__init__", "__getitem__", "_concatenate", "_flatten", "_unflatten", "get_all_groups")
+    with ExitStack() as stack:
+        for name in names:
+            found = DeviceMesh.__dict__.get(name)
+            if isinstance(found, staticmethod | classmethod):
+                stack.enter_context(patch.object(DeviceMesh, name, type(found)(real(found.__func__))))
+            elif found is not None:
+                stack.enter_context(patch.object(DeviceMesh, name, real(found)))
+        yield
+
+
+@contextmanager
+def _in_place_conversions() -> Iterator[None]:
+    """Lets `Module.to` replace parameters: it would swap them, which fake tensors cannot."""
+
+    def apply(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        made: dict[int, Tensor] = {}
+        for one in module.modules() if recurse else [module]:
+            for held in (one._parameters, one._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        held[name] = made.setdefault(id(tensor), _converted(tensor, convert))  # type: ignore[assignment]
+        return module
+
+    with patch.object(nn.Module, "_apply", apply):
+        yield
+
+
+def _converted(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+    with torch.no_grad():
+        found = convert(tensor)
+    if found is tensor or not isinstance(tensor, nn.Parameter):
+        return found
+    return nn.Parameter(found, requires_grad=tensor.requires_grad)
+
+
+@contextmanager
+def _python_reducer() -> Iterator[None]:
+    """Has DistributedDataParallel reduce gradients in Python: its own reducer is C++, and reads memory."""
+    members = {"__init__": _wrap, "forward": _forward, "no_sync": _no_sync, "register_comm_hook": _register}
+    with patch.multiple(DistributedDataParallel, **members):
+        yield
+
+
+@contextmanager
+def _nobody_to_compare() -> Iterator[None]:
+    """Lets DeepSpeed, where it is in use, not compare the order of modules with other ranks: that needs values."""
+    user = sys.modules.get("deepspeed.runtime.zero.partitioned_param_coordinator")
+    with patch.object(user, "assert_ints_same_as_other_ranks", _nothing) if user else nullcontext():
+        yield
+
+
+class _Reducer:
+    """Flat buckets, filled from the last parameter on; each is reduced when all of its gradients are there.
+
+    Of the sizes that torch's reducer makes: https://docs.pytorch.org/docs/stable/notes/ddp.html.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], megabytes: float, *, views: bool) -> None:
+        self.dtype: torch.dtype | None = None  # to compress to
+        self.held, self._views = False, views
+        bucket: list[nn.Parameter] = []
+        size, limit = 0, _MIB
+        for parameter in reversed(parameters):
+            bucket.append(parameter)
+            size += parameter.numel() * parameter.element_size()
+            if size >= limit:
+                self._add(bucket)
+                bucket, size, limit = [], 0, int(megabytes * _MIB)
+        if bucket:
+            self._add(bucket)
+
+    def _add(self, bucket: list[nn.Parameter]) -> None:
+        flat = torch.empty(sum(p.numel() for p in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
+        waiting = {id(p) for p in bucket}
+        left = set(waiting)
+        places = torch.split(flat, [p.numel() for p in bucket])
+
+        def arrived(parameter: nn.Parameter, place: Tensor) -> None:
+            if self.held or parameter.grad is None:
+                return
+            with torch.no_grad():
+                place.copy_(parameter.grad)
+                if self._views:
+                    parameter.grad = place
+                left.discard(id(parameter))
+                if not left:
+                    left.update(waiting)
+                    dist.all_reduce(flat if self.dtype is None else flat.to(self.dtype))
+
+        for parameter, place in zip(bucket, places, strict=True):
+            view = place.view(parameter.shape)
+            parameter.register_post_accumulate_grad_hook(functools.partial(_told, arrived, view))
+
+
+def _told(arrived: Callable[[nn.Parameter, Tensor], None], view: Tensor, parameter: nn.Parameter) -> None:
+    arrived(parameter, view)
+
+
+def _wrap(self: Any, module: nn.Module, *_: Any, **options: Any) -> None:
+    nn.Module.__init__(self)
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    own = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+    self.module = module
+    views = options.get("gradient_as_bucket_view", False)
+    self.simulated = _Reducer(own, options.get("bucket_cap_mb") or 25, views=views)
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self.module(*args, **kwargs)
+
+
+@contextmanager
+def _no_sync(self: Any) -> Iterator[None]:
+    self.simulated.held = True
+    try:
+        yield
+    finally:
+        self.simulated.held = False
+
+
+def _register(self: Any, state: Any, hook: Any) -> None:
+    hook = getattr(getattr(hook, "__self__", None), "_hook", hook)  # of one that is held back
+    if hook is not default_hooks.allreduce_hook:
+        if hook not in _HOOKS:
+            raise Unsimulated("compression of gradients that depends on their values (PowerSGD)")
+        self.simulated.dtype = _HOOKS[hook]

@@ -1,0 +1,151 @@
+"""Counts every tensor that lives during a step: how large it is, what it is for, and who made it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from ddpforge.simulation.work import Work
+
+__all__ = ["Ledger", "Living"]
+
+
+@dataclass(slots=True)
+class Living:
+    """A piece of memory (of a storage), from the event at which it is there to that at which it is not."""
+
+    bytes: int
+    born: int
+    kind: str  # "weights", "gradients", …, or the phase that made it
+    made_by: str  # the module, and the operation
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    died: float = float("inf")
+
+
+class Ledger(TorchDispatchMode):
+    """Watches every operation on fake tensors: what lives, what is computed, and what is sent.
+
+    Views count with what they are views of. `phase` and `module` say who is at work.
+    """
+
+    def __init__(self, work: Work, phase: Callable[[], str], module: Callable[[], str]) -> None:
+        super().__init__()
+        self._work, self._phase, self._module = work, phase, module
+        self._pieces: list[Living] = []
+        self._now = self.live = 0
+        self._of: dict[int, tuple[Living, weakref.ref[Any]]] = {}  # by storage
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets the largest moment so far, and pieces that are gone."""
+        self.peak, self.peak_at, self.peak_phase = self.live, self._now, self._phase()
+        self._pieces = [piece for piece in self._pieces if piece.died > self._now]
+
+    def note(self, tensors: Iterable[Any], kind: str) -> None:
+        """Says what tensors are for, also for the time before."""
+        for tensor in tensors:
+            for storage in _storages(tensor):
+                self._see(storage, tensor)
+                self._of[storage._cdata][0].kind = kind
+
+    def alive(self) -> list[Living]:
+        """The pieces that live at the largest moment."""
+        return [piece for piece in self._pieces if piece.born <= self.peak_at < piece.died]
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes by kind at the largest moment."""
+        found: Counter[str] = Counter()
+        for piece in self.alive():
+            found[piece.kind] += piece.bytes
+        return dict(found)
+
+    def __enter__(self) -> Ledger:
+        self._resize = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            found = self._resize(storage, size)
+            if storage._cdata in self._of:
+                self._change(storage)
+            return found
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment,method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]
+        found = func(*args, **kwargs)
+        if any(one.is_meta for one in tree_iter((args, found)) if isinstance(one, Tensor)):
+            return found  # torch works out shapes
+        self._now += 1
+        self._work.add(func, args, kwargs, found)
+        for one in tree_iter(found):
+            if isinstance(one, Tensor):
+                for storage in _storages(one):
+                    self._see(storage, one, func)
+        return found
+
+    # -- pieces
+    def _see(self, storage: torch.UntypedStorage, tensor: Any, func: Any = None) -> None:
+        if storage._cdata in self._of:
+            self._change(storage)
+            return
+        made_by = " ".join(filter(None, (self._module(), f"({func._opname})" if func else "")))
+        shape, dtype = tuple(tensor.shape), tensor.dtype
+        piece = Living(storage.nbytes(), self._now, self._phase(), made_by, shape, dtype)
+        gone = weakref.ref(storage, lambda _, key=storage._cdata: self._lose(key))  # type: ignore[misc]
+        self._of[storage._cdata] = piece, gone
+        self._pieces.append(piece)
+        self._grow(piece.bytes)
+
+    def _change(self, storage: torch.UntypedStorage) -> None:
+        """Follows a storage whose size has changed, as those of gathered weights do."""
+        piece, gone = self._of[storage._cdata]
+        if piece.bytes == storage.nbytes():
+            return
+        self._now += 1
+        piece.died = self._now
+        now = Living(storage.nbytes(), self._now, piece.kind, piece.made_by, piece.shape, piece.dtype)
+        self._of[storage._cdata] = now, gone
+        self._pieces.append(now)
+        self._grow(now.bytes - piece.bytes)
+
+    def _lose(self, key: int) -> None:
+        piece, _ = self._of.pop(key)
+        self._now += 1
+        piece.died = self._now
+        self.live -= piece.bytes
+
+    def _grow(self, more: int) -> None:
+        self.live += more
+        if self.live > self.peak:
+            self.peak, self.peak_at, self.peak_phase = self.live, self._now, self._phase()
+
+
+def _storages(tensor: Any) -> list[torch.UntypedStorage]:
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.elem
+    if isinstance(tensor, nn.Parameter):
+        tensor = tensor.detach()
+    return [tensor.untyped_storage()]
