@@ -96,6 +96,13 @@ class Strategy(ABC):
         """Counts the ranks that see different data: all `ranks`, unless the strategy splits one model over several."""
         return ranks
 
+    def distinct_ranks(self, ranks: int) -> Sequence[int]:
+        """Lists one rank for each of those that hold different things, for `ddpforge plan` to simulate: rank 0.
+
+        Rank 0 stands for all that hold as much as it does, or a little less.
+        """
+        return (0,)
+
     def evaluating(self, ranks: int) -> tuple[Strategy, str]:
         """The strategy for `ddpforge eval` on so many ranks, perhaps other than those that trained, and why that one.
 

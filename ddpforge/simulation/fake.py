@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining.stage import _derive_grad_metas, _StageBackwardMeta
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -23,10 +26,14 @@ from ddpforge.errors import UsageError
 from ddpforge.interfaces import World
 from ddpforge.ranks.collectives import Alone, Group
 
-__all__ = ["Unsimulated", "fake_batch", "fakes", "pretended", "without_memory"]
+__all__ = ["Post", "Unsimulated", "fake_batch", "fakes", "pretended", "without_memory"]
 
 _MIB = 2**20
 _HOOKS = {default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_compress_hook: torch.bfloat16}
+
+
+Post = dict[tuple[int, int], Any]
+"""The shapes that stages of a pipeline have sent, by the numbers of sender and receiver."""
 
 
 class Unsimulated(Exception):
@@ -72,13 +79,19 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 # ---------------------------------------------------------------------------------------------- tensors
 @contextmanager
-def fakes() -> Iterator[FakeTensorMode]:
+def fakes(post: Post | None = None) -> Iterator[FakeTensorMode]:
     """Has every tensor that is made be a fake one: it has a shape, a dtype and a device, and no values.
 
-    A number that is read from one is 1, and no where it is a bool: nothing is wrong, nothing overflows.
+    A number that is read from one is 1, and no where it is a bool: nothing is wrong, nothing overflows. `post` has the
+    shapes of what stages of a pipeline that were simulated before have sent; this one's are added.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _real_meshes(), _in_place_conversions(), _python_reducer(), _nobody_to_compare(), mode, _Answers():
+    with ExitStack() as stack:
+        for adapted in (_real_meshes(), _in_place_conversions(), _python_reducer(), _nobody_to_compare(), _one_chunk()):
+            stack.enter_context(adapted)
+        stack.enter_context(_posted({} if post is None else post))
+        stack.enter_context(mode)
+        stack.enter_context(_Answers())
         yield mode
 
 
@@ -192,11 +205,57 @@ def _python_reducer() -> Iterator[None]:
         yield
 
 
+class _Chunks(Sequence[Tensor]):
+    """The pieces of a tensor for so many ranks, each made when it is asked for: this rank asks for one of thousands."""
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        self._tensor, self._count, self._dim = tensor, count, dim
+        self._length = -(-tensor.shape[dim] // count)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: Any) -> Any:
+        start = min(self._tensor.shape[self._dim], number * self._length)
+        stop = min(self._tensor.shape[self._dim], start + self._length)
+        return self._tensor.narrow(self._dim, start, stop - start) if stop > start else self._tensor.new_empty(0)
+
+
 @contextmanager
 def _nobody_to_compare() -> Iterator[None]:
     """Lets DeepSpeed, where it is in use, not compare the order of modules with other ranks: that needs values."""
     user = sys.modules.get("deepspeed.runtime.zero.partitioned_param_coordinator")
     with patch.object(user, "assert_ints_same_as_other_ranks", _nothing) if user else nullcontext():
+        yield
+
+
+def _one_chunk() -> AbstractContextManager[Any]:
+    """Lets FSDP cut a weight for this rank only."""
+    return patch.object(_fsdp_param, "_chunk_with_empty", _Chunks)
+
+
+@contextmanager
+def _posted(post: Post) -> Iterator[None]:
+    """Lets the stages of a pipeline tell one another the shapes of what they send, one being simulated after another.
+
+    Where two parts of the model are on this rank and the one between them is not, it sends what the first sent.
+    """
+
+    def send(stage: PipelineStage, meta: Any, to: int) -> None:
+        post[stage.stage_index, to] = meta
+
+    def receive(stage: PipelineStage, source: int) -> Any:
+        if source > stage.stage_index:  # gradients are of the shapes of what they are gradients of
+            return _StageBackwardMeta(backward_metas=_derive_grad_metas(stage._stage_meta.outputs))
+        return post.get((source, stage.stage_index)) or next(reversed(post.values()))
+
+    backend = dist.get_backend
+    with (
+        patch.multiple(PipelineStage, _send_meta=send, _recv_meta=receive),
+        patch.object(dist, "get_backend", lambda *group: f"{backend(*group)}, simulated"),
+        patch.object(schedules, "_preconnect_shared_p2p_edges", _nothing, create=True),
+        patch.object(schedules, "_preconnect_p2p_edge_groups", _nothing, create=True),
+    ):
         yield
 
 

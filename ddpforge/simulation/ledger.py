@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -10,14 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ddpforge.simulation.work import Work
+from ddpforge.simulation.work import EMPTY, Work
 
-__all__ = ["Ledger", "Living"]
+__all__ = ["COMMUNICATION", "LOSS", "Ledger", "Living"]
+
+LOSS, COMMUNICATION = "logits and loss", "communication"
+_PLACES, _DEPTH = ("/torch/distributed/fsdp/", "/deepspeed/"), 8
 
 
 @dataclass(slots=True)
@@ -63,6 +68,15 @@ class Ledger(TorchDispatchMode):
         """The pieces that live at the largest moment."""
         return [piece for piece in self._pieces if piece.born <= self.peak_at < piece.died]
 
+    def living(self) -> list[Living]:
+        """The pieces that live now."""
+        return [piece for piece, _ in self._of.values()]
+
+    def kind_of(self, tensor: Tensor) -> str:
+        """The kind of a tensor's memory; empty where it was never seen."""
+        known = [self._of[one._cdata][0].kind for one in _storages(tensor) if one._cdata in self._of]
+        return known[0] if known else ""
+
     def by_kind(self) -> dict[str, int]:
         """Bytes by kind at the largest moment."""
         found: Counter[str] = Counter()
@@ -94,14 +108,16 @@ class Ledger(TorchDispatchMode):
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]
         found = func(*args, **kwargs)
-        if any(one.is_meta for one in tree_iter((args, found)) if isinstance(one, Tensor)):
+        if func.namespace == "prim":
+            return found
+        made = [one for one in tree_iter(found) if isinstance(one, Tensor)]
+        if any(isinstance(one, FakeTensor) and one.fake_device.type == "meta" for one in made):
             return found  # torch works out shapes
         self._now += 1
         self._work.add(func, args, kwargs, found)
-        for one in tree_iter(found):
-            if isinstance(one, Tensor):
-                for storage in _storages(one):
-                    self._see(storage, one, func)
+        for one in made:
+            for storage in _storages(one):
+                self._see(storage, one, func)
         return found
 
     # -- pieces
@@ -109,9 +125,15 @@ class Ledger(TorchDispatchMode):
         if storage._cdata in self._of:
             self._change(storage)
             return
-        made_by = " ".join(filter(None, (self._module(), f"({func._opname})" if func else "")))
+        module = self._module()
+        made_by = " ".join(filter(None, (module, f"({func._opname})" if func else "")))
         shape, dtype = tuple(tensor.shape), tensor.dtype
-        piece = Living(storage.nbytes(), self._now, self._phase(), made_by, shape, dtype)
+        kind = self._phase()
+        if kind == "forward":
+            kind = "activations" if module else LOSS
+        if func in EMPTY and _for_ranks():
+            kind = COMMUNICATION
+        piece = Living(storage.nbytes(), self._now, kind, made_by, shape, dtype)
         gone = weakref.ref(storage, lambda _, key=storage._cdata: self._lose(key))  # type: ignore[misc]
         self._of[storage._cdata] = piece, gone
         self._pieces.append(piece)
@@ -139,6 +161,16 @@ class Ledger(TorchDispatchMode):
         self.live += more
         if self.live > self.peak:
             self.peak, self.peak_at, self.peak_phase = self.live, self._now, self._phase()
+
+
+def _for_ranks() -> bool:
+    """True if the memory is taken by code that gathers and reduces: of torch.distributed, or of DeepSpeed."""
+    frame, depth = sys._getframe(2), 0
+    while frame is not None and depth < _DEPTH:
+        if any(place in frame.f_code.co_filename for place in _PLACES):
+            return True
+        frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
+    return False
 
 
 def _storages(tensor: Any) -> list[torch.UntypedStorage]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
-from torch import Tensor
-from torch.utils.module_tracker import ModuleTracker
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_iter
 
 from ddpforge.data import MicroBatch, RankShare, open_data
-from ddpforge.interfaces import World
+from ddpforge.interfaces import Pass, World
 from ddpforge.ranks import phases
-from ddpforge.simulation.fake import fake_batch, fakes, pretended, without_memory
-from ddpforge.simulation.ledger import Ledger, Living
+from ddpforge.simulation.fake import Post, fake_batch, fakes, pretended, without_memory
+from ddpforge.simulation.ledger import LOSS, Ledger, Living
 from ddpforge.simulation.work import Work
 from ddpforge.strategies.several import members
 from ddpforge.training import assemble
@@ -30,12 +32,13 @@ from ddpforge.training.turns import Turns
 
 __all__ = ["Simulated", "simulate"]
 
+_STATE = ("weights", "master weights", "gradients", "optimizer state", "buffers")
 _MICRO_BATCHES = 2  # of a step: the memory of more is the same, and their work a multiple
 
 
 @dataclass
 class Simulated:
-    """One rank's step, as it was counted. Bytes, of what lives at the largest moment."""
+    """One rank's step, as it was counted: bytes of what lives at the largest moment, and of what is always there."""
 
     rank: int
     peak: int
@@ -43,17 +46,17 @@ class Simulated:
     kinds: dict[str, int]
     largest: Sequence[Living] = ()
     work: Work = field(default_factory=Work)
-    state: dict[str, int] = field(default_factory=dict)  # bytes of weights, gradients and optimizer state
-    samples: int = 0  # of this rank in a micro-batch
-    tokens: int = 0
+    state: dict[str, int] = field(default_factory=dict)  # weights, gradients, optimizer state, buffers
+    items: float = 0.0  # that the loss of a micro-batch sums over
 
 
-def simulate(parts: Parts, ranks: int, *, rank: int = 0, largest: int = 10) -> Simulated:
+def simulate(parts: Parts, ranks: int, *, rank: int = 0, largest: int = 10, post: Post | None = None) -> Simulated:
     """Simulates optimizer steps of a recipe, of which nothing is built yet, as rank `rank` of `ranks` takes them.
 
-    Two steps, for the optimizer makes its state in the first; what is counted is the second. Raises RecipeError for a
-    recipe that cannot train, `Unsimulated` for what runs on real ranks only, and what torch raises for an operation
-    that has no shapes without values.
+    Two steps, for the optimizer makes its state in the first; what is counted is the second. `post` is what stages of
+    a pipeline that were simulated before have sent, see `fakes`. Raises RecipeError for a recipe that cannot train,
+    `Unsimulated` for what runs on real ranks only, and what torch raises for an operation that has no shapes without
+    values.
     """
     foresee(parts, ranks=ranks, device="cpu")
     build_data_and_model(parts, meta=True)
@@ -61,9 +64,12 @@ def simulate(parts: Parts, ranks: int, *, rank: int = 0, largest: int = 10) -> S
     with pretended(ranks, rank) as everyone:
         world = parts.strategy.setup(parts.recipe.train, everyone)
         first, batches = _batches(parts, world)
-        with fakes() as mode, patch.object(assemble, "prove", _unproven):
+        counted = parts.task.count(first.data)
+        items = float(first.samples if counted is None else counted)
+        with fakes(post) as mode, patch.object(assemble, "prove", _unproven):
             batches = [one._replace(data=fake_batch(one.data, mode)) for one in batches]
-            return _Rank(parts, world, rank).simulate(first, batches, largest)
+            found = _Rank(parts, world, rank).simulate(first, batches, largest)
+        return replace(found, items=items)
 
 
 def _batches(parts: Parts, world: World) -> tuple[MicroBatch, list[MicroBatch]]:
@@ -80,7 +86,10 @@ def _batches(parts: Parts, world: World) -> tuple[MicroBatch, list[MicroBatch]]:
         prefetch=2,
         pin=False,
     )
-    some = list(islice(opened.training(0), min(batch.accumulation, _MICRO_BATCHES)))
+    most = _MICRO_BATCHES * len(
+        parts.strategy.distinct_ranks(world.all.size)
+    )  # in a pipeline, several are on their way
+    some = list(islice(opened.training(0), min(batch.accumulation, most)))
     some[-1] = some[-1]._replace(last=True)
     return some[0], some
 
@@ -90,7 +99,14 @@ def _unproven(*_: Any) -> None:
 
 
 class _Counted(Stepper):
-    """Takes the number of samples for that of items, which the values of a batch would tell."""
+    """Takes the number of samples for that of items, which the values of a batch would tell; sees outputs."""
+
+    seen: Any = staticmethod(lambda outputs: None)
+
+    def _compute(self, module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
+        loss, outputs = super()._compute(module, one)
+        self.seen(outputs)
+        return loss, outputs
 
     def _count(self, first: MicroBatch, micro_batches: Any) -> tuple[list[MicroBatch], int]:
         return list(micro_batches), first.step_samples
@@ -105,21 +121,23 @@ class _Rank:
         without_memory(parts.model)
         for beside in parts.beside.values():
             without_memory(beside.module)
-        self._modules = ModuleTracker()
+        self._modules: list[str] = []  # whose forward passes are running
         self._phase = phases.START
         self._work = Work()
         self._ledger = Ledger(self._work, lambda: phases.NAMES[self._phase], self._module)
-        model = assemble._spread(parts)
-        self._model = model
-        self._optimizer = build_optimizer(
-            parts.registry, recipe.optimizer, model, list(parts.turns), recipe.train.blocks
-        )
-        self._replica = assemble._prepared(parts, world, model, self._optimizer)
+        with self._ledger:
+            self._model = model = assemble._spread(parts)
+            self._optimizer = build_optimizer(
+                parts.registry, recipe.optimizer, model, list(parts.turns), recipe.train.blocks
+            )
+            self._replica = assemble._prepared(parts, world, model, self._optimizer)
         parts.task.start(self._replica.bare, world)
         steppers = {
             turn: _Counted(world, self._replica, one, part, BatchNormAverager(None), seed=0, skips=False)
             for (turn, one), (_, part) in zip(of_turns(parts.task).items(), members(self._optimizer), strict=True)
         }
+        for stepper in steppers.values():
+            stepper.seen = lambda outputs: self._ledger.note(_tensors(outputs), LOSS)
         self._turns = Turns(self._replica, steppers, parts.turns)
 
     def simulate(self, first: MicroBatch, batches: Sequence[MicroBatch], largest: int) -> Simulated:
@@ -132,11 +150,13 @@ class _Rank:
             self._phase = phase
             if phase == phases.FORWARD:
                 marks.append(work.copy())
+            if phase == phases.STEP:
+                self._name_gradients()
 
         phases.follow(enter)
         try:
-            with self._modules, ledger:
-                self._step(1, first, batches)
+            with self._naming(), ledger:
+                self._step(1, batches[-1], batches[-1:])
                 ledger.restart()
                 work.operations.clear()
                 work.sent.clear()
@@ -155,7 +175,7 @@ class _Rank:
             kinds=ledger.by_kind(),
             largest=alive[:largest],
             work=work + repeated * times,
-            samples=first.samples,
+            state=self._state,
         )
 
     def _step(self, number: int, first: MicroBatch, batches: Sequence[MicroBatch]) -> None:
@@ -171,17 +191,46 @@ class _Rank:
         ledger, model = self._ledger, self._model
         parameters = list(model.parameters())
         ledger.note(parameters, "weights")
+        held = (part.tensor for part in self._replica.weights.parts().values())
+        ledger.note((x for x in held if ledger.kind_of(x) != "weights"), "master weights")
+        ledger.note((x for p in parameters for x in _tensors(vars(p)) if x is not p.grad), "weights")
         ledger.note(model.buffers(), "buffers")
         ledger.note((p.grad for p in parameters if p.grad is not None), "gradients")
         for _, optimizer in members(self._optimizer):
             ledger.note((x for one in optimizer.state.values() for x in _tensors(one)), "optimizer state")
 
+    def _name_gradients(self) -> None:
+        """When backward passes are over, what they have left behind are gradients."""
+        self._note()
+        for piece in self._ledger.living():
+            if piece.kind == "backward":
+                piece.kind = "gradients"
+        self._state = dict.fromkeys(_STATE, 0)
+        for piece in self._ledger.living():
+            if piece.kind in self._state:
+                self._state[piece.kind] += piece.bytes
+
     def _module(self) -> str:
-        names = self._modules.parents - {"Global"}
-        return max(names, key=len).partition(".")[2] if names else ""
+        return self._modules[-1] if self._modules else ""
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Knows whose forward pass is running."""
+        names = {id(module): name for name, module in self._model.named_modules()}
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self._modules.append(names.get(id(module), ""))
+
+        def leave(*_: Any) -> None:
+            self._modules.pop()
+
+        hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def _tensors(nest: Any) -> Iterator[Tensor]:
-    from torch.utils._pytree import tree_iter
-
     return (one for one in tree_iter(nest) if isinstance(one, Tensor))

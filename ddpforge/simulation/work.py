@@ -12,9 +12,10 @@ from torch.distributed._tools.fake_collectives import CollectiveOp, collective_o
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-__all__ = ["Operation", "Sent", "Work"]
+__all__ = ["EMPTY", "Operation", "Sent", "Work"]
 
 _ATEN = torch.ops.aten
+EMPTY = {_ATEN.empty.memory_format, _ATEN.empty_like.default, _ATEN.new_empty.default}
 _NAMES = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast", "send", "recv")
 _SHORT = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "p2p": "send"}
 
@@ -80,7 +81,7 @@ class Work:
         """Counts one operation on the tensors of a rank."""
         if func in collective_ops:
             self._send(func, args, kwargs, found)
-        elif not func.is_view:
+        elif not func.is_view and func not in EMPTY and func.namespace != "prim":
             tensors = [one for one in tree_iter((args, kwargs, found)) if isinstance(one, Tensor)]
             if tensors:
                 moved = sum({id(one): one.numel() * one.element_size() for one in tensors}.values())

@@ -128,6 +128,11 @@ class Pipeline(Strategy):
         groups = ranks // self.tensor
         return max(1, groups // (self.stages or max(1, groups)))
 
+    def distinct_ranks(self, ranks: int) -> Sequence[int]:
+        """The first of every stage."""
+        stages = self.stages or max(1, ranks // self.tensor)
+        return range(0, ranks, max(1, ranks // stages))
+
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
         """Ranks that stages do not divide, and what needs the whole model, or all micro-batches in their order."""
         self._promise(self.data_ranks(ranks))  # which is shown before `setup`
