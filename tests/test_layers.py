@@ -23,6 +23,7 @@ LAYERS = [
     {"cli"},
     {"testing"},
     {"api"},
+    {"simulation"},
     {"reports", "sweeps", "trials"},
     {"doctor", "generation", "parity", "runner", "starting"},
     {"attempt", "hosts"},

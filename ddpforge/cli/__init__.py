@@ -19,6 +19,7 @@ _COMMANDS = {
     "check": ("check", "Validate a recipe without starting anything."),
     "data": ("data", "Show the first batches of a recipe's data: shapes, ranges, labels, pictures, text."),
     "lr-range": ("lr_range", "Test a range of learning rates in one short training, and suggest one."),
+    "plan": ("plan", "Say what a run needs: memory, communication and time, before a device is touched."),
     "batch-size": ("batch_size", "Find the largest micro-batch that fits into memory."),
     "show": ("show", "Print the resolved recipe and where each value came from."),
     "sweep": ("sweep", "Train a recipe with many values: all of a grid, some at random, or a search."),

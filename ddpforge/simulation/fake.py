@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.pipelining.stage import _derive_grad_metas, _StageBackwardMeta
+from torch.distributed.pipelining import PipelineStage, schedules, stage
+from torch.distributed.tensor import _sharding_prop
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -87,11 +87,11 @@ def fakes(post: Post | None = None) -> Iterator[FakeTensorMode]:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
-        for adapted in (_real_meshes(), _in_place_conversions(), _python_reducer(), _nobody_to_compare(), _one_chunk()):
-            stack.enter_context(adapted)
+        for adapted in (_real_meshes, _in_place_conversions, _python_reducer, _nobody_to_compare, _many_shards):
+            stack.enter_context(adapted())
         stack.enter_context(_posted({} if post is None else post))
         stack.enter_context(mode)
-        stack.enter_context(_Answers())
+        stack.enter_context(_Answers())  # type: ignore[no-untyped-call]
         yield mode
 
 
@@ -119,7 +119,7 @@ def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
     return tree_map_only(Tensor, mode.from_tensor, batch)
 
 
-class _Answers(TorchDispatchMode):
+class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers questions for values, which fake tensors cannot."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -200,7 +200,12 @@ def _converted(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
 @contextmanager
 def _python_reducer() -> Iterator[None]:
     """Has DistributedDataParallel reduce gradients in Python: its own reducer is C++, and reads memory."""
-    members = {"__init__": _wrap, "forward": _forward, "no_sync": _no_sync, "register_comm_hook": _register}
+    members: dict[str, Any] = {
+        "__init__": _wrap,
+        "forward": _forward,
+        "no_sync": _no_sync,
+        "register_comm_hook": _register,
+    }
     with patch.multiple(DistributedDataParallel, **members):
         yield
 
@@ -229,9 +234,14 @@ def _nobody_to_compare() -> Iterator[None]:
         yield
 
 
-def _one_chunk() -> AbstractContextManager[Any]:
-    """Lets FSDP cut a weight for this rank only."""
-    return patch.object(_fsdp_param, "_chunk_with_empty", _Chunks)
+@contextmanager
+def _many_shards() -> Iterator[None]:
+    """Lets FSDP cut a weight for this rank only, and DTensor not compare all shards with each other."""
+    with (
+        patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
+        patch.object(_sharding_prop, "_propagate_use_strided_shard_flag", _nothing, create=True),
+    ):
+        yield
 
 
 @contextmanager
@@ -241,13 +251,15 @@ def _posted(post: Post) -> Iterator[None]:
     Where two parts of the model are on this rank and the one between them is not, it sends what the first sent.
     """
 
-    def send(stage: PipelineStage, meta: Any, to: int) -> None:
-        post[stage.stage_index, to] = meta
+    torchs: Any = stage
 
-    def receive(stage: PipelineStage, source: int) -> Any:
-        if source > stage.stage_index:  # gradients are of the shapes of what they are gradients of
-            return _StageBackwardMeta(backward_metas=_derive_grad_metas(stage._stage_meta.outputs))
-        return post.get((source, stage.stage_index)) or next(reversed(post.values()))
+    def send(self: PipelineStage, meta: Any, to: int) -> None:
+        post[self.stage_index, to] = meta
+
+    def receive(self: PipelineStage, source: int) -> Any:
+        if source > self.stage_index:  # gradients are of the shapes of what they are gradients of
+            return torchs._StageBackwardMeta(backward_metas=torchs._derive_grad_metas(self._stage_meta.outputs))
+        return post.get((source, self.stage_index)) or next(reversed(post.values()))
 
     backend = dist.get_backend
     with (
@@ -299,7 +311,8 @@ class _Reducer:
 
         for parameter, place in zip(bucket, places, strict=True):
             view = place.view(parameter.shape)
-            parameter.register_post_accumulate_grad_hook(functools.partial(_told, arrived, view))
+            told: Any = parameter.register_post_accumulate_grad_hook
+            told(functools.partial(_told, arrived, view))
 
 
 def _told(arrived: Callable[[nn.Parameter, Tensor], None], view: Tensor, parameter: nn.Parameter) -> None:

@@ -53,7 +53,8 @@ class Forecast:
     peak: int | None = None
     phase: str = ""
     kinds: dict[str, int] | None = None
-    flops: int | None = None
+    flops: int | None = None  # of this rank
+    all_flops: int | None = None  # of all ranks
     wire: dict[str, float] | None = None
     seconds: Seconds | None = None
     needs: int | None = None  # with the allowance for a GPU
@@ -98,7 +99,9 @@ def forecast(
     why, found = "", None
     with _quiet():
         try:
-            found = _largest(parts, ranks)
+            of_ranks = _simulated(parts, ranks)
+            found = max(of_ranks, key=lambda one: one.peak)
+            found = replace(found, model_flops=sum(one.work.flops for one in of_ranks) * ranks // len(of_ranks))
         except ForgeError:
             raise
         except Exception as error:  # of torch, or of a plugin, which has not been made for fakes
@@ -109,7 +112,10 @@ def forecast(
             build_data_and_model(parts, meta=True)
             parts.report()
     state = found.state if found else _arithmetic(parts, ranks)
-    answer = _described(parts, spec.text if spec else parts.recipe.strategy.use, ranks, state)
+    whole = (
+        found.whole if found else state["weights"] * (ranks if "weights" in contract_of(parts.strategy).shards else 1)
+    )
+    answer = _described(parts, spec.text if spec else parts.recipe.strategy.use, ranks, state, whole)
     budget = budget or (int(device.memory) if device else None)
     return (
         replace(answer, unsimulated=why, budget=budget)
@@ -118,15 +124,14 @@ def forecast(
     )
 
 
-def _largest(parts: Parts, ranks: int) -> Simulated:
-    """The rank that needs most, of those that hold different things."""
+def _simulated(parts: Parts, ranks: int) -> list[Simulated]:
+    """The ranks that hold different things."""
     foresee(parts, ranks=ranks, device="cpu")
-    post: Post = {}
     places = parts.strategy.distinct_ranks(ranks) if parts.built.strategy else (0,)
-    of_ranks = [
+    post: Post = {}
+    return [
         simulate(Parts(parts.loaded, parts.registry) if rank else parts, ranks, rank=rank, post=post) for rank in places
     ]
-    return max(of_ranks, key=lambda one: one.peak)
 
 
 def _filled(answer: Forecast, found: Simulated, parts: Parts, device: Device | None, budget: int | None) -> Forecast:
@@ -138,6 +143,7 @@ def _filled(answer: Forecast, found: Simulated, parts: Parts, device: Device | N
         phase=found.phase,
         kinds=found.kinds,
         flops=found.work.flops,
+        all_flops=found.model_flops,
         wire=found.work.wire(),
         seconds=device.seconds(found.work, answer.ranks, tf32=tf32) if device else None,
         needs=allowance(found.peak, device),
@@ -156,8 +162,8 @@ def _filled(answer: Forecast, found: Simulated, parts: Parts, device: Device | N
     )
 
 
-def _described(parts: Parts, strategy: str, ranks: int, state: dict[str, int]) -> Forecast:
-    plan, weights = parts.plan, sum(p.numel() * p.element_size() for p in parts.model.parameters())
+def _described(parts: Parts, strategy: str, ranks: int, state: dict[str, int], weights: int) -> Forecast:
+    plan = parts.plan
     held = state.get("master weights") or state["weights"]
     kept = weights * state["optimizer state"] // held if held else 0
     return Forecast(

@@ -19,9 +19,14 @@ from torch.utils._pytree import tree_iter
 
 from ddpforge.simulation.work import EMPTY, Work
 
-__all__ = ["COMMUNICATION", "LOSS", "Ledger", "Living"]
+__all__ = ["COMMUNICATION", "KINDS", "LOSS", "Ledger", "Living"]
 
 LOSS, COMMUNICATION = "logits and loss", "communication"
+KINDS = (
+    *("weights", "master weights", "gradients", "optimizer state", "buffers"),
+    *("batch", "activations", LOSS, "backward", COMMUNICATION),
+)
+"""All but "other"; "backward" is what backward passes make on the way to gradients."""
 _PLACES, _DEPTH = ("/torch/distributed/fsdp/", "/deepspeed/"), 8
 
 
@@ -38,14 +43,14 @@ class Living:
     died: float = float("inf")
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches every operation on fake tensors: what lives, what is computed, and what is sent.
 
     Views count with what they are views of. `phase` and `module` say who is at work.
     """
 
     def __init__(self, work: Work, phase: Callable[[], str], module: Callable[[], str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._work, self._phase, self._module = work, phase, module
         self._pieces: list[Living] = []
         self._now = self.live = 0
@@ -81,7 +86,7 @@ class Ledger(TorchDispatchMode):
         """Bytes by kind at the largest moment."""
         found: Counter[str] = Counter()
         for piece in self.alive():
-            found[piece.kind] += piece.bytes
+            found[piece.kind if piece.kind in KINDS else "other"] += piece.bytes
         return dict(found)
 
     def __enter__(self) -> Ledger:
@@ -94,12 +99,12 @@ class Ledger(TorchDispatchMode):
             return found
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[assignment,method-assign]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(one, DTensor) for one in types):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -19,6 +19,7 @@ from ddpforge.ranks import phases
 from ddpforge.simulation.fake import Post, fake_batch, fakes, pretended, without_memory
 from ddpforge.simulation.ledger import LOSS, Ledger, Living
 from ddpforge.simulation.work import Work
+from ddpforge.strategies import torch_replica
 from ddpforge.strategies.several import members
 from ddpforge.training import assemble
 from ddpforge.training.batchnorm import BatchNormAverager
@@ -47,6 +48,8 @@ class Simulated:
     largest: Sequence[Living] = ()
     work: Work = field(default_factory=Work)
     state: dict[str, int] = field(default_factory=dict)  # weights, gradients, optimizer state, buffers
+    model_flops: int = 0  # of all ranks together
+    whole: int = 0  # bytes of the model's weights, on all ranks together
     items: float = 0.0  # that the loss of a micro-batch sums over
 
 
@@ -64,12 +67,17 @@ def simulate(parts: Parts, ranks: int, *, rank: int = 0, largest: int = 10, post
     with pretended(ranks, rank) as everyone:
         world = parts.strategy.setup(parts.recipe.train, everyone)
         first, batches = _batches(parts, world)
+        whole = sum(p.numel() * p.element_size() for p in parts.model.parameters())
         counted = parts.task.count(first.data)
         items = float(first.samples if counted is None else counted)
-        with fakes(post) as mode, patch.object(assemble, "prove", _unproven):
+        with (
+            fakes(post) as mode,
+            patch.object(assemble, "prove", _nothing),
+            patch.object(torch_replica, "watched", _unwatched),
+        ):
             batches = [one._replace(data=fake_batch(one.data, mode)) for one in batches]
             found = _Rank(parts, world, rank).simulate(first, batches, largest)
-        return replace(found, items=items)
+        return replace(found, items=items, whole=whole)
 
 
 def _batches(parts: Parts, world: World) -> tuple[MicroBatch, list[MicroBatch]]:
@@ -94,8 +102,13 @@ def _batches(parts: Parts, world: World) -> tuple[MicroBatch, list[MicroBatch]]:
     return some[0], some
 
 
-def _unproven(*_: Any) -> None:
+def _nothing(*_: Any) -> None:
     """Stands in for the proof that ranks hold the model once: there are no other ranks to ask."""
+
+
+def _unwatched(*_: Any, **__: Any) -> AbstractContextManager[None]:
+    """Stands in for the watch over a first forward pass, which looks for mistakes in a model."""
+    return nullcontext()
 
 
 class _Counted(Stepper):
@@ -181,7 +194,7 @@ class _Rank:
     def _step(self, number: int, first: MicroBatch, batches: Sequence[MicroBatch]) -> None:
         draws = ((first, iter(batches)) for _ in range(self._turns.draws))
         self._replica.module.train()
-        self._replica.on_gradient = lambda _: self._note()  # type: ignore[method-assign]
+        self._replica.on_gradient = lambda _: self._note()
         self._turns.train(number, draws, measure=False)
         self._phase = phases.DATA
         self._note()

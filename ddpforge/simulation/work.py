@@ -95,7 +95,7 @@ class Work:
         for short, name in _SHORT.items():
             word = word.replace(short, name)
         name = next((name for name in _NAMES if name in word), word)
-        ranks = CollectiveOp.get_process_group(func, args).size()  # type: ignore[no-untyped-call]
+        ranks = CollectiveOp.get_process_group(func, args).size()
         self.sent[Sent(name, ranks, CollectiveOp.get_comm_tensor_size(func, found, args, kwargs))] += 1
 
 

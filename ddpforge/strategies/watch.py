@@ -130,11 +130,11 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
+        if func._schema.is_mutable and not _is_mover(sys._getframe(1)):
             for tensor in _written(func, args, kwargs):
                 if hasattr(tensor, "_local_tensor") or not (tensor.numel() or self._empty):
                     continue
-                if (name := self._found().owner(tensor)) and not _is_mover(sys._getframe(1)):
+                if name := self._found().owner(tensor):
                     self._refuse(name)
         return func(*args, **kwargs)
 

@@ -1,0 +1,251 @@
+"""`ddpforge plan`: what a run needs and how long a step takes, before a device is touched."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ddpforge.cli.options import Size, json_option, recipe_argument, sets_options
+from ddpforge.cli.tables import print_table, size, span
+
+if TYPE_CHECKING:
+    from ddpforge.simulation.devices import Device
+    from ddpforge.simulation.forecast import Forecast
+    from ddpforge.simulation.search import Choice
+
+_DEVICES = ("cpu", "h100", "h200", "a100-80", "a100-40", "l40s", "rtx4090", "mi300x")
+
+
+@click.command()
+@recipe_argument
+@sets_options
+@click.option(
+    "-n", "--ranks", type=click.IntRange(1, 2**16), envvar="WORLD_SIZE", default=1, show_default="WORLD_SIZE, else 1"
+)
+@click.option(
+    "--device",
+    type=click.Choice(_DEVICES),
+    default="cpu",
+    show_default=True,
+    help="Plan for this device: its memory, and its published speeds for the estimate of a step's time.",
+)
+@click.option(
+    "--budget", type=Size(), metavar="MEMORY", help="Memory that a rank may take, e.g. 80GiB; default: the device's."
+)
+@click.option(
+    "--strategies",
+    multiple=True,
+    metavar="NAME[:OPTION...][@RANKS],...",
+    help="Plan for these instead of the recipe's own, e.g. ddp,fsdp,fsdp:tensor=2,deepspeed:3; repeatable.",
+)
+@click.option(
+    "--auto",
+    is_flag=True,
+    help="Find the largest train.micro_batch that fits under each strategy, without and with activation "
+    "checkpointing, and the fastest of all by the estimate; the global batch stays.",
+)
+@click.option("--write", is_flag=True, help="With --auto: set the fastest in the recipe's file.")
+@click.option("--explain", is_flag=True, help="List the ten largest tensors that live at the peak, and who made them.")
+@json_option
+def plan(
+    recipe: str,
+    sets: Sequence[str],
+    ranks: int,
+    device: str,
+    budget: int | None,
+    strategies: Sequence[str],
+    auto: bool,
+    write: bool,
+    explain: bool,
+    as_json: bool,
+) -> None:
+    """Say what RECIPE needs on each rank, before a device is touched: memory, communication, work, and its time.
+
+    ddpforge assembles the run and takes two steps on tensors without values, among ranks that are not there; memory is
+    that of every tensor at the largest moment of a step. Data is read for one step. Exit codes: 0 it fits, or nobody
+    asked; 1 it does not; 2 usage or recipe.
+    """
+    from ddpforge.components.registry import Registry
+    from ddpforge.parity.specs import parse, split
+    from ddpforge.simulation.devices import DEVICES
+    from ddpforge.simulation.forecast import forecast
+
+    if write and not auto:
+        raise click.UsageError("--write goes with --auto")
+    registry = Registry.installed()
+    chosen = DEVICES.get(device)
+    specs = [parse(text, registry, ranks=ranks) for text in split(strategies)]
+    if auto:
+        _auto(recipe, sets, ranks, registry, specs, chosen, budget, write=write, as_json=as_json)
+        return
+    found = [
+        forecast(recipe, spec, ranks=ranks, registry=registry, sets=sets, device=chosen, budget=budget)
+        for spec in (specs or (None,))
+    ]
+    if as_json:
+        click.echo(json.dumps([one.as_dict() for one in found]))
+    else:
+        _print(found, chosen, explain=explain)
+    if any(one.fits is False for one in found):
+        raise SystemExit(1)
+
+
+def _auto(
+    recipe: str,
+    sets: Sequence[str],
+    ranks: int,
+    registry: object,
+    specs: Sequence[object],
+    device: "Device | None",
+    budget: int | None,
+    *,
+    write: bool,
+    as_json: bool,
+) -> None:
+    from typing import Any, cast
+
+    from ddpforge.parity.specs import parse
+    from ddpforge.simulation.search import best, choices
+
+    known = cast(Any, registry)
+    limit = budget or (int(device.memory) if device else None)
+    if limit is None:
+        raise click.UsageError("--auto needs a --budget, or a --device other than cpu")
+    tried = specs or [parse(name, known, ranks=ranks) for name in (("ddp", "fsdp") if ranks > 1 else ("single",))]
+    found = choices(
+        recipe,
+        cast(Any, tried),
+        registry=known,
+        budget=limit,
+        sets=sets,
+        device=device,
+        told=lambda one: click.echo(f"{one.strategy}: {_tried(one)}", err=True),
+    )
+    fastest = best(found)
+    if as_json:
+        click.echo(json.dumps({"choices": [_as_dict(one) for one in found], "best": fastest and _as_dict(fastest)}))
+    else:
+        rows = [_choice(one, one is fastest) for one in found]
+        print_table(("strategy", "activation checkpointing", "micro-batch", "needs", "step", ""), rows)
+        for key, value in (fastest.sets if fastest else {}).items():
+            click.echo(f"{key} = {value}")
+    if fastest is None:
+        raise SystemExit(1)
+    if write:
+        from ddpforge.recipe.edit import set_values
+
+        set_values(Path(recipe), fastest.sets)
+        click.echo(f"written to {recipe}", err=True)
+
+
+def _tried(one: "Forecast") -> str:
+    fits = {True: "fits", False: "does not fit", None: f"not simulated ({one.unsimulated})"}[one.fits]
+    return f"micro-batch {one.batch['micro_batch']}: {fits}{f', {size(one.needs)}' if one.needs else ''}"
+
+
+def _as_dict(one: "Choice") -> dict[str, object]:
+    return {
+        "strategy": one.spec.text,
+        "activation_checkpointing": one.checkpointing,
+        "micro_batch": one.micro_batch,
+        "sets": one.sets,
+        "forecast": one.forecast.as_dict(),
+    }
+
+
+def _choice(one: "Choice", is_best: bool) -> tuple[str, ...]:
+    micro = "none fits" if one.micro_batch is None else str(one.micro_batch)
+    checkpointing = "yes" if one.checkpointing else "no"
+    return one.spec.text, checkpointing, micro, _size(one.forecast.needs), _time(one.forecast), "fastest" * is_best
+
+
+def _print(found: "Sequence[Forecast]", device: "Device | None", *, explain: bool) -> None:
+    first = found[0]
+    batch = first.batch
+    click.echo(f"{first.parameters:,} parameters")
+    click.echo(
+        f"batch: {batch['global_batch']} per step = {batch['micro_batch']} per forward pass × {batch['accumulation']} "
+        f"accumulation × {batch['data_ranks']} ranks{_length(first)}\n"
+    )
+    rows = [
+        (
+            one.strategy,
+            *(_size(one.state.get(kind, 0)) for kind in ("weights", "gradients", "optimizer state")),
+            _size((one.kinds or {}).get("activations")),
+            _size((one.kinds or {}).get("logits and loss")),
+            _size((one.kinds or {}).get("communication")),
+            _size(one.peak),
+            one.phase,
+            {True: "fits", False: "too much", None: ""}[one.fits],
+            _time(one),
+        )
+        for one in found
+    ]
+    print_table(
+        (
+            *("strategy", "weights", "gradients", "optimizer", "activations", "logits", "communication"),
+            *("peak", "in", "", "step, estimated"),
+        ),
+        rows,
+    )
+    for one in found:
+        click.echo("")
+        _print_one(one, device, explain=explain)
+
+
+def _print_one(one: "Forecast", device: "Device | None", *, explain: bool) -> None:
+    click.echo(f"{one.strategy}, on each of {one.ranks} rank{'s' * (one.ranks > 1)}:")
+    if one.unsimulated:
+        click.echo(f"  not simulated ({one.unsimulated}): weights, gradients and optimizer state are arithmetic, and")
+        click.echo("  activations are not counted")
+    if master := one.state.get("master weights"):
+        click.echo(f"  master weights: {size(master)}")
+    for name, wire in (one.wire or {}).items():
+        if wire:
+            click.echo(f"  sends per step, {name} ranks: {size(int(wire))}")
+    if one.flops:
+        each = (one.all_flops or 0) / one.items if one.items else 0
+        per_item = f", {each:.4g} on all ranks per {one.items_name.removesuffix('s')}" if each else ""
+        click.echo(f"  floating-point operations per step: {one.flops:.4g}{per_item}")
+    every = f", every {one.checkpoint_every} steps" if one.checkpoint_every else ""
+    click.echo(f"  checkpoint, of all ranks together: {size(one.checkpoint)}{every}")
+    if device and one.needs and one.peak:
+        click.echo(
+            f"  needs {size(one.needs)} of {size(one.budget or 0)}: the peak, 10 % for fragments and 1.5 GiB for CUDA, "
+            "cuBLAS and NCCL (an allowance that nobody has measured)"
+        )
+    if device and one.seconds:
+        click.echo(
+            f"  a step takes {_time(one)} by the roofline of each operation at the published speeds of {device.name} "
+            f"({device.source}): computing {one.seconds.compute:.3g} s, sending {one.seconds.communication:.3g} s, "
+            "which hides behind computing altogether or not at all"
+        )
+    if explain:
+        click.echo("  the largest tensors at the peak:")
+        for piece in one.largest:
+            shape = "×".join(map(str, piece["shape"])) or "a number"
+            click.echo(f"    {size(piece['bytes']):>10}  {piece['kind']}: {piece['made_by']} {shape} {piece['dtype']}")
+
+
+def _length(one: "Forecast") -> str:
+    if not one.items:
+        return ""
+    each = f", {one.items:,.0f} {one.items_name} per step"
+    return each if one.steps is None else f"{each}, {one.items * one.steps:,.0f} in {one.steps:,} steps"
+
+
+def _size(count: "int | None") -> str:
+    return "" if count is None else size(count)
+
+
+def _time(one: "Forecast") -> str:
+    if one.seconds is None:
+        return ""
+    least, most = one.seconds.least, one.seconds.most
+    return f"{_seconds(least)} to {_seconds(most)}"
+
+
+def _seconds(value: float) -> str:
+    return span(value) if value >= 60 else f"{value:.3g} s"

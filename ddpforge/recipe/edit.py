@@ -1,0 +1,36 @@
+"""Sets values in a recipe's file; comments and layout stay."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from ddpforge.errors import UsageError
+
+__all__ = ["set_values"]
+
+
+def set_values(path: Path, values: Mapping[str, str]) -> None:
+    """Sets dotted keys to values that are written as in TOML; the file is replaced whole, or not at all.
+
+    Raises UsageError where there is no such file.
+    """
+    if not path.is_file():
+        raise UsageError(
+            f"{path} is no recipe file, so nothing can be written into it",
+            hints=[f"copy the bundled recipe first: ddpforge recipes cp {path.name}"],
+        )
+    document = tomlkit.parse(path.read_text(encoding="utf-8"))
+    for dotted, text in values.items():
+        *tables, key = dotted.split(".")
+        place: Any = document
+        for name in tables:
+            place = place.setdefault(name, tomlkit.table())
+        place[key] = tomlkit.value(text)
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(tomlkit.dumps(document), encoding="utf-8")
+    os.replace(temporary, path)

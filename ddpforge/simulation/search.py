@@ -1,0 +1,101 @@
+"""Searches for what fits into memory and is fastest by the estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ddpforge.components.registry import Registry
+from ddpforge.parity.specs import Spec
+from ddpforge.recipe import load_recipe
+from ddpforge.simulation.devices import Device
+from ddpforge.simulation.forecast import Forecast, forecast
+from ddpforge.trials.batch_size import fitting, sizes
+
+__all__ = ["Choice", "best", "choices"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The largest micro-batch that fits under a strategy, with or without activation checkpointing; None: none does."""
+
+    spec: Spec
+    checkpointing: bool
+    micro_batch: int | None
+    forecast: Forecast  # with that micro-batch, or the smallest
+
+    @property
+    def sets(self) -> dict[str, str]:
+        """The recipe's keys that make it so."""
+        return {
+            **{key: value for key, _, value in (one.partition("=") for one in self.spec.sets)},
+            "train.micro_batch": str(self.micro_batch),
+            "train.activation_checkpointing": str(self.checkpointing).lower(),
+        }
+
+
+def choices(
+    recipe: str,
+    specs: Sequence[Spec],
+    *,
+    registry: Registry,
+    budget: int,
+    sets: Sequence[str] = (),
+    device: Device | None = None,
+    told: Callable[[Forecast], None] = lambda one: None,
+) -> list[Choice]:
+    """One for each strategy, without and with activation checkpointing, within `budget` bytes a rank.
+
+    `told` hears of every forecast. Raises RecipeError for a recipe that cannot train.
+    """
+    return [
+        _largest(recipe, spec, checkpointing, registry, budget, sets, device, told)
+        for spec in specs
+        for checkpointing in (False, True)
+    ]
+
+
+def _largest(
+    recipe: str,
+    spec: Spec,
+    checkpointing: bool,
+    registry: Registry,
+    budget: int,
+    sets: Sequence[str],
+    device: Device | None,
+    told: Callable[[Forecast], None],
+) -> Choice:
+    sets = [*sets, f"train.activation_checkpointing={str(checkpointing).lower()}"]
+    found: dict[int, Forecast] = {}
+
+    def fits(size: int) -> bool:
+        with_size = [*sets, f"train.micro_batch={size}"]
+        found[size] = one = forecast(
+            recipe, spec, ranks=spec.ranks, registry=registry, sets=with_size, device=device, budget=budget
+        )
+        told(one)
+        return bool(one.fits)
+
+    train = load_recipe(recipe, sets=[*sets, *spec.sets], registry=registry).recipe.train
+    micro = fitting(sizes(_share(recipe, spec, registry, sets, train.global_batch, train.elastic_shards)), fits)
+    return Choice(spec, checkpointing, micro, found[micro if micro else min(found)])
+
+
+def _share(recipe: str, spec: Spec, registry: Registry, sets: Sequence[str], batch: int, shards: int | None) -> int:
+    """The samples of a step that one rank gets."""
+    from ddpforge.components.building import build
+
+    loaded = load_recipe(recipe, sets=[*sets, *spec.sets], registry=registry)
+    strategy = build(registry, "strategy", loaded.recipe.strategy)
+    return batch // (shards or strategy.data_ranks(spec.ranks))
+
+
+def best(found: Sequence[Choice]) -> Choice | None:
+    """The choice that fits and trains most items a second by the estimate; without one, that computes least."""
+    fitting = [one for one in found if one.micro_batch is not None]
+    return min(fitting, key=_cost, default=None)
+
+
+def _cost(one: Choice) -> tuple[float, int]:
+    known = one.forecast
+    return (known.seconds.most if known.seconds else float(known.flops or 0), -(one.micro_batch or 0))
