@@ -69,11 +69,14 @@ def plan(
     """
     from ddpforge.components.registry import Registry
     from ddpforge.parity.specs import parse, split
+    from ddpforge.recipe.edit import refuse_no_file
     from ddpforge.simulation.devices import DEVICES
     from ddpforge.simulation.forecast import forecast
 
     if write and not auto:
         raise click.UsageError("--write goes with --auto")
+    if write:
+        refuse_no_file(Path(recipe))
     registry = Registry.installed()
     chosen = DEVICES.get(device)
     specs = [parse(text, registry, ranks=ranks) for text in split(strategies)]

@@ -11,19 +11,21 @@ import tomlkit
 
 from ddpforge.errors import UsageError
 
-__all__ = ["set_values"]
+__all__ = ["refuse_no_file", "set_values"]
 
 
-def set_values(path: Path, values: Mapping[str, str]) -> None:
-    """Sets dotted keys to values that are written as in TOML; the file is replaced whole, or not at all.
-
-    Raises UsageError where there is no such file.
-    """
+def refuse_no_file(path: Path) -> None:
+    """Raises UsageError unless a recipe is in a file of its own, into which something can be written."""
     if not path.is_file():
         raise UsageError(
             f"{path} is no recipe file, so nothing can be written into it",
             hints=[f"copy the bundled recipe first: ddpforge recipes cp {path.name}"],
         )
+
+
+def set_values(path: Path, values: Mapping[str, str]) -> None:
+    """Sets dotted keys to values that are written as in TOML; the file is replaced whole, or not at all."""
+    refuse_no_file(path)
     document = tomlkit.parse(path.read_text(encoding="utf-8"))
     for dotted, text in values.items():
         *tables, key = dotted.split(".")

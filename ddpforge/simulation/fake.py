@@ -67,6 +67,19 @@ def pretended(ranks: int, rank: int = 0) -> Iterator[World]:
             yield World(all=everyone, data=everyone, device=device, local_rank=0)
     finally:
         dist.destroy_process_group()
+        _forget_groups()
+
+
+def _forget_groups() -> None:
+    """Makes DeepSpeed, where it is in use, forget the ranks that are gone: it keeps them for the life of a process."""
+    if (groups := sys.modules.get("deepspeed.utils.groups")) is None:
+        return
+    sys.modules["deepspeed.comm.comm"].cdb = None  # type: ignore[attr-defined]
+    for name, value in vars(groups).items():
+        if isinstance(value, dist.ProcessGroup):
+            setattr(groups, name, None)
+        elif name.startswith("_") and name.isupper() and isinstance(value, dict):
+            value.clear()
 
 
 def _same_of_all(found: list[Any], value: Any, group: Any = None) -> None:
@@ -279,7 +292,8 @@ class _Reducer:
 
     def __init__(self, parameters: list[nn.Parameter], megabytes: float, *, views: bool) -> None:
         self.dtype: torch.dtype | None = None  # to compress to
-        self.held, self._views = False, views
+        self.held = self.skips = False
+        self._views = views
         bucket: list[nn.Parameter] = []
         size, limit = 0, _MIB
         for parameter in reversed(parameters):
@@ -329,16 +343,17 @@ def _wrap(self: Any, module: nn.Module, *_: Any, **options: Any) -> None:
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    self.simulated.held = self.simulated.skips  # what holds in the forward pass holds in its backward pass
     return self.module(*args, **kwargs)
 
 
 @contextmanager
 def _no_sync(self: Any) -> Iterator[None]:
-    self.simulated.held = True
+    self.simulated.skips = True
     try:
         yield
     finally:
-        self.simulated.held = False
+        self.simulated.skips = False
 
 
 def _register(self: Any, state: Any, hook: Any) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ddpforge.components.registry import Registry
+from ddpforge.errors import ForgeError
 from ddpforge.parity.specs import Spec
 from ddpforge.recipe import load_recipe
 from ddpforge.simulation.devices import Device
@@ -44,15 +46,18 @@ def choices(
     device: Device | None = None,
     told: Callable[[Forecast], None] = lambda one: None,
 ) -> list[Choice]:
-    """One for each strategy, without and with activation checkpointing, within `budget` bytes a rank.
+    """One for each strategy, without and (where the model has blocks) with activation checkpointing.
 
-    `told` hears of every forecast. Raises RecipeError for a recipe that cannot train.
+    All are within `budget` bytes a rank. `told` hears of every forecast. Raises RecipeError for a recipe that cannot
+    train.
     """
-    return [
-        _largest(recipe, spec, checkpointing, registry, budget, sets, device, told)
-        for spec in specs
-        for checkpointing in (False, True)
-    ]
+    found = []
+    for spec in specs:
+        asked = (registry, budget, sets, device, told)
+        found.append(_largest(recipe, spec, False, *asked))
+        with suppress(ForgeError):  # of a model without blocks
+            found.append(_largest(recipe, spec, True, *asked))
+    return found
 
 
 def _largest(

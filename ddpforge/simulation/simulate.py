@@ -35,6 +35,7 @@ __all__ = ["Simulated", "simulate"]
 
 _STATE = ("weights", "master weights", "gradients", "optimizer state", "buffers")
 _MICRO_BATCHES = 2  # of a step: the memory of more is the same, and their work a multiple
+_IN_PIPELINE = 32  # where several are on their way
 
 
 @dataclass
@@ -94,9 +95,7 @@ def _batches(parts: Parts, world: World) -> tuple[MicroBatch, list[MicroBatch]]:
         prefetch=2,
         pin=False,
     )
-    most = _MICRO_BATCHES * len(
-        parts.strategy.distinct_ranks(world.all.size)
-    )  # in a pipeline, several are on their way
+    most = _MICRO_BATCHES if len(parts.strategy.distinct_ranks(world.all.size)) == 1 else _IN_PIPELINE
     some = list(islice(opened.training(0), min(batch.accumulation, most)))
     some[-1] = some[-1]._replace(last=True)
     return some[0], some
@@ -169,7 +168,8 @@ class _Rank:
         phases.follow(enter)
         try:
             with self._naming(), ledger:
-                self._step(1, batches[-1], batches[-1:])
+                # One micro-batch is enough, but a pipeline is made for as many as it is given.
+                self._step(1, batches[-1], batches[-1:] if self._one_by_one else batches)
                 ledger.restart()
                 work.operations.clear()
                 work.sent.clear()
@@ -178,8 +178,6 @@ class _Rank:
         finally:
             phases.follow(None)
         self._note()
-        repeated = marks[1] - marks[0] if len(marks) > 1 else Work()
-        times = max(0, self._parts.plan.batch.accumulation - len(batches))
         alive = sorted(ledger.alive(), key=lambda piece: -piece.bytes)
         return Simulated(
             rank=self._rank,
@@ -187,9 +185,23 @@ class _Rank:
             phase=ledger.peak_phase,
             kinds=ledger.by_kind(),
             largest=alive[:largest],
-            work=work + repeated * times,
+            work=self._whole_step(work, marks, len(batches)),
             state=self._state,
         )
+
+    @property
+    def _one_by_one(self) -> bool:
+        """True if micro-batches are computed one after the other, on this rank alone."""
+        return len(self._parts.strategy.distinct_ranks(self._world.all.size)) == 1
+
+    def _whole_step(self, work: Work, marks: Sequence[Work], micro_batches: int) -> Work:
+        """The work of all micro-batches, of which some were simulated."""
+        wanted = self._parts.plan.batch.accumulation
+        if wanted == micro_batches:
+            return work
+        if not self._one_by_one:
+            return work * max(1, round(wanted / micro_batches))
+        return work + (marks[1] - marks[0]) * (wanted - micro_batches)
 
     def _step(self, number: int, first: MicroBatch, batches: Sequence[MicroBatch]) -> None:
         draws = ((first, iter(batches)) for _ in range(self._turns.draws))
@@ -213,7 +225,7 @@ class _Rank:
             ledger.note((x for one in optimizer.state.values() for x in _tensors(one)), "optimizer state")
 
     def _name_gradients(self) -> None:
-        """When backward passes are over, what they have left behind are gradients."""
+        """Calls gradients what backward passes have left behind, now that they are over."""
         self._note()
         for piece in self._ledger.living():
             if piece.kind == "backward":

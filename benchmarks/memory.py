@@ -1,0 +1,203 @@
+"""What `ddpforge plan` predicts against what a run of two ranks takes from torch's CPU allocator.
+
+    python benchmarks/memory.py                        the table of docs/how-to/plan.md
+    python benchmarks/memory.py --models gpt-4m        some of it
+    python benchmarks/memory.py --cuda                 on GPUs: against torch.cuda.max_memory_allocated
+
+Measured is the largest moment of the third step, on the rank that has most, since the model was built. Needs a C
+compiler (`cc`) where it measures on CPUs: heap.c counts what the allocator gives out, in every thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RANKS = 2
+
+HEAD = """
+recipe = 1
+name = "memory"
+[optimizer]
+use = "adamw"
+lr = 1e-3
+[train]
+length = "4st"
+global_batch = 8
+"""
+GPT = """
+[model]
+use = "gpt"
+vocab_size = {vocabulary}
+block_size = {block}
+layers = {layers}
+heads = {heads}
+width = {width}
+[data.train]
+use = "text"
+split = "train"
+block_size = {block}
+[task]
+use = "language_modelling"
+"""
+PICTURES = """
+[model]
+use = "torchvision"
+arch = "resnet50"
+classes = 10
+[data.train]
+use = "./pictures.py:Pictures"
+[task]
+use = "classification"
+"""
+LLAMA = """
+[model]
+use = "causal_lm"
+model_type = "llama"
+[model.options]
+hidden_size = 256
+intermediate_size = 688
+num_hidden_layers = 4
+num_attention_heads = 4
+vocab_size = 4096
+max_position_embeddings = 256
+tie_word_embeddings = true
+[data.train]
+use = "text"
+split = "train"
+block_size = 256
+[task]
+use = "language_modelling"
+"""
+DATA = """
+import torch
+
+class Pictures(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, i): return torch.full((3, 224, 224), i / 64), i % 10
+"""
+MODELS = {
+    "gpt-4m": GPT.format(vocabulary=4096, block=256, layers=4, heads=4, width=256),
+    "gpt-124m": GPT.format(vocabulary=50304, block=256, layers=12, heads=12, width=768),
+    "resnet50": PICTURES,
+    "llama": LLAMA,
+}
+STRATEGIES = {
+    "ddp": [],
+    "fsdp": [],
+    "fsdp, checkpointing": ["train.activation_checkpointing=true"],
+    "fsdp:tensor=2": [],
+    "pipeline": ["train.micro_batch=2"],
+    "deepspeed:1": [],
+    "deepspeed:2": [],
+    "deepspeed:3": [],
+}
+LACKS = {("resnet50", "fsdp:tensor=2"), ("resnet50", "pipeline"), ("resnet50", "fsdp, checkpointing")}
+"""A ResNet has neither a plan of which layers are cut, nor steps, nor blocks of one kind."""
+
+
+def worker() -> None:
+    """One rank of a measured run."""
+    import torch
+
+    from ddpforge.cli import main
+    from ddpforge.training import building
+    from ddpforge.training.loop import Trainer
+
+    heap = None if os.environ.get("BENCH_CUDA") else ctypes.CDLL(None)
+    for name in ("heap_live", "heap_peak") if heap else ():
+        getattr(heap, name).restype = ctypes.c_long
+    build, step, before = building._model, Trainer._step, 0
+
+    def built(parts: Any) -> Any:
+        nonlocal before
+        before = heap.heap_live() if heap else 0
+        return build(parts)
+
+    def stepped(self: Any, number: int, *arguments: Any, **named: Any) -> Any:
+        heap.heap_restart() if heap else torch.cuda.reset_peak_memory_stats()
+        found = step(self, number, *arguments, **named)
+        if number == 3:
+            peak = heap.heap_peak() if heap else torch.cuda.max_memory_allocated()
+            Path(f"{os.environ['BENCH_RESULT']}{os.environ['RANK']}").write_text(str(peak - before))
+        return found
+
+    building._model, Trainer._step = built, stepped
+    sys.argv = [sys.argv[0], *sys.argv[2:]]
+    main()
+
+
+def measured(recipe: Path, sets: list[str], *, cuda: bool) -> int:
+    """Bytes of the rank that took most."""
+    folder, result = recipe.parent, recipe.parent / "result"
+    environment = os.environ | {"BENCH_RESULT": str(result)} | ({"BENCH_CUDA": "1"} if cuda else {})
+    if not cuda:
+        library = folder / "heap.so"
+        if not library.exists():
+            build = ["cc", "-O2", "-shared", "-fPIC", str(HERE / "heap.c"), "-o", str(library), "-ldl"]
+            subprocess.run(build, check=True)
+        environment |= {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    command = [*torchrun, str(HERE / "memory.py"), "--worker", "run", str(recipe), "--fresh", *sets]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+    return max(int(Path(f"{result}{rank}").read_text()) for rank in range(RANKS))
+
+
+def predicted(recipe: Path, strategy: str, sets: list[str]) -> int:
+    command = [sys.executable, "-m", "ddpforge", "plan", str(recipe), "--ranks", str(RANKS), "--json"]
+    done = subprocess.run(
+        [*command, "--strategies", strategy, *sets], cwd=recipe.parent, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+    (found,) = json.loads(done.stdout)
+    if found["peak"] is None:
+        sys.exit(f"not simulated: {found['unsimulated']}")
+    peak: int = found["peak"]
+    return peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
+    parser.add_argument("--cuda", action="store_true", help="measure on GPUs")
+    options = parser.parse_args()
+    print("| model | strategy | predicted, MiB | measured, MiB | error |\n|---|---|---|---|---|")
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "pictures.py").write_text(DATA)
+        for model in options.models:
+            recipe = folder / f"{model}.toml"
+            recipe.write_text(HEAD + MODELS[model])
+            for label in options.strategies:
+                if (model, label) in LACKS:
+                    continue
+                strategy, *_ = label.split(",")
+                sets = STRATEGIES[label]
+                use, _, option = strategy.partition(":")
+                own = [f"strategy.use={use}"]
+                own += [f"strategy.{option if '=' in option else f'stage={option}'}"] if option else []
+                expected = predicted(recipe, strategy, sets)
+                found = measured(recipe, [*sets, *own], cuda=options.cuda)
+                error = expected / found - 1
+                worst = max(worst, abs(error))
+                print(
+                    f"| {model} | {label} | {expected / 2**20:.1f} | {found / 2**20:.1f} | {error:+.2%} |", flush=True
+                )
+    print(f"\nThe largest error is {worst:.2%}.")
+
+
+if __name__ == "__main__":
+    worker() if "--worker" in sys.argv[1:2] else main()

@@ -1,0 +1,146 @@
+"""`ddpforge plan`: a table, and JSON; the largest micro-batch that fits, written into a recipe."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ddpforge.cli import main
+from ddpforge.recipe import load_recipe
+
+RECIPE = """\
+recipe = 1
+name = "planned"
+
+[model]
+use = "mlp"
+inputs = 64
+hidden = [256, 256]
+outputs = 10
+
+[data.train]
+use = "digits"
+split = "train"
+
+[task]
+use = "classification"
+
+[optimizer]
+use = "adamw"
+lr = 1e-3  # found by a sweep
+
+[train]
+length = "2ep"
+global_batch = 256
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.toml").write_text(RECIPE, encoding="utf-8")
+    return "recipe.toml"
+
+
+def _plan(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["plan", *arguments])
+
+
+def _json(*arguments: str) -> Any:
+    return json.loads(_plan(*arguments, "--json").stdout)
+
+
+def test_a_table_has_a_row_for_every_strategy(recipe: str) -> None:
+    said = _plan(recipe, "--ranks=2", "--strategies=ddp,fsdp").stdout
+    assert "85,002 parameters" in said
+    assert "batch: 256 per step = 128 per forward pass × 1 accumulation × 2 ranks" in said
+    assert [line.split()[0] for line in said.splitlines() if line.startswith(("ddp ", "fsdp "))] == ["ddp", "fsdp"]
+    assert "sends per step, all_reduce over 2 ranks: 340.0 kB" in said  # 85,002 × 4 bytes × 2 · (2 - 1) / 2
+
+
+def test_json_has_the_same_in_bytes(recipe: str) -> None:
+    (one,) = _json(recipe, "--ranks=2", "--strategies=ddp")
+    weights = 85_002 * 4
+    assert one["state"]["weights"] == weights
+    assert one["state"]["gradients"] == pytest.approx(weights, abs=64)
+    assert one["state"]["optimizer state"] == pytest.approx(2 * weights, abs=64)  # and the steps
+    assert one["wire"] == {"all_reduce over 2": weights}
+    assert one["batch"] == {"global_batch": 256, "micro_batch": 128, "accumulation": 1, "data_ranks": 2}
+    assert sum(one["kinds"].values()) == one["peak"] == one["needs"]
+
+
+def test_the_recipes_own_strategy_is_planned_by_default(recipe: str) -> None:
+    (one,) = _json(recipe, "--ranks=4", "strategy.use=fsdp")
+    assert (one["strategy"], one["ranks"]) == ("fsdp", 4)
+
+
+def test_what_does_not_fit_ends_with_1(recipe: str) -> None:
+    assert _plan(recipe, "--budget=100MB").exit_code == 0
+    too_much = _plan(recipe, "--budget=1MB")
+    assert too_much.exit_code == 1
+    assert "too much" in too_much.stdout
+
+
+def test_a_device_has_an_allowance_and_a_time_that_say_where_they_come_from(recipe: str) -> None:
+    said = _plan(recipe, "--device=h100").stdout
+    assert "nobody has measured" in said
+    assert "published speeds of h100 (https://www.nvidia.com" in said
+    (one,) = _json(recipe, "--device=h100")
+    assert one["needs"] == int(one["peak"] * 1.1 + 1.5 * 2**30)
+
+
+def test_the_largest_tensors_are_listed_where_they_are_asked_for(recipe: str) -> None:
+    said = _plan(recipe, "--explain").stdout
+    assert "the largest tensors at the peak:\n" in said
+    assert "256×256 float32" in said
+
+
+@pytest.mark.parametrize("budget", [1_800_000, 2_000_000])
+def test_auto_finds_the_largest_micro_batch_that_fits(recipe: str, budget: int) -> None:
+    found = _json(recipe, "--auto", "--strategies=single", f"--budget={budget}B")
+    (plain,) = found["choices"]  # of an MLP, which has no blocks to recompute
+    size = plain["micro_batch"]
+    assert 1 < size < 256
+    assert plain["forecast"]["peak"] <= budget
+    (more,) = _json(recipe, "--strategies=single", f"train.micro_batch={2 * size}")
+    assert more["peak"] > budget
+
+
+def test_auto_writes_the_best_into_the_recipe_and_leaves_the_rest_as_it_is(recipe: str) -> None:
+    done = _plan(recipe, "--auto", "--strategies=single", "--budget=2MB", "--write")
+    assert done.exit_code == 0, done.output
+    text = Path(recipe).read_text(encoding="utf-8")
+    assert "lr = 1e-3  # found by a sweep" in text
+    written = load_recipe(recipe).recipe
+    assert written.strategy.use == "single"
+    assert written.train.micro_batch
+    assert _plan(recipe, "--budget=2MB").exit_code == 0
+
+
+def test_auto_says_where_nothing_fits(recipe: str) -> None:
+    done = _plan(recipe, "--auto", "--strategies=single", "--budget=1MB")
+    assert done.exit_code == 1
+    assert "none fits" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--write"], "--write goes with --auto"),
+        (["--auto"], "--auto needs a --budget, or a --device other than cpu"),
+        (["--device=abacus"], "abacus"),
+        (["--budget=much"], "not a size"),
+    ],
+)
+def test_a_mistake_on_the_command_line_ends_with_2(recipe: str, arguments: list[str], said: str) -> None:
+    done = _plan(recipe, *arguments)
+    assert done.exit_code == 2
+    assert said in done.output
+
+
+def test_nothing_can_be_written_into_a_bundled_recipe(recipe: str) -> None:
+    done = _plan("digits", "--auto", "--strategies=single", "--budget=1GB", "--write")
+    assert "ddpforge recipes cp digits" in done.output
+    assert done.exit_code == 2
