@@ -22,7 +22,12 @@ _DEVICES = ("cpu", "h100", "h200", "a100-80", "a100-40", "l40s", "rtx4090", "mi3
 @recipe_argument
 @sets_options
 @click.option(
-    "-n", "--ranks", type=click.IntRange(1, 2**16), envvar="WORLD_SIZE", default=1, show_default="WORLD_SIZE, else 1"
+    *("-n", "--ranks"),
+    type=click.IntRange(1, 2**16),
+    envvar="WORLD_SIZE",
+    default=1,
+    show_default="WORLD_SIZE, else 1",
+    help="Plan for this many ranks.",
 )
 @click.option(
     "--device",
