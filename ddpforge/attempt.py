@@ -41,9 +41,10 @@ from ddpforge.runs.shown import ShownFiles
 from ddpforge.training.assemble import assemble, ending
 from ddpforge.training.building import build_data_and_model, deal_out
 from ddpforge.training.callbacks import refuse_state
+from ddpforge.training.contract import contract_of
 from ddpforge.training.left_out import has_left_out
 from ddpforge.training.loop import Trainer
-from ddpforge.training.memory import explained
+from ddpforge.training.memory import explained, held
 from ddpforge.training.parts import Parts, key_of
 from ddpforge.training.profiling import Profile
 from ddpforge.training.trackers import TrackerGroup
@@ -222,6 +223,7 @@ class Attempt:
             "device_name": name_of_device(self.world.device),
             "parameters": self.parts.size.all,
             "trained": self.parts.size.trainable,
+            "held": held(contract_of(self.parts.strategy), trainer.replica.weights, self.parts.size),
             "samples": length_of(self.parts.data["train"]),
             "evaluated": {name: length_of(self.parts.data[key_of(name)]) for name in self.parts.evaluation},
         }

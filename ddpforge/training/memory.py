@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING
 from ddpforge.errors import OutOfMemory
 
 if TYPE_CHECKING:
+    from ddpforge.interfaces import Contract, Weights
     from ddpforge.recipe import Recipe
+    from ddpforge.training.contract import Size
 
-__all__ = ["explained"]
+__all__ = ["explained", "held"]
+
+_FP32 = 4
 
 _FULL = re.compile(r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.I)
 
@@ -25,6 +29,16 @@ def explained(error: BaseException, recipe: Recipe, data_ranks: int) -> BaseExce
     problem = OutOfMemory(f"memory is full: {said}", hints=list(_hints(recipe, data_ranks)))
     problem.__cause__ = error
     return problem
+
+
+def held(contract: Contract, weights: Weights, size: Size) -> dict[str, int]:
+    """The bytes of weights and gradients that a rank holds all the time, by the strategy's contract.
+
+    They are of the dtype in which the optimizer updates; what it keeps itself comes with its first step.
+    """
+    mine = sum(part.tensor.numel() * part.tensor.element_size() for part in weights.parts().values())
+    whole = {"weights": size.all * _FP32, "gradients": size.trainable * _FP32}
+    return {kind: mine if kind in contract.shards else bytes for kind, bytes in whole.items()}
 
 
 def _says_so(error: BaseException) -> bool:

@@ -228,7 +228,9 @@ def _parameters(run: Mapping[str, Any]) -> str:
         return ""
     trained = run.get("trained", count)
     frozen = f" ({trained:,} trained, {count - trained:,} frozen)" if trained < count else ""
-    return f"{count:,} parameters{frozen}"
+    held = run.get("held") or {}
+    of_each = " and ".join(f"{bytes / 1e6:,.1f} MB of {kind}" for kind, bytes in held.items())
+    return f"{count:,} parameters{frozen}{f', {of_each} a rank' if of_each else ''}"
 
 
 def _samples(run: Mapping[str, Any]) -> list[str]:

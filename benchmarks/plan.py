@@ -1,8 +1,8 @@
 """What `ddpforge plan` predicts against what a run of two ranks takes from torch's CPU allocator.
 
-    python benchmarks/memory.py                        the table of docs/how-to/plan.md
-    python benchmarks/memory.py --models gpt-4m        some of it
-    python benchmarks/memory.py --cuda                 on GPUs: against torch.cuda.max_memory_allocated
+    python benchmarks/plan.py                        the table of docs/how-to/plan.md
+    python benchmarks/plan.py --models gpt-4m        some of it
+    python benchmarks/plan.py --cuda                 on GPUs: against torch.cuda.max_memory_allocated
 
 Measured is the largest moment of the third step, on the rank that has most, since the model was built. Needs a C
 compiler (`cc`) where it measures on CPUs: heap.c counts what the allocator gives out, in every thread.
@@ -146,7 +146,7 @@ def measured(recipe: Path, sets: list[str], *, cuda: bool) -> int:
             subprocess.run(build, check=True)
         environment |= {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    command = [*torchrun, str(HERE / "memory.py"), "--worker", "run", str(recipe), "--fresh", *sets]
+    command = [*torchrun, str(HERE / "plan.py"), "--worker", "run", str(recipe), "--fresh", *sets]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
