@@ -3,9 +3,9 @@
     python benchmarks/scaling.py
     python benchmarks/scaling.py --what parameters ranks --repeats 5
 
-Every line is the least of some repeats, at sizes that differ by ten: seconds, and by which power of the size they have
-grown since the line before. Linear is 1, and 0 does not grow; the script exits with 1 where the last power of anything
-is more than 1.2. Tensors have 4 elements each, so that disks and their contents play no part: it is the book-keeping.
+Every line is the least of some repeats: CPU seconds, which other programs disturb less, and by which power of the size
+they have grown since the line before. Linear is 1, and 0 does not grow; the script exits with 1 where the last power of
+anything is more than 1.2. Tensors have 4 elements each: disks and contents play no part, it is the book-keeping.
 Other ranks are simulated: each writes its part in turn, in this process.
 """
 
@@ -48,9 +48,9 @@ Costs = dict[str, float]  # seconds by what was done
 
 
 def seconds(action: Callable[[], Any]) -> float:
-    began = time.perf_counter()
+    began = time.process_time()
     action()
-    return time.perf_counter() - began
+    return time.process_time() - began
 
 
 # ---------------------------------------------------------------------------------------------- samples
