@@ -8,7 +8,7 @@ PLUGINS := $(wildcard plugins/*)
 PLUGIN_TESTS := $(PLUGINS:%=test-%)
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile  # two files at a time: many tests wait for ranks
 
-.PHONY: run test test-all test-fast test-gpu test-plugins $(PLUGIN_TESTS) lint docs clean
+.PHONY: run test test-all test-fast test-gpu test-plugins $(PLUGIN_TESTS) bench lint docs clean
 
 run: $(BIN)/ddpforge    ## train the digits recipe in 2 processes, on the CPU: a GPU holds one
 	$(BIN)/ddpforge launch digits --nproc 2 --fresh --set train.device=cpu
@@ -32,6 +32,10 @@ test-gpu: $(VENV)/installed    ## what needs a CUDA device, and nothing else
 
 test-fast: $(VENV)/installed    ## without the tests that take tens of seconds
 	$(PYTEST) -m "not slow and not full"
+
+bench: $(VENV)/installed    ## a step's time beside a loop by hand and other libraries, in 15 minutes on two cores
+	$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	$(BIN)/python benchmarks/steps
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -1,11 +1,17 @@
-"""What ddpforge's commands cost before they do anything: CPU and wall time over that of an empty click command.
+"""What ddpforge costs before it does anything: its commands, and a run up to the end of its first step.
 
     python benchmarks/startup.py
-    python benchmarks/startup.py --distributions 1000 --plugins 100
+    python benchmarks/startup.py --what steps --repeats 15
+    python benchmarks/startup.py --what commands --distributions 1000 --plugins 100
 
-Among the installed distributions are as many as `--distributions` that stand in a folder of their own, `--plugins` of
-them with a component of ddpforge; those of the environment come on top. The three commands take turns in fresh
-processes; printed are medians, in milliseconds, and the difference from the empty command.
+Commands: CPU and wall time over that of an empty click command. Among the installed distributions are as many as
+`--distributions` that stand in a folder of their own, `--plugins` of them with a component of ddpforge; those of the
+environment come on top. Printed are medians, in milliseconds, and the difference from the empty command.
+
+Steps: CPU and wall seconds from the command until the first optimizer step is done on rank 0, of a recipe and of a
+script written by hand that trains the same MLP on the same digits: one process each, and two by `ddpforge launch` and
+torchrun. CPU time is that of all processes of the command, launchers and watches too. They take turns in fresh
+processes; printed are medians, and the median and quartiles of the ratios of turns that follow each other.
 """
 
 from __future__ import annotations
@@ -13,12 +19,19 @@ from __future__ import annotations
 import argparse
 import os
 import resource
+import shlex
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
+
+from ddpforge.builtin.datasets import digits
 
 EMPTY = "import click\n\n\n@click.command()\ndef main():\n    pass\n\n\nmain()\n"
 OURS = "from ddpforge.cli import main; main()"
@@ -28,6 +41,74 @@ METADATA = (
     + "\n"
     + "text\n" * 500
 )
+
+RECIPE = """
+recipe = 1
+name = "bench"
+[model]
+use = "mlp"
+inputs = 64
+hidden = [64]
+outputs = 10
+[data.train]
+use = "digits"
+split = "train"
+[task]
+use = "classification"
+[optimizer]
+use = "adamw"
+lr = 1e-3
+[train]
+length = "1000st"
+global_batch = 64
+device = "cpu"
+[callbacks.first]
+use = "./first.py:First"
+"""
+FIRST = '''
+import os, time
+from ddpforge.interfaces import Callback
+
+class First(Callback):
+    """Tells that the first step is done, and waits for the end."""
+
+    def on_step(self, info):
+        if os.environ.get("RANK", "0") == "0":
+            open("done", "w").close()
+        time.sleep(60)
+'''
+BY_HAND = """
+import os, time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+ranks = int(os.environ.get("WORLD_SIZE", "1"))
+if ranks > 1:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+table = np.loadtxt("digits.csv.gz", delimiter=",", dtype=np.uint8)
+data = TensorDataset(torch.from_numpy(table[:, :64]).float() / 16, torch.from_numpy(table[:, 64]).long())
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+if ranks > 1:
+    model = DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+sampler = DistributedSampler(data) if ranks > 1 else None
+for inputs, targets in DataLoader(data, 64 // ranks, sampler=sampler, shuffle=sampler is None):
+    loss = cross_entropy(model(inputs), targets)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if os.environ.get("RANK", "0") == "0":
+        print(f"loss {loss.item():.4f}")
+        open("done", "w").close()
+    time.sleep(60)
+"""
 
 
 def install(folder: Path, distributions: int, plugins: int) -> None:
@@ -52,29 +133,93 @@ def cost(command: list[str], environment: dict[str, str]) -> tuple[float, float]
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--distributions", type=int, default=100)
-    parser.add_argument("--plugins", type=int, default=10, help="how many of them have a component")
-    parser.add_argument("--repeats", type=int, default=30)
-    options = parser.parse_args()
+def to_first_step(command: list[str], folder: Path) -> tuple[float, float]:
+    """CPU and wall seconds of a command and all that it starts, until the file `done` is there; then it is ended."""
+    done, log = folder / "done", folder / "log"
+    done.unlink(missing_ok=True)
+    shutil.rmtree(folder / "runs", ignore_errors=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    with log.open("w") as output:
+        began = time.perf_counter()
+        started = psutil.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        while not done.exists():
+            if started.poll() is not None:
+                sys.exit(f"{shlex.join(command)} ended before its first step:\n{log.read_text()}")
+            time.sleep(0.01)
+        wall = time.perf_counter() - began
+    family = [started, *started.children(recursive=True)]
+    times = [each.cpu_times() for each in family]
+    for each in family:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    psutil.wait_procs(family)
+    return sum(sum(each[:4]) for each in times), wall  # user and system, of a process and of its children that ended
 
+
+def steps_table(repeats: int) -> None:
+    """Prints the cost of a first step, beside that by hand."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ddpforge = [sys.executable, "-m", "ddpforge"]
+    rows = {
+        1: ([sys.executable, "by_hand.py"], [*ddpforge, "run", "bench.toml"]),
+        2: (
+            [*torchrun, "--nproc-per-node=2", "by_hand.py"],
+            [*ddpforge, "launch", "bench.toml", "--nproc", "2"],
+        ),
+    }
+    print(f"{'ranks':>5} {'':9} {'CPU s':>7} {'ratio':>23} {'wall s':>7} {'ratio':>23}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file, text in {"bench.toml": RECIPE, "first.py": FIRST, "by_hand.py": BY_HAND}.items():
+            (folder / file).write_text(text)
+        shutil.copy(Path(digits.__file__).with_name("digits.csv.gz"), folder)
+        for ranks, commands in rows.items():
+            # The first turn compiles what has no bytecode yet, and fills the page cache.
+            turns = [[to_first_step(command, folder) for command in commands] for _ in range(1 + repeats)][1:]
+            for side, title in enumerate(("by hand", "ddpforge")):
+                cells = []
+                for clock in (0, 1):
+                    seconds = statistics.median(turn[side][clock] for turn in turns)
+                    ratios = [turn[side][clock] / turn[0][clock] for turn in turns]
+                    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+                    cells.append(f"{seconds:7.2f} {f'{middle:.2f} ({low:.2f} to {high:.2f})':>23}")
+                print(f"{ranks:5} {title:9}", *cells, flush=True)
+
+
+def commands_table(distributions: int, plugins: int, repeats: int) -> None:
+    """Prints the cost of commands that do nothing, over that of an empty one."""
     commands = {
         "empty click": [sys.executable, "-c", EMPTY],
         "--help": [sys.executable, "-c", OURS, "--help"],
         "plugins list": [sys.executable, "-c", OURS, "plugins", "list"],
     }
     with tempfile.TemporaryDirectory() as folder:
-        install(Path(folder), options.distributions, options.plugins)
-        environment = os.environ | {"PYTHONPATH": folder}
-        rounds = [{name: cost(each, environment) for name, each in commands.items()} for _ in range(options.repeats)]
+        install(Path(folder), distributions, plugins)
+        found = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        environment = os.environ | {"PYTHONPATH": found}
+        rounds = [{name: cost(each, environment) for name, each in commands.items()} for _ in range(repeats)]
 
     print(f"{'':14} {'CPU ms':>8} {'more':>7} {'wall ms':>8} {'more':>7}")
     empty = [statistics.median(each["empty click"][clock] for each in rounds) * 1e3 for clock in (0, 1)]
     for name in commands:
-        found = [statistics.median(each[name][clock] for each in rounds) * 1e3 for clock in (0, 1)]
-        columns = [f"{one:8.1f} {one - base:7.1f}" for one, base in zip(found, empty, strict=True)]
+        medians = [statistics.median(each[name][clock] for each in rounds) * 1e3 for clock in (0, 1)]
+        columns = [f"{one:8.1f} {one - base:7.1f}" for one, base in zip(medians, empty, strict=True)]
         print(f"{name:14}", *columns)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", nargs="+", choices=("commands", "steps"), default=["commands", "steps"])
+    parser.add_argument("--distributions", type=int, default=100)
+    parser.add_argument("--plugins", type=int, default=10, help="how many of them have a component")
+    parser.add_argument("--repeats", type=int, help="by default 30 of commands, 7 of steps; 2 or more")
+    options = parser.parse_args()
+    if options.repeats is not None and options.repeats < 2:
+        parser.error("--repeats: there must be 2 or more")
+    if "commands" in options.what:
+        commands_table(options.distributions, options.plugins, options.repeats or 30)
+    if "steps" in options.what:
+        steps_table(options.repeats or 7)
 
 
 if __name__ == "__main__":

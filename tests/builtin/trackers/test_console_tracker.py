@@ -248,11 +248,11 @@ def test_a_run_begins_with_what_is_trained_on_what_and_where(capsys: pytest.Capt
 
 
 def test_a_run_begins_with_what_is_frozen_and_on_which_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    held = {"weights": 19_240, "gradients": 2_600}
-    facts = {"held": held, "parameters": 4810, "trained": 650, "samples": None, "steps_per_epoch": None, "device": "cuda:0"}
+    facts = {"parameters": 4810, "trained": 650, "samples": None, "steps_per_epoch": None, "device": "cuda:0"}
+    facts["held"] = {"weights": 2_500_000}
     lines = opening(capsys, **facts, device_name="NVIDIA H100", evaluated={"easy": 5, "hard": None})
     assert lines[1:3] == [
-        "  model      cnn, 4,810 parameters (650 trained, 4,160 frozen), 0.0 MB of weights and 0.0 MB of gradients a rank",
+        "  model      cnn, 4,810 parameters (650 trained, 4,160 frozen), 2.5 MB of weights a rank",
         "  data       digits, 5 samples to evaluate easy on",
     ]
     assert "  device     cuda:0 (NVIDIA H100), bf16" in lines

@@ -1,0 +1,235 @@
+"""How what ddpforge does grows with samples, parameters, checkpoints, rows of metrics, and ranks.
+
+    python benchmarks/scaling.py
+    python benchmarks/scaling.py --what parameters ranks --repeats 5
+
+Every line is the least of some repeats: CPU seconds, which other programs disturb less, and by which power of the size
+they have grown since the line before. Linear is 1, and 0 does not grow; the script exits with 1 where the last power of
+anything is more than 1.2. Tensors have 4 elements each: disks and contents play no part, it is the book-keeping.
+Other ranks are simulated: each writes its part in turn, in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddpforge.builtin.orders.plain import Shuffled
+from ddpforge.checkpoint import retention
+from ddpforge.checkpoint.contents import Facts, RankState
+from ddpforge.checkpoint.manager import Checkpoints
+from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.writer import Writer, write
+from ddpforge.data.order import Dealer, RankShare, Terms
+from ddpforge.interfaces import CanonicalState
+from ddpforge.ranks.collectives import Alone
+from ddpforge.ranks.writers import Peers
+from ddpforge.recipe.schema import CheckpointSection, KeepSection
+from ddpforge.runs.checkpoints import CheckpointFolder
+from ddpforge.runs.listing import rows
+from ddpforge.runs.metrics import FILE, JSONLTracker, read_metrics
+
+MOST = 1.2  # power of the size
+STEPS = 200  # of a measurement of the order of samples
+
+Costs = dict[str, float]  # seconds by what was done
+
+
+def seconds(action: Callable[[], Any]) -> float:
+    began = time.process_time()
+    action()
+    return time.process_time() - began
+
+
+# ---------------------------------------------------------------------------------------------- samples
+def samples(count: int, folder: Path) -> Costs:
+    """A step of 256 samples of rank 3 of 8, at the beginning of the run and deep in it."""
+    data = range(count)
+    order = Shuffled(data, seed=1, global_batch=256, drop_last=True)
+    terms = Terms(global_batch=256, share=RankShare(3, 8, 32), seed=1, drop_last=True)
+    dealer = Dealer(order=order, samples=count, terms=terms)
+
+    def steps(start: int) -> float:
+        return seconds(lambda: list(islice(dealer.requests(start, None), STEPS))) / STEPS
+
+    return {"a step of the first epoch": steps(0), "a step of epoch 1,000": steps(1_000 * order.steps_per_epoch)}
+
+
+# ---------------------------------------------------------------------------------------------- parameters
+def state_of(parameters: int) -> CanonicalState[torch.Tensor]:
+    """So many parameters with AdamW's state."""
+    names = [f"layers.{number}.weight" for number in range(parameters)]
+    model = {name: torch.zeros(4) for name in names}
+    moments = {
+        name: {"step": torch.tensor(9.0), "exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)} for name in names
+    }
+    return CanonicalState(model, moments)
+
+
+def facts_at(step: int, ranks: int = 1) -> Facts:
+    return Facts(step=step, samples=step, strategy="ddp", world_size=ranks, metrics={"eval/loss": 1 / step})
+
+
+def parameters(count: int, folder: Path) -> Costs:
+    """A checkpoint of so many parameters."""
+    state = RankState.of(state_of(count))
+    peers = Peers.alone()
+    settings = CheckpointSection(keep=KeepSection(last=2))
+    checkpoints = Checkpoints(folder, settings, peers=peers, ranks=Alone())
+    checkpoints.save(facts_at(1), state)
+    checkpoints.wait()  # the first makes the buffers
+    stalled = seconds(lambda: checkpoints.save(facts_at(2), state))
+    written = seconds(checkpoints.wait)
+    path = next(folder.glob("step-000000002-*"))
+
+    def load() -> None:
+        saved = Reader(path).state()
+        for name in saved.model:
+            saved.model[name].read()
+            for value in saved.optimizer[name].values():
+                if hasattr(value, "read"):
+                    value.read()
+
+    return {"save: training waits": stalled, "save: in the background": written, "load": seconds(load)}
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+def checkpoints(count: int, folder: Path) -> Costs:
+    """A folder of so many checkpoints of ten parameters."""
+    state, peers = RankState.of(state_of(10)), Peers.alone()
+    for step in range(1, count + 1):
+        write(folder, facts_at(step), state, peers)
+    known = retention.Known()
+    retention.committed(folder, known)
+    keep = KeepSection(last=count, best=1, by="eval/loss", mode="min")
+    return {
+        "find the newest intact one": seconds(lambda: retention.newest(folder)),
+        "ckpt ls": seconds(lambda: rows(CheckpointFolder(folder, None))),
+        "after a save: what may go": seconds(lambda: retention.prune(folder, keep, known=known)),
+    }
+
+
+# ---------------------------------------------------------------------------------------------- rows
+def metrics(count: int, folder: Path) -> Costs:
+    """A metrics.jsonl of so many rows."""
+    with (folder / FILE).open("w") as file:
+        for step in range(1, count + 1):
+            row = {"step": step, "attempt": 1, "time": 1e9 + step, "train/loss": 1 / step, "lr": 1e-3, "samples": step}
+            file.write(json.dumps(row) + "\n")
+    tracker = JSONLTracker()
+    config = {"run": {"attempt": 2}}
+    begun = seconds(lambda: tracker.start(name="x", folder=folder, config=config, resumed_at=count))
+    appended = seconds(lambda: [tracker.log(count + step, {"train/loss": 1.0}) for step in range(1, 101)]) / 100
+    rewound = seconds(lambda: tracker.rewind(count))
+    tracker.finish(state="done", summary={})
+    return {
+        "read all of it": seconds(lambda: read_metrics(folder)),
+        "resume: the first row may follow": begun,
+        "append a row": appended,
+        "go back 100 rows": rewound,
+    }
+
+
+# ---------------------------------------------------------------------------------------------- ranks
+@dataclass(frozen=True, kw_only=True)
+class _Simulated(Peers):
+    """One of many ranks that are not there."""
+
+    number: int
+    ranks_in_all: int
+
+    @property
+    def rank(self) -> int:
+        return self.number
+
+    @property
+    def size(self) -> int:
+        return self.ranks_in_all
+
+
+def ranks(count: int, folder: Path) -> Costs:
+    """A checkpoint of 300 parameters under ddp, which so many ranks write together."""
+    state = RankState.of(state_of(300))
+    writers = [
+        Writer(folder, facts_at(1, count), state, _Simulated(ranks=Alone(), number=rank, ranks_in_all=count))
+        for rank in range(count)
+    ]
+    draft = folder / writers[0]._begin()
+    each = seconds(lambda: [writer._fill(draft) for writer in writers]) / count
+    published = seconds(writers[0]._publish)
+    path = next(folder.glob("step-*"))
+    return {
+        "each rank: its part": each,
+        "rank 0: one checkpoint of all parts": published,
+        "open it": seconds(lambda: Reader(path).state()),
+        "verify all of it": seconds(lambda: retention.verify(path)),
+    }
+
+
+# ---------------------------------------------------------------------------------------------- the table
+SIZES: dict[str, tuple[Callable[[int, Path], Costs], tuple[int, ...]]] = {
+    "samples": (samples, (10**6, 10**7, 10**8, 10**9)),
+    "parameters": (parameters, (10**3, 10**4, 10**5)),
+    "checkpoints": (checkpoints, (10, 100, 1_000)),
+    "rows": (metrics, (10**4, 10**5, 10**6)),
+    "ranks": (ranks, (8, 64, 512, 1_024)),
+}
+
+
+def least(measure: Callable[[int, Path], Costs], size: int, repeats: int) -> Costs:
+    """The least of every cost, each time in an empty folder."""
+
+    def once() -> Iterator[Costs]:
+        for _ in range(repeats):
+            folder = Path(tempfile.mkdtemp())
+            try:
+                yield measure(size, folder)
+            finally:
+                shutil.rmtree(folder)
+
+    found = list(once())
+    return {name: min(costs[name] for costs in found) for name in found[0]}
+
+
+def spelled(cost: float) -> str:
+    return f"{cost * 1e6:,.0f} µs" if cost < 1e-3 else f"{cost * 1e3:,.1f} ms" if cost < 1 else f"{cost:,.2f} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    steep = []
+    print("| | Size | " + "Cost | Power |\n| --- | --- | --- | --- |")
+    for what in options.what:
+        measure, sizes = SIZES[what]
+        found = {size: least(measure, size, options.repeats) for size in sizes}
+        for name in found[sizes[0]]:
+            power = 0.0
+            for before, size in zip((None, *sizes), sizes, strict=False):
+                cost, said = found[size][name], ""
+                if before is not None:
+                    power = math.log(cost / found[before][name]) / math.log(size / before)
+                    said = f"{power:.2f}"
+                print(f"| {name} | {size:,} {what} | {spelled(cost)} | {said} |", flush=True)
+            if power > MOST:
+                steep.append(name)
+    if steep:
+        sys.exit(f"steeper than linear: {', '.join(steep)}")
+
+
+if __name__ == "__main__":
+    main()
