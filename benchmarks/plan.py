@@ -54,7 +54,7 @@ use = "torchvision"
 arch = "resnet50"
 classes = 10
 [data.train]
-use = "./pictures.py:Pictures"
+use = "./samples.py:Pictures"
 [task]
 use = "classification"
 """
@@ -71,11 +71,9 @@ vocab_size = 4096
 max_position_embeddings = 256
 tie_word_embeddings = true
 [data.train]
-use = "text"
-split = "train"
-block_size = 256
+use = "./samples.py:Tokens"
 [task]
-use = "language_modelling"
+use = "causal_lm"
 """
 DATA = """
 import torch
@@ -83,6 +81,12 @@ import torch
 class Pictures(torch.utils.data.Dataset):
     def __len__(self): return 64
     def __getitem__(self, i): return torch.full((3, 224, 224), i / 64), i % 10
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, i):
+        tokens = torch.full((256,), i)
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
 """
 MODELS = {
     "gpt-4m": GPT.format(vocabulary=4096, block=256, layers=4, heads=4, width=256),
@@ -177,7 +181,7 @@ def main() -> None:
     worst = 0.0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "pictures.py").write_text(DATA)
+        (folder / "samples.py").write_text(DATA)
         for model in options.models:
             recipe = folder / f"{model}.toml"
             recipe.write_text(HEAD + MODELS[model])

@@ -62,6 +62,7 @@ def pretended(ranks: int, rank: int = 0) -> Iterator[World]:
                 "barrier": _nothing,
             }.items():
                 stack.enter_context(patch.object(dist, name, stand_in))
+            stack.enter_context(patch.object(Group, "gather", _as_many_of_all))
             group = cast(dist.ProcessGroup, dist.group.WORLD)
             everyone = Group(group, device) if ranks > 1 else Alone(device)
             yield World(all=everyone, data=everyone, device=device, local_rank=0)
@@ -84,6 +85,10 @@ def _forget_groups() -> None:
 
 def _same_of_all(found: list[Any], value: Any, group: Any = None) -> None:
     found[:] = [value] * len(found)
+
+
+def _as_many_of_all(self: Group, rows: Tensor) -> tuple[Tensor, int]:
+    return self.gather_alike(rows), self.rank * len(rows)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

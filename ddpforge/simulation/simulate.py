@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 from unittest.mock import patch
 
@@ -14,20 +16,24 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_iter
 
 from ddpforge.data import MicroBatch, RankShare, open_data
-from ddpforge.interfaces import Pass, World
+from ddpforge.interfaces import Pass, RunContext, Tracker, World
 from ddpforge.ranks import phases
 from ddpforge.simulation.fake import Post, fake_batch, fakes, pretended, without_memory
 from ddpforge.simulation.ledger import LOSS, Ledger, Living
 from ddpforge.simulation.work import Work
 from ddpforge.strategies import torch_replica
-from ddpforge.strategies.several import members
+from ddpforge.strategies.fsdp import strategy as fsdp
+from ddpforge.strategies.several import InTurns, members
 from ddpforge.training import assemble
 from ddpforge.training.batchnorm import BatchNormAverager
+from ddpforge.training.blocks import find_blocks
 from ddpforge.training.building import build_data_and_model
+from ddpforge.training.callbacks import overriding
 from ddpforge.training.foreseeing import foresee
 from ddpforge.training.one_turn import of_turns
 from ddpforge.training.optimizers import build_optimizer
 from ddpforge.training.parts import Parts
+from ddpforge.training.shows import Shows
 from ddpforge.training.step import Stepper
 from ddpforge.training.turns import Turns
 
@@ -75,6 +81,7 @@ def simulate(parts: Parts, ranks: int, *, rank: int = 0, largest: int = 10, post
             fakes(post) as mode,
             patch.object(assemble, "prove", _nothing),
             patch.object(torch_replica, "watched", _unwatched),
+            patch.object(fsdp, "_refuse_norms", _nothing),  # of CPUs, and this may be for GPUs
         ):
             batches = [one._replace(data=fake_batch(one.data, mode)) for one in batches]
             found = _Rank(parts, world, rank).simulate(first, batches, largest)
@@ -102,7 +109,7 @@ def _batches(parts: Parts, world: World) -> tuple[MicroBatch, list[MicroBatch]]:
 
 
 def _nothing(*_: Any) -> None:
-    """Stands in for the proof that ranks hold the model once: there are no other ranks to ask."""
+    """Stands in for checks of other ranks and of this machine, neither of which the plan is for."""
 
 
 def _unwatched(*_: Any, **__: Any) -> AbstractContextManager[None]:
@@ -143,14 +150,33 @@ class _Rank:
                 parts.registry, recipe.optimizer, model, list(parts.turns), recipe.train.blocks
             )
             self._replica = assemble._prepared(parts, world, model, self._optimizer)
-        parts.task.start(self._replica.bare, world)
+            self._place_others()
+        own = self._optimizer.parts if isinstance(self._optimizer, InTurns) else {"": self._optimizer}
         steppers = {
-            turn: _Counted(world, self._replica, one, part, BatchNormAverager(None), seed=0, skips=False)
-            for (turn, one), (_, part) in zip(of_turns(parts.task).items(), members(self._optimizer), strict=True)
+            turn: _Counted(world, self._replica, one, own[turn], BatchNormAverager(None), seed=0, skips=False)
+            for turn, one in of_turns(parts.task).items()
         }
         for stepper in steppers.values():
             stepper.seen = lambda outputs: self._ledger.note(_tensors(outputs), LOSS)
         self._turns = Turns(self._replica, steppers, parts.turns)
+
+    def _place_others(self) -> None:
+        """Places what is beside the model: modules of the task, and weights that callbacks keep."""
+        parts, world, replica = self._parts, self._world, self._replica
+        for beside in parts.beside.values():
+            parts.strategy.beside(beside.module, find_blocks(beside.module, ()))
+        run = RunContext(
+            model=replica.bare,
+            world=world,
+            weights=replica.weights,
+            folder=Path(gettempdir()),
+            forward=replica.forward,
+            show=Shows(Tracker(), is_main=False),
+            gradients=replica.gradients_by_name,
+        )
+        parts.task.start(replica.bare, world)
+        for name in overriding(parts.callbacks, "evaluating"):
+            parts.callbacks[name].on_start(run)
 
     def simulate(self, first: MicroBatch, batches: Sequence[MicroBatch], largest: int) -> Simulated:
         ledger, work = self._ledger, self._work

@@ -143,6 +143,21 @@ def test_sharded_weights_are_gathered_for_every_micro_batch(plan: Plan) -> None:
     assert eight.wire["all_gather over 2"] == 4 * two.wire["all_gather over 2"]
 
 
+def test_averaged_weights_and_several_optimizers_are_counted(plan: Plan) -> None:
+    plain = plan("ddp", ranks=2)
+    averaged = plan("ddp", "callbacks.ema={use='ema',decay=0.99}", ranks=2)
+    assert averaged.peak == pytest.approx((plain.peak or 0) + plain.parameters * 4, rel=0.001)
+    muon = plan("ddp", "optimizer.groups.matrices={use='muon',parameters=['2d'],lr=0.01}", ranks=2)
+    assert muon.state["optimizer state"] < plain.state["optimizer state"]  # momentum alone, for matrices
+
+
+def test_a_loss_that_gathers_rows_of_all_ranks_is_simulated(plan: Plan) -> None:
+    found = plan("ddp", ranks=4, text=Path("recipes/contrastive-digits.toml").resolve().read_text(encoding="utf-8"))
+    assert not found.unsimulated
+    assert found.wire
+    assert "all_gather over 4" in found.wire
+
+
 def test_recomputing_takes_less_memory_and_more_work(plan: Plan) -> None:
     kept, again = (plan("ddp", f"train.activation_checkpointing={flag}") for flag in ("false", "true"))
     assert again.peak
