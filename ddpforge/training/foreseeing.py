@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from ddpforge.components.building import build
 from ddpforge.components.options import Nested
+from ddpforge.components.stand_ins import NeedsLibraries, without_libraries
 from ddpforge.data import mix
-from ddpforge.errors import PluginError, UsageError
+from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.exchange.initial import find_initial
-from ddpforge.interfaces import Metric
+from ddpforge.interfaces import Metric, Refusal
 from ddpforge.ranks.devices import device_type
 from ddpforge.recipe.load import check_world
 from ddpforge.recipe.report import did_you_mean
@@ -132,17 +134,31 @@ def _ask_metrics(parts: Parts) -> None:
 
 
 def _ask_strategy(parts: Parts, ranks: int, device: str | None) -> None:
-    train, parts.data_ranks = parts.recipe.train, parts.strategy.data_ranks(ranks)
+    parts.data_ranks = parts.strategy.data_ranks(ranks)
     with parts.noting("strategy"):
-        where = device or device_type(train)
-        general = general_refusals(train, parts.strategy.data_ranks(ranks), where)
-        turns = refusals_of_optimizers(parts.recipe, contract_of(parts.strategy), where) if parts.trains else ()
-        cut = refusals_of_parts(parts.task, train, parts.data_ranks) if parts.built.task is not None else ()
-        for refusal in (*general, *turns, *cut, *parts.strategy.refusals(train, ranks, where)):
+        for refusal in _refusals(parts, ranks, device):
             parts.note(tuple(refusal.key.split(".")), UsageError(refusal.message, hints=refusal.hints))
     if parts.trains:
         with parts.noting("train", "global_batch"):
             parts.built.batch = check_world(parts.loaded, parts.strategy.data_ranks(ranks))
+
+
+def _refusals(parts: Parts, ranks: int, device: str | None) -> list[Refusal]:
+    """Finds what of the recipe cannot be done; torch, which knows whether there is a GPU, is asked where that matters."""
+    train, strategy = parts.recipe.train, parts.strategy
+
+    def on(where: str) -> list[Refusal]:
+        general = general_refusals(train, strategy.data_ranks(ranks), where)
+        turns = refusals_of_optimizers(parts.recipe, contract_of(strategy), where) if parts.trains else ()
+        cut = refusals_of_parts(parts.task, train, parts.data_ranks) if parts.built.task is not None else ()
+        return [*general, *turns, *cut, *strategy.refusals(train, ranks, where)]
+
+    if not without_libraries() or device or train.device != "auto":
+        return on(device or device_type(train))
+    with suppress(ForgeError):
+        if (refused := on("cpu")) == on("cuda"):
+            return refused
+    raise NeedsLibraries
 
 
 def _choose_sets(parts: Parts) -> None:
