@@ -12,6 +12,7 @@ from ddpforge.components.building import build
 from ddpforge.components.options import Nested
 from ddpforge.components.stand_ins import NeedsLibraries, without_libraries
 from ddpforge.data import mix
+from ddpforge.data.streams import are_streams
 from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.exchange.initial import find_initial
 from ddpforge.interfaces import Metric, Refusal
@@ -20,6 +21,7 @@ from ddpforge.recipe.load import check_world
 from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.schema import Component
 from ddpforge.runs.folder import RunFolder
+from ddpforge.training.building import own_order, plan_steps
 from ddpforge.training.callbacks import check_callback
 from ddpforge.training.contract import contract_of
 from ddpforge.training.first_look import name_of
@@ -67,6 +69,9 @@ def foresee(parts: Parts, *, ranks: int, device: str | None = None, folder: RunF
     elif recipe.strategy.use in parts.not_imported:
         with parts.noting("train", "global_batch"):
             parts.built.batch = check_world(parts.loaded, ranks)
+    if parts.trains:
+        with parts.noting("data", "train"):
+            _foresee_stream(parts)
     if parts.trains and recipe.checkpoint.init_from and not (folder and any(folder.checkpoints.glob("step-*"))):
         with parts.noting("checkpoint", "init_from"):
             find_initial(recipe.checkpoint.init_from)
@@ -159,6 +164,18 @@ def _refusals(parts: Parts, ranks: int, device: str | None) -> list[Refusal]:
         if (refused := on("cpu")) == on("cuda"):
             return refused
     raise NeedsLibraries
+
+
+def _foresee_stream(parts: Parts) -> None:
+    """Notes what cannot work with training data whose class says that it is a stream: an order, and to count epochs."""
+    train = parts.recipe.data.train
+    kind = parts.registry.load("data", train.use, train.base)
+    if not isinstance(kind, type) or not are_streams(kind):
+        return
+    if parts.recipe.data.order:
+        parts.note(("data", "order"), own_order(kind))
+    if not hasattr(kind, "__len__"):
+        plan_steps(parts, None)
 
 
 def _choose_sets(parts: Parts) -> None:
