@@ -149,7 +149,7 @@ def _ask_strategy(parts: Parts, ranks: int, device: str | None) -> None:
 
 
 def _refusals(parts: Parts, ranks: int, device: str | None) -> list[Refusal]:
-    """Finds what of the recipe cannot be done; torch, which knows whether there is a GPU, is asked where that matters."""
+    """Finds what of the recipe cannot be done. Torch, which knows if there is a GPU, is asked where that matters."""
     train, strategy = parts.recipe.train, parts.strategy
 
     def on(where: str) -> list[Refusal]:
