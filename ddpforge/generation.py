@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ddpforge.data import mix
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.errors import PluginError, UsageError
-from ddpforge.interfaces import Task
+from ddpforge.interfaces import Context, Experts, Task
 from ddpforge.training.first_look import name_of
 
 __all__ = ["Sampling", "check_language", "generate"]
@@ -82,7 +82,8 @@ def generate(model: nn.Module, data: Any, prompts: Sequence[str], how: Sampling)
     """Yields what the model, in evaluation mode, writes after each prompt: the same for the same seed.
 
     A model of transformers generates by itself, and ends where it draws the end of a text. Another one is called with
-    all tokens so far, or as many of the last ones as it takes.
+    all tokens so far, or as many of the last ones as it takes; one whose modules ask a `Context`, and which treats each
+    position by itself otherwise, with the new ones alone, as long as it takes all.
     """
     encoded = [[int(token) for token in data.encode(prompt)] for prompt in prompts]
     for prompt, tokens in zip(prompts, encoded, strict=True):
@@ -101,13 +102,68 @@ def _drawn(model: nn.Module, tokens: Tensor, how: Sampling, seed: int) -> list[i
     if longest is not None and len(tokens) + how.tokens > longest:
         log.warning("the model sees the last %d tokens at a time, of %d", longest, len(tokens) + how.tokens)
     found: list[int] = []
+    cache = _Cache.of(model)
     for _ in range(how.tokens):
-        outputs = model(tokens[None, -longest:] if longest else tokens[None])
+        if cache and (not cache.is_exact or (longest and len(tokens) > longest)):  # positions move from now on
+            cache = None
+        outputs = cache(tokens) if cache else model(tokens[None, -longest:] if longest else tokens[None])
         logits: Tensor = getattr(outputs, "logits", outputs)[0, -1].float().cpu()
         probable = how.probabilities(logits)
         found.append(int(logits.argmax() if how.greedy else torch.multinomial(probable, 1, generator=generator)))
         tokens = torch.cat([tokens, tokens.new_tensor(found[-1:])])
     return found
+
+
+class _Cache(Context):
+    """Keeps the keys and values of all positions so far, for a model that asks it instead of its own context.
+
+    It `is_exact` unless the model turns out to look at later positions: what is kept of earlier ones then changes.
+    """
+
+    def __init__(self, model: nn.Module, modules: Sequence[Any]) -> None:
+        self.is_exact = True
+        self._model, self._modules = model, modules
+        self._past = 0
+        self._kept: list[tuple[Tensor, Tensor]] = []  # by the order in which a pass attends
+        self._attended = 0
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Cache | None:
+        """A cache for a model; None where it asks no context, or experts choose among the tokens of a sequence."""
+        modules = [module for module in model.modules() if type(getattr(module, "context", None)) is Context]
+        chooses = any(isinstance(getattr(module, "experts", None), Experts) for module in model.modules())
+        return cls(model, modules) if modules and not chooses else None
+
+    def __call__(self, tokens: Tensor) -> Any:
+        """Calls the model with those of `tokens` that it has not seen."""
+        own, self._attended = [module.context for module in self._modules], 0
+        for module in self._modules:
+            module.context = self
+        try:
+            outputs = self._model(tokens[None, self._past :])
+        finally:
+            for module, context in zip(self._modules, own, strict=True):
+                module.context = context
+        self._past = len(tokens)
+        return outputs
+
+    def length(self, tokens: int) -> int:
+        """All positions so far."""
+        return self._past + tokens
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Those that are new."""
+        return torch.arange(self._past, self._past + tokens, device=device)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> Tensor:
+        """Attends from the new positions to all."""
+        self.is_exact &= causal
+        if self._past:
+            before = self._kept[self._attended]
+            k, v = (torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))
+        self._kept[self._attended : self._attended + 1] = [(k, v)]
+        self._attended += 1
+        return super().attention(q, k, v, causal=causal and not self._past, dropout=dropout)
 
 
 def _by_itself(model: Any, tokens: Tensor, how: Sampling, seed: int) -> list[int]:

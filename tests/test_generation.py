@@ -13,12 +13,14 @@ from forked import in_ranks, refused
 from torch import Tensor, nn
 
 import ddpforge
+from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.moe import MoEGPT
 from ddpforge.builtin.tasks.classification import Classification
 from ddpforge.builtin.tasks.language_modelling import LanguageModelling
 from ddpforge.cli.generate import generate as command
 from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.generation import Sampling, check_language, generate
+from ddpforge.interfaces import Context
 
 TEXT = "abcdefghij" * 300
 RECIPE = """\
@@ -120,6 +122,49 @@ def test_a_mixture_of_experts_writes_too() -> None:
     model = MoEGPT(vocab_size=10, block_size=8, layers=1, heads=2, width=8, experts=4).eval()
     (text,) = drawn("12", model=model, tokens=3, greedy=True)
     assert int(text[0]) == model(torch.tensor([[1, 2]])).logits[0, -1].argmax()
+
+
+def seen(model: nn.Module) -> list[int]:
+    """The numbers of tokens that a model is called with, from now on."""
+    found: list[int] = []
+    model.register_forward_pre_hook(lambda module, args: found.append(args[0].shape[1]))
+    return found
+
+
+@pytest.mark.parametrize("how", [{"greedy": True}, {}, {"temperature": 0.7, "top_k": 5}, {"top_p": 0.8, "seed": 3}])
+@pytest.mark.parametrize("form", [{"layers": 1}, {"layers": 3, "tie_embeddings": False, "bias": False}])
+def test_a_model_that_asks_a_context_sees_each_token_once_and_writes_the_same(
+    monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], form: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = GPT(vocab_size=10, block_size=48, heads=2, width=32, **form).eval()
+    for parameter in model.parameters():  # as initialised, all tokens are about as probable
+        parameter.data *= 5
+    calls = seen(model)
+    texts = drawn("1234", "5", model=model, tokens=60, **how)
+    assert calls == [4, *[1] * 44, *[48] * 15, 1, *[1] * 47, *[48] * 12]  # beyond the block size all positions move
+    monkeypatch.setattr("ddpforge.generation._Cache.of", lambda model: None)
+    calls.clear()
+    assert drawn("1234", "5", model=model, tokens=60, **how) == texts
+    assert calls[:60] == [*range(4, 49), *[48] * 15]
+    assert len(set(texts[0])) > 1
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        GPT(vocab_size=10, block_size=8, layers=2, heads=2, width=8, causal=False),
+        MoEGPT(vocab_size=10, block_size=8, layers=1, heads=2, width=8, experts=4),
+    ],
+    ids=["sees later tokens", "tokens compete for experts"],
+)
+def test_a_model_in_which_earlier_tokens_depend_on_later_ones_sees_all_each_time(model: nn.Module) -> None:
+    calls = seen(model.eval())
+    (text,) = drawn("12", model=model, tokens=4, greedy=True)
+    assert calls == [2, 3, 4, 5]
+    logits = model(torch.tensor([[1, 2, *map(int, text[:3])]]))
+    assert int(text[3]) == getattr(logits, "logits", logits)[0, -1].argmax()
+    assert type(getattr(model, "context", None)) is Context
 
 
 def test_what_is_no_language_model_is_refused() -> None:

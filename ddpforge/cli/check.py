@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
 from ddpforge.cli.options import device_option, imports_option, json_option, ranks_option, recipe_argument, sets_options
+from ddpforge.components.stand_ins import look
 from ddpforge.errors import ForgeError, RecipeError, UsageError
 
 if TYPE_CHECKING:
@@ -36,11 +38,12 @@ def check(
     """
     if builds and not imports:
         raise UsageError("--build runs the code that --no-import is not to import", hints=["leave one of them out"])
+    checked = partial(_check, recipe, sets, ranks, device, builds, imports)
     if not as_json:
-        click.echo(f"{recipe}: ok, {_check(recipe, sets, ranks, device, builds, imports)}")
+        click.echo(f"{recipe}: ok, {checked() if builds else look(checked)}")
         return
     try:
-        _check(recipe, sets, ranks, device, builds, imports)
+        checked() if builds else look(checked)
     except ForgeError as error:
         click.echo(json.dumps({"ok": False, "problems": _problems(error)}))
         raise SystemExit(int(error.exit_code)) from None

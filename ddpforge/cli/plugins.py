@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from ddpforge.cli.options import json_option
 from ddpforge.cli.tables import print_table
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.registry import Registry, UnknownComponent
+from ddpforge.components.stand_ins import look
 from ddpforge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -63,19 +65,13 @@ def show(name: str, kind: str | None, as_json: bool) -> None:
 
     NAME is what a recipe writes after `use`: a registered name, package.module:Name or ./file.py:Name.
     """
-    from ddpforge.components.options import options_table  # with pydantic, which listing does without
-
     registry = Registry.installed()
     kind = kind or _kind_of(registry, name)
     try:
-        entry, component = registry.find(kind, name), registry.load(kind, name)
+        entry = registry.find(kind, name)
     except UnknownComponent as unknown:
         raise UsageError(unknown.message, hints=unknown.hints) from unknown
-
-    model = registry.options_model(kind, name)
-    options = options_table(model)
-    takes_more = model.model_config.get("extra") == "allow"
-    documentation = inspect.getdoc(getattr(component, "func", component)) or ""  # a partial's own is functools'
+    documentation, options, takes_more = look(partial(_described, registry, kind, name))
     example = _example(kind, name, options)
 
     if as_json:
@@ -104,6 +100,16 @@ def show(name: str, kind: str | None, as_json: bool) -> None:
     if takes_more:
         click.echo("\nFurther options are passed on as they are.")
     click.echo(f"\n{example}")
+
+
+def _described(registry: Registry, kind: str, name: str) -> "tuple[str, list[OptionRow], bool]":
+    """Reads what a component says of itself, and its options; True if it takes more than these."""
+    from ddpforge.components.options import options_table  # with pydantic, which listing does without
+
+    component = registry.load(kind, name)
+    documentation = inspect.getdoc(component.func if isinstance(component, partial) else component) or ""
+    model = registry.options_model(kind, name)
+    return documentation, options_table(model), model.model_config.get("extra") == "allow"
 
 
 # ---------------------------------------------------------------------------------------------- authors

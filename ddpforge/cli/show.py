@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ddpforge.cli.options import device_option, imports_option, json_option, ranks_option, recipe_argument, sets_options
+from ddpforge.components.stand_ins import look
 
 if TYPE_CHECKING:
     from ddpforge.interfaces import Contract
@@ -28,6 +29,12 @@ def show(recipe: str, sets: Sequence[str], ranks: int, device: str | None, impor
 
     This imports the code that the recipe names, which runs what stands at the top of it.
     """
+    click.echo(look(lambda: "\n".join(_shown(recipe, sets, ranks, device, imports, as_json))))
+
+
+def _shown(
+    recipe: str, sets: Sequence[str], ranks: int, device: str | None, imports: bool, as_json: bool
+) -> Iterator[str]:
     from ddpforge.components.registry import Registry
     from ddpforge.recipe import load_recipe
     from ddpforge.runs.folder import RunFolder
@@ -55,21 +62,21 @@ def show(recipe: str, sets: Sequence[str], ranks: int, device: str | None, impor
             "optimizer": shares,
             "not_imported": parts.not_imported,
         }
-        click.echo(json.dumps(_as_dict(loaded) | facts, indent=2))
+        yield json.dumps(_as_dict(loaded) | facts, indent=2)
         return
-    click.echo(_annotated(loaded))
-    click.echo(f"\n# batch: {parts.batch}")
+    yield _annotated(loaded)
+    yield f"\n# batch: {parts.batch}"
     if (draws := draws_of(parts.turns)) > 1:
-        click.echo(f"# batches per step: {draws}")
+        yield f"# batches per step: {draws}"
     for share in shares:
-        click.echo(f"# optimizer of {share}")
+        yield f"# optimizer of {share}"
     for use in parts.not_imported:
-        click.echo(f"# not imported, nor are its options checked: {use}")
+        yield f"# not imported, nor are its options checked: {use}"
     for name, promise in _promises(contract, ranks) if contract else ():
-        click.echo(f"# {loaded.recipe.strategy.use} {name}: {promise}")
+        yield f"# {loaded.recipe.strategy.use} {name}: {promise}"
     for name, config in generated.items():
         text = f"{name}: {json.dumps(config, indent=2)}"
-        click.echo("".join(f"# {line}\n" for line in text.splitlines()), nl=False)
+        yield from (f"# {line}" for line in text.splitlines())
 
 
 def _promises(contract: "Contract", ranks: int) -> Iterator[tuple[str, str]]:

@@ -65,7 +65,7 @@ def _nestable(annotation: Any) -> str | None:
     """The kind of the component that a parameter with this annotation takes; None if it takes none."""
     for kind, spec in KINDS.items():
         # Nobody names a class of a module that is not imported, and importing torch takes seconds.
-        if spec.nested and spec.base.partition(":")[0] in sys.modules and annotation is spec.base_class():
+        if spec.nested and re.split("[.:]", spec.base)[0] in sys.modules and annotation is spec.base_class():
             return kind
     return None
 

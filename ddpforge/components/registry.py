@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.local_code import PREFIX, import_file, module_name
+from ddpforge.components.stand_ins import need_libraries
 from ddpforge.confidential import SECRET, redact, reveal
 from ddpforge.errors import ExitCode, PluginError
 
@@ -258,6 +259,8 @@ class Registry:
         entry = self.find(kind, use)
         if not self.imports(kind, use):
             raise NotImported(kind, use)
+        if not (entry and entry.target.startswith("ddpforge.")):
+            need_libraries()  # other people's code may do anything with them
         broken = partial(BrokenComponent, kind, use, entry=entry)
         location, _, attribute = (entry.target if entry else use).partition(":")
         if not attribute:

@@ -21,8 +21,8 @@ __all__ = ["Alone", "Connected", "Group"]
 T = TypeVar("T")
 _CPU = torch.device("cpu")
 
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.14
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the latter before torch 2.14
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Connected(Ranks):

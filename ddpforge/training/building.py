@@ -31,7 +31,7 @@ from ddpforge.training.sums import SMALL
 from ddpforge.training.turns import draws_of
 from ddpforge.training.whole_batch import Even, refusal_of_end, refusal_of_order
 
-__all__ = ["WEIGHTS", "build_data_and_model", "deal_out", "shares_of"]
+__all__ = ["WEIGHTS", "build_data_and_model", "deal_out", "own_order", "plan_steps", "shares_of"]
 
 WEIGHTS = 0x1217  # keeps the random numbers of initial weights apart from all others
 
@@ -133,8 +133,8 @@ def _fit(parts: Parts) -> None:
 
 
 def _count_steps(parts: Parts) -> None:
-    """Plans the run in steps, with all that happens every so often; builds the schedule for that length."""
-    recipe, train = parts.recipe, parts.recipe.train
+    """Plans the run in steps, with all that happens every so often, once the length of the data is known."""
+    train = parts.recipe.train
     with parts.noting("data", "train"):
         check_data(parts.data["train"])
         is_known = False
@@ -146,8 +146,14 @@ def _count_steps(parts: Parts) -> None:
         batches = open_data(parts.data["train"], order=parts.order, **opened).steps_per_epoch
         # A step that draws several batches may reach into the next epoch: an epoch is what has all of its samples.
         per_epoch = batches and math.ceil(batches / draws_of(parts.turns))
-        batch, ends = parts.built.batch or plan_batch(train, 1), partial(_end_of_epochs, parts)
-        parts.built.plan = Plan.of(recipe, batch, per_epoch, noting=parts.noting, ends=ends)
+        plan_steps(parts, per_epoch)
+
+
+def plan_steps(parts: Parts, per_epoch: int | None) -> None:
+    """Plans the run for data of so many steps per epoch, if it has a length, and builds the schedules."""
+    recipe = parts.recipe
+    batch, ends = parts.built.batch or plan_batch(recipe.train, 1), partial(_end_of_epochs, parts)
+    parts.built.plan = Plan.of(recipe, batch, per_epoch, noting=parts.noting, ends=ends)
     if parts.built.plan:
         with parts.noting("schedule"):
             parts.built.schedule = build(parts.registry, "schedule", recipe.schedule, horizon=parts.plan.horizon)
@@ -170,10 +176,7 @@ def _order(parts: Parts) -> Order | None:
     data, train, chosen = parts.data["train"], parts.recipe.train, parts.recipe.data.order
     if is_stream(data):
         if chosen:
-            raise UsageError(
-                f"{type(data).__name__} is an iterable dataset, whose samples come in its own order",
-                hints=["leave [data.order] out, or give a dataset with __len__ and __getitem__"],
-            )
+            raise own_order(type(data))
         return None
     given = {
         "data": data,
@@ -183,6 +186,14 @@ def _order(parts: Parts) -> Order | None:
     }
     order: Order = build(parts.registry, "order", chosen, **given) if chosen else Shuffled(**given)
     return order
+
+
+def own_order(stream: type) -> UsageError:
+    """The error of an order for data that is a stream."""
+    return UsageError(
+        f"{stream.__name__} is an iterable dataset, whose samples come in its own order",
+        hints=["leave [data.order] out, or give a dataset with __len__ and __getitem__"],
+    )
 
 
 def _check_ends(parts: Parts) -> None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from ddpforge.components.building import build
 from ddpforge.components.options import Nested
+from ddpforge.components.stand_ins import NeedsLibraries, without_libraries
 from ddpforge.data import mix
-from ddpforge.errors import PluginError, UsageError
+from ddpforge.data.streams import are_streams
+from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.exchange.initial import find_initial
-from ddpforge.interfaces import Metric
+from ddpforge.interfaces import Metric, Refusal
 from ddpforge.ranks.devices import device_type
 from ddpforge.recipe.load import check_world
 from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.schema import Component
 from ddpforge.runs.folder import RunFolder
+from ddpforge.training.building import own_order, plan_steps
 from ddpforge.training.callbacks import check_callback
 from ddpforge.training.contract import contract_of
 from ddpforge.training.first_look import name_of
@@ -65,6 +69,9 @@ def foresee(parts: Parts, *, ranks: int, device: str | None = None, folder: RunF
     elif recipe.strategy.use in parts.not_imported:
         with parts.noting("train", "global_batch"):
             parts.built.batch = check_world(parts.loaded, ranks)
+    if parts.trains:
+        with parts.noting("data", "train"):
+            _foresee_stream(parts)
     if parts.trains and recipe.checkpoint.init_from and not (folder and any(folder.checkpoints.glob("step-*"))):
         with parts.noting("checkpoint", "init_from"):
             find_initial(recipe.checkpoint.init_from)
@@ -132,17 +139,43 @@ def _ask_metrics(parts: Parts) -> None:
 
 
 def _ask_strategy(parts: Parts, ranks: int, device: str | None) -> None:
-    train, parts.data_ranks = parts.recipe.train, parts.strategy.data_ranks(ranks)
+    parts.data_ranks = parts.strategy.data_ranks(ranks)
     with parts.noting("strategy"):
-        where = device or device_type(train)
-        general = general_refusals(train, parts.strategy.data_ranks(ranks), where)
-        turns = refusals_of_optimizers(parts.recipe, contract_of(parts.strategy), where) if parts.trains else ()
-        cut = refusals_of_parts(parts.task, train, parts.data_ranks) if parts.built.task is not None else ()
-        for refusal in (*general, *turns, *cut, *parts.strategy.refusals(train, ranks, where)):
+        for refusal in _refusals(parts, ranks, device):
             parts.note(tuple(refusal.key.split(".")), UsageError(refusal.message, hints=refusal.hints))
     if parts.trains:
         with parts.noting("train", "global_batch"):
             parts.built.batch = check_world(parts.loaded, parts.strategy.data_ranks(ranks))
+
+
+def _refusals(parts: Parts, ranks: int, device: str | None) -> list[Refusal]:
+    """Finds what of the recipe cannot be done. Torch, which knows if there is a GPU, is asked where that matters."""
+    train, strategy = parts.recipe.train, parts.strategy
+
+    def on(where: str) -> list[Refusal]:
+        general = general_refusals(train, strategy.data_ranks(ranks), where)
+        turns = refusals_of_optimizers(parts.recipe, contract_of(strategy), where) if parts.trains else ()
+        cut = refusals_of_parts(parts.task, train, parts.data_ranks) if parts.built.task is not None else ()
+        return [*general, *turns, *cut, *strategy.refusals(train, ranks, where)]
+
+    if not without_libraries() or device or train.device != "auto":
+        return on(device or device_type(train))
+    with suppress(ForgeError):
+        if (refused := on("cpu")) == on("cuda"):
+            return refused
+    raise NeedsLibraries
+
+
+def _foresee_stream(parts: Parts) -> None:
+    """Notes what cannot work with training data whose class says that it is a stream: an order, and to count epochs."""
+    train = parts.recipe.data.train
+    kind = parts.registry.load("data", train.use, train.base)
+    if not isinstance(kind, type) or not are_streams(kind):
+        return
+    if parts.recipe.data.order:
+        parts.note(("data", "order"), own_order(kind))
+    if not hasattr(kind, "__len__"):
+        plan_steps(parts, None)
 
 
 def _choose_sets(parts: Parts) -> None:

@@ -20,18 +20,34 @@ if TYPE_CHECKING:
     from ddpforge.recipe.schema import Component
 
 
+_OF_GROUPS = {"betas", "eps", "lr", "momentum", "ns_steps", "weight_decay"}  # ddpforge's own have them for each group
+
+
 def check_optimizer(loaded: LoadedRecipe, registry: Registry) -> None:
-    """Builds the recipe's optimizers over one small parameter; raises RecipeError when one could not train."""
+    """Builds the recipe's optimizers over one small parameter; raises RecipeError when one could not train.
+
+    Those of ddpforge's own whose signatures say all that they would refuse are not built.
+    """
     optimizer = loaded.recipe.optimizer
     for name, turn in optimizer.turns.items():
-        _check(loaded, registry, ("optimizer", "turns", name), turn)
-    tried = None if optimizer.turns else _check(loaded, registry, ("optimizer",), optimizer)
+        if not _is_sure(turn, registry):
+            _try(loaded, registry, ("optimizer", "turns", name), turn)
+    is_sure = bool(optimizer.turns) or _is_sure(optimizer, registry)
+    tried = None if is_sure else _try(loaded, registry, ("optimizer",), optimizer)
     for name, group in optimizer.groups.items():
-        path = ("optimizer", "groups", name)
-        if group.use != optimizer.use:
-            _check(loaded, registry, path, group)
-        elif tried is not None:
-            _check_settings(loaded, path, tried, settings_of(group, optimizer))
+        path, settings = ("optimizer", "groups", name), settings_of(group, optimizer)
+        if group.use != optimizer.use and not _is_sure(group, registry):
+            _try(loaded, registry, path, group)
+        elif group.use == optimizer.use and not (is_sure and settings.keys() <= _OF_GROUPS):
+            tried = tried or _try(loaded, registry, ("optimizer",), optimizer)
+            _check_settings(loaded, path, tried, settings)
+
+
+def _is_sure(component: Component, registry: Registry) -> bool:
+    """True for an optimizer of ddpforge's own, unless it is set to what it refuses although its signature does not."""
+    entry, options = registry.find("optimizer", component.use), component.options
+    is_own = entry is not None and entry.target.startswith("ddpforge.builtin.")
+    return is_own and not (options.get("nesterov") and not options.get("momentum"))
 
 
 def _check_settings(loaded: LoadedRecipe, path: KeyPath, optimizer: Optimizer, settings: Mapping[str, Any]) -> None:
@@ -43,7 +59,7 @@ def _check_settings(loaded: LoadedRecipe, path: KeyPath, optimizer: Optimizer, s
             raise RecipeError([loaded.problem((*path, key), message, hint)])
 
 
-def _check(loaded: LoadedRecipe, registry: Registry, path: KeyPath, component: Component) -> Optimizer:
+def _try(loaded: LoadedRecipe, registry: Registry, path: KeyPath, component: Component) -> Optimizer:
     import torch
 
     name = component.use

@@ -47,7 +47,10 @@ class Predicted:
 def refuse_turns(task: Task) -> None:
     """Raises UsageError for a task with several losses, none of which says what it predicts."""
     if task.turns and type(task).predict is Task.predict:
-        raise UsageError(f"{name_of(task)} has several updates a step, and does not say what it predicts", hints=[_OWN])
+        raise UsageError(
+            f"{name_of(task)} has several updates a step, and does not say what it predicts of a sample",
+            hints=[_OWN, "or call the model yourself, in Python: `ddpforge.load(RUN).model()`"],
+        )
 
 
 def in_order(data: Any) -> Any:

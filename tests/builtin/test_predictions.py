@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ddpforge.builtin.tasks.classification import Classification
 from ddpforge.builtin.tasks.contrastive import Contrastive
 from ddpforge.builtin.tasks.diffusion import Diffusion
+from ddpforge.builtin.tasks.gan import Adversarial
 from ddpforge.builtin.tasks.language_modelling import LanguageModelling
 from ddpforge.builtin.tasks.masked_lm import MaskedLM
 from ddpforge.builtin.tasks.multilabel import Multilabel
@@ -85,6 +86,10 @@ def test_a_task_that_says_nothing_predicts_its_outputs() -> None:
     assert predicted(Doubles(), {"a": LOGITS}, INPUTS) == {"a": LOGITS.tolist()}
 
 
-def test_noise_has_nothing_to_predict() -> None:
-    with pytest.raises(UsageError, match="nothing to predict"):
-        Diffusion().predict(Gives(None), INPUTS)
+@pytest.mark.parametrize(
+    ("task", "way"), [(Diffusion(), "sample(ddpforge.load(RUN)"), (Adversarial(latent=7), "torch.randn(16, 7)")]
+)
+def test_noise_has_nothing_to_predict(task: Task, way: str) -> None:
+    with pytest.raises(UsageError, match="nothing to predict") as refusal:
+        task.predict(Gives(None), INPUTS)
+    assert way in refusal.value.hints[0]

@@ -164,3 +164,46 @@ def test_a_file_that_is_not_there_is_a_problem_like_others(tmp_path: Path, monke
     result = _check("nowhere.toml", "--json")
     assert result.exit_code == 2
     assert json.loads(result.stdout)["problems"][0]["message"] == "no such recipe: `nowhere.toml`"
+
+
+STREAMS = """
+from torch.utils.data import IterableDataset
+
+class Plain:
+    def __iter__(self):
+        raise AssertionError("check builds no data")
+
+class Torchs(IterableDataset):
+    def __init__(self):
+        raise AssertionError("check builds no data")
+
+class Counted(Plain):
+    def __len__(self):
+        return 100
+"""
+
+
+@pytest.mark.parametrize(
+    ("use", "keys"),
+    [
+        ("./streams.py:Plain", {"checkpoint.every", "data.order", "train.eval_every", "train.length"}),
+        ("./streams.py:Torchs", {"checkpoint.every", "data.order", "train.eval_every", "train.length"}),
+        ("./streams.py:Counted", {"data.order"}),
+        ("digits", set()),
+    ],
+)
+def test_a_class_of_streams_is_met_with_all_that_needs_epochs_and_an_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: str, keys: set[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("streams.py").write_text(STREAMS)
+    sets = [f'data.train={{use="{use}"}}', "data.order.use=sequential", "schedule.warmup=1st", "train.length=3ep"]
+    found = json.loads(_check("digits", "--json", *sets).stdout)["problems"]
+    assert {problem["key"] for problem in found} == keys
+    assert len(found) == len(keys)
+
+
+def test_a_stream_that_comes_with_ddpforge_is_met_so_too() -> None:
+    sets = ['data.train={use="text_stream", path="."}', "data.order.use=sequential", "checkpoint.every=1ep"]
+    found = json.loads(_check("stdlib-lm", "--json", *sets).stdout)["problems"]
+    assert {problem["key"] for problem in found} == {"checkpoint.every", "data.order"}

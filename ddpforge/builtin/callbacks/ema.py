@@ -30,12 +30,13 @@ class EMA(Callback):
         every: Annotated[int, Field(ge=1, le=2**31, description="Optimizer steps per update.")] = 1,
         evaluate: Annotated[bool, Field(description="Evaluate the averaged weights, not the live ones.")] = True,
     ) -> None:
+        self._decay = decay
         self._every = every
         self._evaluate = evaluate
-        self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
 
     def on_start(self, run: RunContext) -> None:
         """Copies the initial weights: as much of each as this rank holds."""
+        self._update = get_ema_multi_avg_fn(self._decay)  # type: ignore[no-untyped-call]
         self._weights = run.weights
         self._live = [part.tensor for part in run.weights.parts().values()]
         self._averages = [_at_least_fp32(tensor).clone() for tensor in self._live]

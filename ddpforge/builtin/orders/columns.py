@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def column(data: Any, by: str) -> NDArray[Any]:
     return values
 
 
-def numbers(data: Any, by: str, *, least: float = -np.inf) -> NDArray[np.float64]:
+def numbers(data: Any, by: str, *, least: float = -inf) -> NDArray[np.float64]:
     """The same, which must be finite numbers of at least `least`."""
     values = column(data, by)
     if values.dtype.kind in "US":

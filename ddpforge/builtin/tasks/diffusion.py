@@ -38,7 +38,11 @@ class Diffusion(Task):
         """Raises UsageError."""
         raise UsageError(
             "task diffusion makes images out of noise, and has nothing to predict of those in the data",
-            hints=["the callback diffusion_samples draws some", "or write a `predict` in a task of your own"],
+            hints=[
+                f"in Python, `sample(ddpforge.load(RUN).model(), noise, 50)` of {__name__} makes some",
+                "the callback diffusion_samples shows some at every evaluation",
+                "or write a `predict` in a task of your own",
+            ],
         )
 
 

@@ -1,13 +1,14 @@
 """Generating what cannot be told from the data: a generator and a discriminator against each other."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from ddpforge.errors import UsageError
 from ddpforge.interfaces import Task, Total
 
 
@@ -44,6 +45,14 @@ class Adversarial(Task):
             return {}
         real, fake = outputs
         return {"accuracy": Total((real > 0).sum() + (fake <= 0).sum(), len(real) + len(fake))}
+
+    def predict(self, model: nn.Module, batch: Any) -> NoReturn:
+        """Raises UsageError."""
+        draw = f'ddpforge.load(RUN).model()("generator", torch.randn(16, {self.latent}))'
+        raise UsageError(
+            "task gan makes images out of noise, and has nothing to predict of those in the data",
+            hints=[f"in Python `{draw}` makes some", "or write a `predict` in a task of your own"],
+        )
 
     def check(self, model: nn.Module, data: Any) -> None:
         """Compares `latent` with the model's, where it has one."""
