@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ddpforge.cli.options import Size, json_option, recipe_argument, sets_options
-from ddpforge.cli.tables import print_table, size, span
+from ddpforge.cli.tables import counted, print_table, size, span
 
 if TYPE_CHECKING:
     from ddpforge.simulation.devices import Device
@@ -175,7 +175,7 @@ def _print(found: "Sequence[Forecast]", device: "Device | None", *, explain: boo
     click.echo(f"{first.parameters:,} parameters")
     click.echo(
         f"batch: {batch['global_batch']} per step = {batch['micro_batch']} per forward pass × {batch['accumulation']} "
-        f"accumulation × {batch['data_ranks']} ranks{_length(first)}\n"
+        f"accumulation × {counted(batch['data_ranks'], 'rank')}{_length(first)}\n"
     )
     rows = [
         (
@@ -204,7 +204,7 @@ def _print(found: "Sequence[Forecast]", device: "Device | None", *, explain: boo
 
 
 def _print_one(one: "Forecast", device: "Device | None", *, explain: bool) -> None:
-    click.echo(f"{one.strategy}, on each of {one.ranks} rank{'s' * (one.ranks > 1)}:")
+    click.echo(f"{one.strategy}, on each of {counted(one.ranks, 'rank')}:")
     if one.unsimulated:
         click.echo(f"  not simulated ({one.unsimulated}): weights, gradients and optimizer state are arithmetic, and")
         click.echo("  activations are not counted")

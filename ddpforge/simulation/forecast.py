@@ -12,6 +12,7 @@ import torch
 
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ForgeError
+from ddpforge.interfaces import Task
 from ddpforge.parity.specs import Spec
 from ddpforge.recipe import load_recipe
 from ddpforge.simulation.devices import Device, Seconds
@@ -171,7 +172,7 @@ def _described(parts: Parts, strategy: str, ranks: int, state: dict[str, int], w
         ranks=ranks,
         batch=asdict(plan.batch),
         steps=plan.horizon.total,
-        items_name=parts.task.items,
+        items_name="samples" if type(parts.task).count is Task.count else parts.task.items,
         items=plan.batch.global_batch,
         parameters=parts.size.all,
         state=state,
