@@ -343,13 +343,8 @@ class Registry:
         except (TypeError, ValueError) as error:
             if not _on_purpose(error, function):
                 raise BuildFailed(kind, component.use, error) from error
-            raise RefusedOptions(
-                f"{kind} `{component.use}` cannot be built: {redact(str(error))}",
-                hints=[
-                    *where_raised(error),
-                    f"`ddpforge plugins show {component.use} --kind {kind}` lists its options",
-                ],
-            ) from error
+            message = f"{kind} `{component.use}` cannot be built: {redact(str(error))}"
+            raise RefusedOptions(message, hints=where_raised(error)) from error
 
     def _build_nested(self, value: object, given: Mapping[str, Any]) -> object:
         from ddpforge.components.options import Nested

@@ -97,7 +97,7 @@ _SENTENCES = {
     "early_stopping patience early_stopping_patience": "add [callbacks.early_stopping] with `metric` and `patience`",
     "fp8 float8": 'fp8 is not supported; the lowest precision is `precision = "bf16"` in [train]',
     "report_to log_with": "each tracker is a table, e.g. [track.wandb]; metrics.jsonl is always written",
-    "push_to_hub hub_model_id hub_token": "ddpforge uploads nothing; `ddpforge export` writes what other tools load",
+    "push_to_hub hub_model_id hub_token": "`ddpforge export RUN --push-to-hub USER/NAME` uploads a trained model",
     "peft lora lora_r lora_rank lora_alpha qlora adapter": (
         'adapters are a model around another: model.use = "lora" with base, r, alpha and targets'
     ),
@@ -149,9 +149,11 @@ def _with(text: str, alias: str, value: object) -> str:
     if "{" in example:
         return re.sub(r"\d+", str(value), text, count=1) if isinstance(value, int) else text
     if re.fullmatch(r'"\d+\w+"', example):
+        if "ratio" in alias:
+            return f'{key} = "{value * 100:g}%"' if isinstance(value, float) and 0 < value < 1 else text
         unit = next((unit for word, unit in _UNITS.items() if word in alias), re.sub(r'["\d]', "", example))
         whole = unit != "st" or (number and float(str(value)).is_integer())
-        return f'{key} = "{value}{unit}"' if number and whole and "ratio" not in alias else text
+        return f'{key} = "{value}{unit}"' if number and whole else text
     quoted = f'"{value}"' if isinstance(value, str) and example.startswith('"') else text
     return f"{key} = {value}" if number and example[0].isdigit() else f"{key} = {quoted}" if quoted != text else text
 

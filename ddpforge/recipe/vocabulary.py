@@ -69,7 +69,9 @@ class Vocabulary:
         """Hints for an unknown key, or section, at `path`, and the keys that were probably meant."""
         table, key = path[:-1], str(path[-1])
         near = nearest(key, self.keys(table))
-        foreign = None if section else FOREIGN_KEYS.get(key.lower())
+        foreign = FOREIGN_KEYS.get(key.lower())
+        if section and foreign and foreign.path:  # is written as a key
+            foreign = None
         hints: list[str] = []
         meant: set[KeyPath] = set()
 

@@ -24,7 +24,7 @@ from ddpforge.training.blocks import check_blocks, find_blocks
 from ddpforge.training.contract import count_parameters
 from ddpforge.training.fitness import check_model
 from ddpforge.training.freezing import freeze
-from ddpforge.training.optimizers import check_parameters, shares
+from ddpforge.training.optimizers import build_optimizer, check_parameters, shares
 from ddpforge.training.parameter_groups import parameter_groups
 from ddpforge.training.parts import Parts, key_of
 from ddpforge.training.sums import SMALL
@@ -66,6 +66,16 @@ def build_data_and_model(parts: Parts, *, meta: bool = False) -> None:
         parts.built.size = count_parameters(parts.model)
         _put_beside(parts)
         _fit(parts)
+    if meta and parts.trains and parts.built.model is not None and not parts.found:
+        _try_optimizer(parts)
+
+
+def _try_optimizer(parts: Parts) -> None:
+    """Builds the optimizer over the model's own parameters, which it may refuse; not over those without memory."""
+    recipe = parts.recipe
+    with parts.noting("optimizer", faults=(ValueError,)):
+        if not any(parameter.is_meta for parameter in parts.model.parameters()):
+            build_optimizer(parts.registry, recipe.optimizer, parts.model, list(parts.turns), recipe.train.blocks)
 
 
 def _model(parts: Parts) -> nn.Module:

@@ -142,6 +142,13 @@ def test_build_says_what_the_recipe_amounts_to() -> None:
     assert lines[4].startswith("  [data.eval] gives a tuple (float32 [8, 1, 8, 8], int64 [8]), loss 2.")
 
 
+def test_build_finds_an_optimizer_that_does_not_take_the_parameters() -> None:
+    result = _check("digits", "--build", "optimizer={use='torch.optim:Muon', lr=1e-3}")
+    assert result.exit_code == 2
+    assert "Muon only supports 2D parameters" in result.stderr
+    assert "--set:1:11" in result.stderr
+
+
 def test_code_that_is_not_to_run_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("evil.py").write_text('open("ran", "w").close()\ndef Net(width: int): ...\ndef ddp(): ...\n')

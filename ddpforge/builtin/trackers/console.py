@@ -78,7 +78,7 @@ class ConsoleTracker(Tracker):
         elif self._waiting:
             self._show(self._waiting)
         took = _span(self.clock() - self._started)
-        self._print(f"{state} after {took} {_evaluation(summary)}".rstrip())
+        self._print(f"{state} after {took}")  # metrics are in the evaluation before it, and in what the command says
 
     # -- lines
     def _is_due(self) -> bool:
