@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.pipelining import PipelineStage, schedules, stage
-from torch.distributed.tensor import _sharding_prop
+from torch.distributed.tensor import _sharding_prop, debug
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -72,7 +72,9 @@ def pretended(ranks: int, rank: int = 0) -> Iterator[World]:
 
 
 def _forget_groups() -> None:
-    """Makes DeepSpeed, where it is in use, forget the ranks that are gone: it keeps them for the life of a process."""
+    """Makes torch and DeepSpeed forget the ranks that are gone: they keep them for the life of a process."""
+    for clear in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):  # not all are in older ones
+        getattr(debug, clear, _nothing)()
     if (groups := sys.modules.get("deepspeed.utils.groups")) is None:
         return
     sys.modules["deepspeed.comm.comm"].cdb = None  # type: ignore[attr-defined]

@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from click.testing import CliRunner, Result
+from apart import apart
+from click.testing import CliRunner
 
 from ddpforge.cli import main
 from ddpforge.recipe import load_recipe
@@ -44,8 +45,18 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "recipe.toml"
 
 
-def _plan(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["plan", *arguments])
+class Said(NamedTuple):
+    exit_code: int
+    stdout: str
+    output: str
+
+
+def _plan(*arguments: str) -> Said:
+    def said() -> Said:
+        done = CliRunner().invoke(main, ["plan", *arguments])
+        return Said(int(done.exit_code), done.stdout, done.output)
+
+    return apart(said)
 
 
 def _json(*arguments: str) -> Any:
