@@ -11,6 +11,8 @@ from ddpforge.cli.options import Size, json_option, recipe_argument, sets_option
 from ddpforge.cli.tables import counted, print_table, size, span
 
 if TYPE_CHECKING:
+    from ddpforge.components.registry import Registry
+    from ddpforge.parity.specs import Spec
     from ddpforge.simulation.devices import Device
     from ddpforge.simulation.forecast import Forecast
     from ddpforge.simulation.search import Choice
@@ -104,28 +106,25 @@ def _auto(
     recipe: str,
     sets: Sequence[str],
     ranks: int,
-    registry: object,
-    specs: Sequence[object],
+    registry: "Registry",
+    specs: "Sequence[Spec]",
     device: "Device | None",
     budget: int | None,
     *,
     write: bool,
     as_json: bool,
 ) -> None:
-    from typing import Any, cast
-
     from ddpforge.parity.specs import parse
     from ddpforge.simulation.search import best, choices
 
-    known = cast(Any, registry)
     limit = budget or (int(device.memory) if device else None)
     if limit is None:
         raise click.UsageError("--auto needs a --budget, or a --device other than cpu")
-    tried = specs or [parse(name, known, ranks=ranks) for name in (("ddp", "fsdp") if ranks > 1 else ("single",))]
+    tried = specs or [parse(name, registry, ranks=ranks) for name in (("ddp", "fsdp") if ranks > 1 else ("single",))]
     found = choices(
         recipe,
-        cast(Any, tried),
-        registry=known,
+        tried,
+        registry=registry,
         budget=limit,
         sets=sets,
         device=device,
@@ -164,7 +163,8 @@ def _as_dict(one: "Choice") -> dict[str, object]:
 
 
 def _choice(one: "Choice", is_best: bool) -> tuple[str, ...]:
-    micro = "none fits" if one.micro_batch is None else str(one.micro_batch)
+    none = "not simulated" if one.forecast.unsimulated else "none fits"
+    micro = none if one.micro_batch is None else str(one.micro_batch)
     checkpointing = "yes" if one.checkpointing else "no"
     return one.spec.text, checkpointing, micro, _size(one.forecast.needs), _time(one.forecast), "fastest" * is_best
 

@@ -24,7 +24,10 @@ def refuse_no_file(path: Path) -> None:
 
 
 def set_values(path: Path, values: Mapping[str, str]) -> None:
-    """Sets dotted keys to values that are written as in TOML; the file is replaced whole, or not at all."""
+    """Sets dotted keys to values that are written as in TOML; the file is replaced whole, or not at all.
+
+    Another component's name, `….use`, takes the options of the one that was there with it.
+    """
     refuse_no_file(path)
     document = tomlkit.parse(path.read_text(encoding="utf-8"))
     for dotted, text in values.items():
@@ -32,7 +35,10 @@ def set_values(path: Path, values: Mapping[str, str]) -> None:
         place: Any = document
         for name in tables:
             place = place.setdefault(name, tomlkit.table())
-        place[key] = tomlkit.value(text)
+        value = tomlkit.value(text)
+        if key == "use" and place.get(key) != value:
+            place.clear()  # the options are those of another component
+        place[key] = value
     temporary = path.with_name(f"{path.name}.new")
     temporary.write_text(tomlkit.dumps(document), encoding="utf-8")
     os.replace(temporary, path)

@@ -94,9 +94,10 @@ def forecast(
 
     `budget` is what a rank may take, in bytes; by default the memory of `device`.
     """
-    sets = [*sets, *(spec.sets if spec else ()), 'train.compile="off"', "train.device=auto"]
     ranks = spec.ranks if spec else ranks
-    parts = Parts(load_recipe(recipe, sets=sets, registry=registry), registry)
+    loaded = load_recipe(recipe, sets=[*sets, *(spec.sets if spec else ())], registry=registry)
+    train = loaded.recipe.train.model_copy(update={"compile": "off", "device": "auto"})
+    parts = Parts(replace(loaded, recipe=loaded.recipe.model_copy(update={"train": train})), registry)
     why, found = "", None
     with _quiet():
         try:
@@ -113,9 +114,7 @@ def forecast(
             build_data_and_model(parts, meta=True)
             parts.report()
     state = found.state if found else _arithmetic(parts, ranks)
-    whole = (
-        found.whole if found else state["weights"] * (ranks if "weights" in contract_of(parts.strategy).shards else 1)
-    )
+    whole = found.whole if found else sum(p.numel() * p.element_size() for p in parts.model.parameters())
     answer = _described(parts, spec.text if spec else parts.recipe.strategy.use, ranks, state, whole)
     budget = budget or (int(device.memory) if device else None)
     return (

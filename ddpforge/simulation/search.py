@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ddpforge.components.building import build
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ForgeError
 from ddpforge.parity.specs import Spec
@@ -81,18 +82,10 @@ def _largest(
         told(one)
         return bool(one.fits)
 
-    train = load_recipe(recipe, sets=[*sets, *spec.sets], registry=registry).recipe.train
-    micro = fitting(sizes(_share(recipe, spec, registry, sets, train.global_batch, train.elastic_shards)), fits)
+    known = load_recipe(recipe, sets=[*sets, *spec.sets], registry=registry).recipe
+    shards = known.train.elastic_shards or build(registry, "strategy", known.strategy).data_ranks(spec.ranks)
+    micro = fitting(sizes(known.train.global_batch // shards), fits)
     return Choice(spec, checkpointing, micro, found[micro if micro else min(found)])
-
-
-def _share(recipe: str, spec: Spec, registry: Registry, sets: Sequence[str], batch: int, shards: int | None) -> int:
-    """The samples of a step that one rank gets."""
-    from ddpforge.components.building import build
-
-    loaded = load_recipe(recipe, sets=[*sets, *spec.sets], registry=registry)
-    strategy = build(registry, "strategy", loaded.recipe.strategy)
-    return batch // (shards or strategy.data_ranks(spec.ranks))
 
 
 def best(found: Sequence[Choice]) -> Choice | None:

@@ -130,6 +130,20 @@ def test_auto_writes_the_best_into_the_recipe_and_leaves_the_rest_as_it_is(recip
     assert _plan(recipe, "--budget=2MB").exit_code == 0
 
 
+def test_another_strategy_takes_the_options_of_the_one_before_with_it(recipe: str) -> None:
+    with_options = '\n[strategy]\nuse = "ddp"\nbucket_cap_mb = 10\n'
+    Path(recipe).write_text(RECIPE + with_options, encoding="utf-8")
+    assert _plan(recipe, "--auto", "--strategies=single", "--budget=2MB", "--write").exit_code == 0
+    assert load_recipe(recipe).recipe.strategy.options == {}
+
+
+def test_a_mistake_in_the_recipe_is_shown_where_it_is(recipe: str) -> None:
+    Path(recipe).write_text(RECIPE.replace("global_batch = 256", "global_batch = 255"), encoding="utf-8")
+    done = _plan(recipe, "--ranks=2")
+    assert done.exit_code == 2
+    assert "recipe.toml:23" in done.output
+
+
 def test_auto_says_where_nothing_fits(recipe: str) -> None:
     done = _plan(recipe, "--auto", "--strategies=single", "--budget=1MB")
     assert done.exit_code == 1
