@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tomlkit
 
+from ddpforge import disk
 from ddpforge.errors import UsageError
 
 __all__ = ["refuse_no_file", "set_values"]
@@ -39,6 +39,4 @@ def set_values(path: Path, values: Mapping[str, str]) -> None:
         if key == "use" and place.get(key) != value:
             place.clear()  # the options are those of another component
         place[key] = value
-    temporary = path.with_name(f"{path.name}.new")
-    temporary.write_text(tomlkit.dumps(document), encoding="utf-8")
-    os.replace(temporary, path)
+    disk.replace(path, tomlkit.dumps(document).encode())

@@ -37,7 +37,7 @@ class LoadedRecipe:
         `files` maps each of `local_files` to the relative path by which the text shall name it; by default that
         is its path from the folder of `source`.
         """
-        import tomlkit  # the only place that needs it
+        import tomlkit  # only those who write recipes need it
 
         names = files or {file: os.path.relpath(file, self.source.absolute().parent) for file in self.local_files()}
         components = self.recipe.components()

@@ -318,7 +318,7 @@ class _Reducer:
         left = set(waiting)
         places = torch.split(flat, [p.numel() for p in bucket])
 
-        def arrived(parameter: nn.Parameter, place: Tensor) -> None:
+        def arrived(place: Tensor, parameter: nn.Parameter) -> None:
             if self.held or parameter.grad is None:
                 return
             with torch.no_grad():
@@ -333,11 +333,7 @@ class _Reducer:
         for parameter, place in zip(bucket, places, strict=True):
             view = place.view(parameter.shape)
             told: Any = parameter.register_post_accumulate_grad_hook
-            told(functools.partial(_told, arrived, view))
-
-
-def _told(arrived: Callable[[nn.Parameter, Tensor], None], view: Tensor, parameter: nn.Parameter) -> None:
-    arrived(parameter, view)
+            told(functools.partial(arrived, view))
 
 
 def _wrap(self: Any, module: nn.Module, *_: Any, **options: Any) -> None:

@@ -48,7 +48,6 @@ _IN_PIPELINE = 32  # where several are on their way
 class Simulated:
     """One rank's step, as it was counted: bytes of what lives at the largest moment, and of what is always there."""
 
-    rank: int
     peak: int
     phase: str  # in which the peak lies
     kinds: dict[str, int]
@@ -84,7 +83,7 @@ def simulate(parts: Parts, ranks: int, *, rank: int = 0, largest: int = 10, post
             patch.object(fsdp, "_refuse_norms", _nothing),  # of CPUs, and this may be for GPUs
         ):
             batches = [one._replace(data=fake_batch(one.data, mode)) for one in batches]
-            found = _Rank(parts, world, rank).simulate(first, batches, largest)
+            found = _Rank(parts, world).simulate(first, batches, largest)
         return replace(found, items=items, whole=whole)
 
 
@@ -134,8 +133,8 @@ class _Counted(Stepper):
 class _Rank:
     """A rank with its part of the model; within `fakes`."""
 
-    def __init__(self, parts: Parts, world: World, rank: int) -> None:
-        self._parts, self._rank, self._world = parts, rank, world
+    def __init__(self, parts: Parts, world: World) -> None:
+        self._parts, self._world = parts, world
         recipe = parts.recipe
         without_memory(parts.model)
         for beside in parts.beside.values():
@@ -206,7 +205,6 @@ class _Rank:
         self._note()
         alive = sorted(ledger.alive(), key=lambda piece: -piece.bytes)
         return Simulated(
-            rank=self._rank,
             peak=ledger.peak,
             phase=ledger.peak_phase,
             kinds=ledger.by_kind(),
