@@ -230,6 +230,7 @@ class Trainer:
         self._adding_columns = overriding(self.callbacks, "on_log")
         self._stopwatch.restart()
         self._spending.restart()
+        looks_are_free = self.world.device.type == "cpu"  # there, reading a norm waits for nothing
         # Whoever asked while all this was starting does not wait for a step, which may have to be compiled.
         ended = self._look(0.0).stops or self.progress.step >= self.end
         if not self._agreed.stops and self._owes_evaluation():
@@ -243,7 +244,7 @@ class Trainer:
             agrees = logs or step % self._agree_every == 0
             totals = self._step(step, source, measure=logs)
 
-            if agrees or _looks_are_free(self.world.device):
+            if agrees or looks_are_free:
                 self._look_at_norms(totals, logs=logs)
             means = self._agree(totals if logs else {}, alarms) if agrees else {}
             wanted = self._agreed.wanted if agrees else frozenset[str]()
@@ -519,11 +520,6 @@ class Trainer:
         """The metrics of the weights at `step`; an older evaluation says nothing about them."""
         stale = () if self._evaluated == step else ("eval/",)
         return {name: value for name, value in self.metrics.items() if not name.startswith(stale)}
-
-
-def _looks_are_free(device: torch.device) -> bool:
-    """True if reading a norm does not wait for the device."""
-    return device.type == "cpu"
 
 
 def _until_last(first: MicroBatch, source: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
