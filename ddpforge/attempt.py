@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from os import getpid
@@ -18,6 +18,7 @@ from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed, UsageErr
 from ddpforge.interfaces import Tracker, World
 from ddpforge.launchers.verdict import is_launched
 from ddpforge.plan import Window
+from ddpforge.planned import PlanCheck, Room, advised, compares
 from ddpforge.ranks import leaving, phases
 from ddpforge.ranks.arithmetic import told_of_determinism
 from ddpforge.ranks.devices import name_of_device
@@ -43,7 +44,7 @@ from ddpforge.training.building import build_data_and_model, deal_out
 from ddpforge.training.callbacks import refuse_state
 from ddpforge.training.contract import contract_of
 from ddpforge.training.left_out import has_left_out
-from ddpforge.training.loop import Trainer
+from ddpforge.training.loop import Around, Trainer
 from ddpforge.training.memory import explained, held
 from ddpforge.training.parts import Parts, key_of
 from ddpforge.training.profiling import Profile
@@ -107,6 +108,7 @@ class Attempt:
         *,
         claims: ExitStack,
         is_built: bool,
+        room: Room,
         mirror: Mirror | None = None,
         max_time: str | None = None,
         window: Window | None = None,
@@ -118,7 +120,7 @@ class Attempt:
         self.folder, self.opened = folder, opened
         self.parts, self.loaded, self.recipe, self.snapshot = parts, parts.loaded, parts.recipe, snapshot
         self.world, self._peers, self._claims, self._is_built = world, peers, claims, is_built
-        self._mirror = mirror
+        self._mirror, self._room = mirror, room
         self.tracker = trackers_of(parts, mirror) if world.is_main else Tracker()
         self.trainer: Trainer | None = None
         self._halt = Halt(folder.path, max_time) if world.is_main else NoHalt()
@@ -149,7 +151,7 @@ class Attempt:
                     trainer = self._prepare(life)
                     # A launcher ends the others of a rank that failed: not mid-word.
                     signals.enter_context(trainer.stop)
-                    self._state = trainer.fit(self._profile())
+                    self._state = trainer.fit(*self._around())
                     phases.mark(phases.END)
                     trainer.stop.over()
             except BaseException as error:
@@ -189,8 +191,11 @@ class Attempt:
         self._begun = True
         return trainer
 
-    def _profile(self) -> Profile | None:
-        return Profile(self._window, self.folder.path / "profile", self.world) if self._window else None
+    def _around(self) -> Iterator[Around]:
+        if self._window:
+            yield Profile(self._window, self.folder.path / "profile", self.world)
+        if compares(self.recipe, self.parts.size):
+            yield PlanCheck(self.folder, self.world, self.recipe)
 
     def _refuse_nothing_to_do(self, trainer: Trainer) -> None:
         """Raises UsageError where nothing would be trained, and what was trained is not what is asked for."""
@@ -279,6 +284,7 @@ class Attempt:
         if self._failed:
             return self._failed
         error = told_of_determinism(explained(error, self.recipe, self.world.data.size))
+        error = advised(error, self.folder, self.world, self.recipe, self._room)
         # For the file alone: the command line shows it, or what caused it.
         log.error("training failed: %s", phrase(error), exc_info=error, extra={"in_file_only": True})
         report, is_peers = self._failures.tell(error, exit_code_of(error)), isinstance(error, PeerFailed)

@@ -15,6 +15,7 @@
 Exceptions carry facts: what was found, and `hints`, each a way to mend it. The command line phrases them.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -125,6 +126,14 @@ class Diverged(ForgeError):
 
 class OutOfMemory(ForgeError):
     """Training needs more memory than there is on a GPU, or on the host."""
+
+
+_FULL = re.compile(r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
+
+
+def says_memory_is_full(error: BaseException) -> bool:
+    """True if an error of Python or torch says that there is no more memory."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_FULL.search(str(error))))
 
 
 class Postponed(ForgeError):

@@ -25,6 +25,7 @@ from ddpforge.interfaces import World
 from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.launchers.verdict import has_begun, record_begun
 from ddpforge.plan import Window
+from ddpforge.planned import Room
 from ddpforge.ranks import leaving
 from ddpforge.ranks.arithmetic import restored
 from ddpforge.ranks.halt import seconds_of
@@ -78,6 +79,7 @@ def run(
     seconds_of(max_time)  # raises UsageError
     window = Window.parse(profile) if profile else None
     fresh = fresh and not has_begun()  # ranks that are started again resume what is fresh
+    room = Room()
     parts = load_parts(source, sets)
     folder = RunFolder.of(parts.recipe, out)
     with StopRequests() as stop, ExitStack() as claims:
@@ -101,7 +103,7 @@ def run(
             if mirror:
                 mirror.complete()
             return Outcome(folder.path, opened.result, world.is_main)
-        asked: dict[str, Any] = {"mirror": mirror, "max_time": max_time, "window": window}
+        asked: dict[str, Any] = {"room": room, "mirror": mirror, "max_time": max_time, "window": window}
         return Attempt(folder, opened, parts, taken, world, peers, claims=claims, is_built=is_new, **asked).run()
 
 

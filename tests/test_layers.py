@@ -27,6 +27,7 @@ LAYERS = [
     {"reports", "sweeps", "trials"},
     {"doctor", "generation", "parity", "runner", "starting"},
     {"attempt", "hosts"},
+    {"planned"},
     {"watch"},
     {"training"},
     {"exchange"},

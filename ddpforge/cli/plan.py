@@ -1,7 +1,7 @@
 """`ddpforge plan`: what a run needs and how long a step takes, before a device is touched."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from ddpforge.parity.specs import Spec
     from ddpforge.simulation.devices import Device
     from ddpforge.simulation.forecast import Forecast
-    from ddpforge.simulation.search import Choice
+    from ddpforge.simulation.search import Choice, Remedy
 
 _DEVICES = ("cpu", "h100", "h200", "a100-80", "a100-40", "l40s", "rtx4090", "mi300x")
+
+
+_NOTHING = "no change that was tried makes it fit: use more ranks, or a smaller model"
 
 
 @click.command()
@@ -72,13 +75,14 @@ def plan(
 
     ddpforge assembles the run and takes two steps on tensors without values, among ranks that are not there; memory is
     that of every tensor at the largest moment of a step. Data is read for one step. Exit codes: 0 it fits, or nobody
-    asked; 1 it does not; 2 usage or recipe.
+    asked; 1 it does not, and with which changes it would; 2 usage or recipe.
     """
     from ddpforge.components.registry import Registry
     from ddpforge.parity.specs import parse, split
     from ddpforge.recipe.edit import refuse_no_file
     from ddpforge.simulation.devices import DEVICES
     from ddpforge.simulation.forecast import forecast
+    from ddpforge.simulation.search import remedies
 
     if write and not auto:
         raise click.UsageError("--write goes with --auto")
@@ -94,10 +98,15 @@ def plan(
         forecast(recipe, spec, ranks=ranks, registry=registry, sets=sets, device=chosen, budget=budget)
         for spec in (specs or (None,))
     ]
+    changes = []
+    if not specs and found[0].fits is False:
+        limit = found[0].budget or 0
+        changes = remedies(recipe, ranks, registry=registry, budget=limit, sets=sets, device=chosen)
     if as_json:
-        click.echo(json.dumps([one.as_dict() for one in found]))
+        click.echo(json.dumps([one.as_dict() | {"remedies": [_remedy(one) for one in changes]} for one in found]))
     else:
         _print(found, chosen, explain=explain)
+        _print_remedies(found, changes, tried=not specs)
     if any(one.fits is False for one in found):
         raise SystemExit(1)
 
@@ -201,6 +210,31 @@ def _print(found: "Sequence[Forecast]", device: "Device | None", *, explain: boo
     for one in found:
         click.echo("")
         _print_one(one, device, explain=explain)
+
+
+def short(one: "Forecast") -> Iterator[str]:
+    """Yields a plan in two lines: what a rank needs, and what it does in a step."""
+    held = sorted((one.kinds or one.state).items(), key=lambda pair: -pair[1])
+    kinds = ", ".join(f"{kind} {size(count)}" for kind, count in held if count)
+    if one.peak is None:
+        yield f"plan: not simulated ({one.unsimulated}); by arithmetic a rank holds {kinds}"
+        return
+    yield f"plan: {size(one.peak)} on a rank at the largest moment of a step, in {one.phase}: {kinds}"
+    sent = size(int(sum((one.wire or {}).values())))
+    yield f"plan: a rank computes {one.flops:.4g} floating-point operations in a step, and sends {sent}"
+
+
+def _print_remedies(found: "Sequence[Forecast]", changes: "Sequence[Remedy]", *, tried: bool) -> None:
+    """Says with which changes a plan that does not fit would."""
+    if not tried or found[0].fits is not False:
+        return
+    click.echo("\nit fits with, from the least time by the estimate:" if changes else f"\n{_NOTHING}")
+    for one in changes:
+        click.echo(f"  {' '.join(f'{key}={value}' for key, value in one.sets.items())}: {_size(one.forecast.needs)}")
+
+
+def _remedy(one: "Remedy") -> dict[str, object]:
+    return {"sets": dict(one.sets), "needs": one.forecast.needs, "peak": one.forecast.peak}
 
 
 def _print_one(one: "Forecast", device: "Device | None", *, explain: bool) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ddpforge.cli.options import device_option, imports_option, json_option, ranks_option, recipe_argument, sets_options
+from ddpforge.cli.plan import short
 from ddpforge.components.stand_ins import look
 
 if TYPE_CHECKING:
@@ -23,13 +24,29 @@ _WIDEST = 48  # columns before the comments; longer values push theirs to the ri
 @ranks_option
 @device_option
 @imports_option
+@click.option(
+    "--plan", "plans", is_flag=True, help="Also print the short form of `ddpforge plan`, which takes some seconds."
+)
 @json_option
-def show(recipe: str, sets: Sequence[str], ranks: int, device: str | None, imports: bool, as_json: bool) -> None:
+def show(
+    recipe: str, sets: Sequence[str], ranks: int, device: str | None, imports: bool, plans: bool, as_json: bool
+) -> None:
     """Print RECIPE resolved, with all defaults, and where each value came from. The output is a recipe too.
 
     This imports the code that the recipe names, which runs what stands at the top of it.
     """
-    click.echo(look(lambda: "\n".join(_shown(recipe, sets, ranks, device, imports, as_json))))
+    if not plans:
+        click.echo(look(lambda: "\n".join(_shown(recipe, sets, ranks, device, imports, as_json))))
+        return
+    from ddpforge.components.registry import Registry
+    from ddpforge.simulation.forecast import forecast
+
+    text = "\n".join(_shown(recipe, sets, ranks, device, imports, as_json))
+    plan = forecast(recipe, None, ranks=ranks, registry=Registry.installed(), sets=sets)
+    if as_json:
+        click.echo(json.dumps(json.loads(text) | {"plan": plan.as_dict()}, indent=2))
+    else:
+        click.echo("\n".join([text, *(f"# {line}" for line in short(plan))]))
 
 
 def _shown(

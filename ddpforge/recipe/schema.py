@@ -396,6 +396,11 @@ class TrackSection(Section):
     every: Annotated[TrainingTime, Resume.OUTSIDE] = Field(
         default=Duration(10, "st"), description="How often to write a row of training metrics."
     )
+    plan: Annotated[Literal["auto", "on", "off"], Resume.OUTSIDE] = Field(
+        default="auto",
+        description="Hold the memory of the second step against `ddpforge plan`, in memory.json: auto from a million "
+        "parameters on, without compile; on also waits for the plan at the end.",
+    )
     trackers: Annotated[dict[str, Component], Resume.OUTSIDE] = {}
 
 

@@ -32,9 +32,10 @@ from ddpforge.recipe.layers import (
 )
 from ddpforge.recipe.origins import KeyPath
 from ddpforge.recipe.report import dotted, shown
-from ddpforge.recipe.schema import Recipe, on_one_line
+from ddpforge.recipe.schema import Recipe, TrackSection, on_one_line
 
 _LOCAL_CODE = re.compile(r"([^:]*\.py):[A-Za-z_][\w.]*")
+_OF_TRACK = TrackSection.model_fields.keys() - {"trackers"}  # no names of trackers
 _DEFAULTS = ("schedule", "strategy")  # components that a recipe need not name
 
 
@@ -108,7 +109,7 @@ class _Validation:
         for section in NAMED_SLOTS:
             inner = tables.get(section)
             for key, value in inner.items() if isinstance(inner, dict) else ():
-                if (section, key) != ("track", "every"):
+                if section != "track" or key not in _OF_TRACK:
                     yield (section, key), value
 
     def _component(self, path: KeyPath, table: Value) -> Table:
@@ -175,8 +176,8 @@ class _Validation:
         for path, component in components.items():
             inside(shaped, path[:-1])[path[-1]] = component
         if isinstance(track := shaped.get("track"), dict):
-            every = {"every": track.pop("every")} if "every" in track else {}
-            shaped["track"] = {**every, "trackers": track}
+            own = {key: track.pop(key) for key in _OF_TRACK if key in track}
+            shaped["track"] = {**own, "trackers": track}
 
         version = shaped.get("recipe", 1)
         if version != 1 or isinstance(version, bool | float):  # for pydantic, true is 1 as well

@@ -5,6 +5,7 @@ runs/<name>/
   env.json                 where the last attempt ran                run.json   id, attempts, lineage
   status.json              how the run stands: see `Status`          metrics.jsonl
   failure.json             which rank failed first, and where all of them stood
+  memory.json              what a step took of memory, beside what was planned
   logs/                    checkpoints/
 """
 
@@ -132,6 +133,11 @@ class RunFolder:
     def failure(self) -> Path:
         """The failure of the last attempt, and where all ranks stood."""
         return self.path / "failure.json"
+
+    @property
+    def memory(self) -> Path:
+        """The memory that a step of the newest attempt took, beside what was planned."""
+        return self.path / "memory.json"
 
     @property
     def logs(self) -> Path:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -11,11 +12,15 @@ from ddpforge.components.registry import Registry
 from ddpforge.errors import ForgeError
 from ddpforge.parity.specs import Spec
 from ddpforge.recipe import load_recipe
+from ddpforge.recipe.schema import TrainSection
 from ddpforge.simulation.devices import Device
 from ddpforge.simulation.forecast import Forecast, forecast
+from ddpforge.training.contract import contract_of
 from ddpforge.trials.batch_size import fitting, sizes
 
-__all__ = ["Choice", "best", "choices"]
+__all__ = ["Choice", "Remedy", "best", "choices", "remedies"]
+
+_FEW = 3
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,63 @@ def choices(
     return found
 
 
+@dataclass(frozen=True)
+class Remedy:
+    """Changes to a recipe with which it fits, and its forecast with them."""
+
+    sets: Mapping[str, str]
+    forecast: Forecast
+
+
+def remedies(
+    recipe: str,
+    ranks: int,
+    *,
+    registry: Registry,
+    budget: int,
+    sets: Sequence[str] = (),
+    device: Device | None = None,
+) -> list[Remedy]:
+    """The three changes with which a recipe fits into `budget` bytes a rank that cost least time by the estimate.
+
+    Tried are a smaller micro-batch, activation checkpointing and both, and the same under FSDP where the recipe's
+    strategy shards nothing; bf16, which changes numbers, where these are too few. Raises RecipeError for a recipe that
+    cannot train.
+    """
+    known = load_recipe(recipe, sets=sets, registry=registry).recipe
+    train, own = known.train, Spec(known.strategy.use, known.strategy.use, (), ranks)
+    shards = contract_of(build(registry, "strategy", known.strategy)).shards
+    specs = [own, Spec("fsdp", "fsdp", (), ranks)] if ranks > 1 and not shards else [own]
+    asked = (registry, budget, sets, device, lambda _: None)
+    found: list[Remedy] = []
+    for spec in specs:
+        for checkpointing in {train.activation_checkpointing, True}:
+            with suppress(ForgeError):  # of a model without blocks, or that cannot be cut
+                choice = _largest(recipe, spec, checkpointing, *asked)
+                if choice.micro_batch:
+                    found.append(Remedy(_changes(choice, own, train, ranks), choice.forecast))
+    found.sort(key=lambda one: _cost(one.forecast))
+    if len(found) < _FEW and train.precision == "fp32":
+        half = "train.precision", '"bf16"'
+        with suppress(ForgeError):
+            one = forecast(
+                recipe, None, ranks=ranks, registry=registry, sets=[*sets, "=".join(half)], device=device, budget=budget
+            )
+            found += [Remedy(dict([half]), one)] if one.fits else []
+    return found[:_FEW]
+
+
+def _changes(choice: Choice, own: Spec, train: TrainSection, ranks: int) -> dict[str, str]:
+    """The keys of a choice that the recipe does not have like this."""
+    batch = choice.forecast.batch
+    before = {
+        "strategy.use": json.dumps(own.use),
+        "train.micro_batch": str(train.per_pass(batch["data_ranks"])),
+        "train.activation_checkpointing": str(train.activation_checkpointing).lower(),
+    }
+    return {key: value for key, value in choice.sets.items() if before.get(key) != value}
+
+
 def _largest(
     recipe: str,
     spec: Spec,
@@ -91,9 +153,11 @@ def _largest(
 def best(found: Sequence[Choice]) -> Choice | None:
     """The choice that fits and trains most items a second by the estimate; without one, that computes least."""
     fitting = [one for one in found if one.micro_batch is not None]
-    return min(fitting, key=_cost, default=None)
+    return min(fitting, key=lambda one: _cost(one.forecast), default=None)
 
 
-def _cost(one: Choice) -> tuple[float, int]:
-    known = one.forecast
-    return (known.seconds.most if known.seconds else float(known.flops or 0), -(one.micro_batch or 0))
+def _cost(one: Forecast) -> tuple[float, ...]:
+    """Seconds; where no device is known work, then what is sent, then forward passes."""
+    if one.seconds:
+        return (one.seconds.most,)
+    return one.flops or 0, sum((one.wire or {}).values()), -one.batch["micro_batch"]

@@ -19,7 +19,6 @@ from ddpforge.data import MicroBatch, RankShare, open_data
 from ddpforge.interfaces import Pass, RunContext, Tracker, World
 from ddpforge.ranks import phases
 from ddpforge.simulation.fake import Post, fake_batch, fakes, pretended, without_memory
-from ddpforge.simulation.ledger import LOSS, Ledger, Living
 from ddpforge.simulation.work import Work
 from ddpforge.strategies import torch_replica
 from ddpforge.strategies.fsdp import strategy as fsdp
@@ -30,6 +29,7 @@ from ddpforge.training.blocks import find_blocks
 from ddpforge.training.building import build_data_and_model
 from ddpforge.training.callbacks import overriding
 from ddpforge.training.foreseeing import foresee
+from ddpforge.training.ledger import LOSS, Ledger, Living
 from ddpforge.training.one_turn import of_turns
 from ddpforge.training.optimizers import build_optimizer
 from ddpforge.training.parts import Parts
@@ -142,7 +142,7 @@ class _Rank:
         self._modules: list[str] = []  # whose forward passes are running
         self._phase = phases.START
         self._work = Work()
-        self._ledger = Ledger(self._work, lambda: phases.NAMES[self._phase], self._module)
+        self._ledger = Ledger(lambda: phases.NAMES[self._phase], self._module, self._work.add)
         with self._ledger:
             self._model = model = assemble._spread(parts)
             self._optimizer = build_optimizer(

@@ -12,10 +12,11 @@ from torch.distributed._tools.fake_collectives import CollectiveOp, collective_o
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-__all__ = ["EMPTY", "Operation", "Sent", "Work"]
+from ddpforge.training.ledger import EMPTY
+
+__all__ = ["Operation", "Sent", "Work"]
 
 _ATEN = torch.ops.aten
-EMPTY = {_ATEN.empty.memory_format, _ATEN.empty_like.default, _ATEN.new_empty.default}
 _NAMES = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast", "send", "recv")
 _SHORT = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "p2p": "send"}
 

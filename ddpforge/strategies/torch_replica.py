@@ -155,7 +155,8 @@ class TorchReplica(Replica):
         """The norm of all gradients together (0-d)."""
         # Of a sparse one, torch 2.11 knows no norm. `torch.nn.utils.get_total_norm` is this, in twice the time.
         dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(dense)))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(dense)))
+        return norm
 
     def clip(self, largest: float, norm: Tensor) -> None:
         """Scales the gradients, whose norm is `norm`, down to the `largest` norm."""

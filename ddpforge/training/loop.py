@@ -7,11 +7,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, Self
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -37,7 +37,6 @@ from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.left_out import complete, without_state_of_frozen
 from ddpforge.training.norms import GradientNorms
 from ddpforge.training.one_turn import finished, of_turn, of_turns, reports_of
-from ddpforge.training.profiling import Profile
 from ddpforge.training.progress import Progress
 from ddpforge.training.rates import Rates
 from ddpforge.training.restoring import is_another, restore_callbacks
@@ -48,13 +47,27 @@ from ddpforge.training.step import Stepper
 from ddpforge.training.totals import counted_once
 from ddpforge.training.turns import Turns
 
-__all__ = ["Trainer"]
+__all__ = ["Around", "Trainer"]
 
 log = logging.getLogger("ddpforge")
 
 _MOST_SKIPS = 100  # steps in a row without a finite gradient, after which skipping is no longer training
 _MOST_ROLLBACKS = 10
 _FACTOR = "callbacks/lr_factor"
+
+
+class Around(Protocol):
+    """A context around training that is told of every step, e.g. to profile some."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+    def before(self, step: int) -> None:
+        """The next step is `step`."""
+
+    def close(self, step: int) -> None:
+        """No step follows; the next one would have been `step`."""
 
 
 class _GoBack(Exception):
@@ -182,25 +195,24 @@ class Trainer:
         # Who stops a run does not wait for an evaluation that is due: the next attempt makes up for it.
         self._evaluated = facts.step if any(name.startswith("eval/") for name in facts.metrics) else None
 
-    def fit(self, profile: Profile | None = None) -> Literal["done", "stopped"]:
+    def fit(self, *around: Around) -> Literal["done", "stopped"]:
         """Trains to the end, or to a stop that all ranks agreed on; either way the last step is then saved.
+
+        Each of `around` is entered, and told of every step that comes.
 
         Raises Diverged when a gradient is not finite and the recipe says stop, CheckpointError when a checkpoint
         cannot be written and the recipe says stop or it is the last one, and whatever a component raises.
         """
-        if profile is None:
-            deque(self.steps(), maxlen=0)
-        else:
-            self._fit_profiled(profile)
+        with ExitStack() as stack:
+            for one in around:
+                stack.enter_context(one).before(self.progress.step + 1)
+            for info in self.steps():
+                for one in around:
+                    one.before(info.step + 1)
+            for one in around:
+                one.close(self.progress.step + 1)
         left = self.progress.step < self.end or self._interrupted
         return "stopped" if self._agreed.stops and left else "done"
-
-    def _fit_profiled(self, profile: Profile) -> None:
-        with profile:
-            profile.before(self.progress.step + 1)
-            for info in self.steps():
-                profile.before(info.step + 1)
-            profile.close(self.progress.step + 1)
 
     def steps(self) -> Iterator[StepInfo]:
         """Trains one step after the other, each of which is complete when it is yielded; raises what `fit` does.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ddpforge.errors import OutOfMemory
+from ddpforge.errors import OutOfMemory, says_memory_is_full
 
 if TYPE_CHECKING:
     from ddpforge.interfaces import Contract, Weights
@@ -17,12 +16,10 @@ __all__ = ["explained", "held"]
 
 _FP32 = 4
 
-_FULL = re.compile(r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.I)
-
 
 def explained(error: BaseException, recipe: Recipe, data_ranks: int) -> BaseException:
     """`error`, or where it says that memory is full an OutOfMemory that says what to change in the recipe."""
-    if not isinstance(error, RuntimeError | MemoryError) or not _says_so(error):
+    if not says_memory_is_full(error):
         return error
     words = str(error).partition(" See documentation")[0].strip().splitlines()
     said = words[0] if words else "there is no more"
@@ -39,10 +36,6 @@ def held(contract: Contract, weights: Weights, size: Size) -> dict[str, int]:
     mine = sum(part.tensor.numel() * part.tensor.element_size() for part in weights.parts().values())
     whole = {"weights": size.all * _FP32, "gradients": size.trainable * _FP32}
     return {kind: mine if kind in contract.shards else bytes for kind, bytes in whole.items()}
-
-
-def _says_so(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or bool(_FULL.search(str(error)))
 
 
 def _hints(recipe: Recipe, data_ranks: int) -> Iterator[str]:

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ddpforge.errors import UsageError
+from ddpforge.errors import UsageError, says_memory_is_full
 from ddpforge.interfaces import Metric
 
 __all__ = ["beside_targets", "by_name", "described", "one_tensor", "pair", "parts_of", "refuse_targets"]
@@ -63,7 +63,9 @@ def one_tensor(outputs: Any, task: str) -> Tensor:
 
 
 def refuse_targets(error: Exception, task: str, outputs: Tensor, targets: Tensor) -> NoReturn:
-    """Raises UsageError for targets that the loss does not take; `error` is what torch said."""
+    """Raises UsageError for targets that the loss does not take; `error` is what torch said, and stays if of memory."""
+    if says_memory_is_full(error):
+        raise error
     about = f"targets {described(targets)}"
     if targets.numel() and not targets.is_floating_point():
         about += f" from {int(targets.min())} to {int(targets.max())}"

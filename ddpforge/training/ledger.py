@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ddpforge.simulation.work import EMPTY, Work
+from ddpforge.ranks import phases
 
-__all__ = ["COMMUNICATION", "KINDS", "LOSS", "Ledger", "Living"]
+__all__ = ["COMMUNICATION", "EMPTY", "KINDS", "LOSS", "Ledger", "Living"]
 
 LOSS, COMMUNICATION = "logits and loss", "communication"
 KINDS = (
@@ -27,6 +27,8 @@ KINDS = (
     *("batch", "activations", LOSS, "backward", COMMUNICATION),
 )
 """All but "other"; "backward" is what backward passes make on the way to gradients."""
+EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default}
+_DATA = phases.NAMES[phases.DATA]
 _PLACES, _DEPTH = ("/torch/distributed/fsdp/", "/deepspeed/"), 8
 
 
@@ -44,17 +46,27 @@ class Living:
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches every operation on fake tensors: what lives, what is computed, and what is sent.
+    """Watches every operation on tensors, fake or real: what lives, and since when.
 
-    Views count with what they are views of. `phase` and `module` say who is at work.
+    Views count with what they are views of. `phase` and `module` say who is at work; `work` hears of each operation,
+    its arguments and what it returned. In a `real` run, what was there before is found when an operation reads it, and
+    counts apart from the rest: the bytes of it that are still there are `older`.
     """
 
-    def __init__(self, work: Work, phase: Callable[[], str], module: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        phase: Callable[[], str],
+        module: Callable[[], str] = str,
+        work: Callable[[Any, Any, Mapping[str, Any], Any], None] | None = None,
+        *,
+        real: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._work, self._phase, self._module = work, phase, module
+        self._work, self._phase, self._module, self._real = work, phase, module, real
         self._pieces: list[Living] = []
         self._now = self.live = 0
         self._of: dict[int, tuple[Living, weakref.ref[Any]]] = {}  # by storage
+        self._older: dict[int, tuple[int, weakref.ref[Any]]] = {}  # the same, of what was there before: bytes
         self.restart()
 
     def restart(self) -> None:
@@ -68,6 +80,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for storage in _storages(tensor):
                 self._see(storage, tensor)
                 self._of[storage._cdata][0].kind = kind
+
+    @property
+    def older(self) -> int:
+        """Bytes of what was there before and is there now."""
+        return sum(size for size, _ in self._older.values())
 
     def alive(self) -> list[Living]:
         """The pieces that live at the largest moment."""
@@ -93,9 +110,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resize = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            if self._real:
+                self._find(storage)
             found = self._resize(storage, size)
-            if storage._cdata in self._of:
-                self._change(storage)
+            if storage._cdata in self._of or storage._cdata in self._older:
+                self._see(storage)
             return found
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[assignment,method-assign]
@@ -110,7 +129,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented
         kwargs = kwargs or {}
-        if func is torch.ops._c10d_functional.wait_tensor.default:
+        if self._real and self._phase() != _DATA:  # what a dataset keeps is not the step's
+            for one in tree_iter((args, kwargs)):
+                for storage in _storages(one) if isinstance(one, Tensor) else ():
+                    self._find(storage)
+        if func is torch.ops._c10d_functional.wait_tensor.default and not self._real:
             return args[0]
         found = func(*args, **kwargs)
         if func.namespace == "prim":
@@ -119,20 +142,30 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(isinstance(one, FakeTensor) and one.fake_device.type == "meta" for one in made):
             return found  # torch works out shapes
         self._now += 1
-        self._work.add(func, args, kwargs, found)
+        if self._work:
+            self._work(func, args, kwargs, found)
         for one in made:
             for storage in _storages(one):
                 self._see(storage, one, func)
         return found
 
     # -- pieces
-    def _see(self, storage: torch.UntypedStorage, tensor: Any, func: Any = None) -> None:
+    def _find(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._of and storage._cdata not in self._older:
+            gone = weakref.ref(storage, lambda _, key=storage._cdata: self._older.pop(key, None))  # type: ignore[misc]
+            self._older[storage._cdata] = storage.nbytes(), gone
+
+    def _see(self, storage: torch.UntypedStorage, tensor: Tensor | None = None, func: Any = None) -> None:
+        if storage._cdata in self._older:
+            if self._older[storage._cdata][0] == storage.nbytes():
+                return
+            del self._older[storage._cdata]
         if storage._cdata in self._of:
             self._change(storage)
             return
         module = self._module()
         made_by = " ".join(filter(None, (module, f"({func._opname})" if func else "")))
-        shape, dtype = tuple(tensor.shape), tensor.dtype
+        shape, dtype = (tuple(tensor.shape), tensor.dtype) if tensor is not None else ((), None)
         kind = self._phase()
         if kind == "forward":
             kind = "activations" if module else LOSS
@@ -185,4 +218,9 @@ def _storages(tensor: Any) -> list[torch.UntypedStorage]:
         tensor = tensor.elem
     if isinstance(tensor, nn.Parameter):
         tensor = tensor.detach()
-    return [tensor.untyped_storage()]
+    if tensor.layout is torch.sparse_coo:
+        return [*_storages(tensor._indices()), *_storages(tensor._values())]
+    try:
+        return [tensor.untyped_storage()]
+    except NotImplementedError:  # of other layouts
+        return []
