@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 import torch
+from pydantic import ByteSize
 
 from ddpforge import disk
 from ddpforge.errors import OutOfMemory
@@ -37,7 +38,7 @@ _MEASURED = 2  # the step of an attempt that is measured: the optimizer's state 
 _LARGEST = 0.1  # difference that nobody is told of
 _LONGEST = 300.0  # seconds that a run waits for its plan when it ends
 _LESS = 0.9  # of a plan that should have fitted and did not
-_PATIENCE = 60.0  # seconds that people wait to hear why a run ended
+_PATIENCE = 120.0  # seconds that people wait to hear why a run ended
 _NICE = 19
 _FRAGMENTS = 0.1  # of what lives, that the caching allocator of a GPU cannot hand out again
 _LAUNCHERS = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|(MASTER|GROUP|ROLE|TORCHELASTIC|ACCELERATE)_.*")
@@ -117,7 +118,9 @@ class PlanCheck:
                 "phase": phase,
                 "ranks": [peak for peak, _ in found],
             }
+            self._write(None, None)
             self._plan = _Plan(self._folder.resolved, self._world.all.size)
+            self._plan.give_way()
 
     def _look(self) -> None:
         if self._plan is None or not self._plan.is_over:
@@ -130,13 +133,16 @@ class PlanCheck:
         peak, measured = planned["peak"], self._measured["peak"]
         in_step = self._measured["phase"] not in ("eval", "save")
         difference = peak / measured - 1 if peak and measured and in_step else None
-        found = {"measured": self._measured, "planned": planned, "difference": difference}
-        disk.replace(self._folder.memory, f"{json.dumps(found, indent=2)}\n".encode())
+        self._write(planned, difference)
         if difference is not None and abs(difference) > _LARGEST:
             log.warning(
                 "memory: the plan has %s on a rank at the largest moment of a step, and step %d had %s (%s): see %s",
                 *(_size(peak), self._measured["step"], _size(measured), self._measured["of"], self._folder.memory),
             )
+
+    def _write(self, planned: dict[str, Any] | None, difference: float | None) -> None:
+        found = {"measured": self._measured, "planned": planned, "difference": difference}
+        disk.replace(self._folder.memory, f"{json.dumps(found, indent=2)}\n".encode())
 
 
 class Room:
@@ -146,7 +152,7 @@ class Room:
         self._before = psutil.Process().memory_info()
 
     def bytes(self, device: torch.device) -> int:
-        """What tensors take now, and what is free beside them; on a GPU for what the allocator does not lose."""
+        """The bytes that tensors take now and that are free beside them; on a GPU without what the allocator loses."""
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
             return int((free + torch.cuda.memory_reserved(device)) / (1 + _FRAGMENTS))
@@ -169,14 +175,17 @@ def advised(error: BaseException, folder: RunFolder, world: World, recipe: Recip
     log.info("memory is full: looking for changes that fit")
     there = room.bytes(world.device)
     planned = _planned(folder.resolved, world.all.size, there)
-    lost = planned is not None and planned["fits"]  # in pieces too small, or to other processes
-    if planned and lost:
-        planned = _planned(folder.resolved, world.all.size, int(planned["peak"] * _LESS))
     if planned is None or planned["peak"] is None:
         return error
+    needed, about = planned["peak"], ""
+    if needed <= there / 2:
+        about = ": something else than a planned step has filled it, an evaluation perhaps"
+    elif needed <= there:
+        about = ", of which some is lost in small pieces"
+        planned = _planned(folder.resolved, world.all.size, int(needed * _LESS)) or planned
     problem = OutOfMemory(
-        f"{error.message}\na step needs {_size(planned['peak'])} for tensors on a rank by the plan, and there were "
-        f"{_size(there)}{', not all of which can be used' if lost else ''}",
+        f"{error.message}\nby the plan a step needs {_size(needed)} for tensors on a rank, and there were "
+        f"{_size(there)}{about}",
         hints=[_hint(remedy) for remedy in planned["remedies"]] or error.hints,
     )
     problem.__cause__ = error.__cause__
@@ -197,7 +206,7 @@ def _hint(remedy: Mapping[str, Any]) -> str:
 
 
 class _Plan:
-    """A plan that is being made; it takes no GPU, and what other processes leave it of the CPUs."""
+    """A plan that is being made; it takes no GPU."""
 
     def __init__(self, recipe: Path, ranks: int, *options: str) -> None:
         command = [sys.executable, "-m", "ddpforge", "plan", str(recipe), "--ranks", str(ranks), "--json", *options]
@@ -209,6 +218,9 @@ class _Plan:
             stderr=subprocess.DEVNULL,
             env=alone | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         )
+
+    def give_way(self) -> None:
+        """Takes from now on what other processes leave of the CPUs."""
         with suppress(psutil.Error):  # it may have ended
             psutil.Process(self._process.pid).nice(_NICE)
 
@@ -223,7 +235,7 @@ class _Plan:
             self._process.wait(seconds)
 
     def said(self) -> list[dict[str, Any]]:
-        """What it came to, by strategy; nothing where it failed."""
+        """Returns what it came to, by strategy; nothing where it failed."""
         out, _ = self._process.communicate()
         try:
             found: list[dict[str, Any]] = json.loads(out)
@@ -242,4 +254,4 @@ def _phase() -> str:
 
 
 def _size(count: int) -> str:
-    return f"{count / 2**20:,.1f} MiB"
+    return ByteSize(count).human_readable(decimal=True, separator=" ")

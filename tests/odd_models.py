@@ -261,3 +261,26 @@ class Penalty(Task):
             (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
             loss = loss + slope.square().sum()
         return loss, out
+
+
+class Deciding(nn.Module):
+    """Takes 40 MB more where it sees values than where it sees shapes alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.embedding(tokens)
+        if (tokens >= 0).all():
+            found = found + torch.zeros(10_000_000).sum()
+        return found
+
+
+class Unforeseen(Deciding):
+    """Has no shapes without values."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.embedding(tokens)
+        assert len(torch.unique(tokens)) > 1
+        return found

@@ -12,6 +12,7 @@ from dataclasses import replace
 from numbers import Real
 from typing import Any, Literal, Protocol, Self
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -242,7 +243,7 @@ class Trainer:
         self._adding_columns = overriding(self.callbacks, "on_log")
         self._stopwatch.restart()
         self._spending.restart()
-        looks_are_free = self.world.device.type == "cpu"  # there, reading a norm waits for nothing
+        looks_are_free = _looks_are_free(self.world.device)
         # Whoever asked while all this was starting does not wait for a step, which may have to be compiled.
         ended = self._look(0.0).stops or self.progress.step >= self.end
         if not self._agreed.stops and self._owes_evaluation():
@@ -532,6 +533,11 @@ class Trainer:
         """The metrics of the weights at `step`; an older evaluation says nothing about them."""
         stale = () if self._evaluated == step else ("eval/",)
         return {name: value for name, value in self.metrics.items() if not name.startswith(stale)}
+
+
+def _looks_are_free(device: torch.device) -> bool:
+    """True if reading a norm does not wait for the device."""
+    return device.type == "cpu"
 
 
 def _until_last(first: MicroBatch, source: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
