@@ -29,6 +29,7 @@ micro_batch = {micro_batch}
 device = "cpu"
 [track]
 every = "{log_every}st"
+plan = "off"
 [checkpoint]
 every = "1000000st"
 [strategy]
