@@ -251,7 +251,10 @@ def _print_one(one: "Forecast", device: "Device | None", *, explain: bool) -> No
         each = (one.all_flops or 0) / one.items if one.items else 0
         per_item = f", {each:.4g} on all ranks per {one.items_name.removesuffix('s')}" if each else ""
         click.echo(f"  floating-point operations per step: {one.flops:.4g}{per_item}")
-    every = f", every {one.checkpoint_every} steps" if one.checkpoint_every else ""
+    every = ""
+    if one.checkpoint_every:
+        steps = one.checkpoint_every
+        every = f", every {counted(steps, 'step')}: {size(one.checkpoint // steps)} to write for each step"
     click.echo(f"  checkpoint, of all ranks together: {size(one.checkpoint)}{every}")
     if device and one.needs and one.peak:
         click.echo(
