@@ -71,7 +71,7 @@ def launch(
         max_time=max_time,
         profile=profile,
     )
-    before = RunFolder.of(start.recipe, out).status_version()
+    before = start.folder.status_version()
     started = start.run()
     if started.untold and not started.folder.exists():
         raise started.untold

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ddpforge.components.stand_ins import look
 from ddpforge.errors import ExitCode, ForgeError, RecipeError, UsageError
 from ddpforge.launchers import process
 from ddpforge.launchers.command import names_rendezvous, torchrun_command, variables_for
@@ -21,7 +22,7 @@ from ddpforge.ranks.halt import seconds_of
 from ddpforge.runs.folder import RunFolder
 
 if TYPE_CHECKING:
-    from ddpforge.recipe import LoadedRecipe, Recipe
+    from ddpforge.recipe import LoadedRecipe
 
 __all__ = ["Ranks", "Start", "Started", "check_world", "prepare"]
 
@@ -52,17 +53,16 @@ class Started:
 class Start:
     """A recipe that was checked, and the launcher's command that trains it."""
 
-    recipe: Recipe
+    folder: RunFolder
     command: list[str]
     nproc: int
     nodes: Nodes
     patience: float
-    out: str | None
     keeps: bool = True  # False where ranks leave nothing behind
 
     def run(self) -> Started:
         """Starts the ranks, and waits for their end."""
-        folder = RunFolder.of(self.recipe, self.out)
+        folder = self.folder
         before = folder.status_version()
         ended = process.start(
             self.command,
@@ -101,19 +101,13 @@ def prepare(
 
     Raises RecipeError, or whatever else stands in the way.
     """
-    from ddpforge.recipe import load_recipe
-
     seconds_of(max_time)  # raises UsageError
     if profile:
         Window.parse(profile)
-    loaded = load_recipe(recipe, sets=sets)
-    nproc = ranks.nproc or (loaded.recipe.train.device != "cpu" and _gpus()) or 1
+    folder, nproc = look(lambda: _checked(recipe, ranks, sets, out))
     flags = list(ranks.flags)
     if not names_rendezvous(flags):
-        flags = [*ranks.nodes.flags(ranks.run_id or default_id(loaded.recipe.name)), *flags]
-    if not any(flag.startswith("--nnodes") for flag in ranks.flags):
-        for world in ranks.nodes.worlds(nproc):
-            check_world(loaded, world)
+        flags = [*ranks.nodes.flags(ranks.run_id or default_id(folder.path.name)), *flags]
     if ranks.max_restarts is not None:
         flags.append(f"--max-restarts={ranks.max_restarts}")
 
@@ -134,7 +128,19 @@ def prepare(
     restarts = any("restarts" in flag for flag in flags) or ranks.nodes.fewest < ranks.nodes.most
     # Where ranks are restarted, the launcher waits for other machines to meet it again, which is no fault.
     patience = process.PATIENCE + (_MEETING if restarts else 0.0)
-    return Start(loaded.recipe, command, nproc, nodes, patience, out, keeps=not dry_run)
+    return Start(folder, command, nproc, nodes, patience, keeps=not dry_run)
+
+
+def _checked(recipe: str, ranks: Ranks, sets: Sequence[str], out: str | None) -> tuple[RunFolder, int]:
+    """The run's folder and the number of ranks on this machine, of a recipe that can train on all of them."""
+    from ddpforge.recipe import load_recipe
+
+    loaded = load_recipe(recipe, sets=sets)
+    nproc = ranks.nproc or (loaded.recipe.train.device != "cpu" and _gpus()) or 1
+    if not any(flag.startswith("--nnodes") for flag in ranks.flags):
+        for world in ranks.nodes.worlds(nproc):
+            check_world(loaded, world)
+    return RunFolder.of(loaded.recipe, out), nproc
 
 
 def check_world(loaded: LoadedRecipe, nproc: int) -> None:
