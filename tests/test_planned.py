@@ -82,6 +82,17 @@ def test_the_second_step_takes_what_was_planned(recipe: Path, ddpforge: Run, set
     assert "memory:" not in said.stderr
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "bundled", ["contrastive-digits", "diffusion", "experts", "gan", "masked-lm", "muon-digits", "segment-digits"]
+)
+def test_so_does_that_of_every_kind_of_task(tmp_path: Path, ddpforge: Run, bundled: str) -> None:
+    short = ["train.length=3st", "train.eval_every=1000st"]
+    short += [] if bundled in ("gan", "muon-digits") else ["schedule.warmup=1st"]
+    ddpforge("run", bundled, "name=run", "track.plan=on", *short)
+    assert abs(memory(tmp_path)["difference"]) < 0.005
+
+
 def test_measuring_changes_no_number(recipe: Path, ddpforge: Run) -> None:
     for plan in ("on", "off"):
         ddpforge("run", recipe.name, f"name={plan}", f"track.plan={plan}", nproc=2)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import World
-from ddpforge.ranks.collectives import Alone, Group
+from ddpforge.ranks.collectives import Alone, Connected, Group
 
 __all__ = ["Post", "Unsimulated", "fake_batch", "fakes", "pretended", "without_memory"]
 
@@ -62,7 +62,7 @@ def pretended(ranks: int, rank: int = 0) -> Iterator[World]:
                 "barrier": _nothing,
             }.items():
                 stack.enter_context(patch.object(dist, name, stand_in))
-            stack.enter_context(patch.object(Group, "gather", _as_many_of_all))
+            stack.enter_context(patch.object(Connected, "gather", _as_many_of_all))
             group = cast(dist.ProcessGroup, dist.group.WORLD)
             everyone = Group(group, device) if ranks > 1 else Alone(device)
             yield World(all=everyone, data=everyone, device=device, local_rank=0)
@@ -89,7 +89,7 @@ def _same_of_all(found: list[Any], value: Any, group: Any = None) -> None:
     found[:] = [value] * len(found)
 
 
-def _as_many_of_all(self: Group, rows: Tensor) -> tuple[Tensor, int]:
+def _as_many_of_all(self: Connected, rows: Tensor) -> tuple[Tensor, int]:
     return self.gather_alike(rows), self.rank * len(rows)
 
 
