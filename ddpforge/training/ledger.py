@@ -129,10 +129,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented
         kwargs = kwargs or {}
-        if self._real and self._phase() != _DATA:  # what a dataset keeps is not the step's
-            for one in tree_iter((args, kwargs)):
-                for storage in _storages(one) if isinstance(one, Tensor) else ():
-                    self._find(storage)
+        others = self._given((args, kwargs)) if self._real else frozenset[int]()
         if func is torch.ops._c10d_functional.wait_tensor.default and not self._real:
             return args[0]
         found = func(*args, **kwargs)
@@ -146,10 +143,20 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._work(func, args, kwargs, found)
         for one in made:
             for storage in _storages(one):
-                self._see(storage, one, func)
+                if storage._cdata not in others:
+                    self._see(storage, one, func)
         return found
 
     # -- pieces
+    def _given(self, arguments: Any) -> frozenset[int]:
+        """Finds what was there before an operation; returns the storages that are not the step's but a dataset's."""
+        given = [x for one in tree_iter(arguments) if isinstance(one, Tensor) for x in _storages(one)]
+        if self._phase() == _DATA:
+            return frozenset(storage._cdata for storage in given) - self._of.keys()
+        for storage in given:
+            self._find(storage)
+        return frozenset()
+
     def _find(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._of and storage._cdata not in self._older:
             gone = weakref.ref(storage, lambda _, key=storage._cdata: self._older.pop(key, None))  # type: ignore[misc]
