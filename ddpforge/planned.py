@@ -142,7 +142,10 @@ class PlanCheck:
 
     def _write(self, planned: dict[str, Any] | None, difference: float | None) -> None:
         found = {"measured": self._measured, "planned": planned, "difference": difference}
-        disk.replace(self._folder.memory, f"{json.dumps(found, indent=2)}\n".encode())
+        try:
+            disk.replace(self._folder.memory, f"{json.dumps(found, indent=2)}\n".encode())
+        except OSError as error:  # no reason to stop training
+            log.warning("%s was not written: %s", self._folder.memory, error)
 
 
 class Room:
