@@ -1,12 +1,12 @@
-"""How what ddpforge does grows with samples, parameters, checkpoints, rows of metrics, and ranks.
+"""How what ddpforge does grows with samples, parameters, checkpoints, rows of metrics, runs and ranks.
 
     python benchmarks/scaling.py
     python benchmarks/scaling.py --what parameters ranks --repeats 5
 
-All of it takes some four minutes. Every line is the least of some repeats: CPU seconds, which other programs disturb less, and by which power of the size
-they have grown since the line before. Linear is 1, and 0 does not grow; the script exits with 1 where the last power of
-anything is more than 1.2. Tensors have 4 elements each: disks and contents play no part, it is the book-keeping.
-Other ranks are simulated: each writes its part in turn, in this process.
+All of it takes some four minutes. Every line is the least of some repeats: CPU seconds, which other programs disturb
+less, and by which power of the size they have grown since the line before. Linear is 1, and 0 does not grow; the script
+exits with 1 where the last power of anything is more than 1.2. Tensors have 4 elements each: disks and contents play no
+part, it is the book-keeping. Other ranks are simulated: each writes its part in turn, in this process.
 """
 
 from __future__ import annotations
