@@ -8,6 +8,9 @@ PLUGINS := $(wildcard plugins/*)
 PLUGIN_TESTS := $(PLUGINS:%=test-%)
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile  # two files at a time: many tests wait for ranks
 
+# Tests start hundreds of Pythons: where no bytecode may be kept, each would compile all that it imports.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: run test test-all test-fast test-gpu test-plugins $(PLUGIN_TESTS) bench lint docs clean
 
 run: $(BIN)/ddpforge    ## train the digits recipe in 2 processes, on the CPU: a GPU holds one

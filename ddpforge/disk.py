@@ -84,9 +84,10 @@ def write_new(path: Path, blocks: Iterable[bytes | memoryview]) -> tuple[int, li
         for block in blocks:
             digest, view = xxhash.xxh3_128(), memoryview(block)
             for start in range(0, len(view), _STRIDE):
-                digest.update(view[start : start + _STRIDE])
-                write(file, view[start : start + _STRIDE])
-                unsynced += _STRIDE
+                piece = view[start : start + _STRIDE]
+                digest.update(piece)
+                write(file, piece)
+                unsynced += len(piece)
                 if unsynced >= _MOST_UNSYNCED:
                     sync(file)
                     unsynced = 0

@@ -89,7 +89,10 @@ every = "1st"
 
 
 class Bench:
-    """Runs the recipe in one folder, under any strategy on any number of ranks, and reads what came of it."""
+    """Runs the recipe in one folder, under any strategy on any number of ranks, and reads what came of it.
+
+    Ten steps are the warm-up, a part of the schedule, and the ragged ends of two epochs.
+    """
 
     def __init__(self, folder: Path, ddpforge: Callable[..., Ranks], recipe: str = RECIPE) -> None:
         self.folder, self.ddpforge, self.recipe = folder, ddpforge, recipe
@@ -106,7 +109,7 @@ class Bench:
         env: dict[str, str] | None = None,
         **text: Any,
     ) -> Ranks:
-        options = {"model": "", "train": "", "more": "", "length": "20st", "strategy": strategy, "name": name} | text
+        options = {"model": "", "train": "", "more": "", "length": "10st", "strategy": strategy, "name": name} | text
         parts = parts.format(model=options.pop("model"))
         (self.folder / f"{name}.toml").write_text(self.recipe.format(parts=parts, **options))
         return self.ddpforge("run", f"{name}.toml", nproc=nproc, fails=fails, env=env)

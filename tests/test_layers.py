@@ -80,6 +80,8 @@ def tree(module: str) -> ast.Module:
 def imports(module: str, node: ast.AST | None = None, *, types: bool = False) -> Iterator[str]:
     """What a module imports when it runs, also inside functions; with `types` what only type checkers see, too."""
     for child in ast.iter_child_nodes(node or tree(module)):
+        if isinstance(child, ast.expr):
+            continue  # nothing is imported within one
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING" and not types:
             continue
         if isinstance(child, ast.Import):

@@ -115,7 +115,7 @@ class Checkpoints:
     def _prune(self, path: Path) -> None:
         """Removes what the new checkpoint makes superfluous, provided that it can be read back."""
         try:
-            layout_of(path, read_manifest(path))
+            layout_of(path, self._known.read(path))
             retention.prune(self.folder, self._settings.keep, every=self.keep_every, known=self._known)
         except Exception as error:
             defect = None if isinstance(error, CheckpointError) else error

@@ -28,7 +28,7 @@ from ddpforge.checkpoint.schema import (
 )
 from ddpforge.checkpoint.untrusted import BLOCK, DTYPES, Claim, damaged
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces.regions import flaw, held_shape, normal
+from ddpforge.interfaces.regions import flaw, held_shape, normal, whole
 from ddpforge.recipe.toml import loads
 
 _DEEPEST = 16  # levels of JSON
@@ -169,6 +169,7 @@ class Placed(NamedTuple):
         return Claim(self.tensor.dtype, held_shape(self.tensor.shape, self.chunk.region))
 
 
+@untrusted.uncollected()
 def layout(manifest: Manifest) -> dict[str, dict[str, Placed]]:
     """Lists the entries of each safetensors file.
 
@@ -199,6 +200,8 @@ def _problem(manifest: Manifest, tensor: TensorEntry) -> object:
         hashes = 0 if whole_file else -(-Placed(tensor, chunk).nbytes // BLOCK)
         if normal(tensor.shape, chunk.region) != chunk.region or len(chunk.hashes) != hashes:
             return f"{chunk.entry} of {chunk.file} is not as ddpforge writes it"
+    if [chunk.region for chunk in tensor.chunks] == [whole(tensor.shape)]:
+        return None
     return flaw(tensor.shape, [chunk.region for chunk in tensor.chunks])
 
 

@@ -3,8 +3,9 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,11 +40,19 @@ class Known:
         if known is not None and known[0] == digest:
             check_files(path, known[1])
             return known[1]
+        self._parse(path, content, digest)
+        return self._manifests[path.name][1]
+
+    def read(self, path: Path) -> Manifest:
+        """All of the manifest, as `read_manifest` has it, which is known from now on."""
+        return self._parse(path, *sealed(path))
+
+    def _parse(self, path: Path, content: bytearray, digest: str) -> Manifest:
         manifest = parse_manifest(path, content)
         check_files(path, manifest)
         slim = manifest.model_copy(update={"tensors": {}, "optimizer": {}, "callbacks": {}})
         self._manifests[path.name] = digest, slim
-        return slim
+        return manifest
 
     def forget(self, path: Path) -> None:
         """Drops a removed checkpoint from the cache."""
@@ -54,13 +63,17 @@ def committed(folder: Path, known: Known | None = None) -> tuple[list[Committed]
     """The complete checkpoints in `folder`, newest first, and the others with what is wrong with each.
 
     Newer means: of a later step; of the same step, written later. Files' times play no part, since copying a
-    folder changes them. Contents are not read; `newest` does that. With `known`, manifests come without tensors.
+    folder changes them. Contents are not read; `newest` does that. Manifests come without tensors and the state of
+    optimizer and callbacks.
     """
-    read = read_manifest if known is None else known.manifest
+    return _opened(folder.glob("step-*"), known or Known())
+
+
+def _opened(paths: Iterable[Path], known: Known) -> tuple[list[Committed], list[tuple[Path, str]]]:
     found, broken = [], []
-    for path in folder.glob("step-*"):
+    for path in paths:
         try:
-            found.append(Committed(path, _open(path, read)))
+            found.append(Committed(path, _open(path, known.manifest)))
         except CheckpointError as error:
             broken.append((path, error.message))
     found.sort(key=lambda each: (each.manifest.step, each.manifest.created), reverse=True)
@@ -94,18 +107,19 @@ def newest(folder: Path, verify: Callable[[Path], None] = verify) -> tuple[Path 
     Those come newest first; broken ones that are older than the chosen one are left out.
     """
     check_folder(folder)
-    found, broken = committed(folder)
-    chosen, oldest = None, 0
-    for path, manifest in found:
-        try:
-            verify(path)
-        except CheckpointError as error:
-            broken.append((path, error.message))
-        else:
-            chosen, oldest = path, manifest.step
-            break
-    skipped = [(path, reason) for path, reason in broken if _step(path) >= oldest]
-    return chosen, sorted(skipped, key=lambda each: _step(each[0]), reverse=True)
+    skipped: list[tuple[Path, str]] = []
+    newest_first = sorted(folder.glob("step-*"), key=_step, reverse=True)
+    for _, of_one_step in groupby(newest_first, key=_step):  # older ones need not be opened
+        found, broken = _opened(of_one_step, Known())
+        skipped += broken
+        for path, _ in found:
+            try:
+                verify(path)
+            except CheckpointError as error:
+                skipped.append((path, error.message))
+            else:
+                return path, skipped
+    return None, skipped
 
 
 def is_best(metrics: Mapping[str, float], keep: KeepSection, found: list[Committed]) -> bool:

@@ -7,6 +7,7 @@ neither hashes nor fsyncs what it wrote. For reading see `stored` and `reader`.
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -70,11 +71,9 @@ class LazyTensor(NamedTuple):
 def write_file(path: Path, sources: Mapping[str, LazyTensor]) -> tuple[TensorFile, dict[str, tuple[str, ...]]]:
     """Writes a safetensors file; returns what the manifest says of it, and the hashes of each entry's blocks."""
     size, hashes = disk.write_new(path, stream(sources, {"format": "pt"}))
-    header, *blocks = hashes
-    found = {}
-    for name in _order(sources):
-        count = -(-sources[name].nbytes // BLOCK)
-        found[name], blocks = tuple(blocks[:count]), blocks[count:]
+    blocks = iter(hashes)
+    header = next(blocks)
+    found = {name: tuple(islice(blocks, -(-sources[name].nbytes // BLOCK))) for name in _order(sources)}
     return TensorFile(bytes=size, header_xxh3=header), found
 
 

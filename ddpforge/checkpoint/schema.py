@@ -36,7 +36,7 @@ def _plain_name(name: str) -> str:
 
 
 def _possible(shape: tuple[int, ...]) -> tuple[int, ...]:
-    if prod(max(count, 1) for count in shape) >= 1 << 63:
+    if prod(filter(None, shape)) >= 1 << 63:
         raise ValueError("no tensor can be as large as this")
     return shape
 

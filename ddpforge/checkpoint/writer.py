@@ -27,7 +27,7 @@ from ddpforge.checkpoint.schema import (
     Tensors,
 )
 from ddpforge.checkpoint.shard_file import nbytes, write_shard
-from ddpforge.checkpoint.untrusted import Damaged
+from ddpforge.checkpoint.untrusted import Damaged, uncollected
 from ddpforge.checkpoint.weights_file import sources, write_weights
 from ddpforge.errors import CheckpointError
 from ddpforge.ranks.writers import OutOfTouch, Peers
@@ -71,12 +71,13 @@ class Writer:
         self._manifest: Manifest | None = None
         self._problem: Exception | None = None
         try:
-            flat = flatten(state, rank=peers.rank, ranks=peers.size)
-            self._optimizer, self._callbacks = flat.optimizer, flat.callbacks
-            if peers.rank == 0:
-                self._manifest = describe(facts, state, flat)
-            held = own_part(flat.held)
-            self._held = held if copy is None else copy(held)
+            with uncollected():
+                flat = flatten(state, rank=peers.rank, ranks=peers.size)
+                self._optimizer, self._callbacks = flat.optimizer, flat.callbacks
+                if peers.rank == 0:
+                    self._manifest = describe(facts, state, flat)
+                held = own_part(flat.held)
+                self._held = held if copy is None else copy(held)
         except Exception as error:
             self._problem = error
 
@@ -173,6 +174,7 @@ def _record(rank: int) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- on rank 0
+@uncollected()
 def _merged(draft: Path, manifest: Manifest, ranks: int) -> Manifest:
     """The manifest of what all ranks wrote; raises CheckpointError where they contradict each other."""
     found: dict[str, FileEntry] = {}

@@ -102,7 +102,7 @@ class Part:
 
     def of(self, tensor: Tensor) -> Part:
         """The same part of another tensor, which this rank holds in the same way."""
-        return replace(self, tensor=tensor)
+        return Part(tensor, self.shape, self.region, self.replica, self.replicas, self.among)
 
     def elements(self, region: Region) -> Tensor:
         """The elements in `region`, in one dimension and live; raises ValueError where this part lacks some."""

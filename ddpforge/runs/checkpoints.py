@@ -35,6 +35,13 @@ def choose(folder: RunFolder, *, step: int | None = None, best: bool = False) ->
     if best and step is not None:
         raise UsageError("--best and --step each choose a checkpoint", hints=["give one of them"])
 
+    if not best and step is None:
+        path, skipped = retention.newest(folder.checkpoints)
+        for _, reason in skipped:
+            log.warning("passed over: %s", reason)
+        if path is not None:
+            return path
+
     found, _ = retention.committed(folder.checkpoints)
     if best:
         keep = keep_of(folder)
@@ -46,11 +53,6 @@ def choose(folder: RunFolder, *, step: int | None = None, best: bool = False) ->
         chosen = [each for each in found if each.manifest.step == step]
         problem = f"{folder.path} has no checkpoint of step {step}"
     else:
-        path, skipped = retention.newest(folder.checkpoints)
-        for _, reason in skipped:
-            log.warning("passed over: %s", reason)
-        if path is not None:
-            return path
         chosen, problem = [], f"{folder.path} has no intact checkpoint"
 
     if not chosen:

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ SUPERSEDED = "metrics.superseded.jsonl"
 REPLACED = "metrics.replaced.jsonl"  # what somebody put in its place
 
 _TAIL = 1 << 16  # bytes that are read to see how a run stands
+_FLAWS = (ValueError, TypeError, KeyError)  # what a line that is no row raises
 
 log = logging.getLogger("ddpforge")
 
@@ -41,9 +43,9 @@ class JSONLTracker(Tracker):
         Reads `config["run"]["attempt"]`; where that is missing, the attempts in the file are counted.
         """
         self._path, self._superseded = folder / FILE, folder / SUPERSEDED
-        earlier = _parse(self._path) + _parse(self._superseded)
-        counted = 1 + max((row["attempt"] for row in earlier), default=0)
-        self._attempt = config.get("run", {}).get("attempt", counted)
+        self._attempt = config.get("run", {}).get("attempt") or 1 + _attempts(self._path, self._superseded)
+        if _has_zeros(self._path):
+            _replace(self._path, _parse(self._path))
         self.rewind(-1 if resumed_at is None else resumed_at)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -59,13 +61,18 @@ class JSONLTracker(Tracker):
                 self._size = file.tell()
 
     def rewind(self, step: int) -> None:
-        """Supersedes the rows after `step`."""
-        rows = _parse(self._path)
-        keep = [row for row in rows if row["step"] <= step]
-        drop = [row for row in rows if row["step"] > step]
+        """Supersedes the rows after `step`; those before are not looked at."""
+        with _explained(self._path):
+            self._path.touch()
+            try:
+                begin, drop = _after(self._path, step)
+            except _FLAWS:
+                _replace(self._path, _parse(self._path))  # which says in which line the damage is
+                begin, drop = _after(self._path, step)
         if drop:
-            _replace(self._superseded, _parse(self._superseded) + drop)  # first, so that a crash loses none
-        _replace(self._path, keep)
+            _append(self._superseded, drop)  # first, so that a crash loses none
+        with _explained(self._path):
+            _cut(self._path, begin)
         self._keep()
 
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
@@ -120,16 +127,76 @@ def read_metrics(folder: Path) -> list[Row]:
 def latest_rows(folder: Path) -> list[Row]:
     """The newest rows of the run in `folder`, some hundred of them, as they stand; none if there is no file."""
     try:
-        with (folder / FILE).open("rb") as file:
-            start = max(0, os.fstat(file.fileno()).st_size - _TAIL)
-            file.seek(start)
-            lines = file.read().splitlines(keepends=True)
+        _, lines = _last(folder / FILE, _TAIL)
     except FileNotFoundError:
         return []
     try:
-        return _rows(lines[1:] if start else lines, folder / FILE)
+        return _rows(lines, folder / FILE)
     except EnvironmentProblem:
         return _parse(folder / FILE)  # which counts lines from the first
+
+
+# ---------------------------------------------------------------------------------------------- from the end on
+def _last(path: Path, most: int) -> tuple[int, list[bytes]]:
+    """The lines that begin in the last `most` bytes of a file, and where the first of them does."""
+    with path.open("rb") as file:
+        start = max(0, os.fstat(file.fileno()).st_size - most)
+        file.seek(start)
+        lines = file.read().splitlines(keepends=True)
+    return (start + len(lines.pop(0)), lines) if start else (0, lines)
+
+
+def _after(path: Path, step: float) -> tuple[int, list[bytes]]:
+    """The byte at which the rows after `step` begin, and their lines, without one that a crash has cut short.
+
+    Rows are in the order of their steps: no more is read than twice what is after `step`.
+    """
+    most = _TAIL
+    while True:
+        start, lines = _last(path, most)
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()
+        if start == 0 or (lines and _row(lines[0])["step"] <= step):
+            break
+        most *= 2
+    stay = bisect_right([_row(line)["step"] for line in lines], step)
+    return start + sum(map(len, lines[:stay])), lines[stay:]
+
+
+def _append(path: Path, lines: list[bytes]) -> None:
+    with _explained(path):
+        path.touch()
+        with suppress(*_FLAWS):  # of other rows: whoever reads them is told
+            _cut(path, _after(path, math.inf)[0])
+        with path.open("ab") as file:
+            file.writelines(lines)
+            _sync(file)
+
+
+def _cut(path: Path, size: int) -> None:
+    """Shortens the file; after a crash it has its old length or the new one."""
+    if path.stat().st_size == size:
+        return
+    os.truncate(path, size)
+    with path.open("rb") as file:
+        _sync(file)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+# ---------------------------------------------------------------------------------------------- all of it
+def _attempts(*paths: Path) -> int:
+    return max((row["attempt"] for path in paths for row in _parse(path)), default=0)
+
+
+def _has_zeros(path: Path) -> bool:
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        return any(b"\0" in block for block in iter(lambda: file.read(1 << 20), b""))
 
 
 def _parse(path: Path) -> list[Row]:
@@ -146,7 +213,7 @@ def _rows(lines: list[bytes], path: Path) -> list[Row]:
         for piece in filter(bytes.strip, line.split(b"\0")):  # never joined: the halves of two rows may look like one
             try:
                 rows.append(_row(piece))
-            except (ValueError, TypeError, KeyError) as error:
+            except _FLAWS as error:
                 if not zeros:
                     message = f"{path}, line {number} is not a row of metrics"
                     hints = ["mend or remove the line, or move the file away"]
@@ -172,8 +239,7 @@ def _write(path: Path, content: bytes) -> None:
     new = path.with_suffix(".tmp")
     with new.open("wb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        _sync(file)
     os.replace(new, path)
 
 

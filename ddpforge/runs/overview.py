@@ -192,14 +192,16 @@ def sorted_by(runs: Sequence[Standing], by: str, *, reverse: bool = False) -> li
     }
     if by in keys:
         return sorted(runs, key=keys[by], reverse=reverse)
-    having = [run for run in runs if (value := run.metrics.get(by)) is not None and math.isfinite(value)]
+    having, lacking = [], []
+    for run in runs:
+        value = run.metrics.get(by)
+        (lacking if value is None or not math.isfinite(value) else having).append(run)
     lower = lower_is_better(by)
     if not having or lower is None:
         known = sorted({name for run in runs for name in run.metrics})
         problem = f"the name of {by} does not tell if less of it is better" if having else f"no run has a metric {by}"
         raise UsageError(problem, hints=[f"sort by {', '.join(keys)}, or a metric: {', '.join(known) or 'none'}"])
-    ranked = sorted(having, key=lambda run: run.metrics[by] or 0.0, reverse=reverse == lower)
-    return ranked + [run for run in runs if run not in having]
+    return sorted(having, key=lambda run: run.metrics[by] or 0.0, reverse=reverse == lower) + lacking
 
 
 def notable(runs: Sequence[Standing]) -> list[str]:

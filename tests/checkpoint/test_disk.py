@@ -210,3 +210,9 @@ def test_whatever_a_disk_did_is_progress(tmp_path: Path, act: Callable[[Any], No
         before = disk.progress()
         act(file)
         assert disk.progress() > before
+
+
+def test_many_short_blocks_are_synced_once(tmp_path: Path, calls: list[tuple[str, ...]]) -> None:
+    """As those of tensors of a few elements are: a sync for every so many blocks would be one for nothing."""
+    disk.write_new(tmp_path / "file", [b"1234"] * 5000)
+    assert calls == [("sync", "file", "20000")]

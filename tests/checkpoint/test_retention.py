@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from checkpoint.doubles import checkpoint_of, write
 
-from ddpforge.checkpoint.manifest import read_manifest
+from ddpforge.checkpoint.manifest import read_manifest, sealed
 from ddpforge.checkpoint.retention import Known, best, clean, committed, is_best, newest, prune
 from ddpforge.errors import CheckpointError
 from ddpforge.recipe.schema import KeepSection
@@ -24,6 +24,18 @@ def save(folder: Path, steps: Iterable[int], **metrics: Iterable[float]) -> list
 
 def steps(folder: Path) -> list[int]:
     return sorted(read_manifest(path).step for path in folder.glob("step-*"))
+
+
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The checkpoints whose manifests are read from now on."""
+    found: list[str] = []
+
+    def noted(path: Path) -> tuple[bytearray, str]:
+        found.append(path.name)
+        return sealed(path)
+
+    monkeypatch.setattr("ddpforge.checkpoint.retention.sealed", noted)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- newest
@@ -95,6 +107,32 @@ def test_what_is_passed_over_comes_newest_first_and_back_to_the_chosen_step(fold
 
     assert chosen == again
     assert [path for path, _ in skipped] == [strange, forty, thirty, twenty]
+
+
+@pytest.mark.parametrize("count", [3, 30])
+def test_the_newest_of_many_is_found_without_opening_those_that_are_older(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    *_, before, last = save(folder, range(10, 10 * count + 10, 10))
+    (last / "COMMIT").unlink()
+    looked_at = opened(monkeypatch)
+
+    assert newest(folder)[0] == before
+    assert looked_at == [last.name, before.name]
+
+
+def test_of_many_checkpoints_in_a_list_no_tensor_stays_in_memory(folder: Path) -> None:
+    save(folder, [10, 20])
+    assert [dict(each.manifest.tensors) for each in committed(folder)[0]] == [{}, {}]
+
+
+def test_a_manifest_that_was_read_to_prove_a_save_is_not_parsed_again_for_pruning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, (ten,) = Known(), save(folder, [10])
+    assert known.read(ten) == read_manifest(ten)
+    monkeypatch.setattr("ddpforge.checkpoint.retention.parse_manifest", None)
+    assert prune(folder, KeepSection(last=1), known=known) == []
 
 
 def test_a_checkpoint_under_another_name_or_behind_a_link_is_not_trusted(folder: Path) -> None:

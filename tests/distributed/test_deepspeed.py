@@ -143,7 +143,7 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 def test_options_that_only_save_memory_or_time_do_not_change_the_curve(bench: Bench) -> None:
     """Buckets that fill up within a backward pass, padding inside of groups, weights that are never kept whole."""
     extra = "\n[strategy.extra.zero_optimization]\n"
-    bench("one", 'use = "single"', nproc=1, length="12st", more=EMA)
+    bench("one", 'use = "single"', nproc=1, length="8st", more=EMA)
     for name, strategy, nproc in (
         ("aligned", f"{ZERO[1]}{extra}parameter_alignment = true\nreduce_bucket_size = 300\noverlap_comm = true", 2),
         ("host", f"{ZERO[1]}\n{HOST}", 2),
@@ -152,7 +152,7 @@ def test_options_that_only_save_memory_or_time_do_not_change_the_curve(bench: Be
         ("groups", f"{ZERO[3]}{extra}sub_group_size = 500\nstage3_param_persistence_threshold = 0", 2),
         ("all-host", f"{ZERO[3]}\n{PARAMETERS_TOO}", 2),
     ):
-        bench(name, strategy, nproc=nproc, length="12st", more=EMA)
+        bench(name, strategy, nproc=nproc, length="8st", more=EMA)
         bench.alike(name, "one")
 
 
@@ -220,7 +220,7 @@ def test_a_resume_on_the_same_ranks_is_bitwise(bench: Bench, strategy: str) -> N
 
 def test_a_run_goes_on_under_other_strategies_and_numbers_of_ranks(bench: Bench) -> None:
     """Trap 19: the curve of the run that nobody interrupted."""
-    bench("whole", DDP, more=EMA)
+    bench("whole", DDP, length="20st", more=EMA)
     for strategy, nproc, step in (
         (ZERO[1], 4, 4),
         (DDP, 1, 6),
@@ -229,9 +229,9 @@ def test_a_run_goes_on_under_other_strategies_and_numbers_of_ranks(bench: Bench)
         (f"{ZERO[2]}\n{HOST}", 4, 16),
     ):
         more = EMA + STOP.format(step=step)
-        stopped = bench("parts", strategy, nproc=nproc, more=more, fails=True)
+        stopped = bench("parts", strategy, nproc=nproc, length="20st", more=more, fails=True)
         assert set(stopped.codes) == {75}, stopped.stderr
-    bench("parts", f"{ZERO[3]}\n{PARAMETERS_TOO}", more=EMA)
+    bench("parts", f"{ZERO[3]}\n{PARAMETERS_TOO}", length="20st", more=EMA)
     bench.alike("parts", "whole")
 
 

@@ -29,7 +29,7 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
 def go(bench: Bench, name: str, strategy: str = 'use = "ddp"', ranks: int = 2, end: int = 20, train: str = "") -> None:
     more = MORE.format(stop=STOP.format(end - 1) if end < 20 else "")
     train = f'eval_every = "10st"\n{train}'
-    bench(name, strategy, nproc=ranks, parts=MOE, more=more, train=train, fails=end < 20)
+    bench(name, strategy, nproc=ranks, parts=MOE, more=more, train=train, length="20st", fails=end < 20)
 
 
 def alike(bench: Bench, name: str, other: str) -> None:

@@ -31,7 +31,7 @@ CASES = {"ddp": (DDP, "sharded"), "fsdp": (FSDP, "sharded"), "fsdp-full": (FSDP,
 @pytest.mark.parametrize(
     ("case", "kills"),
     [
-        pytest.param("zero2", 3, id="zero2-3", marks=pytest.mark.slow),
+        pytest.param("zero2", 1, id="zero2-1", marks=pytest.mark.slow),
         *(pytest.param(case, 80, id=f"{case}-80", marks=pytest.mark.full) for case in CASES),
     ],
 )

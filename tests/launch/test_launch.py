@@ -156,7 +156,7 @@ def test_every_launcher_trains_the_same_curve(
 @pytest.mark.parametrize(
     ("form", "strategy"),
     [
-        pytest.param(ACCELERATE, "fsdp", marks=slow),
+        pytest.param(ACCELERATE, "fsdp", marks=full),
         pytest.param(TORCHRUN, "deepspeed", marks=full),
         pytest.param(LAUNCH, "fsdp", marks=full),
         pytest.param(LAUNCH, "deepspeed", marks=full),
@@ -172,7 +172,8 @@ def test_every_launcher_starts_every_strategy(
 ) -> None:
     """Trap 05: what was asked for is what runs; without GPUs accelerate itself would train DDP, or nothing at all.
 
-    The tests of how `ddpforge launch` ends use the strategies too, so that here it is for `make test-all`.
+    The tests of how `ddpforge launch` ends use the strategies too, and two processes of accelerate are launched below:
+    the same here is for `make test-all`.
     """
     processes = SEVERAL[2].removeprefix("--multi_gpu ")
     command = form.format(several=SEVERAL[2], processes=processes, nproc=2)

@@ -210,23 +210,52 @@ def test_a_crash_while_rows_are_moved_loses_none(tmp_path: Path, monkeypatch: py
     for step in (1, 2, 3):
         tracker.log(step, {"train/loss": float(step)})
 
-    import os
+    def crash(path: Path, size: int) -> None:
+        raise KeyboardInterrupt
 
-    real, calls = os.replace, iter([True, False])
-
-    def crash_at_the_second(source: Path, target: Path) -> None:
-        if not next(calls):
-            raise KeyboardInterrupt
-        real(source, target)
-
-    monkeypatch.setattr("os.replace", crash_at_the_second)
+    monkeypatch.setattr("os.truncate", crash)
     with pytest.raises(KeyboardInterrupt):
         started(tmp_path, resumed_at=1)
     monkeypatch.undo()
 
     assert [row["step"] for row in lines(tmp_path / "metrics.superseded.jsonl")] == [2, 3]
+    assert list(losses(tmp_path)) == [1, 2, 3]
     started(tmp_path, resumed_at=1)
     assert losses(tmp_path) == {1: 1.0}
+
+
+def test_a_crash_while_superseded_rows_are_written_loses_no_other(tmp_path: Path) -> None:
+    (tmp_path / "metrics.superseded.jsonl").write_text('{"step": 7, "attempt": 1}\n{"step": 8, "att')
+    tracker = started(tmp_path)
+    tracker.log(1, {"train/loss": 1.0})
+    tracker.rewind(0)
+    assert [row["step"] for row in lines(tmp_path / "metrics.superseded.jsonl")] == [7, 1]
+
+
+@pytest.mark.parametrize("rows", [10_000, 40_000])
+def test_going_back_costs_as_much_as_it_takes_away_however_many_rows_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    content = "".join(f'{{"step": {step}, "attempt": 1, "train/loss": {1 / step}}}\n' for step in range(1, rows + 1))
+    (tmp_path / "metrics.jsonl").write_text(content)
+    parsed = 0
+
+    def counted(text: bytes) -> Any:
+        nonlocal parsed
+        parsed += 1
+        return json.loads(text)
+
+    monkeypatch.setattr("ddpforge.runs.metrics._row", counted)
+    tracker = JSONLTracker()
+    tracker.start(name="run", folder=tmp_path, config={"run": {"attempt": 2}}, resumed_at=rows)
+    assert parsed < 2000
+    tracker.rewind(rows - 4000)
+    assert 4000 < parsed < 12_000
+
+    monkeypatch.undo()
+    tracker.log(rows, {"train/loss": 2.0})
+    assert [row["step"] for row in read_metrics(tmp_path)] == [*range(1, rows - 3999), rows]
+    assert (tmp_path / "metrics.superseded.jsonl").read_text() == content[content.index(f'{{"step": {rows - 3999},') :]
 
 
 @given(attempts=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=5))
