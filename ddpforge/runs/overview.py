@@ -192,7 +192,8 @@ def sorted_by(runs: Sequence[Standing], by: str, *, reverse: bool = False) -> li
     }
     if by in keys:
         return sorted(runs, key=keys[by], reverse=reverse)
-    having, lacking = [], []
+    having: list[Standing] = []
+    lacking: list[Standing] = []
     for run in runs:
         value = run.metrics.get(by)
         (lacking if value is None or not math.isfinite(value) else having).append(run)
