@@ -16,7 +16,8 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks/plan.py"
 
 def benchmark() -> ModuleType:
     spec = importlib.util.spec_from_file_location("plan_benchmark", BENCHMARK)
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
