@@ -17,6 +17,8 @@ Passed = Tensor | tuple[Tensor, Tensor]
 def say_steps(model: nn.Module) -> None:
     """Gives a causal model of a known type its attribute `pipeline`; leaves others as they are, which are refused."""
     config: Any = model.config
+    used: tuple[str, ...]
+    ends: tuple[tuple[str, ...], tuple[str, ...]]
     if config.model_type in _ROTARY:
         enter, layer, leave = _enter, _layer, _leave
         layers, used = "model.layers", ("model.rotary_emb",)
