@@ -46,9 +46,9 @@ _LAUNCHERS = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|(MASTER|GROUP|ROLE|TORCHELA
 
 def compares(recipe: Recipe, size: Size) -> bool:
     """True if a run is to be held against its plan: the same on every rank."""
-    if recipe.track.plan == "auto":
-        return size.all >= _SMALL and recipe.train.compile == "off"  # compiled steps take other memory
-    return recipe.track.plan == "on"
+    if recipe.train.compile != "off":  # compiled steps take other memory
+        return False
+    return recipe.track.plan == "on" or (recipe.track.plan == "auto" and size.all >= _SMALL)
 
 
 class PlanCheck:

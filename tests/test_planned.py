@@ -130,6 +130,7 @@ def test_what_cannot_be_simulated_is_not_compared(recipe: Path, ddpforge: Run) -
         (1_000_000, ["track.plan=auto", "train.compile=default"], False),
         (1_000_000, ["track.plan=off"], False),
         (1, ["track.plan=on"], True),
+        (1, ["track.plan=on", "train.compile=default"], False),
     ],
 )
 def test_small_models_and_compiled_ones_are_not_held_against_a_plan(

@@ -73,7 +73,7 @@ def plan(
 ) -> None:
     """Say what RECIPE needs on each rank, before a device is touched: memory, communication, work, and its time.
 
-    ddpforge assembles the run and takes two steps on tensors without values, among ranks that are not there; memory is
+    ddpforge assembles the run and takes a step on tensors without values, among ranks that are not there; memory is
     that of every tensor at the largest moment of a step. Data is read for one step. Exit codes: 0 it fits, or nobody
     asked; 1 it does not, and with which changes it would; 2 usage or recipe.
     """

@@ -399,7 +399,7 @@ class TrackSection(Section):
     plan: Annotated[Literal["auto", "on", "off"], Resume.OUTSIDE] = Field(
         default="auto",
         description="Hold the memory of the second step against `ddpforge plan`, in memory.json: auto from a million "
-        "parameters on, without compile; on also waits for the plan at the end.",
+        "parameters on; on whatever the size, and waits for the plan at the end. Not under compile.",
     )
     trackers: Annotated[dict[str, Component], Resume.OUTSIDE] = {}
 

@@ -63,6 +63,7 @@ def pretended(ranks: int, rank: int = 0) -> Iterator[World]:
             }.items():
                 stack.enter_context(patch.object(dist, name, stand_in))
             stack.enter_context(patch.object(Connected, "gather", _as_many_of_all))
+            stack.enter_context(patch.object(Group, "broadcast", _same))
             group = cast(dist.ProcessGroup, dist.group.WORLD)
             everyone = Group(group, device) if ranks > 1 else Alone(device)
             yield World(all=everyone, data=everyone, device=device, local_rank=0)
@@ -87,6 +88,10 @@ def _forget_groups() -> None:
 
 def _same_of_all(found: list[Any], value: Any, group: Any = None) -> None:
     found[:] = [value] * len(found)
+
+
+def _same(self: Group, value: Any) -> Any:
+    return value
 
 
 def _as_many_of_all(self: Connected, rows: Tensor) -> tuple[Tensor, int]:
@@ -155,6 +160,11 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if func is aten.masked_select.default:
                 return torch.empty(first.numel(), dtype=first.dtype, device=first.device)
         return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False, see `Ledger`."""
+        return False
 
 
 def _answer(one: FakeTensor) -> bool | float | int:
@@ -271,6 +281,9 @@ def _posted(post: Post) -> Iterator[None]:
     Where two parts of the model are on this rank and the one between them is not, it sends what the first sent.
     """
 
+    if not hasattr(PipelineStage, "_send_meta"):  # of an older torch, which the strategy refuses
+        yield
+        return
     torchs: Any = stage
 
     def send(self: PipelineStage, meta: Any, to: int) -> None:

@@ -11,6 +11,7 @@ from tempfile import gettempdir
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_iter
@@ -62,10 +63,10 @@ class Simulated:
 def simulate(parts: Parts, ranks: int, *, rank: int = 0, largest: int = 10, post: Post | None = None) -> Simulated:
     """Simulates optimizer steps of a recipe, of which nothing is built yet, as rank `rank` of `ranks` takes them.
 
-    Two steps, for the optimizer makes its state in the first; what is counted is the second. `post` is what stages of
-    a pipeline that were simulated before have sent, see `fakes`. Raises RecipeError for a recipe that cannot train,
-    `Unsimulated` for what runs on real ranks only, and what torch raises for an operation that has no shapes without
-    values.
+    The optimizer makes its state before: of gradients without a pass, or in a step that is not counted. `post` is what
+    stages of a pipeline that were simulated before have sent, see `fakes`. Raises RecipeError for a recipe that cannot
+    train, `Unsimulated` for what runs on real ranks only, and what torch raises for an operation that has no shapes
+    without values.
     """
     foresee(parts, ranks=ranks, device="cpu")
     build_data_and_model(parts, meta=True)
@@ -193,8 +194,7 @@ class _Rank:
         phases.follow(enter)
         try:
             with self._naming(), ledger:
-                # One micro-batch is enough, but a pipeline is made for as many as it is given.
-                self._step(1, batches[-1], batches[-1:] if self._one_by_one else batches)
+                self._make_state(batches)
                 ledger.restart()
                 work.operations.clear()
                 work.sent.clear()
@@ -212,6 +212,24 @@ class _Rank:
             work=self._whole_step(work, marks, len(batches)),
             state=self._state,
         )
+
+    def _make_state(self, batches: Sequence[MicroBatch]) -> None:
+        """Has the optimizer make its state: of any gradients, where all weights have one and it asks for no more."""
+        replica, optimizer = self._replica, self._optimizer
+        if (
+            self._one_by_one
+            and isinstance(replica, torch_replica.TorchReplica)
+            and replica.gradients.complete
+            and getattr(self._parts.strategy, "tensor", 1) == 1  # whose first pass sends more than later ones
+            and getattr(optimizer, "passes", 1) == 1
+            and self._parts.recipe.train.precision != "fp16"  # whose scale is made in a backward pass
+        ):
+            for parameter in replica.gradients.trained:
+                parameter.grad = torch.empty_like(parameter)
+            optimizer.step()
+            replica.gradients.clear()
+        else:  # one micro-batch is enough, but a pipeline is made for as many as it is given
+            self._step(1, batches[-1], batches[-1:] if self._one_by_one else batches)
 
     @property
     def _one_by_one(self) -> bool:

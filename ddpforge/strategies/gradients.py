@@ -36,6 +36,11 @@ class Gradients:
         self.frozen = [parameter for parameter in self.parameters if id(parameter) not in trained]
         self._ranks, self._may_be_unused, self._hints = ranks, may_be_unused, hints
 
+    @property
+    def complete(self) -> bool:
+        """True if every trained parameter gets a gradient in every step."""
+        return not self._may_be_unused
+
     def collect(self) -> list[Tensor]:
         """All gradients, after a backward pass.
 

@@ -11,6 +11,9 @@ from torchvision import models
 # Unless told otherwise they return auxiliary outputs beside the logits, and warn about their initial weights.
 _WITH_AUXILIARY_OUTPUTS = {"googlenet", "inception_v3"}
 
+# The steps of its forward pass, of which layers are lists of blocks.
+_RESNET = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool", "flat", "fc")
+
 
 def torchvision_model(
     *,
@@ -39,4 +42,7 @@ def torchvision_model(
     except (TypeError, ValueError, AssertionError) as error:
         raise ValueError(f"torchvision cannot build `{arch}` with options {dict(options)}: {error}") from error
     model.outputs = classes  # type: ignore[assignment]  # any attribute may be set on a module
+    if type(model) is models.ResNet:
+        model.flat = nn.Flatten()  # which torchvision calls as a function; it has no state
+        model.pipeline = _RESNET  # type: ignore[assignment]
     return model

@@ -19,6 +19,8 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from ddpforge_transformers.stages import say_steps
+
 __all__ = ["causal_lm", "masked_lm", "sequence_classification"]
 
 ddpforge_plugin_api = 2
@@ -57,7 +59,9 @@ def causal_lm(
     Raises ValueError for unknown types and keys, where nothing was saved, and for adapters that cannot be.
     """
     config = _config(model_type, pretrained, options)
-    return _adapted(_model(AutoModelForCausalLM, config, pretrained if weights else None, attention), lora)
+    model = _model(AutoModelForCausalLM, config, pretrained if weights else None, attention)
+    say_steps(model)
+    return _adapted(model, lora)
 
 
 def masked_lm(

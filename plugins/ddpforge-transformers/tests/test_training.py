@@ -68,6 +68,7 @@ def test_all_strategies_train_the_same_curve_and_transformers_loads_it(
         ("ddp",),
         ("fsdp", "--set=strategy.use=fsdp"),
         ("tensor", "--set=strategy.use=fsdp", "--set=strategy.tensor=2"),
+        ("pipeline", "--set=strategy.use=pipeline"),
     ):
         ddpforge("run", "tiny.toml", f"--set=name={name}", *sets, ranks=2, launcher=name == "ddp")
         curves[name] = [row["train/loss"] for row in rows(tmp_path / "runs" / name) if "train/loss" in row]
@@ -75,6 +76,7 @@ def test_all_strategies_train_the_same_curve_and_transformers_loads_it(
     assert curves["ddp"][-1] < 0.7 * curves["ddp"][0]
     assert curves["fsdp"] == pytest.approx(curves["ddp"], rel=1e-5)
     assert curves["tensor"] == pytest.approx(curves["ddp"], rel=1e-5)
+    assert curves["pipeline"] == pytest.approx(curves["ddp"], rel=1e-5)
 
     out = tmp_path / "runs" / "fsdp" / "hf"
     ddpforge("export", "runs/fsdp", "-o", f"{out}/")

@@ -1,7 +1,10 @@
 """What the model `torchvision` promises."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from trained import Trained, trained
 
 pytest.importorskip("torchvision")
 
@@ -27,6 +30,55 @@ def test_options_reach_the_builder() -> None:
 def test_an_architecture_with_auxiliary_outputs_gives_logits_only() -> None:
     model = torchvision_model(arch="googlenet", classes=3, options={"init_weights": False})
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 3)
+
+
+RECIPE = """
+recipe = 1
+name = "run"
+[model]
+use = "torchvision"
+arch = "resnet18"
+classes = 10
+[data.train]
+use = "./pictures.py:Pictures"
+[task]
+use = "classification"
+[optimizer]
+use = "sgd"
+lr = 1e-2
+[strategy]
+use = "{strategy}"
+[train]
+length = "3st"
+global_batch = 8
+micro_batch = 4
+device = "cpu"
+[track]
+every = "1st"
+"""
+
+
+PICTURES = """
+import torch
+
+class Pictures(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, i): return torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(i)), i % 10
+"""
+
+
+def test_a_resnet_trains_in_stages_what_it_trains_in_one_process(tmp_path: Path) -> None:
+    def under(strategy: str, ranks: int) -> list[Trained]:
+        folder = tmp_path / strategy
+        folder.mkdir()
+        (folder / "pictures.py").write_text(PICTURES)
+        return trained(folder, RECIPE.format(strategy=strategy), ranks)
+
+    expected, found = under("ddp", 1)[0], under("pipeline", 2)
+    assert found[0].column() == pytest.approx(expected.column(), rel=1e-5)
+    assert len(found[0].column()) == 3
+    assert sum(one.held for one in found) == 11_689_512 - 990 * 513
+    assert min(one.held for one in found) > 2_000_000
 
 
 def test_an_unknown_architecture_is_refused_with_the_nearest_names() -> None:

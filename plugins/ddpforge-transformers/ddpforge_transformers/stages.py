@@ -1,0 +1,91 @@
+"""The steps of transformers' language models, for pipelines: in between go activations, and the mask of padding."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_outputs import CausalLMOutput
+
+__all__ = ["say_steps"]
+
+_ROTARY = ("llama", "qwen2", "qwen3")
+Passed = Tensor | tuple[Tensor, Tensor]
+
+
+def say_steps(model: nn.Module) -> None:
+    """Gives a causal model of a known type its attribute `pipeline`; leaves others as they are, which are refused."""
+    config: Any = model.config
+    used: tuple[str, ...]
+    ends: tuple[tuple[str, ...], tuple[str, ...]]
+    if config.model_type in _ROTARY:
+        enter, layer, leave = _enter, _layer, _leave
+        layers, used = "model.layers", ("model.rotary_emb",)
+        ends = ("model.embed_tokens",), ("model.norm", "lm_head")
+    elif config.model_type == "gpt2" and not config.add_cross_attention:
+        enter, layer, leave = _enter_gpt2, _layer_gpt2, _leave_gpt2
+        layers, used = "transformer.h", ()
+        ends = ("transformer.wte", "transformer.wpe"), ("transformer.ln_f", "lm_head")
+    else:
+        return
+    steps: list[tuple[str, ...]] = [("enter", *ends[0])]
+    own: Any = model  # any attribute may be set on a module; a copy of the model has its own
+    own.enter, own.leave = partial(enter, model), partial(leave, model)
+    for number in range(config.num_hidden_layers):
+        setattr(own, f"layer_{number}", partial(layer, model, number))
+        steps.append((f"layer_{number}", f"{layers}.{number}", *used))
+    own.pipeline = (*steps, ("leave", *ends[1]))
+
+
+def _passed(x: Tensor, mask: Tensor | None) -> Passed:
+    return x if mask is None else (x, mask)
+
+
+# ---------------------------------------------------------------------------------------------- with rotary embeddings
+def _enter(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = False) -> Passed:
+    return _passed(model.model.embed_tokens(input_ids), attention_mask)
+
+
+def _layer(model: Any, number: int, x: Tensor, mask: Tensor | None = None) -> Passed:
+    places = _places(x)
+    slides = model.config.model_type != "llama" and model.config.layer_types[number] == "sliding_attention"
+    x = model.get_submodule(f"model.layers.{number}")(  # a stage's list lacks others, and counts anew
+        x,
+        attention_mask=_seen(model, x, mask, places, slides=slides),
+        position_embeddings=model.model.rotary_emb(x, position_ids=places),
+        position_ids=places,
+        use_cache=False,
+    )
+    return _passed(x, mask)
+
+
+def _leave(model: Any, x: Tensor, mask: Tensor | None = None) -> CausalLMOutput:
+    return CausalLMOutput(logits=model.lm_head(model.model.norm(x)))
+
+
+# ---------------------------------------------------------------------------------------------- GPT-2
+def _enter_gpt2(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = False) -> Passed:
+    base, x = model.transformer, model.transformer.wte(input_ids)
+    return _passed(base.drop(x + base.wpe(_places(x))), attention_mask)
+
+
+def _layer_gpt2(model: Any, number: int, x: Tensor, mask: Tensor | None = None) -> Passed:
+    places = _places(x)
+    seen = _seen(model, x, mask, places, slides=False)
+    block = model.get_submodule(f"transformer.h.{number}")
+    return _passed(block(x, None, seen, use_cache=False, position_ids=places), mask)
+
+
+def _leave_gpt2(model: Any, x: Tensor, mask: Tensor | None = None) -> CausalLMOutput:
+    return CausalLMOutput(logits=model.lm_head(model.transformer.ln_f(x)))
+
+
+# ---------------------------------------------------------------------------------------------- what all layers see
+def _places(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1], device=x.device)[None]
+
+
+def _seen(model: Any, x: Tensor, mask: Tensor | None, places: Tensor, *, slides: bool) -> Any:
+    make = create_sliding_window_causal_mask if slides else create_causal_mask
+    return make(config=model.config, inputs_embeds=x, attention_mask=mask, past_key_values=None, position_ids=places)
