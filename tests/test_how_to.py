@@ -1,68 +1,194 @@
-"""The commands of how-to pages that need nothing but bundled recipes: each is run, in the order of the page."""
+"""Every command that the documentation shows is run, or a table says why not and what shows it instead."""
 
 import re
-import shlex
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from launched import Ranks
-from test_docs import DOCS, blocks
+from test_docs import DOCS, PAGES, ROOT, blocks, write_files
+from test_tutorial import shell
 
+SHORT = 'recipe = 1\nname = "tiny"\nextends = ["digits"]\n[train]\nlength = "2ep"\n'
+GPT = """
+recipe = 1
+name = "gpt"
+[model]
+use = "gpt"
+vocab_size = 256
+block_size = 32
+layers = 4
+heads = 2
+width = 32
+[data.train]
+use = "text"
+split = "train"
+block_size = 32
+[task]
+use = "language_modelling"
+[optimizer]
+use = "adamw"
+lr = 1e-3
+[train]
+length = "3st"
+global_batch = 8
+micro_batch = 2
+[strategy]
+"""
 TRAINED = {
-    "digits": ["digits", "checkpoint.keep.last=100", "checkpoint.every=69st"],
+    "digits": ["digits", "checkpoint.keep.last=100", "checkpoint.every=69st", "train.length=9ep"],
     "a": ["digits", "name=a", "train.length=2ep"],
     "b": ["digits", "name=b", "train.length=2ep", "optimizer.lr=1e-3"],
     "c": ["digits", "name=c", "train.length=2ep", "train.seed=3"],
     "gan": ["gan", "train.length=2st"],
     "diffusion": ["diffusion", "train.length=2ep"],
 }
-ELSEWHERE = (
-    *("recipe.toml", "pretrained", "theirs", "meta-model", "deepspeed-run", "shakespeare-char", "tiny-llama"),
-    *("/scratch", "runs/wide", "runs/old", "--push-to-hub", "--only", "launch ", "--watch"),  # not here, or no end
-    *(".onnx", ".pt2", "batch-size", "lr-range", "sweep ", "runs resume"),  # take long, and have tests of their own
-)
-"""Words of commands that are not run here."""
 
 
-def commands(page: Path) -> list[list[str]]:
-    """The words after `ddpforge` of the commands that a page shows, without those of ELSEWHERE."""
-    text = "".join(blocks(page, "sh", "text"))
-    lines = re.findall(r"^(?:\$ )?ddpforge (.*)$", text, re.MULTILINE)
-    return [shlex.split(line, comments=True) for line in lines if not any(word in line for word in ELSEWHERE)]
+@dataclass(frozen=True)
+class Page:
+    """What a page takes for granted, and the words that stand for others on a machine of two cores."""
+
+    runs: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    swaps: Mapping[str, str] = field(default_factory=dict)
+    codes: tuple[int, ...] = (0,)
+
+
+TWO = {"--nproc 8": "--nproc 2", "--nproc-per-node 8": "--nproc-per-node 2"}
+FEW = {"--nproc 4": "--nproc 2", "--nproc-per-node 4": "--nproc-per-node 2"}
+ON_CPUS = {"accelerate launch --multi_gpu --num_processes 4": "accelerate launch --cpu --num_processes 2"}
+MINE = "from ddpforge.strategies.ddp import DDP\n\n\nclass Mine(DDP):\n    pass\n"
+
+RUN = {
+    "before-training": Page(),
+    "check-parity": Page(
+        files={"recipe.toml": SHORT, "mine.py": MINE, "my_package/__init__.py": "", "my_package/strategies.py": MINE},
+        swaps={"--steps 30": "--steps 3", "ddpforge parity digits": "PYTHONPATH=. ddpforge parity digits --steps 3"},
+    ),
+    "checkpoints": Page(("digits",), codes=(0, 1)),  # what `ckpt diff` compares differs
+    "debug": Page(),
+    "doctor": Page(files={"recipe.toml": SHORT}, swaps={**TWO, "/shared/runs": "shared"}, codes=(0, 1)),
+    "evaluate": Page(("digits",), swaps=FEW),
+    "fine-tune": Page(),
+    "launch": Page(files={"recipe.toml": SHORT}, swaps={**FEW, **ON_CPUS}),
+    "pipeline": Page(files={"recipe.toml": GPT + 'use = "pipeline"\nstages = 2\n'}, swaps=TWO),
+    "plan": Page(files={"recipe.toml": SHORT}),
+    "read-a-run": Page(("digits",), files={"recipe.toml": SHORT}),
+    "report": Page(("digits",)),
+    "research": Page(swaps={"--nproc 2": "--nproc 2 train.length=2st"}),
+    "resume": Page(("digits",), files={"recipe.toml": SHORT}, swaps={**TWO, "30ep": "3ep"}),
+    "runs": Page(("digits", "a", "b", "c")),
+    "stop-and-restart": Page(files={"recipe.toml": SHORT}, swaps=TWO),
+    "sweeps": Page(
+        swaps={"0..4 --jobs 2": "0..1 train.length=2ep --jobs 2", "--random 20": "--random 2 train.length=2ep"}
+        | {"--optuna 20": "--optuna 2 train.length=2ep"}
+    ),
+    "test-a-plugin": Page(),
+    "tensor-parallel": Page(
+        files={"recipe.toml": GPT + 'use = "fsdp"\ntensor = 2\nsequence = true\nloss = "vocabulary"\n'}, swaps=TWO
+    ),
+    "use-a-model": Page(("digits", "gan", "diffusion")),
+    "which-parallelism": Page(swaps={"strategy.experts=2": "strategy.experts=2 train.length=2st schedule.warmup=1st"}),
+    "write-a-plugin": Page(),
+    "README": Page(files={"recipe.toml": SHORT}, swaps={**TWO, "parity stdlib-lm": "parity stdlib-lm --steps 3"}),
+}
+"""The pages whose commands are run here, by their names."""
+
+NOT_HERE = {
+    r"^(pip|python -m venv|make) |^\.venv/bin/(pip|ddpforge)": "installs: tests/test_tutorial.py, tests/testing",
+    r"docs/generate": "for contributors: tests/test_docs.py",
+    r"^docker ": "needs Docker: tests/test_docs.py reads the image's recipe",
+    r"^hf auth|--push-to-hub": "needs the hub: tests/exchange/test_export.py, against a stub",
+    r"^tensorboard |^wandb ": "other programs: tests/builtin/trackers",
+    r"--nnodes|ssh \$node": "several machines: tests/distributed/test_several_hosts.py, tests/launch",
+    r"^(sbatch|srun) |^ddpforge slurm": "needs Slurm: tests/launch/test_slurm.py, tests/launch/test_slurm_training.py",
+    r"--watch": "has no end: tests/reports, tests/cli/test_runs.py",
+    r"--multi_gpu --num_processes 2|^accelerate launch -m": "needs GPUs: page launch has the same on CPUs",
+    r"pretrained|theirs|meta-model|deepspeed-run": "other programs' files: tests/exchange/test_import.py",
+    r"runs/wide|runs/old|/scratch|RUN |--only test": "runs that nobody has here: tests/cli, tests/reports",
+    r"shakespeare-char|tiny-llama": "data and models to fetch: tests/test_recipes.py, ddpforge-transformers",
+    r"\.onnx|\.pt2": "takes long: tests/exchange/test_export.py",
+    r"batch-size|lr-range": "takes long: tests/trials",
+    r"^ddpforge launch gpt-1-node": "eight GPUs: tests/test_recipes.py trains it in small",
+    r"my-forge-parts|my-model|denoising|^pytest ": "a package to install: tests/testing, tests/test_docs.py",
+}
+"""Commands that are not run here: what they have in common, and the reason, or the tests that run them."""
+
+OTHER_PAGES = {
+    "tutorial": "tests/test_tutorial.py",
+    "tutorial-plugin": "tests/testing/test_plugin_docs.py",
+    "why-toml": "tests/cli/test_schema.py",
+}
+"""Pages whose commands other tests run."""
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Yields the commands of a page's shell blocks, a loop being one; of what is printed, those behind a `$`."""
+    printed = "".join(blocks(page, "text", "console"))
+    lines = [*"".join(blocks(page, "sh")).replace("\\\n", " ").splitlines(), *re.findall(r"^\$ (.*)", printed, re.M)]
+    loop: list[str] = []
+    for line in lines:
+        if loop or re.match(r"(for|until|while) ", line):
+            loop.append(line)
+            if line != "done":
+                continue
+            line, loop = "\n".join(loop), []
+        if line.strip() and not line.startswith(("#", "ddpforge --version")):
+            yield line.strip()
+
+
+def reason(command: str) -> str | None:
+    return next((why for pattern, why in NOT_HERE.items() if re.search(pattern, command, re.M)), None)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_is_run_or_a_reason_is_given(page: Path) -> None:
+    if page.stem in RUN or page.stem in OTHER_PAGES or page.parent.name == "recipes":
+        return
+    assert [command for command in commands(page) if command not in ("wait",) and reason(command) is None] == []
+
+
+def test_every_reason_is_of_a_command_that_there_is() -> None:
+    everything = [command for page in PAGES for command in commands(page)]
+    assert [one for one in NOT_HERE if not any(re.search(one, command, re.M) for command in everything)] == []
+    assert {*RUN, *OTHER_PAGES} <= {page.stem for page in PAGES}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("page", "number", "runs"),
-    [
-        ("before-training", 3, []),
-        ("checkpoints", 5, ["digits"]),
-        ("debug", 1, []),
-        ("evaluate", 5, ["digits"]),
-        ("report", 1, ["digits"]),
-        ("runs", 7, ["digits", "a", "b", "c"]),
-        ("use-a-model", 4, ["digits", "gan", "diffusion"]),
-    ],
-)
-def test_the_commands_of_a_how_to_run(
-    ddpforge: Callable[..., Ranks],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    page: str,
-    number: int,
-    runs: list[str],
+@pytest.mark.parametrize("name", RUN)
+def test_the_commands_of_a_page_run(ddpforge: Callable[..., Ranks], tmp_path: Path, name: str) -> None:
+    (path,) = (page for page in PAGES if page.stem == name and page.parent.name != "recipes")
+    page = RUN[name]
+    for run in page.runs:
+        ddpforge("run", *TRAINED[run])
+    for file, text in page.files.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text, encoding="utf-8")
+    if name == "research":
+        shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    if name == "test-a-plugin":
+        write_files(DOCS / "how-to/write-a-plugin.md", tmp_path)
+    some = [command for command in commands(path) if reason(command) is None]
+    assert some
+    for command in some:
+        for words, others in page.swaps.items():
+            command = command.replace(words, others)
+        shell(command, tmp_path, codes=page.codes)
+
+
+@pytest.mark.full
+def test_the_snippets_that_read_a_run_run(
+    ddpforge: Callable[..., Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for run in runs:
+    for run in ("digits", "gan", "diffusion"):
         ddpforge("run", *TRAINED[run])
-    found = commands(DOCS / f"how-to/{page}.md")
-    assert len(found) == number
-    for words in found:
-        done = ddpforge(*words, fails=True)
-        assert done.codes in ([0], [1] if words[:2] == ["ckpt", "diff"] else [0]), (words, done.stderr)
-    if "gan" in runs:
-        (snippet,) = (text for text in blocks(DOCS / f"how-to/{page}.md", "python") if "denoised" in text)
-        given: dict[str, object] = {}
-        exec(snippet, given)
-        assert [tuple(getattr(given[name], "shape")) for name in ("drawn", "denoised")] == [(16, 1, 8, 8)] * 2  # noqa: B009
+    given: dict[str, object] = {}
+    for text in blocks(DOCS / "how-to/read-a-run.md", "python"):
+        exec(text, given)
+    (snippet,) = (text for text in blocks(DOCS / "how-to/use-a-model.md", "python") if "denoised" in text)
+    exec(snippet, given)
+    assert [tuple(getattr(given[name], "shape")) for name in ("drawn", "denoised")] == [(16, 1, 8, 8)] * 2  # noqa: B009

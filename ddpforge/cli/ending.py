@@ -19,6 +19,7 @@ from ddpforge.errors import ExitCode, ForgeError, Postponed
 from ddpforge.launchers.verdict import record_verdict
 from ddpforge.ranks import leaving
 
+_WATCH = os.path.join("ddpforge", "strategies", "watch.py")
 _OURS = ("__main__", "click", "contextlib", "ddpforge")  # what a command goes through before a component is called
 
 
@@ -77,11 +78,17 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 def _trace(error: Exception) -> str:
-    """The traceback from where a component was called, if one was; a run's log has all of it."""
+    """The traceback from where a component was called, if one was, to where operations are watched.
+
+    A run's log has all of it.
+    """
     trace = error.__traceback__
     while trace and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+    found = traceback.TracebackException(type(error), error, trace or error.__traceback__)
+    watched = [number for number, frame in enumerate(found.stack) if frame.filename.endswith(_WATCH)]
+    del found.stack[slice(watched[0], None) if watched and trace else slice(0)]
+    return "".join(found.format())
 
 
 def _exit_code(error: BaseException) -> ExitCode:

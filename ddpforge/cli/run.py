@@ -3,8 +3,9 @@
 import json
 import os
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +16,9 @@ from ddpforge.launchers.requests import stop_with_parent
 from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.launchers.verdict import STARTED, record_start
 from ddpforge.ranks.signals import StopRequests
+
+if TYPE_CHECKING:
+    from ddpforge.runs.folder import RunFolder
 
 
 @click.command()
@@ -67,8 +71,21 @@ def run(
             asked: dict[str, Any] = {"fresh": fresh, "allow_change": allow_change, "max_time": max_time}
             outcome = train(recipe, sets=sets, out=out, profile=profile, **asked)
         if outcome.is_main:
-            click.echo(json.dumps(RunFolder(outcome.folder).status()) if as_json else outcome.sentence())
+            folder = RunFolder(outcome.folder)
+            click.echo(json.dumps(folder.status()) if as_json else outcome.sentence())
+            for line in _then(folder) if outcome.status["state"] == "done" and not as_json else ():
+                click.echo(line, err=True)
         leave(outcome.exit_code)
+
+
+def _then(folder: "RunFolder") -> Iterator[str]:
+    """Yields what can be done with a run that is done."""
+    from ddpforge.runs.checkpoints import choose, keep_of
+
+    if by := keep_of(folder).by:
+        with suppress(UsageError):  # of one that was never evaluated
+            yield f"best by {by}: {choose(folder, best=True)}"
+    yield f"next: ddpforge report {folder.path}, or eval, predict and export"
 
 
 def _refuse_kept(**options: object) -> None:

@@ -52,7 +52,9 @@ def attempts() -> int:
 def test_a_run_ends_with_one_sentence_and_a_finished_run_is_left_alone(
     ddpforge: Callable[..., Ranks],
 ) -> None:
-    assert ddpforge("run", "tiny.toml").stdout == "runs/tiny: done at step 2\n"
+    first = ddpforge("run", "tiny.toml")
+    assert first.stdout == "runs/tiny: done at step 2\n"
+    assert first.stderr.endswith("next: ddpforge report runs/tiny, or eval, predict and export\n")
 
     again = ddpforge("run", "tiny.toml")
     assert again.stdout == "runs/tiny: done at step 2\n"
@@ -326,6 +328,18 @@ def test_mistakes_are_told_on_stderr_before_anything_is_started(arguments: list[
     assert complaint in result.stderr
     assert "Traceback" not in result.stderr
     assert not Path("runs").exists()
+
+
+def test_a_mistake_in_a_models_forward_is_shown_down_to_the_operation(ddpforge: Callable[..., Ranks]) -> None:
+    """The frames of what looks at operations in a first pass are left to the log."""
+    code = "import torch\n\n\nclass Model(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    code += "        self.head = torch.nn.Linear(5, 10)\n\n    def forward(self, x):\n"
+    Path("mine.py").write_text(code + "        return self.head(x.flatten(1))\n")
+    said = ddpforge("run", "tiny.toml", 'model={use="./mine.py:Model"}', fails=True).stderr
+    assert re.search(r'mine.py", line 10, in forward', said)
+    assert "RuntimeError: addmm: mat1 and mat2 shapes cannot be multiplied (8x64 and 5x10)" in said
+    assert "watch.py" not in said
+    assert "watch.py" in Path("runs/tiny/logs/rank-0.log").read_text()
 
 
 @pytest.fixture
