@@ -58,8 +58,7 @@ class Page:
 
 
 TWO = {"--nproc 8": "--nproc 2", "--nproc-per-node 8": "--nproc-per-node 2"}
-FEW = {"--nproc 4": "--nproc 2", "--nproc-per-node 4": "--nproc-per-node 2"}
-ON_CPUS = {"accelerate launch --multi_gpu --num_processes 4": "accelerate launch --cpu --num_processes 2"}
+FEW = {f"{option} 4": f"{option} 2" for option in ("--nproc", "--nproc-per-node", "--num_processes")}
 MINE = "from ddpforge.strategies.ddp import DDP\n\n\nclass Mine(DDP):\n    pass\n"
 
 RUN = {
@@ -73,13 +72,17 @@ RUN = {
     "doctor": Page(files={"recipe.toml": SHORT}, swaps={**TWO, "/shared/runs": "shared"}, codes=(0, 1)),
     "evaluate": Page(("digits",), swaps=FEW),
     "fine-tune": Page(),
-    "launch": Page(files={"recipe.toml": SHORT}, swaps={**FEW, **ON_CPUS}),
+    "launch": Page(files={"recipe.toml": SHORT}, swaps=FEW),
     "pipeline": Page(files={"recipe.toml": GPT + 'use = "pipeline"\nstages = 2\n'}, swaps=TWO),
-    "plan": Page(files={"recipe.toml": SHORT}),
+    "plan": Page(files={"recipe.toml": GPT.replace("layers = 4", "layers = 8").replace("batch = 8", "batch = 64")}),
     "read-a-run": Page(("digits",), files={"recipe.toml": SHORT}),
     "report": Page(("digits",)),
     "research": Page(swaps={"--nproc 2": "--nproc 2 train.length=2st"}),
-    "resume": Page(("digits",), files={"recipe.toml": SHORT}, swaps={**TWO, "30ep": "3ep"}),
+    "resume": Page(
+        ("digits",),
+        files={"recipe.toml": SHORT},
+        swaps={**TWO, "30ep": "3ep", "recipe.toml --allow": "recipe.toml train.length=3ep --allow"},
+    ),
     "runs": Page(("digits", "a", "b", "c")),
     "stop-and-restart": Page(files={"recipe.toml": SHORT}, swaps=TWO),
     "sweeps": Page(
@@ -106,7 +109,7 @@ NOT_HERE = {
     r"--nnodes|ssh \$node": "several machines: tests/distributed/test_several_hosts.py, tests/launch",
     r"^(sbatch|srun) |^ddpforge slurm": "needs Slurm: tests/launch/test_slurm.py, tests/launch/test_slurm_training.py",
     r"--watch": "has no end: tests/reports, tests/cli/test_runs.py",
-    r"--multi_gpu --num_processes 2|^accelerate launch -m": "needs GPUs: page launch has the same on CPUs",
+    r"^accelerate launch -m": "as `accelerate config` was answered: the page on launchers gives all of it",
     r"pretrained|theirs|meta-model|deepspeed-run": "other programs' files: tests/exchange/test_import.py",
     r"runs/wide|runs/old|/scratch|RUN |--only test": "runs that nobody has here: tests/cli, tests/reports",
     r"shakespeare-char|tiny-llama": "data and models to fetch: tests/test_recipes.py, ddpforge-transformers",
