@@ -64,7 +64,7 @@ MINE = "from ddpforge.strategies.ddp import DDP\n\n\nclass Mine(DDP):\n    pass\
 RUN = {
     "before-training": Page(),
     "check-parity": Page(
-        files={"recipe.toml": SHORT, "mine.py": MINE, "my_package/__init__.py": "", "my_package/strategies.py": MINE},
+        files={"recipe.toml": GPT, "mine.py": MINE, "my_package/__init__.py": "", "my_package/strategies.py": MINE},
         swaps={"--steps 30": "--steps 3", "ddpforge parity digits": "PYTHONPATH=. ddpforge parity digits --steps 3"},
     ),
     "checkpoints": Page(("digits",), codes=(0, 1)),  # what `ckpt diff` compares differs
@@ -143,13 +143,17 @@ def commands(page: Path) -> Iterator[str]:
             yield line.strip()
 
 
+def path_of(name: str) -> Path:
+    return ROOT / "README.md" if name == "README" else DOCS / f"how-to/{name}.md"
+
+
 def reason(command: str) -> str | None:
     return next((why for pattern, why in NOT_HERE.items() if re.search(pattern, command, re.M)), None)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_is_run_or_a_reason_is_given(page: Path) -> None:
-    if page.stem in RUN or page.stem in OTHER_PAGES or page.parent.name == "recipes":
+    if page in map(path_of, RUN) or page.stem in OTHER_PAGES or page.parent.name == "recipes":
         return
     assert [command for command in commands(page) if command not in ("wait",) and reason(command) is None] == []
 
@@ -157,14 +161,14 @@ def test_every_command_is_run_or_a_reason_is_given(page: Path) -> None:
 def test_every_reason_is_of_a_command_that_there_is() -> None:
     everything = [command for page in PAGES for command in commands(page)]
     assert [one for one in NOT_HERE if not any(re.search(one, command, re.M) for command in everything)] == []
-    assert {*RUN, *OTHER_PAGES} <= {page.stem for page in PAGES}
+    assert {*map(path_of, RUN)} <= {*PAGES}
+    assert OTHER_PAGES.keys() <= {page.stem for page in PAGES}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", RUN)
 def test_the_commands_of_a_page_run(ddpforge: Callable[..., Ranks], tmp_path: Path, name: str) -> None:
-    (path,) = (page for page in PAGES if page.stem == name and page.parent.name != "recipes")
-    page = RUN[name]
+    path, page = path_of(name), RUN[name]
     for run in page.runs:
         ddpforge("run", *TRAINED[run])
     for file, text in page.files.items():
