@@ -62,6 +62,7 @@ def test_a_run_goes_to_whole_sequences_and_back(bench: Bench) -> None:
             nproc=ranks,
             more=MORE.replace("[checkpoint]", f"{stop}[checkpoint]"),
             train='eval_every = "10st"',
+            length="20st",
             fails=end < 20,
         )
     assert bench.column("chain") == pytest.approx(bench.column("whole"), rel=5e-6)
