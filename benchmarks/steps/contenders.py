@@ -1,7 +1,8 @@
 """The contenders: each trains the same model on the same samples, and calls `side.done` after every step.
 
-All use torch's fused AdamW, and print the loss every 10 steps. The others are spared what is no part of a bare loop:
-progress bars, loggers, checkpoints, clipping. ddpforge is spared nothing of what a recipe brings along.
+All use torch's fused AdamW, clip the gradient by its norm where the session says so, and print the loss every 10 steps.
+The others are spared what is no part of a bare loop: progress bars, loggers, checkpoints. ddpforge is spared nothing of
+what a recipe brings along.
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ STRATEGIES = {
 
 
 class Task:
-    """What a contender is given: the work by its name, the ranks, the strategy, and its side of the relay."""
+    """What a contender is given: the work by its name, the ranks, the strategy, and its side of the relay.
 
-    def __init__(self, work: str, ranks: int, strategy: str, side: Side, folder: Path) -> None:
-        self.name, self.work, self.ranks, self.strategy = work, MODELS[work], ranks, strategy
+    The norm of the gradient is clipped to `clip`; 0 is not to clip.
+    """
+
+    def __init__(self, work: str, ranks: int, strategy: str, clip: float, side: Side, folder: Path) -> None:
+        self.name, self.work, self.ranks, self.strategy, self.clip = work, MODELS[work], ranks, strategy, clip
         self.side, self.folder = side, folder
         self.total = side.total
         self.is_main = ranks == 1 or dist.get_rank() == 0
@@ -64,6 +68,11 @@ class Task:
     def batches(self, loader: DataLoader[Any]) -> Iterator[tuple[int, Any]]:
         """The numbers of all steps from 1 on, each with its batch, epoch after epoch."""
         return islice(enumerate(_epochs(loader), 1), self.total)
+
+    def clip_gradients(self, model: nn.Module) -> None:
+        """Clips as torch's documentation has it."""
+        if self.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), self.clip)
 
     def say(self, step: int, loss: Tensor) -> None:
         """Prints the loss every so often, on one rank."""
@@ -95,6 +104,7 @@ def by_hand(task: Task) -> None:
         loss = loss_of(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
+        task.clip_gradients(model)
         optimizer.step()
         task.say(step, loss)
         task.side.done(bare)
@@ -113,6 +123,7 @@ def fsdp_by_hand(task: Task) -> None:
         loss = loss_of(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
+        task.clip_gradients(model)
         optimizer.step()
         task.say(step, loss)
         task.side.done()
@@ -126,6 +137,7 @@ def deepspeed_by_hand(task: Task) -> None:
         "train_micro_batch_size_per_gpu": task.micro_batch,
         "zero_optimization": {"stage": int(task.strategy[-1])},
         "zero_allow_untested_optimizer": True,
+        "gradient_clipping": task.clip,
     }
     model = task.model()
     optimizer = AdamW(model.parameters(), lr=LR, fused=True)
@@ -167,6 +179,7 @@ def by_ddpforge(task: Task) -> None:
                 micro_batch=task.micro_batch,
                 strategy=STRATEGIES[task.strategy],
                 lr=LR,
+                clip=f"clip_norm = {task.clip}" if task.clip else "",
                 log_every=LOG_EVERY,
             )
         )
@@ -186,6 +199,8 @@ def by_accelerate(task: Task) -> None:
         loss = loss_of(model(inputs), targets)
         optimizer.zero_grad()
         accelerator.backward(loss)
+        if task.clip:
+            accelerator.clip_grad_norm_(model.parameters(), task.clip)
         optimizer.step()
         task.say(step, loss)
         task.side.done(bare)
@@ -202,6 +217,8 @@ def by_fabric(task: Task) -> None:
         loss = loss_of(model(inputs), targets)
         optimizer.zero_grad()
         fabric.backward(loss)
+        if task.clip:
+            fabric.clip_gradients(model, optimizer, max_norm=task.clip, error_if_nonfinite=False)
         optimizer.step()
         task.say(step, loss)
         task.side.done(bare)
@@ -234,6 +251,7 @@ def by_lightning(task: Task) -> None:
         strategy="ddp" if task.ranks > 1 else "auto",
         max_epochs=-1,
         max_steps=task.total,
+        gradient_clip_val=task.clip or None,
         callbacks=[TurnsOfLightning()],
         logger=False,
         enable_checkpointing=False,
@@ -266,7 +284,7 @@ def by_trainer(task: Task) -> None:
         learning_rate=LR,
         weight_decay=0.01,  # AdamW's own default
         lr_scheduler_type="constant",
-        max_grad_norm=0.0,
+        max_grad_norm=task.clip,
         logging_steps=LOG_EVERY,
         save_strategy="no",
         report_to="none",

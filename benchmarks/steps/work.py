@@ -27,6 +27,7 @@ length = "{steps}st"
 global_batch = {batch}
 micro_batch = {micro_batch}
 device = "cpu"
+{clip}
 [track]
 every = "{log_every}st"
 plan = "off"
