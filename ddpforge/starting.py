@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ddpforge.components.registry import Registry
 from ddpforge.components.stand_ins import look
 from ddpforge.errors import ExitCode, ForgeError, RecipeError, UsageError
 from ddpforge.launchers import process
@@ -135,7 +136,8 @@ def _checked(recipe: str, ranks: Ranks, sets: Sequence[str], out: str | None) ->
     """The run's folder and the number of ranks on this machine, of a recipe that can train on all of them."""
     from ddpforge.recipe import load_recipe
 
-    loaded = load_recipe(recipe, sets=sets)
+    # Other people's code may import anything, which takes seconds: the ranks check what is said about it.
+    loaded = load_recipe(recipe, sets=sets, registry=Registry.installed().only_own())
     nproc = ranks.nproc or (loaded.recipe.train.device != "cpu" and _gpus()) or 1
     if not any(flag.startswith("--nnodes") for flag in ranks.flags):
         for world in ranks.nodes.worlds(nproc):
@@ -155,7 +157,6 @@ def check_world(loaded: LoadedRecipe, nproc: int) -> None:
         check_world(loaded, nproc)
     except RecipeError:
         from ddpforge.components.building import build
-        from ddpforge.components.registry import Registry
 
         strategy = build(Registry.installed(), "strategy", loaded.recipe.strategy)
         check_world(loaded, strategy.data_ranks(nproc))

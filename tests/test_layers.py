@@ -39,7 +39,7 @@ LAYERS = [
     {"components"},
     {"builtin"},
     {"interfaces"},
-    {"confidential", "direction", "disk"},
+    {"confidential", "direction", "disk", "importing"},
     {"errors"},
     {""},  # ddpforge itself: the version, and names that are imported when they are used
 ]
@@ -51,6 +51,7 @@ LIGHT = {
     "direction",
     "disk",
     "errors",
+    "importing",
     "interfaces",
     "launchers",
     "plan",

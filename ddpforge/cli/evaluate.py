@@ -6,6 +6,7 @@ import click
 
 from ddpforge.cli.ending import ending, results_alone
 from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_options
+from ddpforge.importing import uncollected
 from ddpforge.launchers.srun import adopt_slurm
 
 
@@ -28,8 +29,9 @@ def evaluate(
     with ending():
         adopt_slurm()
 
-        from ddpforge.runner import evaluate as evaluate_run
-        from ddpforge.runs.folder import RunFolder
+        with uncollected():
+            from ddpforge.runner import evaluate as evaluate_run
+            from ddpforge.runs.folder import RunFolder
 
         folder = RunFolder.find(run)
         with results_alone(as_json):

@@ -68,8 +68,9 @@ def launch(
 ) -> None:
     """Train RECIPE in several processes on this machine, or on several machines; flags after `--` go to torchrun.
 
-    The recipe is checked before anything is started, and the exit code is the run's own. What is not said is taken from
-    the variables of SkyPilot and Kubeflow, where there are any.
+    The recipe is checked before anything is started, options of components in your own files and plugins by the ranks;
+    the exit code is the run's own. What is not said is taken from the variables of SkyPilot and Kubeflow, where there
+    are any.
     """
     from ddpforge.starting import prepare
 

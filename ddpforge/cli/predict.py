@@ -8,6 +8,7 @@ import click
 from ddpforge.cli.ending import ending, results_alone
 from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_options
 from ddpforge.cli.tables import counted
+from ddpforge.importing import uncollected
 from ddpforge.launchers.srun import adopt_slurm
 
 
@@ -56,8 +57,9 @@ def predict(
     with ending():
         adopt_slurm()
 
-        from ddpforge.runner import predict as predict_run
-        from ddpforge.runs.folder import RunFolder
+        with uncollected():
+            from ddpforge.runner import predict as predict_run
+            from ddpforge.runs.folder import RunFolder
 
         folder = RunFolder.find(run)
         file = out or Path(f"{folder.path.resolve().name}-predictions.jsonl")

@@ -12,6 +12,7 @@ import click
 from ddpforge.cli.ending import ending, leave, results_alone
 from ddpforge.cli.options import dry_run_option, json_option, out_option, recipe_argument, run_options, sets_options
 from ddpforge.errors import UsageError
+from ddpforge.importing import uncollected
 from ddpforge.launchers.requests import stop_with_parent
 from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.launchers.verdict import STARTED, record_start
@@ -61,8 +62,9 @@ def run(
         if profile:
             os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # read with torch: its profiler prints when it starts
 
-        from ddpforge.runner import run as train
-        from ddpforge.runs.folder import RunFolder
+        with uncollected():
+            from ddpforge.runner import run as train
+            from ddpforge.runs.folder import RunFolder
 
         if dry_run or overfit:
             _refuse_kept(fresh=fresh, out=out, profile=profile)

@@ -16,7 +16,7 @@ from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.local_code import PREFIX, import_file, module_name
@@ -71,6 +71,11 @@ class Entry:
     distribution: str
     version: str
     target: str  # "pkg.mod:attr"
+
+    @property
+    def is_own(self) -> bool:
+        """True of ddpforge's own code."""
+        return self.target.startswith("ddpforge.")
 
     @property
     def source(self) -> str:
@@ -211,13 +216,18 @@ class Registry:
     `package.module:Name`; or `./file.py:Name`, relative to `base`, the folder of the recipe that says it.
     """
 
-    def __init__(self, entries: Iterable[Entry] = (), *, imports: bool = True) -> None:
+    def __init__(self, entries: Iterable[Entry] = (), *, imports: Literal["all", "registered", "own"] = "all") -> None:
+        """`imports` is the code that is ever imported; any other takes any options."""
         self._entries = sorted(entries)
-        self._imports = imports  # what is not registered
+        self._imports = imports
 
     def only_registered(self) -> Registry:
         """The same, which imports no code that a recipe locates by a file or a module: it takes any options."""
-        return Registry(self._entries, imports=False)
+        return Registry(self._entries, imports="registered")
+
+    def only_own(self) -> Registry:
+        """The same, which imports nothing but ddpforge's own code: that of plugins takes any options, too."""
+        return Registry(self._entries, imports="own")
 
     @classmethod
     def installed(cls) -> Registry:
@@ -252,14 +262,17 @@ class Registry:
 
     def imports(self, kind: str, use: str) -> bool:
         """True if `load` imports what `use` names."""
-        return self._imports or self.find(kind, use) is not None
+        if self._imports == "all":
+            return True
+        entry = self.find(kind, use)
+        return entry is not None and (entry.is_own or self._imports == "registered")
 
     def load(self, kind: str, use: str, base: Path = Path()) -> Callable[..., Any]:
         """Imports the component; raises UnknownComponent, AmbiguousComponent or BrokenComponent."""
         entry = self.find(kind, use)
         if not self.imports(kind, use):
             raise NotImported(kind, use)
-        if not (entry and entry.target.startswith("ddpforge.")):
+        if not (entry and entry.is_own):
             need_libraries()  # other people's code may do anything with them
         broken = partial(BrokenComponent, kind, use, entry=entry)
         location, _, attribute = (entry.target if entry else use).partition(":")

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ddpforge.errors import ExitCode
+from ddpforge.importing import uncollected
 from ddpforge.launchers.requests import stop_with_parent
 from ddpforge.launchers.verdict import VERDICT, Words, is_final, record_death
 
@@ -78,11 +79,12 @@ def main() -> None:
         if "LOGLEVEL" not in os.environ:  # torchrun's own variable
             logging.disable(logging.ERROR)  # ranks say why they end, and nobody else knows better
 
-    import torch.distributed.launcher.api as launcher
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
-    from torch.distributed.run import main as torchrun
+    with uncollected():
+        import torch.distributed.launcher.api as launcher
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous.api import RendezvousError
+        from torch.distributed.run import main as torchrun
 
     vars(launcher)["LocalElasticAgent"] = _agent()
     try:

@@ -90,6 +90,22 @@ def test_a_file_of_ones_own_that_imports_torch_has_it_without_its_compiler(tmp_p
     assert "torch._dynamo" not in imported
 
 
+@pytest.mark.slow
+def test_a_launch_leaves_files_of_ones_own_to_the_ranks_which_refuse_what_is_wrong_with_them(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("import torch\n\n\nclass Net(torch.nn.Linear):\n    pass\n")
+    own = ["launch", "digits", "--nproc=2", "model.use=./net.py:Net", "model.size=3"]
+    ((code, shown, imported),) = looked([[*own, "--dry-run"]], tmp_path)
+    assert (code, imported) == (0, [])
+    assert shown.rstrip().endswith("model.size=3")
+
+    ended = subprocess.run([sys.executable, "-m", "ddpforge", *own], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.count("error: unknown key `size` in [model]") == 1
+    assert "nothing was started" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 # ---------------------------------------------------------------------------------------------- what names do
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -1,0 +1,25 @@
+"""Makes imports of large libraries cheaper."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["uncollected"]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keeps Python's garbage collector from going through what is imported inside, now and later: it is no garbage.
+
+    To look for garbage again and again among a growing number of modules takes a fifth of the time that imports take.
+    """
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if is_on:
+            gc.enable()
