@@ -59,6 +59,8 @@ def run(
             stop_with_parent()
         adopt_slurm()
         record_start()
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # against memory in pieces
         if profile:
             os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # read with torch: its profiler prints when it starts
 

@@ -288,9 +288,10 @@ class TrainSection(Section):
         default=False,
         description="Compile the model's blocks one by one, not the model: once for all that are alike.",
     )
-    activation_checkpointing: Annotated[bool, Resume.TUNABLE] = Field(
+    activation_checkpointing: Annotated[bool | Literal["selective"], Resume.TUNABLE] = Field(
         default=False,
-        description="Recompute each block's activations in the backward pass instead of keeping them.",
+        description="Recompute each block's activations in the backward pass instead of keeping them: all, or"
+        ' ("selective") all but those of attention, convolutions and every second matrix product, which cost most.',
     )
     blocks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.TUNABLE] = Field(
         default=(),

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 from ddpforge.components.building import build
 from ddpforge.components.registry import Registry
@@ -28,7 +29,7 @@ class Choice:
     """The largest micro-batch that fits under a strategy, with or without activation checkpointing; None: none does."""
 
     spec: Spec
-    checkpointing: bool
+    checkpointing: bool | Literal["selective"]
     micro_batch: int | None
     forecast: Forecast  # with that micro-batch, or the smallest
 
@@ -126,7 +127,7 @@ def _changes(choice: Choice, own: Spec, train: TrainSection, ranks: int) -> dict
 def _largest(
     recipe: str,
     spec: Spec,
-    checkpointing: bool,
+    checkpointing: bool | Literal["selective"],
     registry: Registry,
     budget: int,
     sets: Sequence[str],

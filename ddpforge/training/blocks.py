@@ -57,8 +57,9 @@ def _recompute(block: nn.Module, train: TrainSection) -> None:
     which must not change twice, is therefore compiled by itself and recomputed from outside.
     """
     names = [name for name, _ in block.named_buffers()]
+    selective = train.activation_checkpointing == "selective"
     if train.compile == "off" or not names:
-        block.forward = recomputed(block, block.forward)
+        block.forward = recomputed(block, block.forward, selective=selective)
         if train.compile_blocks:
             block.forward = torch.compile(block.forward, mode=train.compile)
         return
@@ -67,6 +68,12 @@ def _recompute(block: nn.Module, train: TrainSection) -> None:
             f'train.compile = "{train.compile}" replays CUDA graphs, in which train.activation_checkpointing cannot '
             f"put back what forward does to buffers such as `{names[0]}` of {type(block).__name__}; set "
             'train.compile = "default", or leave train.activation_checkpointing out'
+        )
+    if selective:
+        raise ValueError(
+            f'train.activation_checkpointing = "selective" sees no single operations where train.compile compiles '
+            f"a {type(block).__name__} by itself, because of buffers such as `{names[0]}`; set "
+            "train.activation_checkpointing = true, or leave train.compile out"
         )
     inner = torch.compile(block.forward, mode=train.compile)
     block.forward = torch.compiler.disable(recomputed(block, inner))  # type: ignore[no-untyped-call]

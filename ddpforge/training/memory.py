@@ -46,7 +46,7 @@ def _hints(recipe: Recipe, data_ranks: int) -> Iterator[str]:
         yield f"set train.micro_batch = {smaller}: the global batch stays, and with it what is computed"
     if train.eval_batch and train.eval_batch > 1:
         yield f"if an evaluation needed it, set train.eval_batch = {train.eval_batch // 2}"
-    if not train.activation_checkpointing:
+    if train.activation_checkpointing is not True:
         yield "set train.activation_checkpointing = true: the same numbers, about a third more time"
     if strategy.use in ("single", "ddp", "naive_split", "data_parallel"):
         yield 'set strategy.use = "fsdp": each rank holds its part of weights, gradients and optimizer state'

@@ -288,6 +288,23 @@ def test_out_replaces_the_output_folder(ddpforge: Callable[..., Ranks]) -> None:
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
+    ],
+    ids=["nothing said", "said", "said by the older name"],
+)
+def test_the_segments_of_the_allocator_may_grow_unless_the_environment_says_otherwise(
+    ddpforge: Callable[..., Ranks], said: dict[str, str], expected: dict[str, str]
+) -> None:
+    ddpforge("run", "tiny.toml", env=said)
+    found = json.loads(Path("runs/tiny/env.json").read_text())["environment"]
+    assert {name: value for name, value in found.items() if "ALLOC_CONF" in name} == expected
+
+
 def test_a_run_folder_holds_what_a_run_is(ddpforge: Callable[..., Ranks]) -> None:
     ddpforge("run", "tiny.toml", nproc=2)
     assert {path.name for path in Path("runs/tiny").iterdir()} == {

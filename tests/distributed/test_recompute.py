@@ -33,25 +33,26 @@ def state(checkpoint: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "recipe", "train"),
+    ("strategy", "recipe", "train", "kind"),
     [
-        ('use = "single"', EXPLORING, SHARDS),
-        (DDP, EXPLORING, SHARDS),
-        (EACH["fsdp"], RECIPE, SHARDS),
-        (EACH["zero2"], RECIPE, ""),
-        (EACH["zero3"], EXPLORING, ""),
+        ('use = "single"', EXPLORING, SHARDS, "true"),
+        (DDP, EXPLORING, SHARDS, "true"),
+        (EACH["fsdp"], RECIPE, SHARDS, "true"),
+        (EACH["fsdp"], RECIPE, SHARDS, '"selective"'),
+        (EACH["zero2"], RECIPE, "", "true"),
+        (EACH["zero3"], EXPLORING, "", "true"),
     ],
-    ids=["single", "ddp", "fsdp", "zero2", "zero3"],
+    ids=["single", "ddp", "fsdp", "fsdp, selective", "zero2", "zero3"],
 )
 def test_recomputing_changes_no_number(
-    tmp_path: Path, ddpforge: Callable[..., Ranks], strategy: str, recipe: str, train: str
+    tmp_path: Path, ddpforge: Callable[..., Ranks], strategy: str, recipe: str, train: str, kind: str
 ) -> None:
     """Several micro-batches per step; with an optimizer that makes several passes, buffers go back after each."""
     bench = Bench(tmp_path, ddpforge, recipe)
     for name in ("odd_models.py", "exploring.py"):
         copy(Path(__file__).parents[1] / name, tmp_path)
     nproc = 1 if "single" in strategy else 2
-    for name, more in (("kept", ""), ("recomputed", "activation_checkpointing = true\n")):
+    for name, more in (("kept", ""), ("recomputed", f"activation_checkpointing = {kind}\n")):
         bench(name, strategy, nproc=nproc, parts=PARTS, length="6st", train=f'{more}{train}\nblocks = ["_Normed"]')
     kept, recomputed = (state(bench.newest(name)) for name in ("kept", "recomputed"))
     assert kept["blocks.1.norm.num_batches_tracked"] >= 12

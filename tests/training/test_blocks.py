@@ -11,12 +11,15 @@ import torch.utils.checkpoint
 from odd_models import NormedBlocks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import resnet18
 
 from ddpforge.builtin.models.cnn import CNN
 from ddpforge.builtin.models.gpt import GPT
+from ddpforge.errors import UsageError
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.training.blocks import find_blocks, rework_blocks
+from ddpforge.training.ledger import Ledger
 
 _BACKEND = "aot_eager_decomp_partition"  # everything that torch.compile does before it generates code
 
@@ -82,6 +85,48 @@ def test_recomputed_blocks_draw_the_same_dropout_and_give_the_same_gradients() -
     for one, other in zip(kept.parameters(), recomputed.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
     assert recomputed.state_dict().keys() == kept.state_dict().keys()
+
+
+def test_selective_blocks_keep_what_costs_most_and_give_the_same_gradients() -> None:
+    """Of a block's work in the backward pass: half of its matrix products, and no attention, are computed again."""
+    tokens = torch.randint(8, (2, 64), generator=torch.Generator().manual_seed(0))
+    gradients, work, memory = [], [], []
+    for kind in (False, "selective", True):
+        torch.manual_seed(0)
+        model = GPT(vocab_size=8, block_size=64, layers=3, heads=2, width=32, dropout=0.1)
+        rework_blocks(find_blocks(model, []), settings(activation_checkpointing=kind))
+        with Ledger(lambda: "step") as ledger, FlopCounterMode(display=False) as counter:
+            torch.manual_seed(1)
+            loss = model(tokens).square().sum()
+            memory.append(sum(one.bytes for one in ledger.alive()))
+            loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        work.append(counter.get_flop_counts()["Global"])
+    for others in zip(*gradients, strict=True):
+        for other in others[1:]:
+            torch.testing.assert_close(other, others[0], rtol=0, atol=0)
+    plain, selective, everything = (sum(each.values()) for each in work)
+    assert plain < selective < everything
+    # Of qkv 3, attention's projection 1, and 4 and 4 of the MLP, each second is computed again: 1 + 4 of 12.
+    products = torch.ops.aten.addmm, torch.ops.aten.mm
+    again, all_again = (sum(each[one] for one in products) - sum(work[0][one] for one in products) for each in work[1:])
+    assert again / all_again == pytest.approx(5 / 12)
+    assert memory[0] > 1.5 * memory[1] > 1.5 * memory[2]
+
+
+def test_a_block_that_changes_what_is_kept_is_refused() -> None:
+    class Overwrites(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).relu_().exp()
+
+    model = nn.Sequential(Overwrites())
+    rework_blocks(list(model), settings(activation_checkpointing="selective"))
+    with pytest.raises(UsageError, match=r"does not suit this model: .*mutated"):
+        model(torch.randn(2, 4)).sum().backward()
 
 
 # ---------------------------------------------------------------------------------------------- what forward changes
@@ -160,9 +205,10 @@ def built(block: Callable[[], nn.Module]) -> nn.Module:
     return nn.Sequential(block())
 
 
+@pytest.mark.parametrize("kind", [True, "selective"])
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
-def test_recomputing_changes_no_number(block: Callable[[], nn.Module]) -> None:
-    plain, recomputed = train(built(block)), train(built(block), activation_checkpointing=True)
+def test_recomputing_changes_no_number(block: Callable[[], nn.Module], kind: object) -> None:
+    plain, recomputed = train(built(block)), train(built(block), activation_checkpointing=kind)
     for name, tensor in plain.items():
         assert torch.equal(recomputed[name], tensor), name
 
@@ -215,12 +261,13 @@ def test_recomputing_blocks_with_buffers_in_cuda_graphs_is_refused(mode: str) ->
         rework_blocks(list(NormedBlocks().blocks), settings(activation_checkpointing=True, compile=mode))
 
 
-def test_recomputed_blocks_are_compiled_with_the_model_that_they_are_in() -> None:
+@pytest.mark.parametrize("kind", [True, "selective"])
+def test_recomputed_blocks_are_compiled_with_the_model_that_they_are_in(kind: object) -> None:
     """As one graph: nothing in the recomputing sends a compiled model back to Python."""
     gradients = []
     for compiled in (False, True):
         model = built(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
-        rework_blocks(list(model.children()), settings(activation_checkpointing=True, compile="default"))
+        rework_blocks(list(model.children()), settings(activation_checkpointing=kind, compile="default"))
         if compiled:
             model.compile(backend=_BACKEND, fullgraph=True)
         model(torch.arange(8.0).view(2, 4)).square().sum().backward()
