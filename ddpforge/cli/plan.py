@@ -9,6 +9,7 @@ import click
 
 from ddpforge.cli.options import Size, json_option, recipe_argument, sets_options
 from ddpforge.cli.tables import counted, print_table, size, span
+from ddpforge.importing import uncollected
 
 if TYPE_CHECKING:
     from ddpforge.components.registry import Registry
@@ -77,12 +78,13 @@ def plan(
     that of every tensor at the largest moment of a step. Data is read for one step. Exit codes: 0 it fits, or nobody
     asked; 1 it does not, and with which changes it would; 2 usage or recipe.
     """
-    from ddpforge.components.registry import Registry
-    from ddpforge.parity.specs import parse, split
-    from ddpforge.recipe.edit import refuse_no_file
-    from ddpforge.simulation.devices import DEVICES
-    from ddpforge.simulation.forecast import forecast
-    from ddpforge.simulation.search import remedies
+    with uncollected():
+        from ddpforge.components.registry import Registry
+        from ddpforge.parity.specs import parse, split
+        from ddpforge.recipe.edit import refuse_no_file
+        from ddpforge.simulation.devices import DEVICES
+        from ddpforge.simulation.forecast import forecast
+        from ddpforge.simulation.search import remedies
 
     if write and not auto:
         raise click.UsageError("--write goes with --auto")

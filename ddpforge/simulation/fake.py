@@ -6,13 +6,18 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any, Literal, cast
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -115,6 +120,10 @@ def fakes(post: Post | None = None) -> Iterator[FakeTensorMode]:
         for adapted in (_real_meshes, _in_place_conversions, _python_reducer, _nobody_to_compare, _many_shards):
             stack.enter_context(adapted())
         stack.enter_context(_posted({} if post is None else post))
+        known = (
+            torch.cuda.is_available()
+        )  # fake tensors ask for each operation, and without a GPU it takes long to tell
+        stack.enter_context(patch.object(torch.cuda, "is_available", lambda: known))
         stack.enter_context(mode)
         stack.enter_context(_Answers())  # type: ignore[no-untyped-call]
         yield mode
@@ -145,7 +154,11 @@ def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
 
 
 class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers questions for values, which fake tensors cannot."""
+    """Answers questions for values, which fake tensors cannot, and makes views and changes in place quickly.
+
+    Torch keeps what it has found out about an operation by all that is known of its arguments, and each of the weights
+    that are pieces of a buffer begins in another place.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
@@ -159,12 +172,42 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return torch.empty(first.numel(), first.dim(), dtype=torch.int64, device=first.device)
             if func is aten.masked_select.default:
                 return torch.empty(first.numel(), dtype=first.dtype, device=first.device)
+            if first.constant is None and not isinstance(first, nn.Parameter):
+                form = _form(func)
+                if form == "in place":
+                    return first
+                if form == "view":
+                    return _view(first, func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """False, see `Ledger`."""
         return False
+
+
+@functools.cache
+def _form(func: Any) -> Literal["in place", "view", "other"]:
+    """Tells an operation that changes and returns its first argument alone, and one that returns views of that."""
+    given, made = func._schema.arguments, func._schema.returns
+    aliases = [one.alias_info for one in (*given, *made) if one.alias_info]
+    if not made or not given[0].alias_info or torch.Tag.inplace_view in func.tags:
+        return "other"
+    if len(aliases) == 2 and all(one.is_write for one in aliases):
+        return "in place"
+    of_first = not any(one.is_write for one in aliases) and len(aliases) == 1 + len(made)
+    return (
+        "view"
+        if of_first and not any(one.type.isSubtypeOf(torch._C.TensorType.get()) for one in given[1:])
+        else "other"
+    )
+
+
+def _view(of: FakeTensor, func: Any, args: Any, kwargs: Any) -> Any:
+    """Views, as the operation makes them of tensors on the meta device."""
+    with in_kernel_invocation_manager(of.fake_mode):
+        found = func(*args, **kwargs)
+    return tree_map_only(Tensor, lambda one: FakeTensor(of.fake_mode, one, of.fake_device), found)
 
 
 def _answer(one: FakeTensor) -> bool | float | int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -81,6 +82,9 @@ def simulate(parts: Parts, ranks: int, *, rank: int = 0, largest: int = 10, post
             fakes(post) as mode,
             patch.object(assemble, "prove", _nothing),
             patch.object(torch_replica, "watched", _unwatched),
+            patch.object(
+                sys.modules.get("ddpforge.strategies.deepspeed.replica", torch_replica), "watched", _unwatched
+            ),
             patch.object(fsdp, "_refuse_norms", _nothing),  # of CPUs, and this may be for GPUs
         ):
             batches = [one._replace(data=fake_batch(one.data, mode)) for one in batches]
