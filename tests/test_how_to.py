@@ -74,7 +74,11 @@ RUN = {
     "fine-tune": Page(),
     "launch": Page(files={"recipe.toml": SHORT}, swaps=FEW),
     "pipeline": Page(files={"recipe.toml": GPT + 'use = "pipeline"\nstages = 2\n'}, swaps=TWO),
-    "plan": Page(files={"recipe.toml": GPT.replace("layers = 4", "layers = 8").replace("batch = 8", "batch = 64")}),
+    "plan": Page(
+        files={
+            "recipe.toml": GPT.replace("layers = 4", "layers = 8").replace("batch = 8", "batch = 64") + 'use = "ddp"\n'
+        }
+    ),
     "read-a-run": Page(("digits",), files={"recipe.toml": SHORT}),
     "report": Page(("digits",)),
     "research": Page(swaps={"--nproc 2": "--nproc 2 train.length=2st"}),
@@ -89,7 +93,7 @@ RUN = {
         swaps={"0..4 --jobs 2": "0..1 train.length=2ep --jobs 2", "--random 20": "--random 2 train.length=2ep"}
         | {"--optuna 20": "--optuna 2 train.length=2ep"}
     ),
-    "test-a-plugin": Page(),
+    "test-a-plugin": Page(codes=(0, 1)),  # the other page's parts are short: their options have no descriptions
     "tensor-parallel": Page(
         files={"recipe.toml": GPT + 'use = "fsdp"\ntensor = 2\nsequence = true\nloss = "vocabulary"\n'}, swaps=TWO
     ),
