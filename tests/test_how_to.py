@@ -97,7 +97,7 @@ RUN = {
     "tensor-parallel": Page(
         files={"recipe.toml": GPT + 'use = "fsdp"\ntensor = 2\nsequence = true\nloss = "vocabulary"\n'}, swaps=TWO
     ),
-    "use-a-model": Page(("digits", "gan", "diffusion")),
+    "use-a-model": Page(("digits", "gan", "diffusion"), swaps=FEW),
     "which-parallelism": Page(swaps={"strategy.experts=2": "strategy.experts=2 train.length=2st schedule.warmup=1st"}),
     "write-a-plugin": Page(),
     "README": Page(files={"recipe.toml": SHORT}, swaps={**TWO, "parity stdlib-lm": "parity stdlib-lm --steps 3"}),
