@@ -97,7 +97,7 @@ RUN = {
         swaps={"0..4 --jobs 2": "0..1 train.length=2ep --jobs 2", "--random 20": "--random 2 train.length=2ep"}
         | {"--optuna 20": "--optuna 2 train.length=2ep"}
     ),
-    "test-a-plugin": Page(codes=(0, 1)),  # what the kit finds wrong in parts.py
+    "test-a-plugin": Page(files={"lines/a.txt": "".join(f"line {number:02}\n" for number in range(16))}),
     "tensor-parallel": Page(
         files={"recipe.toml": GPT + '[strategy]\nuse = "fsdp"\ntensor = 2\nsequence = true\nloss = "vocabulary"\n'},
         swaps=TWO,
@@ -187,6 +187,8 @@ def test_the_commands_of_a_page_run(ddpforge: Callable[..., Ranks], tmp_path: Pa
         shutil.copytree(ROOT / "examples", tmp_path / "examples")
     if name == "test-a-plugin":
         write_files(DOCS / "how-to/write-a-plugin.md", tmp_path)
+        settings = blocks(path, "ini")[-1]
+        (tmp_path / "ddpforge_testing.toml").write_text(settings)
     some = [command for command in commands(path) if reason(command) is None]
     assert some
     for command in some:
