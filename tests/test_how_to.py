@@ -82,7 +82,7 @@ RUN = {
     "fine-tune": Page(),
     "launch": Page(files={"recipe.toml": SHORT}, swaps=FEW),
     "pipeline": Page(files={"recipe.toml": GPT + '[strategy]\nuse = "pipeline"\nstages = 2\n'}, swaps=TWO),
-    "plan": Page(files={"recipe.toml": GPT.replace("layers = 4", "layers = 8").replace("batch = 8", "batch = 64")}),
+    "plan": Page(files={"recipe.toml": GPT}, swaps={"--ranks 8": "--ranks 2"}),
     "read-a-run": Page(("digits",), files={"recipe.toml": SHORT}),
     "report": Page(("digits",)),
     "research": Page(swaps={"--nproc 2": "--nproc 2 train.length=2st"}),
@@ -105,7 +105,10 @@ RUN = {
     "use-a-model": Page(("digits", "gan", "diffusion")),
     "which-parallelism": Page(swaps={"strategy.experts=2": "strategy.experts=2 train.length=2st schedule.warmup=1st"}),
     "write-a-plugin": Page(),
-    "README": Page(files={"recipe.toml": SHORT}, swaps={**TWO, "parity stdlib-lm": "parity stdlib-lm --steps 3"}),
+    "README": Page(
+        files={"recipe.toml": SHORT},
+        swaps={**TWO, "parity stdlib-lm": "parity stdlib-lm --steps 3"},
+    ),
 }
 """The pages whose commands are run here, by their names."""
 
