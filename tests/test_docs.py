@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from textwrap import dedent
 from types import ModuleType
 from typing import Any
 
@@ -34,8 +35,9 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
-    found = re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    return [text for language, text in found if language in languages]
+    fenced = r"^( *)```(\w+)\n(.*?)^\1```$"  # indented in lists
+    found = re.findall(fenced, page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [dedent(text) for _, language, text in found if language in languages]
 
 
 def spans(page: Path) -> list[str]:

@@ -47,6 +47,8 @@ def test_every_command_works_and_prints_what_the_tutorial_shows(tmp_path: Path) 
         if language == "python":
             if name := re.match(r"# (\w+\.py)\n", text):
                 (folder / name[1]).write_text(text)
+            else:
+                shell(f"python - <<'.'\n{text}.", folder)
         elif language == "toml":
             (folder / "spirals.toml").write_text(text)
         elif language == "text":

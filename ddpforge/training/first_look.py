@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.forms import described
+from ddpforge.builtin.tasks.forms import described, holds_text
 from ddpforge.components.local_code import PREFIX
 from ddpforge.components.registry import where_raised
 from ddpforge.errors import ForgeError, PluginError, UsageError
@@ -37,7 +37,7 @@ class FirstLook:
         try:
             returned = self._task.loss(model, batch)
         except Exception as error:
-            explain(error, self._task, described(batch), use)
+            explain(error, self._task, batch, use)
             raise
         self._seen.add(("loss", use))
         return checked_loss(self._task, returned, gradients=use == "training")
@@ -59,10 +59,13 @@ def first_metrics(task: Task, outputs: Any, batch: Any) -> Mapping[str, Total | 
         raise UsageError(f"{name_of(task)}.metrics: {error}", hints=where_raised(error)) from error
 
 
-def explain(error: Exception, task: Task, batch: str, use: str) -> None:
+def explain(error: Exception, task: Task, batch: Any, use: str) -> None:
     """Adds to an error in a task's loss, or in the model's forward pass, what they were given."""
-    if not isinstance(error, ForgeError):
-        error.add_note(f"in the first forward pass of {use} ({name_of(task)}.loss), of a batch of {batch}")
+    if isinstance(error, ForgeError):
+        return
+    error.add_note(f"in the first forward pass of {use} ({name_of(task)}.loss), of a batch of {described(batch)}")
+    if holds_text(batch):
+        error.add_note(_TEXT)
 
 
 def checked_loss(task: Task, returned: Any, *, gradients: bool = True) -> tuple[Tensor, Any]:
@@ -135,6 +138,7 @@ def _wrong(sum: Any, count: Any) -> str | None:
 
 
 _ROWS = "return a row for each sample: Rows(scores, targets)"
+_TEXT = "the batch holds text; if the model was given it, make tensors of it in the dataset or its `collate(samples)`"
 _TOTAL = "return Total(values.sum(), len(values)): means are taken once, over all batches and ranks"
 
 

@@ -105,7 +105,7 @@ def _rehearse(
         model.to(place)
     for module in beside:
         module.to(place)
-    form, batch = described(batch), to_device(batch, place)
+    given, batch = batch, to_device(batch, place)
     alone = Alone(place)
     try:
         task.start(model, World(all=alone, data=alone, device=place, local_rank=0))
@@ -116,10 +116,10 @@ def _rehearse(
                 add({**found}, checked_metrics(task, first_metrics(task, outputs, batch)))
             _refuse_unfinished(found, task)
     except Exception as error:
-        explain(error, task, form, use)
+        explain(error, task, given, use)
         raise
     if place.type == "meta":
-        return Rehearsal(form)
+        return Rehearsal(described(given))
     if use == "training" and not task.whole_batch:
         refuse_mean(model, task, batch)
     counted = task.count(batch)
@@ -127,7 +127,7 @@ def _rehearse(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # so few samples may well lack a class
         means = alone.mean({"loss": Total(loss.detach(), max(items, 1e-12)), **found}, task.reports)
-    return Rehearsal(form, task.finish(means))
+    return Rehearsal(described(given), task.finish(means))
 
 
 def _refuse_unfinished(found: Mapping[str, Total | Rows], task: Task) -> None:

@@ -22,17 +22,14 @@ HEAVY = ("accelerate", "deepspeed", "numpy", "safetensors", "torch", "torch._dyn
 """What takes long to import; with torch come numpy and much else."""
 
 ASK_TORCH = {
-    "check": {
-        "cifar10",  # torchvision says which transforms there are
-        "distil-digits",  # the task is built with its teacher, a model
-    },
-    "show": {"cifar10", "distil-digits", "finetune-digits", "gan", "muon-digits"},  # the last three count parameters
+    "check": {"distil-digits"},  # the task is built with its teacher, a model
+    "show": {"distil-digits", "finetune-digits", "gan", "muon-digits"},  # the last three count parameters
 }
 LOOKS = [[command, name] for command, heavy in ASK_TORCH.items() for name in bundled() if name not in heavy]
 LOOKS += [
     ["plugins", "show", entry.name, "--kind", entry.kind]
     for entry in Registry.installed().entries()
-    if entry.distribution == "ddpforge" and (entry.kind != "data" or entry.name != "torchvision")
+    if entry.distribution == "ddpforge"
 ]
 LOOKS += [
     ["show", "digits", "--json"],

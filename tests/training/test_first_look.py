@@ -67,6 +67,13 @@ def test_an_error_of_the_model_says_which_batch_it_was_given() -> None:
     assert caught.value.__notes__ == [
         "in the first forward pass of training (Returning.loss), of a batch of a tuple (float32 [3, 2], int64 [3])"
     ]
+    look = FirstLook(Returning(RuntimeError("no attribute 'flatten'")))
+    with pytest.raises(RuntimeError, match="flatten") as caught:
+        look.loss(nn.Linear(2, 1), [("one", "two"), BATCH[1]], "training")
+    assert caught.value.__notes__ == [
+        "in the first forward pass of training (Returning.loss), of a batch of a list (a tuple of 2 texts, int64 [3])",
+        "the batch holds text; if the model was given it, make tensors of it in the dataset or its `collate(samples)`",
+    ]
     look = FirstLook(Returning(good(), RuntimeError("later")))
     look.loss(nn.Linear(2, 1), BATCH, "training")
     with pytest.raises(RuntimeError, match="later") as caught:

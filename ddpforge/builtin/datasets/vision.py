@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from inspect import isclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,12 +18,6 @@ from torchvision.transforms import v2
 from ddpforge.errors import EnvironmentProblem
 
 _Name = Literal["CIFAR10", "CIFAR100", "MNIST", "FashionMNIST", "ImageFolder", "FakeData"]
-
-_TRANSFORMS: dict[str, type[v2.Transform]] = {
-    name: value
-    for name, value in vars(v2).items()
-    if isclass(value) and issubclass(value, v2.Transform) and value.__module__ != v2.Compose.__module__
-}
 
 
 def torchvision_dataset(
@@ -204,16 +199,25 @@ def pipeline(
     return v2.Compose([*steps, v2.Normalize(mean, std)] if mean else steps)
 
 
+@cache
+def _known() -> dict[str, type[v2.Transform]]:
+    return {
+        name: value
+        for name, value in vars(v2).items()
+        if isclass(value) and issubclass(value, v2.Transform) and value.__module__ != v2.Compose.__module__
+    }
+
+
 def _transform(spec: str | Mapping[str, Any]) -> v2.Transform:
     options = {"use": spec} if isinstance(spec, str) else dict(spec)
     name = options.pop("use", None)
-    if name not in _TRANSFORMS:
-        near = get_close_matches(str(name), _TRANSFORMS, n=1)
+    if name not in _known():
+        near = get_close_matches(str(name), _known(), n=1)
         raise ValueError(
             f"torchvision.transforms.v2 has no transform `{name}` that a recipe can name"
             + (f"; did you mean `{near[0]}`?" if near else "")
         )
     try:
-        return _TRANSFORMS[name](**options)
+        return _known()[name](**options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the transform {name} refuses {options}: {error}") from error

@@ -9,7 +9,7 @@ from torch import Tensor
 from ddpforge.errors import UsageError, says_memory_is_full
 from ddpforge.interfaces import Metric
 
-__all__ = ["beside_targets", "by_name", "described", "one_tensor", "pair", "parts_of", "refuse_targets"]
+__all__ = ["beside_targets", "by_name", "described", "holds_text", "one_tensor", "pair", "parts_of", "refuse_targets"]
 
 _MOST = 6  # parts of a batch that are described
 _OWN = "or write a task of your own: `ddpforge plugins new`"
@@ -75,6 +75,13 @@ def refuse_targets(error: Exception, task: str, outputs: Tensor, targets: Tensor
     ) from error
 
 
+def holds_text(batch: Any) -> bool:
+    """True if there is text somewhere in a batch."""
+    if isinstance(batch, Mapping):
+        return any(holds_text(part) for part in batch.values())
+    return isinstance(batch, str) or (isinstance(batch, list | tuple) and any(map(holds_text, batch)))
+
+
 def described(value: Any) -> str:
     """The form of a batch, of outputs or of a loss: dtypes and shapes, or the type of what is no tensor."""
     if isinstance(value, Tensor):
@@ -83,6 +90,8 @@ def described(value: Any) -> str:
         parts = [f"{name} {described(part)}" for name, part in list(value.items())[:_MOST]]
         return f"a dict with {', '.join(parts)}{' …' * (len(value) > _MOST)}" if parts else "an empty dict"
     if isinstance(value, list | tuple):
+        if value and all(isinstance(part, str) for part in value):
+            return f"a {type(value).__name__} of {len(value)} text{'s' * (len(value) > 1)}"
         parts = [described(part) for part in value[:_MOST]]
         return f"a {type(value).__name__} ({', '.join(parts)}{', …' * (len(value) > _MOST)})"
     if is_dataclass(value) and not isinstance(value, type):

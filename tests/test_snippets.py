@@ -1,0 +1,308 @@
+"""Every snippet of TOML and Python in the documentation runs: in a recipe, as a script, or in a test that is named."""
+
+import ast
+import re
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from launched import Zygote
+from test_docs import PAGES, ROOT, blocks, write_files
+from test_how_to import GPT, SHORT, TRAINED
+from test_tutorial import shell
+
+WORDS = """
+import torch
+
+
+class Words:
+    classes = 2
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.arange(8), index % 2
+"""
+ARTEFACTS = """
+import io
+import tarfile
+
+from PIL import Image
+from transformers import BertConfig, BertForSequenceClassification
+
+sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+BertForSequenceClassification(BertConfig(vocab_size=32, **sizes)).save_pretrained("tiny-bert")
+
+picture = io.BytesIO()
+Image.new("RGB", (64, 64), (200, 0, 0)).save(picture, "JPEG")
+for shard in range(100):
+    with tarfile.open(f"train-{shard:03}.tar", "w") as tar:
+        for name, content in {"a.jpg": picture.getvalue(), "a.cls": b"7"}.items():
+            header = tarfile.TarInfo(name)
+            header.size = len(content)
+            tar.addfile(header, io.BytesIO(content))
+"""
+FILES = {
+    "gpt.toml": GPT,
+    "recipe.toml": SHORT,
+    "base.toml": 'recipe = 1\nname = "base"\nextends = ["digits"]\n',
+    "words.py": WORDS,
+    "letters.txt": "abcdefghijklmno\n" * 200,
+    "lines/a.txt": "abcdefg\n" * 16,
+}
+"""What the snippets take for granted, beside the files that the pages show."""
+
+RUNS = [
+    [*TRAINED["digits"], "track.csv={}"],
+    TRAINED["gan"],
+    TRAINED["diffusion"],
+    ["gpt.toml", "name=base-model", "train.length=1st"],
+    ["gpt.toml", "name=pretrained", "train.length=1st"],
+]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A snippet on top of another recipe: trained for a step and evaluated on a batch, or to its end."""
+
+    base: str = "digits"
+    sets: tuple[str, ...] = ()
+    ranks: int = 1
+    text: str = ""  # where the page shows none: what uses a component of the page
+    then: tuple[str, ...] = ()  # a command that the trained run is for
+
+
+WHOLE = Recipe(sets=("train.length=2ep",), then=("status", "snippet"))
+PACKAGE = "a package to install: tests/testing/test_plugin_docs.py, tests/components"
+TUTORIAL, TUTORIAL_PLUGIN = "tests/test_tutorial.py", "tests/testing/test_plugin_docs.py"
+
+TOML: dict[str, dict[str, Recipe | str]] = {
+    "README": {
+        'name = "digits"': Recipe(),
+        "activation_checkpointing": Recipe("gpt.toml", ranks=2),
+        "./my_model.py:WideNet": Recipe(),
+        "entry-points": PACKAGE,
+    },
+    "checkpoints": {"mirror": "needs S3: tests/runs/test_mirror.py, against a local server"},
+    "components": {"AUROC": Recipe(sets=("~checkpoint.keep",))},
+    "data": {
+        'name = "balanced"': Recipe(),
+        "tar": Recipe(
+            sets=(
+                'model={ use="torchvision", arch="resnet18", classes=10 }',
+                "train.global_batch=2",
+                "~data.eval",
+                "~checkpoint.keep",
+            )
+        ),
+    },
+    "debug": {"find_unused_parameters": Recipe(ranks=2)},
+    "evaluate": {"eval_batch": Recipe(), "early_stopping": Recipe(sets=("~data.eval.use", "~data.eval.split"))},
+    "fine-tune": {
+        "runs/digits": Recipe("finetune-digits"),
+        "base-model": Recipe("gpt.toml", ("model.tie_embeddings=false",)),
+        "blocks.0": Recipe("gpt.toml"),
+        "layer_decay": Recipe("gpt.toml"),
+        "lora": Recipe("gpt.toml"),
+        "contents": Recipe("finetune-digits"),
+    },
+    "hangs": {"stall": Recipe()},
+    "out-of-memory": {"micro_batch": Recipe()},
+    "pipeline": {
+        "schedule": Recipe("gpt.toml", ranks=4),
+        "split": Recipe("gpt.toml", ("model.layers=24",), ranks=4),
+        "sequence": Recipe("gpt.toml", ranks=8),
+        'data = "fsdp"': Recipe("gpt.toml", ranks=8),
+    },
+    "precision": {"precision": Recipe()},
+    "recipe": {"muon": Recipe("gpt.toml", ("model.tie_embeddings=false",)), "turns": Recipe("gan")},
+    "recipes/README": {"digits-wide": Recipe()},
+    "resume": {"init_from": Recipe("gpt.toml", ("model.tie_embeddings=false",))},
+    "teachers": {"temperature": Recipe(sets=("model.width=8",)), "byol": Recipe()},
+    "tensor-parallel": {
+        "sequence": Recipe("gpt.toml", ranks=2),
+        "plan": Recipe(sets=('model={ use="./tower.py:Tower" }', "strategy.use=fsdp", "strategy.tensor=2"), ranks=2),
+    },
+    "trackers": {
+        "tensorboard": WHOLE,
+        "mlflow": "needs a server, or all of mlflow: tests/builtin/trackers/test_mlflow.py",
+        "csv": WHOLE,
+    },
+    "tutorial": {"spirals": TUTORIAL},
+    "tutorial-plugin": {'name = "focal"': TUTORIAL_PLUGIN, "entry-points": TUTORIAL_PLUGIN},
+    "wandb": {
+        "baseline": "needs an account: tests/builtin/trackers/test_wandb.py, against a stub",
+        "offline": WHOLE,
+    },
+    "why-toml": {"extends": Recipe()},
+    "write-a-plugin": {'name = "denoising"': "tests/test_docs.py", "my-forge-parts": PACKAGE},
+}
+"""Snippets of TOML, by their page and by words that no other of the page has."""
+
+COMPONENTS = {
+    "data": [
+        Recipe(
+            "gpt.toml", text='model.block_size = 256\ndata.train = { use = "./growing.py:Growing", split = "train" }'
+        ),
+    ],
+    "migrate": [
+        Recipe(
+            text='model = { use = "./bert.py:Bert", checkpoint = "tiny-bert", classes = 2 }\n'
+            'data = { train = { use = "./words.py:Words" }, eval = { use = "./words.py:Words" } }'
+        )
+    ],
+    "migrate-a-plugin": [Recipe(text='strategy.use = "./averaging.py:Averaging"', ranks=2)],
+    "pipeline": [Recipe("gpt.toml", text='model = { use = "./tagger.py:Tagger" }\nstrategy.use = "pipeline"', ranks=2)],
+    "use-a-model": [
+        Recipe(
+            sets=("train.length=2ep",),
+            text='task = { use = "./task.py:Ranking", metrics = ["accuracy"] }',
+            then=("predict", "snippet", "-o", "ranked.jsonl"),
+        )
+    ],
+    "write-a-plugin": [
+        Recipe(
+            "gpt.toml",
+            text='model = { use = "./attending.py:Attending" }\n'
+            'data.train = { use = "text", path = "letters.txt", split = "train", level = "characters", block_size = 8 }',  # noqa: E501,
+        ),
+        Recipe(
+            "gpt.toml",
+            ("model.causal=false", "model.vocab_size=257", 'task={ use="masked_lm", mask_token=256 }'),
+            text='data.train = { use = "./parts.py:Lines", folder = "lines", width = 7 }',
+        ),
+        Recipe(text='[task]\nuse = "./parts.py:Apart"'),
+        Recipe(
+            sets=("~checkpoint.keep",),
+            text='[task]\nmetrics = [{ use = "./parts.py:NearMiss" }, { use = "./parts.py:Recalls" }]',
+        ),
+        Recipe(text='[callbacks.shrink]\nuse = "./parts.py:Shrink"\nevery = 1'),
+    ],
+}
+"""Recipes for what pages show in Python and in no recipe."""
+
+PYTHON: dict[str, dict[str, str]] = {
+    "clusters": {"TorchTrainer": "needs GPUs: tests/launch/test_ray.py, without"},
+    "debug": {"Shuffled": ""},
+    "migrate-a-plugin": {"AcceleratedStrategy": "as it was under API 1"},
+    "python": {"outcome": "", "trained": "", "objective": ""},
+    "read-a-run": {"status": "", "losses": "", "read_metrics": ""},
+    "test-a-plugin": {"run_ddpforge": "", "in_threads": ""},
+    "trackers": {"pandas": ""},
+    "tutorial": {"load_model": TUTORIAL, "# use.py": TUTORIAL, "# spirals.py": TUTORIAL},
+    "tutorial-plugin": {"# focal.py": TUTORIAL_PLUGIN, "# test_focal.py": TUTORIAL_PLUGIN},
+    "use-a-model": {"denoised": "", "onnxruntime": ""},
+}
+"""Snippets of Python that are in no recipe, as above: scripts, or who runs them."""
+
+
+def name_of(page: Path) -> str:
+    return "recipes/README" if page == ROOT / "recipes/README.md" else page.stem
+
+
+def keys_of(text: str, table: Mapping[str, Mapping[str, object]], page: Path) -> list[str]:
+    return [words for words in table.get(name_of(page), {}) if words in text]
+
+
+def find(page: str, words: str, language: str) -> str:
+    (text,) = (one for each in PAGES if name_of(each) == page for one in blocks(each, language) if words in one)
+    return text
+
+
+def in_recipes(page: Path) -> set[str]:
+    """The components `./file.py:Name` of recipes that are trained for a page."""
+    tried = [*TOML.get(name_of(page), {}).values(), *COMPONENTS.get(name_of(page), ())]
+    texts = [
+        *blocks(page, "toml"),
+        *(part for one in tried if isinstance(one, Recipe) for part in (one.text, *one.sets)),
+    ]
+    return {name for text in texts for name in re.findall(r'"\./(\w+\.py:\w+)"', text)}
+
+
+def defined(text: str) -> set[str]:
+    """The components of a file's snippet, as recipes locate them."""
+    file = re.match(r"# (\w+\.py)", text)
+    parts = [node.name for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    return {f"{file[1]}:{part}" for part in parts} if file else set()
+
+
+# ---------------------------------------------------------------------------------------------- that none is left out
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_snippet_is_run_or_a_reason_is_given(page: Path) -> None:
+    assert [text for text in blocks(page, "toml") if len(keys_of(text, TOML, page)) != 1] == []
+    for text in blocks(page, "python"):
+        assert defined(text) & in_recipes(page) or len(keys_of(text, PYTHON, page)) == 1, text
+
+
+def test_every_entry_is_of_a_snippet_that_there_is() -> None:
+    tables: dict[str, Mapping[str, Mapping[str, object]]] = {"toml": TOML, "python": PYTHON}
+    for language, table in tables.items():
+        for page, entries in table.items():
+            for words in entries:
+                find(page, words, language)
+
+
+# ---------------------------------------------------------------------------------------------- that they run
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
+    """The files that pages show, and the runs and files that they take for granted."""
+    folder = tmp_path_factory.mktemp("snippets")
+    (folder / "lines").mkdir()
+    for page in PAGES:
+        write_files(page, folder)
+    for name, text in FILES.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    shutil.copy(ROOT / "recipes/digits.toml", folder)
+    shell(f"python - <<'.'\n{ARTEFACTS}\n.", folder)
+    for words in RUNS:
+        zygote.run(["run", *words], nproc=1, cwd=folder).check()
+    return folder
+
+
+def recipes() -> Iterator[tuple[str, str, Recipe]]:
+    for page, entries in TOML.items():
+        for words, recipe in entries.items():
+            if isinstance(recipe, Recipe):
+                yield f"{page}: {words}", find(page, words, "toml"), recipe
+    for page, tried in COMPONENTS.items():
+        for recipe in tried:
+            yield f"{page}: {recipe.text}", recipe.text, recipe
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("text", "recipe"), [pytest.param(text, recipe, id=name.split("\n")[0]) for name, text, recipe in recipes()]
+)
+def test_a_recipe_trains(folder: Path, zygote: Zygote, text: str, recipe: Recipe) -> None:
+    table = tomllib.loads(text)
+    head = {"recipe": "1", "name": '"snippet"', "extends": f'["{recipe.base}"]'} if "recipe" not in table else {}
+    lines = [f"{key} = {value}" for key, value in head.items() if key not in table]
+    (folder / "snippet.toml").write_text("\n".join([*lines, text]), encoding="utf-8")
+    options = ["--fresh"] if recipe.then else ["--dry-run", "1"]
+    zygote.run(["run", "snippet.toml", *recipe.sets, *options], nproc=recipe.ranks, cwd=folder).check()
+    if recipe.then:
+        zygote.run(recipe.then, nproc=1, cwd=folder).check()
+
+
+SCRIPTS = [(page, words) for page, entries in PYTHON.items() for words, elsewhere in entries.items() if not elsewhere]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("page", "words"), SCRIPTS, ids=map(" ".join, SCRIPTS))
+def test_a_script_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, page: str, words: str) -> None:
+    monkeypatch.chdir(folder)
+    text = find(page, words, "python")
+    if "def test_" in text:
+        (folder / "test_it.py").write_text(text)
+        shell("python -m pytest -q test_it.py", folder)
+        return
+    if words == "onnxruntime":
+        shell("ddpforge export digits -o digits.pt2; ddpforge export digits -o digits.onnx", folder)
+    given: dict[str, object] = {"__name__": "__main__"}
+    exec(compile(text, f"{page}.md", "exec"), given)
+    if words == "denoised":
+        assert [tuple(getattr(given[name], "shape")) for name in ("drawn", "denoised")] == [(16, 1, 8, 8)] * 2  # noqa: B009
