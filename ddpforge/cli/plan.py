@@ -176,7 +176,7 @@ def _as_dict(one: "Choice") -> dict[str, object]:
 def _choice(one: "Choice", is_best: bool) -> tuple[str, ...]:
     none = "not simulated" if one.forecast.unsimulated else "none fits"
     micro = none if one.micro_batch is None else str(one.micro_batch)
-    checkpointing = "yes" if one.checkpointing else "no"
+    checkpointing = one.checkpointing if isinstance(one.checkpointing, str) else "yes" if one.checkpointing else "no"
     return one.spec.text, checkpointing, micro, _size(one.forecast.needs), _time(one.forecast), "fastest" * is_best
 
 

@@ -53,7 +53,7 @@ def choices(
     device: Device | None = None,
     told: Callable[[Forecast], None] = lambda one: None,
 ) -> list[Choice]:
-    """One for each strategy, without and (where the model has blocks) with activation checkpointing.
+    """One for each strategy, without and (where the model has blocks) with activation checkpointing, of each kind.
 
     All are within `budget` bytes a rank. `told` hears of every forecast. Raises RecipeError for a recipe that cannot
     train.
@@ -63,6 +63,7 @@ def choices(
         asked = (registry, budget, sets, device, told)
         found.append(_largest(recipe, spec, False, *asked))
         with suppress(ForgeError):  # of a model without blocks
+            found.append(_largest(recipe, spec, "selective", *asked))
             found.append(_largest(recipe, spec, True, *asked))
     return found
 
