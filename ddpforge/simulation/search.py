@@ -39,7 +39,7 @@ class Choice:
         return {
             **{key: value for key, _, value in (one.partition("=") for one in self.spec.sets)},
             "train.micro_batch": str(self.micro_batch),
-            "train.activation_checkpointing": str(self.checkpointing).lower(),
+            "train.activation_checkpointing": json.dumps(self.checkpointing),
         }
 
 
@@ -120,7 +120,7 @@ def _changes(choice: Choice, own: Spec, train: TrainSection, ranks: int) -> dict
     before = {
         "strategy.use": json.dumps(own.use),
         "train.micro_batch": str(train.per_pass(batch["data_ranks"])),
-        "train.activation_checkpointing": str(train.activation_checkpointing).lower(),
+        "train.activation_checkpointing": json.dumps(train.activation_checkpointing),
     }
     return {key: value for key, value in choice.sets.items() if before.get(key) != value}
 
@@ -135,7 +135,7 @@ def _largest(
     device: Device | None,
     told: Callable[[Forecast], None],
 ) -> Choice:
-    sets = [*sets, f"train.activation_checkpointing={str(checkpointing).lower()}"]
+    sets = [*sets, f"train.activation_checkpointing={json.dumps(checkpointing)}"]
     found: dict[int, Forecast] = {}
 
     def fits(size: int) -> bool:

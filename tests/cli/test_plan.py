@@ -130,6 +130,26 @@ def test_auto_writes_the_best_into_the_recipe_and_leaves_the_rest_as_it_is(recip
     assert _plan(recipe, "--budget=2MB").exit_code == 0
 
 
+def test_auto_tries_every_kind_of_activation_checkpointing_on_a_model_with_blocks(recipe: str) -> None:
+    model = '[model]\nuse = "gpt"\nvocab_size = 256\nblock_size = 64\nlayers = 4\nheads = 4\nwidth = 64\n'
+    data = '[data.train]\nuse = "text"\nsplit = "train"\nblock_size = 64\n[task]\nuse = "language_modelling"\n'
+    head, _, tail = RECIPE.partition("[optimizer]")
+    Path(recipe).write_text(head.partition("[model]")[0] + model + data + "[optimizer]" + tail, encoding="utf-8")
+    answer = _json(recipe, "--auto", "--strategies=single", "--budget=60MB")
+    found = answer["choices"]
+    assert [one["activation_checkpointing"] for one in found] == [False, "selective", True]
+    sizes = [one["micro_batch"] for one in found]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
+    for one in found:
+        loaded = load_recipe(recipe, sets=[f"{key}={value}" for key, value in one["sets"].items()]).recipe
+        assert loaded.train.activation_checkpointing == one["activation_checkpointing"]
+    done = _plan(recipe, "--auto", "--strategies=single", "--budget=60MB", "--write")
+    assert done.exit_code == 0, done.output
+    written = load_recipe(recipe).recipe.train
+    assert written.activation_checkpointing == answer["best"]["activation_checkpointing"]
+
+
 def test_another_strategy_takes_the_options_of_the_one_before_with_it(recipe: str) -> None:
     with_options = '\n[strategy]\nuse = "ddp"\nbucket_cap_mb = 10\n'
     Path(recipe).write_text(RECIPE + with_options, encoding="utf-8")
