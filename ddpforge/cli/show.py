@@ -55,7 +55,6 @@ def _shown(
     from ddpforge.components.registry import Registry
     from ddpforge.recipe import load_recipe
     from ddpforge.runs.folder import RunFolder
-    from ddpforge.training.building import shares_of
     from ddpforge.training.contract import contract_of
     from ddpforge.training.foreseeing import foresee
     from ddpforge.training.parts import Parts
@@ -65,7 +64,6 @@ def _shown(
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     parts = Parts(loaded, registry)
     foresee(parts, ranks=ranks, device=device, folder=RunFolder.of(loaded.recipe))
-    shares = shares_of(parts)
     parts.report()
     loaded = parts.loaded  # with what the components declare
     contract = contract_of(parts.strategy) if parts.built.strategy is not None else None
@@ -76,7 +74,6 @@ def _shown(
             "batch": asdict(parts.batch),
             "contract": asdict(contract) if contract else None,
             "generated": generated,
-            "optimizer": shares,
             "not_imported": parts.not_imported,
         }
         yield json.dumps(_as_dict(loaded) | facts, indent=2)
@@ -85,8 +82,6 @@ def _shown(
     yield f"\n# batch: {parts.batch}"
     if (draws := draws_of(parts.turns)) > 1:
         yield f"# batches per step: {draws}"
-    for share in shares:
-        yield f"# optimizer of {share}"
     for use in parts.not_imported:
         yield f"# not imported, nor are its options checked: {use}"
     for name, promise in _promises(contract, ranks) if contract else ():

@@ -98,13 +98,12 @@ def _put_beside(parts: Parts) -> None:
 
 
 def shares_of(parts: Parts) -> list[str]:
-    """Says how turns or groups share the model's parameters, which is built for it where that was not done."""
+    """Says how turns or groups share the model's parameters."""
     if not (parts.turns or parts.recipe.optimizer.groups):
         return []
     found: list[str] = []
     with parts.noting("optimizer", faults=(ValueError,)):
-        model = parts.model if parts.built.model is not None else _on_meta(parts)
-        found = shares(parts.recipe.optimizer, model, list(parts.turns))
+        found = shares(parts.recipe.optimizer, parts.model, list(parts.turns))
     return found
 
 

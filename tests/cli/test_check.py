@@ -142,6 +142,18 @@ def test_build_says_what_the_recipe_amounts_to() -> None:
     assert lines[4].startswith("  [data.eval] gives a tuple (float32 [8, 1, 8, 8], int64 [8]), loss 2.")
 
 
+def test_build_counts_what_is_in_each_group_of_parameters() -> None:
+    groups = (
+        "optimizer.groups={matrices={parameters=['2d'], use='muon', lr=0.02}, head={parameters=['*.bias'], lr=0.1}}"
+    )
+    lines = _check("digits", "--build", groups).stdout.split("\n")
+    assert [line.partition(" tensors")[0] for line in lines if line.startswith("  optimizer of ")] == [
+        "  optimizer of all others: adamw, 8",
+        "  optimizer of matrices: muon, 1",
+        "  optimizer of head: adamw, 5",
+    ]
+
+
 def test_build_finds_an_optimizer_that_does_not_take_the_parameters() -> None:
     result = _check("digits", "--build", "optimizer={use='torch.optim:Muon', lr=1e-3}")
     assert result.exit_code == 2

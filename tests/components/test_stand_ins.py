@@ -21,11 +21,12 @@ from ddpforge.recipe.bundled import bundled
 HEAVY = ("accelerate", "deepspeed", "numpy", "safetensors", "torch", "torch._dynamo", "torchvision", "wandb")
 """What takes long to import; with torch come numpy and much else."""
 
-ASK_TORCH = {
-    "check": {"distil-digits"},  # the task is built with its teacher, a model
-    "show": {"distil-digits", "finetune-digits", "gan", "muon-digits"},  # the last three count parameters
-}
-LOOKS = [[command, name] for command, heavy in ASK_TORCH.items() for name in bundled() if name not in heavy]
+LOOKS = [
+    [command, name]
+    for command in ("check", "show")
+    for name in bundled()
+    if name != "distil-digits"  # whose task is built with its teacher, a model
+]
 LOOKS += [
     ["plugins", "show", entry.name, "--kind", entry.kind]
     for entry in Registry.installed().entries()
