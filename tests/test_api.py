@@ -253,8 +253,9 @@ def test_a_cell_of_a_notebook_launches_and_to_interrupt_it_stops_the_run(
 
 
 def test_a_launch_that_is_refused_raises(ranks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RecipeError):
-        ddpforge.launch("run.toml", nproc=2, sets=["train.global_batch=7"])
+    for wrong in ("train.global_batch=7", "model.nothing=1"):  # the latter in a file of one's own
+        with pytest.raises(RecipeError):
+            ddpforge.launch("run.toml", nproc=2, sets=[wrong])
     assert ranks == []
     monkeypatch.setattr(process, "start", lambda *_, **__: Ended(3))
     error = refused(ForgeError, lambda: ddpforge.launch("run.toml", nproc=2, sets=["name=new"]))
