@@ -15,6 +15,8 @@ from hypothesis import settings
 from launched import Ranks, Zygote
 from slurm import PROGRAMS, Slurm, new_slurm
 
+from ddpforge.ranks import leaving
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
@@ -42,6 +44,12 @@ def _untouched_logger() -> Iterator[None]:
     for handler in set(logger.handlers) - set(handlers):
         handler.close()
     logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
+
+
+@pytest.fixture(autouse=True)
+def _no_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in the tests' own process leaves threads, for which a later command would end that process at once."""
+    monkeypatch.setattr(leaving, "_threads", False)
 
 
 @pytest.fixture(scope="module")

@@ -140,6 +140,7 @@ class Trainer:
         self._rollbacks, self._back_at = 0, -1  # how often in a row to the same step
         self._norms = GradientNorms()
         self._stopwatch = Stopwatch()
+        self._pace = Stopwatch()  # since ranks agreed last; what callbacks do counts, so that slow ones delay no stop
         self._spending = Spending(counts=type(task).count is not Task.count)
         self._shares: Mapping[str, float] = {}  # of wall time since the row before the newest, by phase
         self._items: float | None = None  # that a rank has in the step of the newest row; None where they are samples
@@ -242,6 +243,7 @@ class Trainer:
         self._setting_rates = overriding(self.callbacks, "lr_factor")
         self._adding_columns = overriding(self.callbacks, "on_log")
         self._stopwatch.restart()
+        self._pace.restart()
         self._spending.restart()
         looks_are_free = _looks_are_free(self.world.device)
         # Whoever asked while all this was starting does not wait for a step, which may have to be compiled.
@@ -312,6 +314,7 @@ class Trainer:
             self._read.note(first)
             self.progress.samples += first.step_samples
         self._stopwatch.add(sum(first.step_samples for first in drawn))
+        self._pace.add(0)
         return totals
 
     def _wanted_factor(self) -> float:
@@ -345,7 +348,8 @@ class Trainer:
     # ------------------------------------------------------------------------------------------ agreement
     def _agree(self, totals: Mapping[str, Total], alarms: Iterable[Alarm]) -> dict[str, float]:
         """One reduction over ranks: the means of `totals`, and whether anybody wants to stop or an alarm rang."""
-        pace = self._stopwatch.seconds / self._stopwatch.steps
+        pace = self._pace.seconds / self._pace.steps
+        self._pace.restart()
         ballot = self._ballot.totals(self._wishes(alarms), seconds=pace, saved=self.saving.ready)
 
         phases.mark(phases.REDUCE)

@@ -168,25 +168,47 @@ def test_between_rows_ranks_do_not_talk() -> None:
     assert len(loop.replica.ranks.asked) == 1 + 3 + names  # one before the first step: whether to begin at all
 
 
-def test_ranks_agree_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def agreements(monkeypatch: pytest.MonkeyPatch) -> Callable[[Loop], list[int]]:
+    """The steps after which the ranks of a loop agree."""
+
+    def found(loop: Loop) -> list[int]:
+        agreed: list[int] = []
+        agree = loop.trainer._agree
+        loop.trainer._pace = Stopwatch(loop.clock)
+
+        def noted(totals: Any, alarms: Any) -> Any:
+            agreed.append(loop.trainer.progress.step)
+            return agree(totals, alarms)
+
+        monkeypatch.setattr(loop.trainer, "_agree", noted)
+        loop.fit()
+        return agreed
+
+    return found
+
+
+def test_ranks_agree_about_once_a_second(agreements: Callable[[Loop], list[int]]) -> None:
     """Steps of a quarter of a second: every fourth."""
     loop = Loop(steps=21, track="20st", evaluation=False)
-    loop.trainer._stopwatch = Stopwatch(loop.clock)
-    agreed: list[int] = []
-    agree = loop.trainer._agree
 
     def step() -> Any:
         loop.clock.now += 0.25
         return Plain.step(loop.replica)
 
-    def noted(totals: Any, alarms: Any) -> Any:
-        agreed.append(loop.trainer.progress.step)
-        return agree(totals, alarms)
-
     loop.replica.step = step  # type: ignore[method-assign]
-    monkeypatch.setattr(loop.trainer, "_agree", noted)
-    loop.fit()
-    assert agreed == [1, 4, 8, 12, 16, 20, 21]
+    assert agreements(loop) == [1, 4, 8, 12, 16, 20, 21]
+
+
+def test_ranks_agree_after_every_step_where_a_callback_takes_long(agreements: Callable[[Loop], list[int]]) -> None:
+    """Also in the steps after a row, of which a callback has not begun to take its time."""
+    loop = Loop(steps=8, track="3st", evaluation=False)
+
+    def sleep(step: int) -> None:
+        loop.clock.now += 2.0
+
+    loop.trainer.callbacks = {"slow": Watcher(action=sleep)}
+    assert agreements(loop)[1:] == [3, 4, 5, 6, 7, 8]  # the first step is told of before it has taken any
 
 
 # ---------------------------------------------------------------------------------------------- the end
