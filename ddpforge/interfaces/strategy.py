@@ -103,6 +103,13 @@ class Strategy(ABC):
         """
         return (0,)
 
+    def grows_evenly(self, ranks: int) -> tuple[int, int] | None:
+        """Two numbers of micro-batches in a step, from which on each adds as much memory and work, for `ddpforge plan`.
+
+        None where one is computed after the other, and several take the memory of one.
+        """
+        return None
+
     def evaluating(self, ranks: int) -> tuple[Strategy, str]:
         """The strategy for `ddpforge eval` on so many ranks, perhaps other than those that trained, and why that one.
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, cast
 from unittest.mock import patch
 
@@ -30,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import World
 from ddpforge.ranks.collectives import Alone, Connected, Group
+from ddpforge.simulation.zero import forget_groups, one_of_many
 
 __all__ = ["Post", "Unsimulated", "fake_batch", "fakes", "pretended", "without_memory"]
 
@@ -81,14 +81,7 @@ def _forget_groups() -> None:
     """Makes torch and DeepSpeed forget the ranks that are gone: they keep them for the life of a process."""
     for clear in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):  # not all are in older ones
         getattr(debug, clear, _nothing)()
-    if (groups := sys.modules.get("deepspeed.utils.groups")) is None:
-        return
-    sys.modules["deepspeed.comm.comm"].cdb = None  # type: ignore[attr-defined]
-    for name, value in vars(groups).items():
-        if isinstance(value, dist.ProcessGroup):
-            setattr(groups, name, None)
-        elif name.startswith("_") and name.isupper() and isinstance(value, dict):
-            value.clear()
+    forget_groups()
 
 
 def _same_of_all(found: list[Any], value: Any, group: Any = None) -> None:
@@ -117,7 +110,7 @@ def fakes(post: Post | None = None) -> Iterator[FakeTensorMode]:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
-        for adapted in (_real_meshes, _in_place_conversions, _python_reducer, _nobody_to_compare, _many_shards):
+        for adapted in (_real_meshes, _in_place_conversions, _python_reducer, one_of_many, _many_shards):
             stack.enter_context(adapted())
         stack.enter_context(_posted({} if post is None else post))
         known = (
@@ -172,7 +165,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return torch.empty(first.numel(), first.dim(), dtype=torch.int64, device=first.device)
             if func is aten.masked_select.default:
                 return torch.empty(first.numel(), dtype=first.dtype, device=first.device)
-            if first.constant is None and not isinstance(first, nn.Parameter):
+            if first.constant is None:
                 form = _form(func)
                 if form == "in place":
                     return first
@@ -297,14 +290,6 @@ class _Chunks(Sequence[Tensor]):
         start = min(self._tensor.shape[self._dim], number * self._length)
         stop = min(self._tensor.shape[self._dim], start + self._length)
         return self._tensor.narrow(self._dim, start, stop - start) if stop > start else self._tensor.new_empty(0)
-
-
-@contextmanager
-def _nobody_to_compare() -> Iterator[None]:
-    """Lets DeepSpeed, where it is in use, not compare the order of modules with other ranks: that needs values."""
-    user = sys.modules.get("deepspeed.runtime.zero.partitioned_param_coordinator")
-    with patch.object(user, "assert_ints_same_as_other_ranks", _nothing) if user else nullcontext():
-        yield
 
 
 @contextmanager

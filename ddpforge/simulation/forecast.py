@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -127,11 +128,20 @@ def forecast(
 def _simulated(parts: Parts, ranks: int) -> list[Simulated]:
     """The ranks that hold different things."""
     foresee(parts, ranks=ranks, device="cpu")
-    places = parts.strategy.distinct_ranks(ranks) if parts.built.strategy else (0,)
-    post: Post = {}
-    return [
-        simulate(Parts(parts.loaded, parts.registry) if rank else parts, ranks, rank=rank, post=post) for rank in places
-    ]
+    if parts.built.strategy is None:
+        return [simulate(parts, ranks)]
+    places, (few, more) = parts.strategy.distinct_ranks(ranks), parts.strategy.grows_evenly(ranks) or (0, 0)
+    posts = defaultdict[int, Post](dict)
+
+    def run(rank: int, micro_batches: int) -> Simulated:
+        fresh = Parts(parts.loaded, parts.registry) if parts.built.model else parts
+        return simulate(fresh, ranks, rank=rank, micro_batches=micro_batches, post=posts[micro_batches])
+
+    found = [run(rank, more) for rank in places]
+    further = parts.plan.batch.accumulation - more
+    if more == 0 or further <= 0:
+        return found
+    return [one.onward(run(rank, few), further / (more - few)) for rank, one in zip(places, found, strict=True)]
 
 
 def _filled(answer: Forecast, found: Simulated, parts: Parts, device: Device | None, budget: int | None) -> Forecast:

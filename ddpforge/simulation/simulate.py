@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_iter
 
@@ -43,7 +44,6 @@ __all__ = ["Simulated", "simulate"]
 
 _STATE = ("weights", "master weights", "gradients", "optimizer state", "buffers")
 _MICRO_BATCHES = 2  # of a step: the memory of more is the same, and their work a multiple
-_IN_PIPELINE = 32  # where several are on their way
 
 
 @dataclass
@@ -60,21 +60,39 @@ class Simulated:
     whole: int = 0  # bytes of the model's weights, on all ranks together
     items: float = 0.0  # that the loss of a micro-batch sums over
 
+    def onward(self, fewer: Simulated, times: float) -> Simulated:
+        """Adds `times` as much as this one has more than one of fewer micro-batches."""
+        kinds = {name: size + int((size - fewer.kinds.get(name, 0)) * times) for name, size in self.kinds.items()}
+        return replace(
+            self,
+            peak=self.peak + int((self.peak - fewer.peak) * times),
+            kinds=kinds,
+            work=self.work + (self.work - fewer.work) * times,
+        )
 
-def simulate(parts: Parts, ranks: int, *, rank: int = 0, largest: int = 10, post: Post | None = None) -> Simulated:
-    """Simulates optimizer steps of a recipe, of which nothing is built yet, as rank `rank` of `ranks` takes them.
 
-    The optimizer makes its state before: of gradients without a pass, or in a step that is not counted. `post` is what
-    stages of a pipeline that were simulated before have sent, see `fakes`. Raises RecipeError for a recipe that cannot
-    train, `Unsimulated` for what runs on real ranks only, and what torch raises for an operation that has no shapes
-    without values.
+def simulate(
+    parts: Parts,
+    ranks: int,
+    *,
+    rank: int = 0,
+    largest: int = 10,
+    micro_batches: int | None = None,
+    post: Post | None = None,
+) -> Simulated:
+    """Simulates an optimizer step of a recipe, of which nothing is built yet, as rank `rank` of `ranks` takes it.
+
+    The optimizer makes its state before: of gradients without a pass, or in a step that is not counted. The step has
+    all of its micro-batches, or so many. `post` is what stages of a pipeline that were simulated before have sent, see
+    `fakes`. Raises RecipeError for a recipe that cannot train, `Unsimulated` for what runs on real ranks only, and what
+    torch raises for an operation that has no shapes without values.
     """
     foresee(parts, ranks=ranks, device="cpu")
     build_data_and_model(parts, meta=True)
     parts.report()
     with pretended(ranks, rank) as everyone:
         world = parts.strategy.setup(parts.recipe.train, everyone)
-        first, batches = _batches(parts, world)
+        first, batches = _batches(parts, world, micro_batches)
         whole = sum(p.numel() * p.element_size() for p in parts.model.parameters())
         counted = parts.task.count(first.data)
         items = float(first.samples if counted is None else counted)
@@ -92,7 +110,7 @@ def simulate(parts: Parts, ranks: int, *, rank: int = 0, largest: int = 10, post
         return replace(found, items=items, whole=whole)
 
 
-def _batches(parts: Parts, world: World) -> tuple[MicroBatch, list[MicroBatch]]:
+def _batches(parts: Parts, world: World, most: int | None) -> tuple[MicroBatch, list[MicroBatch]]:
     """The first micro-batches of this rank, of which the last is the step's last."""
     batch = parts.plan.batch
     opened = open_data(
@@ -106,8 +124,9 @@ def _batches(parts: Parts, world: World) -> tuple[MicroBatch, list[MicroBatch]]:
         prefetch=2,
         pin=False,
     )
-    most = _MICRO_BATCHES if len(parts.strategy.distinct_ranks(world.all.size)) == 1 else _IN_PIPELINE
-    some = list(islice(opened.training(0), min(batch.accumulation, most)))
+    if parts.strategy.grows_evenly(world.all.size) is None:
+        most = _MICRO_BATCHES
+    some = list(islice(opened.training(0), min(batch.accumulation, most or batch.accumulation)))
     some[-1] = some[-1]._replace(last=True)
     return some[0], some
 
@@ -203,7 +222,8 @@ class _Rank:
                 work.operations.clear()
                 work.sent.clear()
                 marks.clear()
-                self._step(2, first, batches)
+                with self._shapes_known():
+                    self._step(2, first, batches)
         finally:
             phases.follow(None)
         self._note()
@@ -221,8 +241,7 @@ class _Rank:
         """Has the optimizer make its state: of any gradients, where all weights have one and it asks for no more."""
         replica, optimizer = self._replica, self._optimizer
         if (
-            self._one_by_one
-            and isinstance(replica, torch_replica.TorchReplica)
+            isinstance(replica, torch_replica.TorchReplica)
             and replica.gradients.complete
             and getattr(self._parts.strategy, "tensor", 1) == 1  # whose first pass sends more than later ones
             and getattr(optimizer, "passes", 1) == 1
@@ -235,19 +254,35 @@ class _Rank:
         else:  # one micro-batch is enough, but a pipeline is made for as many as it is given
             self._step(1, batches[-1], batches[-1:] if self._one_by_one else batches)
 
+    @contextmanager
+    def _shapes_known(self) -> Iterator[None]:
+        """Leaves out what stages of a pipeline do in their first step only: they find out the shapes they receive."""
+
+        def uncounted(prepare: Callable[..., Any]) -> Callable[..., Any]:
+            def prepared(*args: Any, **kwargs: Any) -> Any:
+                before = self._work.copy()
+                found = prepare(*args, **kwargs)
+                self._work.operations, self._work.sent = before.operations, before.sent
+                self._ledger.restart()
+                return found
+
+            return prepared
+
+        names = ("_prepare_forward_infra", "_prepare_backward_infra")
+        with ExitStack() as stack:
+            for name in names:
+                stack.enter_context(patch.object(PipelineStage, name, uncounted(getattr(PipelineStage, name))))
+            yield
+
     @property
     def _one_by_one(self) -> bool:
         """True if micro-batches are computed one after the other, on this rank alone."""
-        return len(self._parts.strategy.distinct_ranks(self._world.all.size)) == 1
+        return self._parts.strategy.grows_evenly(self._world.all.size) is None
 
     def _whole_step(self, work: Work, marks: Sequence[Work], micro_batches: int) -> Work:
         """The work of all micro-batches, of which some were simulated."""
-        wanted = self._parts.plan.batch.accumulation
-        if wanted == micro_batches:
-            return work
-        if not self._one_by_one:
-            return work * max(1, round(wanted / micro_batches))
-        return work + (marks[1] - marks[0]) * (wanted - micro_batches)
+        further = self._parts.plan.batch.accumulation - micro_batches
+        return work + (marks[1] - marks[0]) * further if further and self._one_by_one else work
 
     def _step(self, number: int, first: MicroBatch, batches: Sequence[MicroBatch]) -> None:
         draws = ((first, iter(batches)) for _ in range(self._turns.draws))

@@ -56,10 +56,10 @@ class Work:
     def __sub__(self, other: Work) -> Work:
         return _of(self.operations - other.operations, self.sent - other.sent)
 
-    def __mul__(self, times: int) -> Work:
+    def __mul__(self, times: float) -> Work:
         return _of(
-            Counter({one: count * times for one, count in self.operations.items()}),
-            Counter({one: count * times for one, count in self.sent.items()}),
+            Counter({one: round(count * times) for one, count in self.operations.items()}),
+            Counter({one: round(count * times) for one, count in self.sent.items()}),
         )
 
     def copy(self) -> Work:

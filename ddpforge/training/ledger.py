@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
@@ -231,8 +231,6 @@ def _storages(tensor: Any) -> list[torch.UntypedStorage]:
         tensor = tensor._local_tensor
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.elem
-    if isinstance(tensor, nn.Parameter):
-        tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         return [*_storages(tensor._indices()), *_storages(tensor._values())]
     try:

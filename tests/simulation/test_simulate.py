@@ -15,10 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpforge.components.registry import Registry
 from ddpforge.parity.specs import parse
+from ddpforge.simulation import zero
 from ddpforge.simulation.devices import DEVICES
 from ddpforge.simulation.fake import pretended
 from ddpforge.simulation.forecast import Forecast, forecast
 from ddpforge.simulation.work import Sent
+from ddpforge.strategies.pipeline.strategy import Pipeline
 
 RECIPE = """
 recipe = 1
@@ -178,6 +180,27 @@ def test_the_stage_that_needs_most_is_told_of_a_pipeline(plan: Plan) -> None:
     assert staged.wire
     assert staged.wire["send over 2"] == 4 * 16 * 16 * 64 * 4
     assert staged.all_flops == pytest.approx(whole.flops, rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "ZBVZeroBubble"])
+def test_a_long_step_of_a_pipeline_is_reckoned_from_two_short_ones(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    strategy = f'pipeline:schedule="{schedule}"'
+    reckoned = plan(strategy, "train.micro_batch=1", "train.global_batch=19", ranks=2)
+    monkeypatch.setattr(Pipeline, "grows_evenly", lambda self, ranks: (18, 19))  # none is left to be reckoned
+    simulated = plan(strategy, "train.micro_batch=1", "train.global_batch=19", ranks=2)
+    assert reckoned.batch["accumulation"] == 19
+    assert reckoned.as_dict() == simulated.as_dict()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_zero_is_simulated_like_its_own_code_for_all_ranks(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    quick = plan("deepspeed:3", "train.global_batch=66", ranks=ranks)
+    monkeypatch.setattr(zero, "_STAND_INS", zero._STAND_INS[:1])  # without which there is no step
+    assert plan("deepspeed:3", "train.global_batch=66", ranks=ranks).as_dict() == quick.as_dict()
 
 
 def test_a_tensor_parallel_rank_computes_its_share(plan: Plan) -> None:

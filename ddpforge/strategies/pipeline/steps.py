@@ -93,12 +93,16 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def held_by(model: nn.Module, step: Step) -> list[Tensor]:
     """The parameters and buffers that a step uses, each once."""
-    found = {
-        id(tensor): tensor
-        for name, tensor in named_tensors(model)
-        if any(name == used or name.startswith(f"{used}.") for used in step.uses)
-    }
+    found: dict[int, Tensor] = {}
+    for used in step.uses:
+        owner, _, name = used.rpartition(".")
+        one = getattr(model.get_submodule(owner), name)
+        found |= {id(tensor): tensor for tensor in ([one] if isinstance(one, Tensor) else _tensors(one))}
     return list(found.values())
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    return (tensor for _, tensor in named_tensors(module))
 
 
 # ---------------------------------------------------------------------------------------------- where to cut

@@ -130,8 +130,15 @@ class Pipeline(Strategy):
 
     def distinct_ranks(self, ranks: int) -> Sequence[int]:
         """The first of every stage."""
-        stages = self.stages or max(1, ranks // self.tensor)
-        return range(0, ranks, max(1, ranks // stages))
+        return range(0, ranks, max(1, ranks // self._stages(ranks)))
+
+    def grows_evenly(self, ranks: int) -> tuple[int, int]:
+        """From where on every rank alternates; in whole rounds where it has two parts."""
+        stages = self._stages(ranks)
+        return (stages + 1, stages + 2) if SCHEDULES[self.schedule].parts == 1 else (3 * stages, 4 * stages)
+
+    def _stages(self, ranks: int) -> int:
+        return self.stages or max(1, ranks // self.tensor)
 
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
         """Ranks that stages do not divide, and what needs the whole model, or all micro-batches in their order."""
