@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
-    FakeTensor,
     FakeTensorMode,
-    in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -23,12 +21,12 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.pipelining import PipelineStage, schedules, stage
 from torch.distributed.tensor import _sharding_prop, debug
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import World
 from ddpforge.ranks.collectives import Alone, Connected, Group
+from ddpforge.simulation.answers import Answers
 from ddpforge.simulation.zero import forget_groups, one_of_many
 
 __all__ = ["Post", "Unsimulated", "fake_batch", "fakes", "pretended", "without_memory"]
@@ -118,7 +116,7 @@ def fakes(post: Post | None = None) -> Iterator[FakeTensorMode]:
         )  # fake tensors ask for each operation, and without a GPU it takes long to tell
         stack.enter_context(patch.object(torch.cuda, "is_available", lambda: known))
         stack.enter_context(mode)
-        stack.enter_context(_Answers())  # type: ignore[no-untyped-call]
+        stack.enter_context(Answers())
         yield mode
 
 
@@ -144,74 +142,6 @@ def _like(tensor: Tensor) -> Tensor:
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
     """The same nest of tensors without values."""
     return tree_map_only(Tensor, mode.from_tensor, batch)
-
-
-class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers questions for values, which fake tensors cannot, and makes views and changes in place quickly.
-
-    Torch keeps what it has found out about an operation by all that is known of its arguments, and each of the weights
-    that are pieces of a buffer begins in another place.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        aten = torch.ops.aten
-        first = args[0] if args else None
-        if isinstance(first, FakeTensor):
-            if func is aten._local_scalar_dense.default:
-                return _answer(first)
-            if func is aten.equal.default:
-                return True
-            if func is aten.nonzero.default:  # at most: every element
-                return torch.empty(first.numel(), first.dim(), dtype=torch.int64, device=first.device)
-            if func is aten.masked_select.default:
-                return torch.empty(first.numel(), dtype=first.dtype, device=first.device)
-            if first.constant is None:
-                form = _form(func)
-                if form == "in place":
-                    return first
-                if form == "view":
-                    return _view(first, func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False, see `Ledger`."""
-        return False
-
-
-@functools.cache
-def _form(func: Any) -> Literal["in place", "view", "other"]:
-    """Tells an operation that changes and returns its first argument alone, and one that returns views of that."""
-    given, made = func._schema.arguments, func._schema.returns
-    aliases = [one.alias_info for one in (*given, *made) if one.alias_info]
-    if not made or not given[0].alias_info or torch.Tag.inplace_view in func.tags:
-        return "other"
-    if len(aliases) == 2 and all(one.is_write for one in aliases):
-        return "in place"
-    of_first = not any(one.is_write for one in aliases) and len(aliases) == 1 + len(made)
-    return (
-        "view"
-        if of_first and not any(one.type.isSubtypeOf(torch._C.TensorType.get()) for one in given[1:])
-        else "other"
-    )
-
-
-def _view(of: FakeTensor, func: Any, args: Any, kwargs: Any) -> Any:
-    """Views, as the operation makes them of tensors on the meta device."""
-    with in_kernel_invocation_manager(of.fake_mode):
-        found = func(*args, **kwargs)
-    return tree_map_only(Tensor, lambda one: FakeTensor(of.fake_mode, one, of.fake_device), found)
-
-
-def _answer(one: FakeTensor) -> bool | float | int:
-    if one.constant is not None:
-        number: bool | float | int = one.constant.item()
-        return number
-    if one.dtype == torch.bool:
-        return False
-    # One of several numbers is of a comparison over ranks, which finds no difference.
-    alone = one.untyped_storage().nbytes() == one.element_size()
-    return (1.0 if alone else 0.0) if one.is_floating_point() else 0
 
 
 # ---------------------------------------------------------------------------------------------- what fakes cannot do

@@ -104,6 +104,8 @@ def start(
 
     # DeepSpeed takes it for the number of the GPU, stage 3 at every pass; but ranks may see one GPU each.
     os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
+    # On CPUs it would start a process (numactl) to count them whenever it reduces gradients.
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     with _sharing_ourselves(world.all):
         deepspeed.init_distributed(dist_init_required=False)
         if config["zero_optimization"]["stage"] == 3:
