@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -79,13 +80,35 @@ def close(one: Any, other: Any, tolerance: float = 1e-5) -> bool:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The same nest of tensors on `device`; copies from pinned memory do not wait."""
+    """The same nest of tensors on `device`; copies from pinned memory do not wait.
+
+    A GPU copies on a stream of its own, under the passes before: they are still computed when the next batch is asked
+    for. See https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams.
+    """
+    if device.type != "cuda":
+        return _moved(batch, device)
+    aside, here = _stream_for_copies(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(aside):
+        moved = _moved(batch, device)
+    here.wait_stream(aside)
+    for leaf in leaves(moved):
+        if isinstance(leaf, Tensor):
+            leaf.record_stream(here)  # its memory is not given to another copy while `here` reads it
+    return moved
+
+
+@functools.cache
+def _stream_for_copies(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
+        return {key: _moved(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*(_moved(value, device) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
+        return type(batch)(_moved(value, device) for value in batch)
     return batch

@@ -464,6 +464,9 @@ class Trainer:
             for name in self._adding_columns:
                 add_numbers(row, name, "on_log", self.callbacks[name].on_log(replace(info, metrics=dict(row))))
             self._log(info.step, row)
+            waited = self._shares.get(phases.NAMES[phases.DATA], 0.0)
+            if advice := self._spending.advice(waited, self._stopwatch.seconds, workers=self._recipe.data.workers):
+                log.warning("step %d: %s", info.step, advice)
             self._stopwatch.restart()
         for wish in wishes:
             if isinstance(wish, GoBack):

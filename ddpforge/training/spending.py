@@ -13,6 +13,7 @@ __all__ = ["Spending"]
 _ITEMS = "?items"  # of a step
 _TIME = "?time/"  # and the name of a phase
 _BETWEEN = (phases.EVAL, phases.SAVE)  # what does not happen between all rows
+_WAITS, _LONG = 0.25, 5.0  # the share of the time, and seconds, of which waiting for data is worth a word
 
 
 class Spending:
@@ -23,7 +24,7 @@ class Spending:
 
     def __init__(self, *, counts: bool) -> None:
         """`counts` says that the task counts items which are no samples."""
-        self._counts = counts
+        self._counts, self._advised = counts, False
         self.restart()
 
     def restart(self) -> None:
@@ -43,6 +44,17 @@ class Spending:
         if self._counts and "loss" in totals:
             found[_ITEMS] = float(totals["loss"].count)
         return counted_once(found)
+
+    def advice(self, waited: float, seconds: float, *, workers: int) -> str:
+        """Says, once, what to do where a share of so many seconds went into waiting for data; empty otherwise."""
+        if self._advised or waited < _WAITS or seconds < _LONG:
+            return ""
+        self._advised = True
+        more = "more loader processes" if workers else "loader processes"
+        return (
+            f"{waited:.0%} of the time goes into waiting for data: set data.workers = {2 * workers or 2} ({more}, a "
+            "core each), or have the dataset fetch a batch at once (`__getitems__`)"
+        )
 
     @staticmethod
     def taken(means: dict[str, float]) -> tuple[dict[str, float], float | None]:

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ddpforge.data import nests
 from ddpforge.data.nests import close, digest, leaves, size, take, to_device
 
 
@@ -199,6 +200,32 @@ def test_a_nest_moves_with_its_containers_and_all_else_stays() -> None:
     assert [x.device for x in leaves(moved) if isinstance(x, Tensor)] == [meta] * 3
     assert type(moved["pair"].y) is list
     assert moved["pair"].y[1] is kept
+
+
+def test_a_gpu_copies_beside_what_it_computes_which_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of what is asked of CUDA, which is not here."""
+    said: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            said.append(f"onto {self.name}")
+
+        def __exit__(self, *error: Any) -> None:
+            said.append(f"off {self.name}")
+
+        def wait_stream(self, other: Any) -> None:
+            said.append(f"{self.name} waits for {other.name}")
+
+    monkeypatch.setattr(nests, "_stream_for_copies", lambda device: Stream("aside"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("here"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(Tensor, "to", lambda self, *_, **__: said.append("copy") or self)
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: said.append(f"kept for {stream.name}"))
+    to_device({"x": torch.ones(1), "text": "t"}, torch.device("cuda"))
+    assert said == ["onto aside", "copy", "off aside", "here waits for aside", "kept for here"]
 
 
 def test_a_copy_to_the_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from sharding import DDP, FSDP, ZERO, Bench
 from torch import Tensor, nn
 
 from ddpforge.builtin.optim.optimizers import sgd
+from ddpforge.data import to_device
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.strategies.precision import precision_for
 from ddpforge.training.blocks import rework_blocks
@@ -91,6 +92,19 @@ def test_a_recomputed_block_called_with_keywords_drops_the_same(bench: Bench) ->
 
     for kept, recomputed in zip(trained(), trained(activation_checkpointing=True), strict=True):
         torch.testing.assert_close(recomputed, kept)
+
+
+def test_batches_copied_beside_long_passes_arrive_whole() -> None:
+    """Each copy is begun while the device is busy, and into memory that was another batch's."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    large = torch.randn(4096, 4096, device=device)
+    sums = []
+    for number in range(50):
+        batch = torch.full((1 << 20,), float(number)).pin_memory()
+        for _ in range(4):
+            large = torch.nn.functional.normalize(large @ large)
+        sums.append(to_device([batch], device)[0].double().sum())
+    assert [one.item() for one in sums] == [number * 2.0**20 for number in range(50)]
 
 
 def test_full_memory_is_told_with_what_to_change(bench: Bench) -> None:

@@ -84,6 +84,34 @@ def test_a_row_has_the_shares_of_its_window(clock: Clock) -> None:
     assert "train/time/eval" not in rows[2]
 
 
+def test_a_run_that_waits_for_data_is_told_once_what_to_do(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """A batch takes three seconds here, and an update one; a row is of two steps, but for those of steps 1 and 2."""
+    loop = Loop(steps=8, track="2st", evaluation=False)
+    loop.trainer._stopwatch = Stopwatch(clock)
+    training: Any = loop.trainer.training
+    fetch, update = training.training, loop.replica.step
+
+    def slowly(start: int) -> Any:
+        for micro in fetch(start):
+            clock.now += 3.0
+            yield micro
+
+    def step() -> Tensor:
+        clock.now += 1.0
+        return update()
+
+    loop.trainer.training = type("Slow", (), {"training": staticmethod(slowly)})()  # type: ignore[assignment]
+    loop.replica.step = step  # type: ignore[method-assign]
+    loop.fit()
+    (said,) = [record.getMessage() for record in caplog.records if "waiting for data" in record.getMessage()]
+    assert said.startswith("step 4: 75% of the time goes into waiting for data: set data.workers = 2")
+
+
+@pytest.mark.parametrize(("waited", "seconds"), [(0.2, 60.0), (0.9, 1.0)])
+def test_short_waits_are_not_worth_a_word(waited: float, seconds: float) -> None:
+    assert Spending(counts=False).advice(waited, seconds, workers=0) == ""
+
+
 class Words(Sums):
     """A sample has as many words as its number says."""
 
