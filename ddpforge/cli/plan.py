@@ -100,14 +100,16 @@ def plan(
         forecast(recipe, spec, ranks=ranks, registry=registry, sets=sets, device=chosen, budget=budget)
         for spec in (specs or (None,))
     ]
+    if not as_json:
+        _print(found, chosen, explain=explain)
     changes = []
     if not specs and found[0].fits is False:
+        click.echo("looking for changes with which it fits: each is a plan of its own", err=True)
         limit = found[0].budget or 0
         changes = remedies(recipe, ranks, registry=registry, budget=limit, sets=sets, device=chosen)
     if as_json:
         click.echo(json.dumps([one.as_dict() | {"remedies": [_remedy(one) for one in changes]} for one in found]))
     else:
-        _print(found, chosen, explain=explain)
         _print_remedies(found, changes, tried=not specs)
     if any(one.fits is False for one in found):
         raise SystemExit(1)
