@@ -25,15 +25,17 @@ def benchmark() -> ModuleType:
 
 @pytest.mark.full
 @pytest.mark.skipif(which("cc") is None, reason="needs a C compiler (cc), to count what the allocator gives out")
-def test_what_auto_writes_trains_within_the_budget_and_a_sample_more_would_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "budget"), [("ddp", 215_000_000), ("fsdp", 172_000_000)])
+def test_what_auto_writes_trains_within_the_budget_and_a_sample_more_would_not(
+    tmp_path: Path, strategy: str, budget: int
+) -> None:
     plan = benchmark()
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(plan.HEAD.replace("global_batch = 8", "global_batch = 24") + plan.MODELS["gpt-4m"])
-    budget = 215_000_000
-    auto = ["plan", str(recipe), "--ranks=2", "--auto", "--strategies=ddp", f"--budget={budget}B", "--write"]
+    auto = ["plan", str(recipe), "--ranks=2", "--auto", f"--strategies={strategy}", f"--budget={budget}B", "--write"]
     subprocess.run([sys.executable, "-m", "ddpforge", *auto], cwd=tmp_path, check=True)
     written = load_recipe(recipe).recipe
-    assert (written.strategy.use, written.train.activation_checkpointing) == ("ddp", False)
+    assert (written.strategy.use, written.train.activation_checkpointing) == (strategy, False)
     micro = written.train.micro_batch
     assert micro == 3  # of 12 samples on each rank, so that 4 would be next
     assert plan.measured(recipe, [], cuda=False) <= budget
