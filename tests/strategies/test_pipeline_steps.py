@@ -13,7 +13,7 @@ from ddpforge.builtin.tasks.classification import Classification
 from ddpforge.errors import StrategyError
 from ddpforge.strategies.pipeline import Pipeline
 from ddpforge.strategies.pipeline.schedules import SCHEDULES, Layout
-from ddpforge.strategies.pipeline.steps import cut_evenly, cut_where, declared_steps
+from ddpforge.strategies.pipeline.steps import cut_evenly, cut_where, declared_steps, held_by
 
 
 class Tower(nn.Module):
@@ -44,6 +44,15 @@ def test_lists_are_their_members_and_methods_have_what_they_say() -> None:
         ("blocks.1",),
         ("norm", "tokens"),
     ]
+
+
+def test_a_step_holds_the_tensors_of_what_it_uses_and_of_modules_that_are_gone_none() -> None:
+    model = GPT(vocab_size=4, block_size=4, layers=1, heads=1, width=4)
+    enter, block, leave = declared_steps(model)
+    assert {id(t) for t in held_by(model, enter)} == {id(model.tokens.weight), id(model.positions.weight)}
+    assert {id(t) for t in held_by(model, block)} == {id(t) for t in model.blocks[0].parameters()}
+    del model.norm  # as on a rank that has nothing of it
+    assert [id(t) for t in held_by(model, leave)] == [id(model.tokens.weight)]
 
 
 @pytest.mark.parametrize(

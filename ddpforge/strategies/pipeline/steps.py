@@ -92,17 +92,16 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def held_by(model: nn.Module, step: Step) -> list[Tensor]:
-    """The parameters and buffers that a step uses, each once."""
+    """The parameters and buffers that a step uses, each once; modules without any here may be gone."""
     found: dict[int, Tensor] = {}
     for used in step.uses:
-        owner, _, name = used.rpartition(".")
-        one = getattr(model.get_submodule(owner), name)
-        found |= {id(tensor): tensor for tensor in ([one] if isinstance(one, Tensor) else _tensors(one))}
+        one: Any = model
+        for name in used.split("."):
+            one = getattr(one, name, None)
+        if one is not None:
+            tensors = [one] if isinstance(one, Tensor) else [tensor for _, tensor in named_tensors(one)]
+            found |= {id(tensor): tensor for tensor in tensors}
     return list(found.values())
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    return (tensor for _, tensor in named_tensors(module))
 
 
 # ---------------------------------------------------------------------------------------------- where to cut
