@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
@@ -96,12 +96,14 @@ class Strategy(ABC):
         """Counts the ranks that see different data: all `ranks`, unless the strategy splits one model over several."""
         return ranks
 
-    def distinct_ranks(self, ranks: int) -> Sequence[int]:
-        """Lists one rank for each of those that hold different things, for `ddpforge plan` to simulate: rank 0.
+    def distinct_ranks(self, ranks: int, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[int, Hashable]:
+        """The ranks for `ddpforge plan` to simulate, in the order in which they send, and the form of what each holds.
 
-        Rank 0 stands for all that hold as much as it does, or a little less.
+        Rank 0 by default, which stands for all that hold as much as it does, or a little less. Where forms are equal,
+        and so are the shapes that are received, the first stands for the others: they must do the same work and take as
+        much memory, or less.
         """
-        return (0,)
+        return {0: None}
 
     def grows_evenly(self, ranks: int) -> tuple[int, int] | None:
         """Two numbers of micro-batches in a step, from which on each adds as much memory and work, for `ddpforge plan`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,9 +26,11 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     several times as long, and each of the weights that are pieces of a buffer begins in another place.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
         self._known: dict[Hashable, Sequence[_Shape]] = {}
+        self._members: dict[torch.device, Mapping[str, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten, kwargs = torch.ops.aten, kwargs or {}
@@ -47,9 +49,9 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if form == "in place":
                     return first
                 if form == "view":
-                    return _view(first, func, args, kwargs)
-                if form == "new":
-                    return self._new(first.fake_mode, func, args, kwargs)
+                    return self._view(first, func, args, kwargs)
+        if _form(func) == "new":
+            return self._new(func, args, kwargs)
         return func(*args, **kwargs)
 
     @classmethod
@@ -57,7 +59,15 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """False, see `Ledger`."""
         return False
 
-    def _new(self, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    def _view(self, of: FakeTensor, func: Any, args: Any, kwargs: Any) -> Any:
+        """Makes views, as the operation makes them of tensors on the meta device."""
+        with in_kernel_invocation_manager(self._mode):
+            found = func(*args, **kwargs)
+        if isinstance(found, Tensor):
+            return self._fake(found, of.fake_device)
+        return tree_map_only(Tensor, lambda one: self._fake(one, of.fake_device), found)
+
+    def _new(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Makes what an operation returns: new tensors, of forms that follow from those of its arguments."""
         try:
             key = func, _key(args), tuple((name, _key(value)) for name, value in kwargs.items())
@@ -69,8 +79,23 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if all(one is None or _is_plain(one) for one in made):
                 self._known[key] = [None if one is None else _shape(one) for one in made]
             return found
-        made = tuple(_made(mode, *one) if one else None for one in known)
+        made = tuple(self._made(*one) if one else None for one in known)
         return made if len(func._schema.returns) > 1 else made[0]
+
+    def _made(self, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> FakeTensor:
+        with torch._C._DisableTorchDispatch():
+            memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return self._fake(memory, device)
+
+    def _fake(self, memory: Tensor, device: torch.device) -> FakeTensor:
+        """A fake tensor on `device` of one on the meta device, as torch makes it, in a quarter of the time."""
+        if (members := self._members.get(device)) is None:
+            members = self._members[device] = dict(vars(FakeTensor(self._mode, memory, device)))
+        made: FakeTensor = Tensor._make_subclass(
+            FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        made.__dict__.update(members)
+        return made
 
 
 class _NoKey(Exception):
@@ -107,12 +132,6 @@ def _is_plain(one: Any) -> bool:
     return one.untyped_storage().nbytes() == (last if one.numel() else 0) * one.element_size()
 
 
-def _made(mode: FakeTensorMode, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> FakeTensor:
-    with in_kernel_invocation_manager(mode):
-        memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    return FakeTensor(mode, memory, device)
-
-
 @functools.cache
 def _form(func: Any) -> Literal["new", "in place", "view", "other"]:
     """Tells operations by what they return: new tensors, their first argument, which they change, or views of it."""
@@ -128,13 +147,6 @@ def _form(func: Any) -> Literal["new", "in place", "view", "other"]:
         return "in place"
     of_first = not any(one.is_write for one in aliases) and len(aliases) == 1 + len(made)
     return "view" if of_first and not any(one.type.isSubtypeOf(tensor) for one in given[1:]) else "other"
-
-
-def _view(of: FakeTensor, func: Any, args: Any, kwargs: Any) -> Any:
-    """Views, as the operation makes them of tensors on the meta device."""
-    with in_kernel_invocation_manager(of.fake_mode):
-        found = func(*args, **kwargs)
-    return tree_map_only(Tensor, lambda one: FakeTensor(of.fake_mode, one, of.fake_device), found)
 
 
 def _answer(one: FakeTensor) -> bool | float | int:

@@ -116,7 +116,7 @@ def fakes(post: Post | None = None) -> Iterator[FakeTensorMode]:
         )  # fake tensors ask for each operation, and without a GPU it takes long to tell
         stack.enter_context(patch.object(torch.cuda, "is_available", lambda: known))
         stack.enter_context(mode)
-        stack.enter_context(Answers())
+        stack.enter_context(Answers(mode))
         yield mode
 
 

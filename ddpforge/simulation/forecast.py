@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,6 +19,7 @@ from ddpforge.simulation.devices import Device, Seconds
 from ddpforge.simulation.fake import Post, fakes, pretended, without_memory
 from ddpforge.simulation.simulate import Simulated, simulate
 from ddpforge.strategies.several import members
+from ddpforge.training.blocks import find_blocks
 from ddpforge.training.building import build_data_and_model
 from ddpforge.training.contract import contract_of
 from ddpforge.training.foreseeing import foresee
@@ -128,20 +128,34 @@ def forecast(
 def _simulated(parts: Parts, ranks: int) -> list[Simulated]:
     """The ranks that hold different things."""
     foresee(parts, ranks=ranks, device="cpu")
-    if parts.built.strategy is None:
-        return [simulate(parts, ranks)]
-    places, (few, more) = parts.strategy.distinct_ranks(ranks), parts.strategy.grows_evenly(ranks) or (0, 0)
-    posts = defaultdict[int, Post](dict)
+    build_data_and_model(parts, meta=True)
+    parts.report()
+    few, more = parts.strategy.grows_evenly(ranks) or (0, 0)
+    further = max(0, parts.plan.batch.accumulation - more) if more else 0
+    forms = parts.strategy.distinct_ranks(ranks, parts.model, find_blocks(parts.model, parts.recipe.train.blocks))
+    unused = [parts]
+    posts: dict[int, Post] = {more: {}, few: {}}
 
-    def run(rank: int, micro_batches: int) -> Simulated:
-        fresh = Parts(parts.loaded, parts.registry) if parts.built.model else parts
-        return simulate(fresh, ranks, rank=rank, micro_batches=micro_batches, post=posts[micro_batches])
+    def step(rank: int, micro_batches: int) -> Simulated:
+        own = unused.pop() if unused else Parts(parts.loaded, parts.registry)
+        return simulate(own, ranks, rank=rank, micro_batches=micro_batches, post=posts[micro_batches])
 
-    found = [run(rank, more) for rank in places]
-    further = parts.plan.batch.accumulation - more
-    if more == 0 or further <= 0:
-        return found
-    return [one.onward(run(rank, few), further / (more - few)) for rank, one in zip(places, found, strict=True)]
+    def run(rank: int) -> Simulated:
+        found = step(rank, more)
+        return found.onward(step(rank, few), further / (more - few)) if further else found
+
+    found: list[Simulated] = []
+    first: dict[Hashable, int] = {}  # the place of the first of a kind
+    apart = parts.recipe.optimizer.groups or parts.recipe.optimizer.turns  # which may tell equal layers apart
+    for place, (rank, form) in enumerate(forms.items()):
+        alike = first.setdefault(place if apart else (form, posts[more].get((place - 1, place))), place)
+        if alike == place:
+            found.append(run(rank))
+        else:
+            found.append(found[alike])
+            for post in filter(None, posts.values()):
+                post[place, place + 1] = post[alike, alike + 1]
+    return found
 
 
 def _filled(answer: Forecast, found: Simulated, parts: Parts, device: Device | None, budget: int | None) -> Forecast:

@@ -80,7 +80,7 @@ def simulate(
     micro_batches: int | None = None,
     post: Post | None = None,
 ) -> Simulated:
-    """Simulates an optimizer step of a recipe, of which nothing is built yet, as rank `rank` of `ranks` takes it.
+    """Simulates an optimizer step of a recipe, of which no more than the model is built, as `rank` takes it.
 
     The optimizer makes its state before: of gradients without a pass, or in a step that is not counted. The step has
     all of its micro-batches, or so many. `post` is what stages of a pipeline that were simulated before have sent, see
@@ -88,7 +88,8 @@ def simulate(
     torch raises for an operation that has no shapes without values.
     """
     foresee(parts, ranks=ranks, device="cpu")
-    build_data_and_model(parts, meta=True)
+    if not parts.built.model:
+        build_data_and_model(parts, meta=True)
     parts.report()
     with pretended(ranks, rank) as everyone:
         world = parts.strategy.setup(parts.recipe.train, everyone)

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from ddpforge.training.ledger import EMPTY
+from ddpforge.training.ledger import EMPTY, tensors_in
 
 __all__ = ["Operation", "Sent", "Work"]
 
@@ -83,7 +81,7 @@ class Work:
         if func in collective_ops:
             self._send(func, args, kwargs, found)
         elif not func.is_view and func not in EMPTY and func.namespace != "prim":
-            tensors = [one for one in tree_iter((args, kwargs, found)) if isinstance(one, Tensor)]
+            tensors = list(tensors_in((args, kwargs, found)))
             if tensors:
                 moved = sum({id(one): one.numel() * one.element_size() for one in tensors}.values())
                 dtype = next((one.dtype for one in tensors if one.is_floating_point()), tensors[0].dtype)

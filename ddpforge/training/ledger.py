@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from ddpforge.ranks import phases
 
-__all__ = ["COMMUNICATION", "EMPTY", "KINDS", "LOSS", "Ledger", "Living"]
+__all__ = ["COMMUNICATION", "EMPTY", "KINDS", "LOSS", "Ledger", "Living", "tensors_in"]
 
 LOSS, COMMUNICATION = "logits and loss", "communication"
 KINDS = (
@@ -138,7 +137,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = func(*args, **kwargs)
         if func.namespace == "prim":
             return found
-        made = [one for one in tree_iter(found) if isinstance(one, Tensor)]
+        made = list(tensors_in(found))
         if any(isinstance(one, FakeTensor) and one.fake_device.type == "meta" for one in made):
             return found  # torch works out shapes
         self._now += 1
@@ -158,7 +157,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- pieces
     def _given(self, arguments: Any) -> frozenset[int]:
         """Finds what was there before an operation; returns the storages that are not the step's but a dataset's."""
-        given = [x for one in tree_iter(arguments) if isinstance(one, Tensor) for x in _storages(one)]
+        given = [x for one in tensors_in(arguments) for x in _storages(one)]
         if self._phase() == _DATA:
             return frozenset(storage._cdata for storage in given) - self._of.keys()
         for storage in given:
@@ -224,6 +223,17 @@ def _for_ranks() -> bool:
             return True
         frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
     return False
+
+
+def tensors_in(nest: Any) -> Iterator[Tensor]:
+    """The tensors among an operation's arguments, or what it returns: of tuples, lists and dicts only."""
+    if isinstance(nest, Tensor):
+        yield nest
+    elif isinstance(nest, list | tuple):
+        for one in nest:
+            yield from tensors_in(one)
+    elif isinstance(nest, dict):
+        yield from tensors_in(list(nest.values()))
 
 
 def _storages(tensor: Any) -> list[torch.UntypedStorage]:

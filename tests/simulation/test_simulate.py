@@ -194,6 +194,23 @@ def test_a_long_step_of_a_pipeline_is_reckoned_from_two_short_ones(
     assert reckoned.as_dict() == simulated.as_dict()
 
 
+@pytest.mark.parametrize("strategy", ["pipeline", "pipeline:stages=4:tensor=2", 'pipeline:schedule="GPipe"'])
+def test_one_of_the_stages_with_equal_layers_stands_for_all(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    ranks = 8 if "tensor" in strategy else 4
+    quick = plan(strategy, "model.layers=8", "train.micro_batch=8", ranks=ranks)
+    told = Pipeline.distinct_ranks
+
+    def each(*args: Any) -> dict[int, Any]:
+        forms = told(*args)
+        assert len(set(forms.values())) == 3 < len(forms)
+        return {rank: rank for rank in forms}
+
+    monkeypatch.setattr(Pipeline, "distinct_ranks", each)
+    assert plan(strategy, "model.layers=8", "train.micro_batch=8", ranks=ranks).as_dict() == quick.as_dict()
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_zero_is_simulated_like_its_own_code_for_all_ranks(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, ranks: int

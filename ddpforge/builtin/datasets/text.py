@@ -1,5 +1,7 @@
 """Text as blocks of tokens for language models: held in memory, or streamed from disk."""
 
+import functools
+import os
 import random
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -275,7 +277,7 @@ class TextClasses:
 
 
 # ---------------------------------------------------------------------------------------------- files
-def _text_files(path: Path | None, suffixes: Sequence[str]) -> list[Path]:
+def _text_files(path: Path | None, suffixes: Sequence[str]) -> Sequence[Path]:
     """One file, the files below a folder, or the standard library's, in the order of their paths."""
     if suffixes and (path is None or path.is_file()):
         raise ValueError(f"suffixes chooses among the files of a folder, but path is {path or 'absent'}")
@@ -292,12 +294,16 @@ def _text_files(path: Path | None, suffixes: Sequence[str]) -> list[Path]:
     return files
 
 
-def _standard_library() -> list[Path]:
+@functools.cache  # training and evaluation ask for it
+def _standard_library() -> Sequence[Path]:
     root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in sorted(root.rglob("*.py")) if _NOT_LIBRARY.isdisjoint(file.relative_to(root).parts)]
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - _NOT_LIBRARY  # which may be many times as large
+        files += (Path(folder, name) for name in names if name.endswith(".py"))
     if not files:
         raise EnvironmentProblem(f"this Python keeps no sources in {root}", hints=["set path to a text file or folder"])
-    return files
+    return sorted(files)
 
 
 def _bytes(file: Path) -> NDArray[np.integer]:

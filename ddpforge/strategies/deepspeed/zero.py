@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module, metadata
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -74,7 +75,9 @@ def import_deepspeed(device: torch.device) -> Any:
     """DeepSpeed, for ranks on `device`, with what it has to say on stderr."""
     _refuse_other_accelerator(device.type)
     os.environ["DS_ACCELERATOR"] = device.type
-    deepspeed = import_module("deepspeed")
+    with _lightly():
+        deepspeed = import_module("deepspeed")
+        import_module("deepspeed.runtime.zero.muon.original_muon")  # which its engine imports
     chosen = deepspeed.get_accelerator().device_name()
     if chosen != device.type:
         raise StrategyError(
@@ -87,6 +90,19 @@ def import_deepspeed(device: torch.device) -> Any:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)
     return deepspeed
+
+
+@contextmanager
+def _lightly() -> Iterator[None]:
+    """Has DeepSpeed leave out what takes half of its import: MLflow for its autotuner, and a compiler for its Muon."""
+    absent: dict[str, Any] = {} if "mlflow" in sys.modules else {"mlflow": None}
+    sys.modules.update(absent)
+    try:
+        with patch.object(torch, "compile", lambda model=None, **_: model or (lambda one: one)):
+            yield
+    finally:
+        for name in absent:
+            del sys.modules[name]
 
 
 def start(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -26,6 +26,7 @@ from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp.grid import Grid
 from ddpforge.strategies.fsdp.optimizers import try_on_shards
 from ddpforge.strategies.fsdp.units import check_sharded, policy, reduced, refuse_form, refuse_ties, ties
+from ddpforge.strategies.pipeline.alike import forms
 from ddpforge.strategies.pipeline.replica import PipelineReplica
 from ddpforge.strategies.pipeline.schedules import SCHEDULES, Held, Layout
 from ddpforge.strategies.pipeline.steps import (
@@ -128,9 +129,16 @@ class Pipeline(Strategy):
         groups = ranks // self.tensor
         return max(1, groups // (self.stages or max(1, groups)))
 
-    def distinct_ranks(self, ranks: int) -> Sequence[int]:
-        """The first of every stage."""
-        return range(0, ranks, max(1, ranks // self._stages(ranks)))
+    def distinct_ranks(self, ranks: int, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[int, Hashable]:
+        """The first of every stage; of two with equal layers the later has no more micro-batches on their way."""
+        stages = self._stages(ranks)
+        first = range(0, ranks, max(1, ranks // stages))
+        if SCHEDULES[self.schedule].parts > 1:
+            return {rank: rank for rank in first}
+        steps = declared_steps(model)
+        begins = self._begins(model, steps, stages)
+        cut = [steps[begins[part] : begins[part] + _size(begins, part, len(steps))] for part in range(stages)]
+        return dict(zip(first, forms(model, cut, self.sharing.styles(model, blocks)), strict=True))
 
     def grows_evenly(self, ranks: int) -> tuple[int, int]:
         """From where on every rank alternates; in whole rounds where it has two parts."""
@@ -240,7 +248,7 @@ class Pipeline(Strategy):
         self._refuse_batchnorm(model)
         shares = self.sharing.attach(model, blocks, self.sharers, self.sharers_mesh, self.world)
         layout = Layout(dist.get_rank(self.pipe), len(self.grid), SCHEDULES[self.schedule])
-        begins = cut_where(steps, self.split, layout.parts) if self.split else cut_evenly(model, steps, layout.parts)
+        begins = self._begins(model, steps, layout.parts)
         places = [layout.place(part) for part in range(layout.parts) for _ in range(_size(begins, part, len(steps)))]
         holders: dict[int, set[int]] = {}
         for place, step in zip(places, steps, strict=True):
@@ -270,6 +278,10 @@ class Pipeline(Strategy):
         if self.sharded:
             self._shard(model, blocks)
         return model
+
+    def _begins(self, model: nn.Module, steps: Sequence[Step], parts: int) -> list[int]:
+        """The number of the step with which each part begins."""
+        return cut_where(steps, self.split, parts) if self.split else cut_evenly(model, steps, parts)
 
     def _shard(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Shards this rank's blocks, then what else it has of the model."""

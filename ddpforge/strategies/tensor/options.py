@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Refusal, Task, World
 from ddpforge.ranks.collectives import Connected
-from ddpforge.strategies.tensor.plan import Plan, resolve
+from ddpforge.strategies.tensor.plan import Plan, Style, resolve
 from ddpforge.strategies.tensor.shares import Shares, refuse_uneven
 
 if TYPE_CHECKING:
@@ -101,6 +101,10 @@ class Sharing:
     def losses(self) -> AbstractContextManager[Any]:
         """Wraps what computes a loss of logits that ranks share, and its backward pass; not to be nested."""
         return loss_parallel() if self.loss == "vocabulary" else nullcontext()
+
+    def styles(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[str, Style]:
+        """How each module is shared, by full name."""
+        return self._resolved(model, blocks).styles if self.tensor > 1 else {}
 
     def _resolved(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Plan:
         vocabulary = self.loss == "vocabulary"

@@ -1,0 +1,80 @@
+"""Which stages of a pipeline are taken for each other when it is planned."""
+
+from collections.abc import Callable, Hashable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpforge.strategies.pipeline.alike import forms
+from ddpforge.strategies.pipeline.steps import declared_steps
+
+
+class Layer(nn.Module):
+    def __init__(self, settings: Any, width: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.settings = settings
+        self.window: Any = 128
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x)  # type: ignore[no-any-return]
+
+
+class Layers(nn.Module):
+    pipeline = ("layers",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(SimpleNamespace(causal=True)) for _ in range(6))
+
+
+def of_six(change: Callable[[Layer], Any], styles: dict[str, str] | None = None) -> list[Hashable]:
+    """The forms of six stages of a layer each, after something about the fourth has changed."""
+    model = Layers()
+    change(model.layers[3])  # type: ignore[arg-type]
+    return forms(model, [[step] for step in declared_steps(model)], styles or {})
+
+
+def test_stages_between_the_first_and_the_last_are_alike_where_their_layers_are() -> None:
+    first, *between, last = of_six(lambda layer: None)
+    assert len(set(between)) == 1
+    assert len({first, last, between[0]}) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda layer: setattr(layer, "window", 4096), id="a setting"),
+        pytest.param(lambda layer: setattr(layer.settings, "causal", False), id="a setting of an object"),
+        pytest.param(lambda layer: setattr(layer, "window", [1, 2]), id="a list"),
+        pytest.param(lambda layer: setattr(layer, "window", torch.sin), id="a function"),
+        pytest.param(lambda layer: setattr(layer, "window", object()), id="what cannot be compared"),
+        pytest.param(lambda layer: setattr(layer, "linear", nn.Linear(8, 8, bias=False)), id="another layer"),
+        pytest.param(lambda layer: setattr(layer, "linear", nn.Bilinear(8, 8, 8)), id="another class"),
+        pytest.param(lambda layer: layer.linear.weight.requires_grad_(False), id="a frozen weight"),
+        pytest.param(lambda layer: layer.double(), id="another dtype"),
+        pytest.param(lambda layer: layer.register_forward_hook(lambda *_: None), id="a hook"),
+        pytest.param(lambda layer: layer.eval(), id="evaluated"),
+        pytest.param(lambda layer: layer.register_buffer("table", torch.zeros(3)), id="a buffer"),
+    ],
+)
+def test_a_stage_with_anything_else_about_it_is_like_no_other(change: Callable[[Layer], Any]) -> None:
+    found = of_six(change)
+    assert found[1] == found[2] == found[4]
+    assert found[3] != found[4]
+
+
+def test_a_layer_that_ranks_share_otherwise_is_like_no_other() -> None:
+    found = of_six(lambda layer: None, {"layers.3.linear": "columns", "layers.4.linear": "rows"})
+    assert len(set(found)) == 5
+
+
+def test_stages_that_share_a_weight_are_like_no_other() -> None:
+    model = Layers()
+    model.layers[2].linear.weight = model.layers[3].linear.weight  # type: ignore[union-attr]
+    found = forms(model, [[step] for step in declared_steps(model)], {})
+    assert found[1] == found[4]
+    assert len(set(found)) == 5
