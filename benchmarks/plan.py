@@ -2,6 +2,7 @@
 
     python benchmarks/plan.py                        the table of docs/how-to/plan.md
     python benchmarks/plan.py --models gpt-4m        some of it
+    python benchmarks/plan.py --large                what plans of 1.3 B, 7 B and 70 B parameters take
     python benchmarks/plan.py --cuda                 on GPUs: against torch.cuda.max_memory_allocated
 
 Measured is the largest moment of the third step, on the rank that has most, since the model was built. Needs a C
@@ -110,6 +111,16 @@ LACKS = {("resnet50", "fsdp:tensor=2")}
 """A ResNet has no plan of which layers are cut, and is refused by name."""
 
 
+LARGE = {
+    "1.3 B": {"layers": 24, "heads": 16, "width": 2048},
+    "7 B": {"layers": 34, "heads": 32, "width": 4096},
+    "70 B": {"layers": 86, "heads": 64, "width": 8192},
+}
+PLANNED = [("ddp", 8), ("fsdp", 8), ("fsdp", 1024), ("fsdp:tensor=8", 1024)]
+PLANNED += [(f"deepspeed:{stage}", 1024) for stage in (1, 2, 3)]
+PLANNED += [("pipeline:stages=2", 8), ("pipeline:stages=8", 8), ("pipeline:stages=16", 1024)]
+
+
 def worker() -> None:
     """One rank of a measured run."""
     import torch
@@ -173,12 +184,35 @@ def predicted(recipe: Path, strategy: str, sets: list[str]) -> int:
     return peak
 
 
+def large(folder: Path) -> None:
+    """Prints the CPU-seconds and the memory of plans of large models."""
+    print("| model | strategy | ranks | CPU-seconds | memory, GB |\n|---|---|---|---|---|")
+    for model, sizes in LARGE.items():
+        recipe = folder / "large.toml"
+        recipe.write_text(HEAD + GPT.format(vocabulary=32000, block=2048, **sizes))
+        sets = ["train.global_batch=1024", "train.micro_batch=1", "train.precision=bf16"]
+        for strategy, ranks in PLANNED:
+            command = [sys.executable, "-m", "ddpforge", "plan", str(recipe), "--ranks", str(ranks), "--device=h100"]
+            # Memory is the most of any process that has ended: each plan has a parent of its own.
+            code = "import resource, subprocess, sys; assert subprocess.run(sys.argv[1:], capture_output=True).returncode < 2;"
+            code += "used = resource.getrusage(resource.RUSAGE_CHILDREN);"
+            code += "print(used.ru_utime + used.ru_stime, used.ru_maxrss)"
+            measured = [sys.executable, "-c", code, *command, "--strategies", strategy, "--json", *sets]
+            done = subprocess.run(measured, cwd=folder, capture_output=True, text=True, check=True)
+            seconds, memory = map(float, done.stdout.split())
+            print(f"| {model} | {strategy} | {ranks} | {seconds:.1f} | {memory * 1024 / 1e9:.1f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
     parser.add_argument("--cuda", action="store_true", help="measure on GPUs")
+    parser.add_argument("--large", action="store_true", help="what plans of large models take")
     options = parser.parse_args()
+    if options.large:
+        with tempfile.TemporaryDirectory() as name:
+            return large(Path(name))
     print("| model | strategy | predicted, MiB | measured, MiB | error |\n|---|---|---|---|---|")
     worst = 0.0
     with tempfile.TemporaryDirectory() as name:
