@@ -194,7 +194,8 @@ def large(folder: Path) -> None:
         for strategy, ranks in PLANNED:
             command = [sys.executable, "-m", "ddpforge", "plan", str(recipe), "--ranks", str(ranks), "--device=h100"]
             # Memory is the most of any process that has ended: each plan has a parent of its own.
-            code = "import resource, subprocess, sys; assert subprocess.run(sys.argv[1:], capture_output=True).returncode < 2;"
+            code = "import resource, subprocess, sys;"
+            code += "assert subprocess.run(sys.argv[1:], capture_output=True).returncode < 2;"
             code += "used = resource.getrusage(resource.RUSAGE_CHILDREN);"
             code += "print(used.ru_utime + used.ru_stime, used.ru_maxrss)"
             measured = [sys.executable, "-c", code, *command, "--strategies", strategy, "--json", *sets]
