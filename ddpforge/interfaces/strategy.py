@@ -204,7 +204,7 @@ class Replica(ABC):
                 with self.forward(last=one.last):
                     loss, outputs = compute(self.module, one)
                 if trains:
-                    self.backward(loss * one.scale)
+                    self.backward(loss, one.scale)
             yield loss, outputs
 
     def own_part(self, batch: Any) -> Any:
@@ -218,9 +218,9 @@ class Replica(ABC):
         """Wraps a forward pass and its loss, e.g. in autocast; after the `last` of a step gradients are exchanged."""
         return nullcontext()
 
-    def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of `loss`."""
-        loss.backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: Tensor, scale: Tensor | float = 1.0) -> None:
+        """Adds the gradients of `loss` times `scale`."""
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def step(self) -> Tensor:

@@ -47,12 +47,13 @@ class Ranks(ABC):
 
     @abstractmethod
     def mean(
-        self, totals: Mapping[str, Total | Rows], metrics: Mapping[str, Metric] = MappingProxyType({})
+        self, totals: Mapping[str, Total | Rows | float], metrics: Mapping[str, Metric] = MappingProxyType({})
     ) -> dict[str, float]:
         """Divides sums by counts, both over all ranks and in float64; NaN where nothing was counted.
 
-        Where `metrics`, the same on every rank, has the name, that metric finishes it. Ranks may name different
-        totals, or the same ones in another order. One all-reduce, and for each column of rows a gathering; waits for
+        A plain number counts once: what comes back is its mean over the ranks that have it. Where `metrics`, the same
+        on every rank, has the name, that metric finishes it. Ranks may name different totals, or the same ones in
+        another order. One all-reduce, and for each column of rows a gathering; waits for
         the device.
         """
 

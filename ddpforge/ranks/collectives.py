@@ -36,7 +36,7 @@ class Connected(Ranks):
         self._means = Means(self, self._add_up)
 
     def mean(
-        self, totals: Mapping[str, Total | Rows], metrics: Mapping[str, Metric] = MappingProxyType({})
+        self, totals: Mapping[str, Total | Rows | float], metrics: Mapping[str, Metric] = MappingProxyType({})
     ) -> dict[str, float]:
         """In one all-reduce, but for names that ranks have not heard of yet, and rows."""
         return self._means(totals, metrics)

@@ -23,7 +23,9 @@ class _Form(NamedTuple):
     columns: tuple[tuple[tuple[int, ...], bool], ...] = ()
 
     @classmethod
-    def of(cls, quantity: Total | Rows) -> _Form:
+    def of(cls, quantity: Total | Rows | float) -> _Form:
+        if isinstance(quantity, float | int):
+            return _NUMBERS
         if isinstance(quantity, Total):
             count = quantity.count
             if not quantity.sum.ndim and not isinstance(count, Tensor):
@@ -52,7 +54,7 @@ class Means:
         self._forms: dict[str, _Form] = {}
         self._ends = [1]  # the positions at which the numbers of each agreed name end, behind the one of the news
 
-    def __call__(self, totals: Mapping[str, Total | Rows], metrics: Mapping[str, Metric]) -> dict[str, float]:
+    def __call__(self, totals: Mapping[str, Total | Rows | float], metrics: Mapping[str, Metric]) -> dict[str, float]:
         """The number of everything that any rank named, from its metric where there is one. Collective.
 
         NaN where nothing was counted. Raises PluginError where ranks have quantities of one name that do not go
@@ -79,18 +81,20 @@ class Means:
                 found[name] = _finished(name, parts, metric, counted=bool(parts[1].any()))
         return {name: x for one in dict.fromkeys([*totals, *found]) for name, x in found.get(one, {}).items()}
 
-    def _reduce(self, totals: Mapping[str, Total | Rows], forms: Mapping[str, _Form]) -> list[float]:
+    def _reduce(self, totals: Mapping[str, Total | Rows | float], forms: Mapping[str, _Form]) -> list[float]:
         """Adds up over ranks."""
         numbers: list[float] = self._add_up(_joined(self._row(totals, forms))).tolist()
         return numbers
 
-    def _row(self, totals: Mapping[str, Total | Rows], forms: Mapping[str, _Form]) -> Iterator[Tensor | float]:
+    def _row(self, totals: Mapping[str, Total | Rows | float], forms: Mapping[str, _Form]) -> Iterator[Tensor | float]:
         """Yields 1 if there is news, and of each agreed name its sum, its count, and 1 if this rank has it."""
         yield float(forms != self._forms and not forms.items() <= self._forms.items())
         for name, form in self._forms.items():
             total = totals.get(name) if forms.get(name) == form else None
             if isinstance(total, Total):
                 yield from (total.sum, total.count)
+            elif isinstance(total, float | int):
+                yield from (total, 1.0)
             else:
                 yield from (torch.zeros(shape) if shape else 0.0 for shape in form.added)
             yield float(total is not None)
@@ -109,7 +113,7 @@ class Means:
         sizes = (sum(math.prod(shape) for shape in form.added) + 1 for form in self._forms.values())
         self._ends = [*accumulate(sizes, initial=1)]
 
-    def _gather(self, rows: Total | Rows | None, form: _Form) -> list[Tensor]:
+    def _gather(self, rows: Total | Rows | float | None, form: _Form) -> list[Tensor]:
         """Each column with the rows of all ranks, of which this one may have none."""
         mine = rows.columns if isinstance(rows, Rows) else [torch.zeros(0, *shape) for shape, _ in form.columns]
         dtypes = [torch.int64 if whole else torch.float64 for _, whole in form.columns]

@@ -8,6 +8,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,7 +36,7 @@ class JSONLTracker(Tracker):
     Unlike other trackers this one raises EnvironmentProblem when it cannot write.
     """
 
-    _kept: BinaryIO
+    _kept: FileIO
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
         """Takes over the file of earlier attempts; without `resumed_at` all of their rows are superseded.
@@ -56,9 +57,10 @@ class JSONLTracker(Tracker):
             row["nonfinite"] = nonfinite
         with _explained(self._path):
             self._mend()
-            with self._path.open("a") as file:
-                file.write(_line(row))
-                self._size = file.tell()
+            left = memoryview(_line(row).encode())
+            while left:  # a full disk takes a part, and then says so
+                left = left[self._kept.write(left) :]
+            self._size = self._kept.tell()
 
     def rewind(self, step: int) -> None:
         """Supersedes the rows after `step`; those before are not looked at."""
@@ -86,8 +88,8 @@ class JSONLTracker(Tracker):
         with suppress(AttributeError):
             self._kept.close()
         with _explained(self._path):
-            self._kept = self._path.open("rb")
-        self._size = os.fstat(self._kept.fileno()).st_size
+            self._kept = self._path.open("a+b", buffering=0)
+        self._size = self._kept.tell()
 
     def _mend(self) -> None:
         """Writes the file again where somebody has removed or replaced it, and says so."""

@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from ddpforge.errors import StrategyError
 from ddpforge.strategies.casts import remade
+from ddpforge.strategies.direct import run_backward, step
 from ddpforge.strategies.several import members
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ class Precision:
                 stack.enter_context(remade())
             yield
 
-    def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of `loss`."""
-        loss.backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: Tensor, scale: Tensor | float = 1.0) -> None:
+        """Adds the gradients of `loss` times `scale`."""
+        run_backward(loss, scale)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Makes the gradients true gradients, before anything looks at them."""
@@ -69,11 +70,11 @@ class Precision:
         fused: Any = optimizer
         if self.device.type != "cpu" and not beginning and getattr(optimizer, "_step_supports_amp_scaling", False):
             fused.found_inf = (~torch.isfinite(norm)).float()
-            optimizer.step()
+            step(optimizer)
             fused.found_inf = None  # of this step only
         elif math.isfinite(norm.item()):
             with _unfused(beginning) if beginning else nullcontext():
-                optimizer.step()
+                step(optimizer)
 
     def leave(self) -> None:
         """Instead of an update, where the gradients were only looked at."""
@@ -101,8 +102,8 @@ class LossScaling(Precision):
         super().__init__(device, torch.float16)
         self.scaler = torch.amp.GradScaler(device.type)
 
-    def backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: Tensor, scale: Tensor | float = 1.0) -> None:
+        run_backward(self.scaler.scale(loss), scale)
 
     def unscale(self, optimizer: Optimizer) -> None:
         self.scaler.unscale_(optimizer)

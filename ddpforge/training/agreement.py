@@ -6,9 +6,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from ddpforge.interfaces import Total
-from ddpforge.training.totals import counted_once
-
 __all__ = ["HALT", "STOP", "Agreement", "Ballot", "Interrupted", "Looks"]
 
 STOP = "stop"  # a signal asks this rank to stop
@@ -48,11 +45,10 @@ class Ballot:
     def __init__(self, wishes: Sequence[str]) -> None:
         self._wishes = wishes
 
-    def totals(self, wanted: Collection[str], *, seconds: float, saved: bool) -> dict[str, Total]:
+    def totals(self, wanted: Collection[str], *, seconds: float, saved: bool) -> dict[str, float]:
         """This rank's ballot."""
         said = {f"?{name}": float(name in wanted) for name in self._wishes}
-        said |= {"?seconds": seconds, "?saved": float(saved)}
-        return counted_once(said)
+        return said | {"?seconds": seconds, "?saved": float(saved)}
 
     def count(self, means: dict[str, float]) -> Agreement:
         """Takes the means of all ranks' ballots out of `means`."""

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 
 from ddpforge.data import MicroBatch
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import Total
-from ddpforge.training.totals import counted_once
 
 __all__ = ["Fingerprint"]
 
@@ -28,14 +26,14 @@ class Fingerprint:
             self.note(micro)
             yield micro
 
-    def totals(self) -> dict[str, Total]:
+    def totals(self) -> dict[str, float]:
         """The totals to average over ranks: the mean of squares is the square of the mean if all agree.
 
         Squares of 20 bits add up exactly in float64, on up to 8,192 ranks.
         """
         if not self._read:
             return {}
-        return counted_once({"?read1": self._read, "?read2": self._read**2})
+        return {"?read1": self._read, "?read2": self._read**2}
 
     def refuse_another(self, means: dict[str, float], *, step: int) -> None:
         """Takes the means of `totals` out of `means`; raises PluginError where ranks have read different samples."""

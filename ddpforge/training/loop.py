@@ -45,7 +45,6 @@ from ddpforge.training.saving import Saving
 from ddpforge.training.shows import Shows
 from ddpforge.training.spending import Spending
 from ddpforge.training.step import Stepper
-from ddpforge.training.totals import counted_once
 from ddpforge.training.turns import Turns
 
 __all__ = ["Around", "Trainer"]
@@ -353,7 +352,7 @@ class Trainer:
         ballot = self._ballot.totals(self._wishes(alarms), seconds=pace, saved=self.saving.ready)
 
         phases.mark(phases.REDUCE)
-        rates = counted_once({_FACTOR: self._factor}) if self._setting_rates else {}
+        rates = {_FACTOR: self._factor} if self._setting_rates else {}
         spent = self._spending.totals(totals) if totals else {}
         means = self.world.all.mean(
             {**totals, **ballot, **self._read.totals(), **rates, **spent}, reports_of(self.task)

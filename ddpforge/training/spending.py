@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from ddpforge.interfaces import Total
 from ddpforge.ranks import phases
-from ddpforge.training.totals import counted_once
 
 __all__ = ["Spending"]
 
@@ -31,7 +30,7 @@ class Spending:
         """Begins a new window."""
         self._began = phases.spent()
 
-    def totals(self, totals: Mapping[str, Total]) -> dict[str, Total]:
+    def totals(self, totals: Mapping[str, Total]) -> dict[str, float]:
         """This rank's shares, and the items that it has counted in the step of these `totals`; restarts."""
         passed = [now - before for now, before in zip(phases.spent(), self._began, strict=True)]
         self.restart()
@@ -43,7 +42,7 @@ class Spending:
         }
         if self._counts and "loss" in totals:
             found[_ITEMS] = float(totals["loss"].count)
-        return counted_once(found)
+        return found
 
     def advice(self, waited: float, seconds: float, *, workers: int) -> str:
         """Says, once, what to do where a share of so many seconds went into waiting for data; empty otherwise."""

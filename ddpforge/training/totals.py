@@ -13,7 +13,7 @@ from ddpforge.errors import PluginError
 from ddpforge.interfaces import Pass, Rows, Task, Total
 from ddpforge.training.first_look import FirstLook, checked_quantity
 
-__all__ = ["Meter", "add", "counted_once"]
+__all__ = ["Meter", "add"]
 
 Q = TypeVar("Q", bound=Total | Rows)
 
@@ -71,12 +71,6 @@ def add(quantities: dict[str, Q], more: Mapping[str, Q]) -> None:
         quantities[name] = quantity if before is None else _refuse_another(name, before, quantity) + quantity
 
 
-def counted_once(values: Mapping[str, float]) -> dict[str, Total]:
-    """Totals of numbers of which each rank has one, and whose mean over ranks is wanted."""
-    sums = torch.tensor([*values.values()], dtype=torch.float64).unbind()
-    return {name: Total(value, 1) for name, value in zip(values, sums, strict=True)}
-
-
 def _refuse_another(name: str, before: Any, quantity: Total | Rows) -> Any:
     """Returns `before`; raises PluginError unless `quantity`, of another batch, can be added to it."""
     if type(before) is type(quantity) and _shapes(before) == _shapes(quantity):
@@ -102,4 +96,5 @@ def _exact(name: str, quantity: Total | Rows) -> Total | Rows:
     if isinstance(quantity, Rows):
         return Rows(*(column.detach().clone() for column in quantity.columns))
     count = quantity.count.detach().double() if isinstance(quantity.count, Tensor) else quantity.count
-    return Total(quantity.sum.detach().to(torch.float64, copy=True), count)
+    values = quantity.sum.detach()
+    return Total(values.clone() if values.dtype == torch.float64 else values.double(), count)

@@ -47,6 +47,12 @@ def test_what_nobody_named_this_time_is_not_there_and_what_nobody_counted_is_nan
     assert math.isnan(one[1]["b"])
 
 
+def test_plain_numbers_are_averaged_over_the_ranks_that_have_them() -> None:
+    numbers: list[dict[str, float]] = [{"all": 1.0, "some": 5}, {"all": 2.0}, {"all": 6.0, "some": 7}]
+    found = in_threads(3, lambda one: one.mean(numbers[one.rank]))
+    assert found == [{"all": 3.0, "some": 6.0}] * 3
+
+
 def test_known_names_cost_one_reduction() -> None:
     """One more when there are new ones; then one a row, also with fewer names."""
     rows = [{"é": (1.0, 1), "b": (1.0, 1)}] * 4

@@ -200,7 +200,7 @@ def test_the_attempt_is_the_runs_own(tmp_path: Path) -> None:
 def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = started(tmp_path)
     monkeypatch.setattr(tracker, "_path", Path("/dev/full"))
-    monkeypatch.setattr(tracker, "_kept", open("/dev/full", "rb"))  # noqa: SIM115
+    monkeypatch.setattr(tracker, "_kept", open("/dev/full", "r+b", buffering=0))  # noqa: SIM115
     with pytest.raises(EnvironmentProblem, match=r"cannot write /dev/full: No space left on device"):
         tracker.log(1, {"train/loss": 1.0})
 

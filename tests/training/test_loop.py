@@ -674,7 +674,7 @@ def test_ranks_whose_callbacks_want_other_rates_are_told_so(factor: float) -> No
             super().__init__(ranks=2)
             alone = self.ranks.mean
             self.ranks.mean = lambda totals, *rest: alone(  # type: ignore[method-assign]
-                {name: Total((x.sum + 1) / 2, 1) if "factor" in name else x for name, x in totals.items()}, *rest
+                {name: (x + 1) / 2 if "factor" in name else x for name, x in totals.items()}, *rest
             )
 
     callbacks = {"rates": Does(lr_factor=lambda: factor)}

@@ -32,13 +32,13 @@ def test_shares_are_those_of_the_time_since_the_last_row(clock: Clock) -> None:
     spending = Spending(counts=False)
     for phase, seconds in ((phases.DATA, 3.0), (phases.FORWARD, 2.0), (phases.DATA, 1.0), (phases.BACKWARD, 4.0)):
         stay(clock, phase, seconds)
-    found, items = Spending.taken({name: float(one.sum) for name, one in spending.totals({}).items()})
+    found, items = Spending.taken(spending.totals({}))
     shares = {"data": 0.4, "forward": 0.2, "backward": 0.4, "step": 0.0, "reduce": 0.0, "callbacks": 0.0}
     assert found == pytest.approx(shares)
     assert items is None
 
     stay(clock, phases.SAVE, 1.0)
-    again, _ = Spending.taken({name: float(one.sum) for name, one in spending.totals({}).items()})
+    again, _ = Spending.taken(spending.totals({}))
     assert again == pytest.approx({**dict.fromkeys(shares, 0.0), "save": 1.0})
 
 

@@ -228,9 +228,10 @@ class ZeroReplica(Replica):
             return self.precision.forward()
         return self.precision.sharded_forward(compiled=self.train.compile != "off")
 
-    def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of `loss`."""
+    def backward(self, loss: Tensor, scale: Tensor | float = 1.0) -> None:
+        """Adds the gradients of `loss` times `scale`."""
         refuse_loss(loss)
+        loss = loss * scale
         # `_look` runs when the last gradient is there, before DeepSpeed reduces what is left in its bucket.
         execution: Any = torch.autograd.Variable._execution_engine
         loss.register_hook(lambda gradient: execution.queue_callback(self._look))  # type: ignore[no-untyped-call]

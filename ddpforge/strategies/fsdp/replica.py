@@ -73,13 +73,14 @@ class FSDPReplica(TorchReplica):
             self._model.set_requires_all_reduce(last)
         return super().forward(last=last)
 
-    def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of `loss`; every trained parameter must get one, on every rank, in every micro-batch.
+    def backward(self, loss: Tensor, scale: Tensor | float = 1.0) -> None:
+        """Adds the gradients of `loss` times `scale`.
 
-        Ranks that used different parameters would have added up gradients that do not belong together.
+        Every trained parameter must get one, on every rank, in every micro-batch: ranks that used
+        different parameters would have added up gradients that do not belong together.
         """
         with self._strategy.sharing.losses():
-            super().backward(loss)
+            super().backward(loss, scale)
         trained, names = self.gradients.trained, self.gradients.names
         if not self._used.all_of(len(trained)):
             self.gradients.refuse_unused([p for p in trained if names[id(p)] not in self._used])
