@@ -49,7 +49,7 @@ from ddpforge.recipe.schema import CheckpointSection, KeepSection
 
 BLOCK = 64 << 20  # bytes per write of the raw side
 WIDTH = 1024
-STALL, WRITE, LOAD, MEMORY = 0.15, 1.5, 1.3, 1.1
+STALL, WRITE, LOAD, MEMORY = 0.1, 1.1, 1.2, 1.1
 
 
 class Line(NamedTuple):
@@ -100,7 +100,7 @@ class Bench:
 
     def _checkpoints(self, name: str) -> Checkpoints:
         settings = CheckpointSection(background=name == "background", keep=KeepSection(last=1))
-        return Checkpoints(self.folder / name, settings, peers=self.peers, broadcast=self.peers.broadcast)
+        return Checkpoints(self.folder / name, settings, peers=self.peers, ranks=self.ranks)
 
     def begin(self, name: str) -> None:
         facts = Facts(step=1, samples=1, strategy="ddp", world_size=self.ranks.size)
@@ -136,7 +136,7 @@ class Bench:
         if self.ranks.is_main:
             save_file(self.tensors, self._file("safetensors"))
             sync(self._file("safetensors"))
-        self.peers.broadcast(None)
+        self.ranks.barrier()
 
     def safetensors_load(self) -> None:
         self._take(load_file(self._file("safetensors", rank=0)))
@@ -145,7 +145,7 @@ class Bench:
         if self.ranks.is_main:
             torch.save(self.tensors, self._file("pt"))
             sync(self._file("pt"))
-        self.peers.broadcast(None)
+        self.ranks.barrier()
 
     def torch_load(self) -> None:
         self._take(torch.load(self._file("pt", rank=0), weights_only=True))
@@ -162,7 +162,7 @@ class Bench:
     def _empty(self, name: str) -> Path:
         if self.ranks.is_main:
             shutil.rmtree(self.folder / name, ignore_errors=True)
-        self.peers.broadcast(None)
+        self.ranks.barrier()
         return self.folder / name
 
     def _take(self, loaded: dict[str, Tensor]) -> None:
@@ -180,7 +180,7 @@ class Bench:
         return stalled, most[0] / (self.bytes / self.ranks.size)
 
     def timed(self, action: Callable[[], None]) -> float:
-        self.peers.broadcast(None)
+        self.ranks.barrier()
         began = time.perf_counter()
         action()
         return time.perf_counter() - began

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import xxhash
 from pydantic import BaseModel, TypeAdapter
 
 from ddpforge import disk
@@ -261,12 +262,13 @@ def _verify_blocks(path: Path, begin: int, placed: Placed, numbers: Iterable[int
     for number in numbers:
         start = number * BLOCK
         block = buffer[: min(BLOCK, placed.nbytes - start)]
-        untrusted.read_into(path, begin + start, block)
-        check_block(path, placed.chunk, number, block)
+        read_block(path, begin + start, placed.chunk, number, block)
         disk.proceed()
 
 
-def check_block(path: Path, chunk: Chunk, number: int, block: memoryview) -> None:
-    """Raises CheckpointError unless a block of a chunk has the hash that the manifest says."""
-    if disk.xxh3(block) != chunk.hashes[number]:
+def read_block(path: Path, begin: int, chunk: Chunk, number: int, buffer: memoryview) -> None:
+    """Fills `buffer` with a chunk's block; raises CheckpointError unless it has the hash that the manifest says."""
+    digest = xxhash.xxh3_128()
+    untrusted.read_into(path, begin, buffer, digest.update)
+    if digest.hexdigest() != chunk.hashes[number]:
         raise damaged(path, f"the contents of {chunk.entry} are not those that were written (block {number})")

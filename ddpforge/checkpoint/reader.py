@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddpforge.checkpoint import untrusted
 from ddpforge.checkpoint.contents import CALLBACKS, OPTIMIZER, SHARED, Facts, Plain, facts_of, unflatten
-from ddpforge.checkpoint.manifest import check_block, check_sha256, claims_of, layout_of, read_manifest
+from ddpforge.checkpoint.manifest import check_sha256, claims_of, layout_of, read_block, read_manifest
 from ddpforge.checkpoint.safetensors_writer import dtype_name, line
 from ddpforge.checkpoint.schema import MANIFEST, Chunk, Manifest, OtherFile, Section, TensorEntry, TensorFile
 from ddpforge.checkpoint.untrusted import BLOCK, damaged
@@ -211,9 +211,10 @@ class Reader:
         """Fills memory with the bytes of a block behind the first `skip`."""
         view = memoryview(memory.view(torch.uint8).numpy().data)
         path = self.path / block.chunk.file
-        untrusted.read_into(path, block.begin + skip, view)
-        if not self._known(block):
-            check_block(path, block.chunk, block.number, view)
+        if self._known(block):
+            untrusted.read_into(path, block.begin + skip, view)
+        else:
+            read_block(path, block.begin, block.chunk, block.number, view)
             self._verified.add(block.key)
 
     def _known(self, block: "_Block") -> bool:

@@ -21,6 +21,8 @@ from ddpforge.checkpoint.untrusted import BLOCK, DTYPES
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces.regions import Part, held_shape
 
+_ALIGNMENT = 64  # bytes of a cache line: copies from and to memory that begins at others take a quarter longer
+
 Value = Tensor | bool | int | float | str | None
 
 
@@ -116,7 +118,7 @@ def _header(sources: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> b
         offset = end
 
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data starts aligned, too
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)  # the data starts aligned, too
     return len(text).to_bytes(8, "little") + text
 
 

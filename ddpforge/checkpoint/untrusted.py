@@ -7,7 +7,7 @@ says where in the file a tensor lies, which partial and verified reads need. Nee
 import gc
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -20,6 +20,7 @@ from ddpforge.errors import CheckpointError
 
 BLOCK = 64 << 20  # bytes: of larger contents every block has its own hash. Part of the format
 
+_STRIDE = 1 << 20  # bytes: what was just read is still in the processor's cache when it is hashed
 _LIMIT = 100_000_000  # bytes of a header, as in the safetensors library
 _Parsed = TypeVar("_Parsed")
 
@@ -71,15 +72,17 @@ def size_of(path: Path) -> int:
     return status.st_size
 
 
-def read_into(path: Path, start: int, buffer: memoryview) -> None:
-    """Fills the buffer with the file's bytes from `start` on."""
+def read_into(path: Path, start: int, buffer: memoryview, seen: Callable[[memoryview], None] = lambda _: None) -> None:
+    """Fills the buffer with the file's bytes from `start` on; calls `seen` with each piece while it is in a cache."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             done = 0
             while done < len(buffer):
-                if not (count := os.preadv(descriptor, [buffer[done:]], start + done)):
+                piece = buffer[done : done + _STRIDE]
+                if not (count := os.preadv(descriptor, [piece], start + done)):
                     raise damaged(path, f"it ends before byte {start + len(buffer)}")
+                seen(piece[:count])
                 done += count
         finally:
             os.close(descriptor)

@@ -506,13 +506,13 @@ def test_each_rank_verifies_its_share_of_a_checkpoint(folder: Path, monkeypatch:
     """Blocks are dealt out, not files: one rank may have written all of it."""
     write(folder, checkpoint_of(20))
     seen: dict[str, list[tuple[str, int]]] = defaultdict(list)
-    check = manifest.check_block
+    read = manifest.read_block
 
-    def noting(path: Path, chunk: Any, number: int, block: memoryview) -> None:
+    def noting(path: Path, begin: int, chunk: Any, number: int, buffer: memoryview) -> None:
         seen[threading.current_thread().name].append((chunk.entry, number))
-        check(path, chunk, number, block)
+        read(path, begin, chunk, number, buffer)
 
-    monkeypatch.setattr(manifest, "check_block", noting)
+    monkeypatch.setattr(manifest, "read_block", noting)
     alone(folder).open()
     (every,) = seen.values()
     seen.clear()

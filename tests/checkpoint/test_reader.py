@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from checkpoint.doubles import Bomb, checkpoint_of, read, reseal, steps_in, write
 from checkpoint.worlds import counted, cuts, saved, write_sharded
 from safetensors.torch import save_file
 from torch import nn
 
-from ddpforge import disk
 from ddpforge.checkpoint.contents import RankState
 from ddpforge.checkpoint.manifest import read_manifest
 from ddpforge.checkpoint.reader import Reader
@@ -127,9 +127,9 @@ def test_only_the_blocks_that_a_read_touches_are_read_and_each_is_verified_once(
     path = saved(folder, [RankState(model={"w": Part.whole(counted(40, 16))})])  # one block a row
     file = path / "shard-00000-of-00001.safetensors"
     data = file.stat().st_size - 40 * small_blocks
-    hashed: list[int] = []
-    real = disk.xxh3
-    monkeypatch.setattr(disk, "xxh3", lambda content: hashed.append(len(content)) or real(content))
+    hashed: list[Any] = []
+    real = xxhash.xxh3_128
+    monkeypatch.setattr(xxhash, "xxh3_128", lambda: hashed.append(real()) or hashed[-1])
     reader = Reader(path)
     flip(file, data + 30 * small_blocks)
 
@@ -139,11 +139,11 @@ def test_only_the_blocks_that_a_read_touches_are_read_and_each_is_verified_once(
     assert [read for read in reads if read[0] == file.name and read[1] >= data] == [
         (file.name, data + row * small_blocks, small_blocks) for row in (3, 4)
     ]
-    assert hashed == [data, small_blocks, small_blocks]
+    assert len(hashed) == 2
 
     reader.read_into("model", "w", Range(3 * 16 + 2, 3 * 16 + 5), torch.empty(3))
     assert reads[-1] == (file.name, data + 3 * small_blocks + 8, 12)
-    assert len(hashed) == 3
+    assert len(hashed) == 2
 
     with pytest.raises(CheckpointError, match=r"shard-00000.* the contents of w are not those .* \(block 30\)"):
         reader.read_into("model", "w", Box((0, 5), (40, 1)), torch.empty(40, 1))

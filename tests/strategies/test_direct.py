@@ -1,6 +1,6 @@
 """Backward passes and steps without torch's wrappers do what torch's own do."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_a_backward_pass_gives_the_same_bits_as_torchs(scale: Tensor | float, dt
 class Announced(Tensor):
     """A subclass that sees the functions it is used in."""
 
-    seen: list[str] = []
+    seen: ClassVar[list[str]] = []
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -16,7 +16,7 @@ from doubles import Loop, Numbers, Plain, Saved, noting
 import ddpforge.training.loop
 from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.errors import CheckpointError, Diverged, PluginError
-from ddpforge.interfaces import Callback, StepInfo, Total
+from ddpforge.interfaces import Callback, StepInfo
 from ddpforge.launchers.verdict import Words
 from ddpforge.ranks.halt import NoHalt
 from ddpforge.training.cadence import Stopwatch
