@@ -184,18 +184,18 @@ def predicted(recipe: Path, strategy: str, sets: list[str]) -> int:
     return peak
 
 
-def large(folder: Path) -> None:
+def large(folder: Path, models: list[str]) -> None:
     """Prints the CPU-seconds and the memory of plans of large models."""
     print("| model | strategy | ranks | CPU-seconds | memory, GB |\n|---|---|---|---|---|")
-    for model, sizes in LARGE.items():
+    for model in models:
         recipe = folder / "large.toml"
-        recipe.write_text(HEAD + GPT.format(vocabulary=32000, block=2048, **sizes))
+        recipe.write_text(HEAD + GPT.format(vocabulary=32000, block=2048, **LARGE[model]))
         sets = ["train.global_batch=1024", "train.micro_batch=1", "train.precision=bf16"]
         for strategy, ranks in PLANNED:
             command = [sys.executable, "-m", "ddpforge", "plan", str(recipe), "--ranks", str(ranks), "--device=h100"]
             # Memory is the most of any process that has ended: each plan has a parent of its own.
-            code = "import resource, subprocess, sys;"
-            code += "assert subprocess.run(sys.argv[1:], capture_output=True).returncode < 2;"
+            code = "import json, resource, subprocess, sys;"
+            code += "assert json.loads(subprocess.run(sys.argv[1:], capture_output=True).stdout)[0]['peak'];"
             code += "used = resource.getrusage(resource.RUSAGE_CHILDREN);"
             code += "print(used.ru_utime + used.ru_stime, used.ru_maxrss)"
             measured = [sys.executable, "-c", code, *command, "--strategies", strategy, "--json", *sets]
@@ -209,11 +209,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
     parser.add_argument("--cuda", action="store_true", help="measure on GPUs")
-    parser.add_argument("--large", action="store_true", help="what plans of large models take")
+    parser.add_argument("--large", nargs="*", choices=list(LARGE), help="what plans of large models take")
     options = parser.parse_args()
-    if options.large:
+    if options.large is not None:
         with tempfile.TemporaryDirectory() as name:
-            return large(Path(name))
+            return large(Path(name), options.large or list(LARGE))
     print("| model | strategy | predicted, MiB | measured, MiB | error |\n|---|---|---|---|---|")
     worst = 0.0
     with tempfile.TemporaryDirectory() as name:
