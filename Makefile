@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile  # two files 
 # Tests start hundreds of Pythons: where no bytecode may be kept, each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: run test test-all test-fast test-gpu test-plugins $(PLUGIN_TESTS) bench lint docs clean
+.PHONY: run test test-all test-fast test-gpu test-gpus gpu test-plugins $(PLUGIN_TESTS) bench lint docs clean
 
 run: $(BIN)/ddpforge    ## train the digits recipe in 2 processes, on the CPU: a GPU holds one
 	$(BIN)/ddpforge launch digits --nproc 2 --fresh --set train.device=cpu
@@ -30,8 +30,19 @@ test-all: lint            ## also all strategy pairs, faults on two hosts, 320 r
 	$(BIN)/python -m pytest -m alone
 	$(MAKE) test-plugins
 
-test-gpu: $(VENV)/installed    ## what needs a CUDA device, and nothing else
-	$(BIN)/python -m pytest -m gpu
+test-gpu: MARK = gpu
+test-gpu: RANKS = 1
+test-gpu: gpu    ## what needs a CUDA device, and speed and memory beside loops by hand on one: a report in build/gpu
+
+test-gpus: MARK = gpus
+test-gpus: RANKS = 0
+test-gpus: gpu    ## what needs several CUDA devices, and the same beside loops by hand on all of them
+
+gpu: $(VENV)/installed
+	mkdir -p build/gpu
+	rm -f build/gpu/$(MARK).xml
+	-$(BIN)/python -m pytest -m $(MARK) --junitxml=build/gpu/$(MARK).xml  # what failed counts below
+	$(BIN)/python benchmarks/gpu.py --ranks $(RANKS) --tests build/gpu/$(MARK).xml
 
 test-fast: $(VENV)/installed    ## without the tests that take tens of seconds
 	$(PYTEST) -m "not slow and not full"

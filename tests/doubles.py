@@ -153,6 +153,10 @@ class Memory:
         self.events.append("save")
         self.waiting = Saved(facts, share)
 
+    def reserve(self, share: RankState) -> None: ...
+
+    def before_update(self) -> None: ...
+
     def wait(self) -> Path:
         assert self.waiting is not None
         done, self.waiting = self.waiting, None

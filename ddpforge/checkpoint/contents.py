@@ -1,12 +1,13 @@
 """The contents of a checkpoint, flattened into tensors and JSON, and unflattened again."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType, NoneType
 from typing import NamedTuple, TypeVar, cast
 
+import torch
 from pydantic import JsonValue
 from torch import Tensor
 
@@ -134,17 +135,31 @@ def _split(
     """Tensors by "<owner>/<key>", and the rest, which names every owner, even one that has nothing there."""
     found: dict[str, list[Part]] = {}
     rest: dict[str, dict[str, Scalar]] = {owner: {} for owner in owners}
+    numbers = _on_host(x for values in owners.values() for x in values.values()) if kind.numbers else {}
     for owner, values in owners.items():
         for key, value in values.items():
             what = kind.what.format(owner, key)
             held = None if isinstance(value, Tensor) and kind.numbers and not value.ndim else mine(value, what)
             if held is None:
-                rest[owner][key] = safetensors_writer.to_scalar(value, what, kind.plain)
+                rest[owner][key] = safetensors_writer.to_scalar(numbers.get(id(value), value), what, kind.plain)
                 continue
             found[name := f"{owner}/{key}"] = held
             if kind.cut(name, "/") != (owner, "/", key):
                 raise CheckpointError(f"{what} cannot be saved: its name must not hold a slash")
     return found, rest
+
+
+def _on_host(values: Iterable[object]) -> dict[int, Tensor]:
+    """The 0-d tensors that are on a device, by their ids, in one copy for each kind: a fused Adam has one a weight."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for x in values:
+        if type(x) is Tensor and not x.ndim and _is_away(x):
+            kinds[x.device, x.dtype].append(x)
+    return {id(x): number for same in kinds.values() for x, number in zip(same, torch.stack(same).cpu(), strict=True)}
+
+
+def _is_away(tensor: Tensor) -> bool:
+    return tensor.device.type not in ("cpu", "meta")
 
 
 def own_part(held: Held) -> Held:

@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import TypeVar
 
 from ddpforge.checkpoint import retention
-from ddpforge.checkpoint.contents import Facts, RankState
+from ddpforge.checkpoint.contents import Facts, RankState, flatten, own_part
 from ddpforge.checkpoint.manifest import layout_of, read_manifest, verify_contents
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.staging import Staging
@@ -27,8 +28,8 @@ log = logging.getLogger(__name__)
 class Checkpoints:
     """Saves, finds and prunes checkpoints in a folder that every rank can read.
 
-    `peers` connects the threads that write, `ranks` those that train. All methods are collective, except `pending` and
-    `ready`.
+    `peers` connects the threads that write, `ranks` those that train. All methods are collective, except `pending`,
+    `ready`, `reserve` and `before_update`.
 
     `before_commit` is called on rank 0 before a checkpoint counts: what it builds on must be on the disk first.
 
@@ -58,8 +59,9 @@ class Checkpoints:
     def save(self, facts: Facts, state: RankState) -> None:
         """Begins to write a checkpoint; `wait` tells how it went, and nothing of that is raised here.
 
-        With `checkpoint.background`, the state may change as soon as this returns, and a thread writes; otherwise all
-        is written when this returns. A save whose outcome was not taken yet is waited for first, see `wait`.
+        With `checkpoint.background`, the state may change as soon as this returns, and a thread writes; but for what
+        GPUs still copy, see `before_update`. Otherwise all is written when this returns. A save whose outcome was not
+        taken yet is waited for first, see `wait`.
         """
         if self.pending:
             self.wait()
@@ -81,6 +83,16 @@ class Checkpoints:
         # A daemon: a process that has failed must not be kept alive. What it leaves unfinished is no checkpoint.
         name = f"checkpoint writer of rank-{self._peers.rank}"
         Thread(target=self._write, args=(save, saving), name=name, daemon=True).start()
+
+    def reserve(self, state: RankState) -> None:
+        """Takes memory to copy such a state from GPUs, in a thread, so that the first save need not wait for it."""
+        if self._settings.background and not self.pending:
+            with suppress(CheckpointError):  # that `save` will raise
+                self._staging.reserve(own_part(flatten(state, rank=self._peers.rank, ranks=self._peers.size).held))
+
+    def before_update(self) -> None:
+        """To be called before an update, or whatever else changes weights: GPUs finish copying them first."""
+        self._staging.before_update()
 
     @property
     def pending(self) -> bool:
@@ -104,6 +116,7 @@ class Checkpoints:
 
     def _write(self, save: Writer, outcome: "Future[Path]") -> None:
         try:
+            self._staging.wait()
             path = save.write()
             if self._peers.rank == 0:
                 self._prune(path)

@@ -1,15 +1,17 @@
 """A copy of what a rank is about to write, in host memory that every save uses again."""
 
+import functools
 import logging
 import weakref
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddpforge.checkpoint.contents import Held
+from ddpforge.checkpoint.contents import OPTIMIZER, SHARED, Held
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces.regions import Part
 
@@ -23,34 +25,126 @@ _HINT = "save without a copy, while training waits: checkpoint.background = fals
 class Staging:
     """Host memory for one copy, page-locked where there is something on a GPU, if the machine allows it.
 
-    The memory is taken at the first copy and grows when more is to be copied; each copy overwrites the one before.
+    The memory is taken at the first copy, or by `reserve`, and grows when more is to be copied; each copy overwrites
+    the one before. GPUs copy on streams of their own, see
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams.
     """
 
     def __init__(self) -> None:
         self._memory: _Memory | None = None
+        self._reserving: Thread | None = None
+        self._ends: dict[torch.device, torch.cuda.Event] = {}  # of the newest copies
+        self._live: list[Part] = []  # what may still be being copied, and must not change nor be freed
+
+    def reserve(self, held: Held) -> None:
+        """Takes memory for copies of `held` in a thread, if something is on a GPU: locking a gigabyte takes half a
+        second.
+        """
+        parts = [part for _, _, part in _each(held)]
+        if _gpus(parts):
+            # Where there is not enough, the first copy says so.
+            def take() -> None:
+                with suppress(CheckpointError):
+                    self._bytes(_size(parts), locked=True)
+
+            self._reserving = Thread(target=take, name="page-locking for checkpoints", daemon=True)
+            self._reserving.start()
 
     def copy(self, held: Held) -> Held:
-        """The same parts in host memory, independent of the tensors that they came from when this returns.
+        """The same parts in host memory, which are there once `wait` has returned.
 
-        Raises CheckpointError when there is not enough memory.
+        What lies on the host is copied when this returns. What lies on a GPU may change as soon as this returns, as far
+        as the GPU is asked to on its current stream; but for what only updates change, trained weights and their
+        optimizer state: these are copied under the passes that follow, and `before_update` is to be called. Raises
+        CheckpointError when there is not enough memory.
         """
-        parts = [part for section in held.values() for found in section.values() for part in found]
-        gpus = {part.tensor.device for part in parts if part.tensor.is_cuda}
-        size = sum(_aligned(part.tensor.nbytes) for part in parts)
-        pieces = _pieces(self._bytes(size, locked=bool(gpus)), parts)
-        copied = {
-            section: {name: [_filled(next(pieces), part) for part in found] for name, found in named.items()}
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+        parts = [part for _, _, part in _each(held)]
+        gpus = _gpus(parts)
+        pieces = dict(zip(map(id, parts), _pieces(self._bytes(_size(parts), locked=bool(gpus)), parts), strict=True))
+
+        updated = _only_updated(held)
+        with _aside(gpus):
+            _fill((pieces[id(part)], part) for part in parts if id(part) not in updated)
+        for gpu in gpus:
+            torch.cuda.current_stream(gpu).wait_stream(_stream_for_copies(gpu))
+        with _aside(gpus):
+            _fill((pieces[id(part)], part) for part in parts if id(part) in updated)
+        self._ends = {gpu: _stream_for_copies(gpu).record_event(_end()) for gpu in gpus}
+        self._live = parts if gpus else []
+        return {
+            section: {name: [part.of(pieces[id(part)]) for part in found] for name, found in named.items()}
             for section, named in held.items()
         }
-        for gpu in gpus:
-            torch.cuda.current_stream(gpu).synchronize()
-        return copied
+
+    def before_update(self) -> None:
+        """Has GPUs finish their copies before what they are asked for next; the host does not wait."""
+        if self._live:
+            for gpu, end in self._ends.items():
+                torch.cuda.current_stream(gpu).wait_event(end)
+            self._live = []
+
+    def wait(self) -> None:
+        """Waits until all that was copied is there; for a thread that does not train."""
+        for end in self._ends.values():
+            end.synchronize()
 
     def _bytes(self, size: int, *, locked: bool) -> Tensor:
         if self._memory is None or size > len(self._memory.bytes) or (locked and not self._memory.asked):
+            self.wait()  # a copy that nobody has waited for, because its save failed
             self._memory = None  # first of all: there may be no room for both
             self._memory = _Memory(size, locked=locked)
         return self._memory.bytes
+
+
+def _each(held: Held) -> Iterator[tuple[str, str, Part]]:
+    """Section, name and part of all there is."""
+    for section, named in held.items():
+        for name, parts in named.items():
+            yield from ((section, name, part) for part in parts)
+
+
+def _gpus(parts: Iterable[Part]) -> set[torch.device]:
+    return {part.tensor.device for part in parts if part.tensor.is_cuda}
+
+
+def _only_updated(held: Held) -> set[int]:
+    """The ids of parts that only updates change: the optimizer state of a weight, and weights that have some.
+
+    Not buffers, nor what belongs to callbacks, nor the optimizer's state of no weight, as PowerSGD's memory: these
+    change in passes and between steps.
+    """
+    owners = {OPTIMIZER.cut(name, "/")[0] for name in held["optimizer"]} - {SHARED}
+    return {
+        id(part)
+        for section, name, part in _each(held)
+        if (section == "model" and name in owners) or (section == "optimizer" and OPTIMIZER.cut(name, "/")[0] in owners)
+    }
+
+
+@contextmanager
+def _aside(gpus: Iterable[torch.device]) -> Iterator[None]:
+    """Has GPUs copy on streams of their own, once they have done what they were asked for until now."""
+    with ExitStack() as stack:
+        for gpu in gpus:
+            _stream_for_copies(gpu).wait_stream(torch.cuda.current_stream(gpu))
+            stack.enter_context(torch.cuda.stream(_stream_for_copies(gpu)))
+        yield
+
+
+@functools.cache
+def _stream_for_copies(gpu: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
+
+
+def _end() -> torch.cuda.Event:
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # whoever waits sleeps
+
+
+def _size(parts: Iterable[Part]) -> int:
+    return sum(_aligned(part.tensor.nbytes) for part in parts)
 
 
 def _aligned(count: int) -> int:
@@ -66,10 +160,10 @@ def _pieces(memory: Tensor, parts: list[Part]) -> Iterator[Tensor]:
         begin += _aligned(source.nbytes)
 
 
-def _filled(piece: Tensor, part: Part) -> Part:
-    source = part.tensor.detach()
-    piece.copy_(source, non_blocking=source.is_cuda)
-    return part.of(piece)
+def _fill(pairs: Iterable[tuple[Tensor, Part]]) -> None:
+    for piece, part in pairs:
+        source = part.tensor.detach()
+        piece.copy_(source, non_blocking=source.is_cuda)
 
 
 class _Memory:

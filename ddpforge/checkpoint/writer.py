@@ -50,8 +50,8 @@ def write(folder: Path, facts: Facts, state: RankState, peers: Peers, *, full: b
 class Writer:
     """A checkpoint to be written, and what this rank does for it: fill, and on rank 0 begin and publish.
 
-    What is wrong with a state is found when this is made and raised by `write`, on all ranks. Where `copy` makes a copy
-    of what this rank writes, the state may change as soon as this is made.
+    What is wrong with a state is found when this is made and raised by `write`, on all ranks. Where `copy` begins a
+    copy of what this rank writes, that must be there when `write` is called.
     """
 
     def __init__(

@@ -168,6 +168,7 @@ class Trainer:
                 skips=recipe.train.on_nonfinite == "skip" or recipe.train.precision == "fp16",
                 compares=compares,
                 stateful=stateful,
+                before_update=lambda: self.saving.before_update(),  # a trial puts another in its place
             )
             for turn, one in of_turns(task).items()
         }
@@ -257,6 +258,8 @@ class Trainer:
             logs = step == 1 or step == self.end or step % self.log_every == 0
             agrees = logs or step % self._agree_every == 0
             totals = self._step(step, source, measure=logs)
+            if not looks_are_free:
+                self.saving.reserve()
 
             if agrees or looks_are_free:
                 self._look_at_norms(totals, logs=logs)
@@ -300,6 +303,7 @@ class Trainer:
         if step in self.progress.left_out:
             for _, micro_batches in draws:
                 deque(micro_batches, maxlen=0)
+            self.saving.before_update()  # what follows a step may change weights, too
         else:
             totals, norm = self._turns.train(step, draws, measure=measure)
             self._norms.add(step, norm)

@@ -10,7 +10,7 @@ from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, Ranks, Replica, Tracker
+from ddpforge.interfaces import Callback, CanonicalState, Ranks, Replica, Tracker
 from ddpforge.ranks import phases
 from ddpforge.recipe.schema import CheckpointSection
 from ddpforge.training.callbacks import state_of
@@ -45,6 +45,7 @@ class Saving:
         self._replica = replica
         self._callbacks, self._tracker = callbacks, tracker
         self._ranks = ranks
+        self._reserved = False  # whether memory for copies was taken
         self._left_out: Mapping[str, Any] = {}  # what is known of the weights that no checkpoint holds
 
     @property
@@ -69,11 +70,25 @@ class Saving:
             metrics=dict(metrics),
             **self.origin,
         )
-        callbacks = {name: state_of(name, callback) for name, callback in self._callbacks().items()}
-        self.checkpoints.save(facts, RankState.of(state, callbacks))
+        self.checkpoints.save(facts, self._own(state))
         self.step = progress.step
         if not self.settings.background:
             self.settle(last=last)
+
+    def reserve(self) -> None:
+        """Takes memory for copies from GPUs early, once: after the first step, when the optimizer has its state."""
+        if self._reserved or not self.settings.background:
+            return
+        self._reserved = True
+        if self.settings.contents == "all":  # else there is little to copy
+            self.checkpoints.reserve(self._own(self._replica.state()))
+
+    def before_update(self) -> None:
+        """To be called before an update, or whatever else changes weights: GPUs finish copying them first."""
+        self.checkpoints.before_update()
+
+    def _own(self, state: CanonicalState[Any]) -> RankState:
+        return RankState.of(state, {name: state_of(name, callback) for name, callback in self._callbacks().items()})
 
     def _refuse_moved(self, numbers: Mapping[str, Any]) -> None:
         """Raises CheckpointError where weights that are left out are not what they were at the first checkpoint."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -34,7 +34,7 @@ class Stepper:
     Totals are the loss and, where they are measured, the task's metrics. `stateful` has the buffers that forward passes
     change, by default the model. `skips` says that training goes on after a step whose gradient is not finite: such a
     step leaves buffers as they were, too. `compares` has the first loss of all compared with those of its halves: a
-    mean for a sum is refused.
+    mean for a sum is refused. `before_update` is called before the weights change.
     """
 
     def __init__(
@@ -49,12 +49,13 @@ class Stepper:
         skips: bool,
         compares: bool = False,
         stateful: nn.Module | None = None,
+        before_update: Callable[[], None] = lambda: None,
     ) -> None:
         self._world, self._replica, self._task = world, replica, task
         self._optimizer, self._statistics = optimizer, statistics
         self._stateful = replica.bare if stateful is None else stateful
         self._seed, self._skips, self._compares, self._update = seed, skips, compares, 0
-        self._meter = Meter(task, "training")
+        self._meter, self._before_update = Meter(task, "training"), before_update
         self._passes: int = getattr(optimizer, "passes", 1)
         if self._passes > 1 and not isinstance(replica, Explores):
             raise StrategyError(
@@ -86,6 +87,7 @@ class Stepper:
         totals = self._forward_backward(step, micro_batches, items, measure=measure)
         self._statistics.leave()
         phases.mark(phases.STEP)
+        self._before_update()
         if self._passes > 1:
             return totals, self._explore(step, cast(list[MicroBatch], micro_batches), items)
         return totals, self._replica.step()

@@ -96,6 +96,12 @@ class _NotSaving(Saving):
         """Notes the step."""
         self.step = progress.step
 
+    def reserve(self) -> None:
+        """Nothing is copied."""
+
+    def before_update(self) -> None:
+        """Nothing is copied."""
+
     def settle(self, *, last: bool = False) -> None:
         """There is nothing to wait for."""
 

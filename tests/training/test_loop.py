@@ -84,6 +84,25 @@ def test_the_order_of_a_step_is_step_callbacks_log_evaluate_save() -> None:
     assert loop.events == one * 2
 
 
+def test_copies_for_checkpoints_end_before_an_update_and_before_what_follows_a_step_without_one() -> None:
+    watcher = Watcher()
+    options: dict[str, Any] = {"train": {"on_nonfinite": "rollback"}, "checkpoint": {"every": "1st"}}
+    loop = Loop(steps=3, bad=[2], evaluation=False, callbacks={"watch": watcher}, **options)
+    watcher.events = loop.events
+    loop.checkpoints.before_update = lambda: loop.events.append("copied")  # type: ignore[method-assign]
+    assert loop.fit() == "done"
+    updated, left_out = ["copied", "step", "callback", "log", "save"], ["copied", "callback", "save"]
+    assert loop.events == ["save", *updated, "copied", "step", "log", *left_out, *updated]
+
+
+@pytest.mark.usefixtures("_looks_cost")
+def test_memory_for_copies_is_reserved_where_there_is_a_device() -> None:
+    loop, asked = Loop(steps=3), []
+    loop.checkpoints.reserve = lambda state: asked.append(set(state.model))  # type: ignore[method-assign]
+    loop.fit()
+    assert asked == [{"w"}], "once, when the optimizer has its state"
+
+
 def test_rows_are_logged_at_the_first_step_at_every_so_many_and_at_the_last() -> None:
     loop = Loop(steps=11, track="4st")
     loop.fit()

@@ -1,12 +1,20 @@
-"""The host never waits for the device within a step: counted on the `meta` device, whose numbers nobody can read."""
+"""The host never waits for the device within a step: counted on the `meta` device, whose numbers nobody can read.
+
+Strategies whose step lets the host run ahead: one process, DDP with another rank that is not there, and FSDP on a CPU,
+as torch shards nothing on `meta`. Not here are DeepSpeed, which reads norms and flags by itself (tests/gpu count how
+often), pipelines, whose stages compute with what others send, and several GPUs in one process.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.parallel.distributed as of_ddp
 from forked import train
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -15,9 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.tasks.language_modelling import LanguageModelling
 from ddpforge.data import MicroBatch
-from ddpforge.interfaces import Total, World
-from ddpforge.ranks.collectives import Alone
+from ddpforge.interfaces import Strategy, Total, World
+from ddpforge.ranks.collectives import Alone, Connected, Group
 from ddpforge.ranks.means import Means
+from ddpforge.simulation.fake import pretended
+from ddpforge.strategies.ddp import DDP
+from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.single import Single
 from ddpforge.training.batchnorm import BatchNormAverager
 from ddpforge.training.step import Stepper
@@ -40,6 +51,9 @@ class Crossings(TorchDispatchMode):
         if func is torch.ops.aten._to_copy.default and args[0].device == DEVICE != kwargs.get("device", DEVICE):
             self.found["read"] += 1
             return torch.zeros(args[0].shape, dtype=args[0].dtype)
+        if func is torch.ops.aten.copy_.default and args[1].device == DEVICE != args[0].device:
+            self.found["read"] += 1
+            return args[0]
         out = func(*args, **kwargs)
         if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
             copies = func is torch.ops.aten.copy_.default
@@ -69,16 +83,38 @@ def micro(number: int) -> MicroBatch:
     return MicroBatch((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), 4, 8, number == 1, 0, number)
 
 
-def stepper(optimizer: type[Optimizer], **options: Any) -> Stepper:
-    strategy, alone = Single(), Alone(DEVICE)
-    strategy.setup(train(**options), World(all=alone, data=alone, device=DEVICE, local_rank=0))
-    model: nn.Module = GPT(vocab_size=64, block_size=16, layers=2, heads=2, width=16).to(DEVICE)
-    replica = strategy.prepare(model, optimizer(model.parameters(), lr=0.1))  # type: ignore[call-arg]
+@contextmanager
+def without_the_others() -> Iterator[Connected]:
+    """One of two ranks on the device, of which the other is not there; what DDP compares at its start is left out."""
+    with ExitStack() as stack:
+        stack.enter_context(pretended(2))
+        for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
+            stack.enter_context(patch.object(of_ddp, name, lambda *_, **__: None))
+        yield Group(dist.group.WORLD, DEVICE)  # type: ignore[arg-type]
+
+
+def as_it_is(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Stands in for an all-reduce."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def gpt() -> GPT:
+    return GPT(vocab_size=64, block_size=16, layers=2, heads=2, width=16)
+
+
+def stepper(strategy: Strategy, ranks: Connected, optimizer: type[Optimizer], **options: Any) -> Stepper:
+    strategy.setup(train(**options), World(all=ranks, data=ranks, device=DEVICE, local_rank=0))
+    model: nn.Module = gpt().to(DEVICE)
+    replica: Any = strategy.prepare(model, optimizer(model.parameters(), lr=0.1))  # type: ignore[call-arg]
+    if ranks.size > 1:
+        replica.module.register_comm_hook(None, as_it_is)
     return Stepper(
         strategy.world,
         replica,
         LanguageModelling(),
-        replica.optimizer,  # type: ignore[attr-defined]
+        replica.optimizer,
         BatchNormAverager(None),
         seed=0,
         skips=False,
@@ -87,17 +123,55 @@ def stepper(optimizer: type[Optimizer], **options: Any) -> Stepper:
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["plain", "clipped"])
 @pytest.mark.parametrize(("optimizer", "reads"), [(Fused, 0), (AdamW, 1)], ids=["fused", "not fused"])
+@pytest.mark.parametrize("strategy", [Single, DDP])
 def test_a_step_reads_nothing_but_a_norm_for_optimizers_that_cannot(
-    optimizer: type[Optimizer], reads: int, options: dict[str, Any]
+    strategy: type[Strategy], optimizer: type[Optimizer], reads: int, options: dict[str, Any]
 ) -> None:
     """Two micro-batches: inputs, targets and counts are sent without waiting."""
-    steps = stepper(optimizer, **options)
-    for number in range(1, 4):
-        with counted() as found:
-            steps.train(number, micro(0), [micro(0), micro(1)], measure=number == 3)
-        if number > 1:  # the first one is looked at
-            assert (found["read"], found["sent, waiting"]) == (reads, 0), found
-            assert found["sent"] <= 6, found
+    with without_the_others() if strategy is DDP else nullcontext(Alone(DEVICE)) as ranks:
+        steps = stepper(strategy(), ranks, optimizer, **options)
+        for number in range(1, 5):
+            with counted() as found:
+                steps.train(number, micro(0), [micro(0), micro(1)], measure=number == 4)
+            if number > 2:  # the first one is looked at, and in the second DDP orders its buckets
+                assert (found["read"], found["sent, waiting"]) == (reads, 0), found
+                assert found["sent"] <= 6, found
+
+
+class Reads(TorchDispatchMode):
+    """Counts numbers that are read, wherever they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("optimizer", "reads"), [(Fused, 0), (SGD, 1)], ids=["fused", "not fused"])
+@pytest.mark.parametrize("accumulate", ["shards", "whole"])
+def test_a_step_of_fsdp_reads_nothing_but_a_norm_for_optimizers_that_cannot(
+    accumulate: Any, optimizer: type[Optimizer], reads: int
+) -> None:
+    """On the CPU, with an update as on a GPU."""
+    with pretended(2) as world:
+        strategy = FSDP(accumulate=accumulate)
+        strategy.setup(train(clip_norm=1.0), world)
+        with strategy.building():
+            model = gpt()
+        model = strategy.wrap(model, list(model.blocks))  # type: ignore[assignment]
+        replica: Any = strategy.prepare(model, optimizer(model.parameters(), lr=0.1))  # type: ignore[call-arg]
+        replica.precision.device = DEVICE
+        for _ in range(3):
+            with Reads() as found:
+                for last in (False, True):
+                    with replica.forward(last=last):
+                        loss = replica.module(micro(0).data[0]).square().sum()
+                    replica.backward(loss)
+                replica.step()
+        assert found.count == reads
 
 
 def test_numbers_of_a_step_cross_once_each_way() -> None:

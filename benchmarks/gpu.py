@@ -1,0 +1,604 @@
+"""What CUDA devices make of ddpforge, beside a loop by hand on the same devices; writes a report that can be sent.
+
+    make test-gpu                                    tests that need a GPU, and this on one
+    make test-gpus                                   tests that need several, and this on all of them
+    python benchmarks/gpu.py --tests build/gpu/tests.xml         on one GPU; tells what became of tests, too
+    python benchmarks/gpu.py --ranks 8               on several; 0 is all there are
+    python benchmarks/gpu.py --tiny [--ranks 2]      on CPUs, with the smallest models: whether it runs at all
+
+Each side trains in processes of its own, by turns, twice: the same model, samples, batch, precision, fused AdamW and
+clipping. ddpforge runs a recipe, with metrics.jsonl, console and all checks on. Timed are the steps after a warm-up,
+between two synchronisations of the device. The expectations are ratios, which hold on any machine, and alarms, which
+are for an H100; none has been measured yet. Writes build/gpu/report.md and report.json, with --ranks report-N; the exit
+code is 1 where something is not as expected, or does not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ddpforge.interfaces import Callback, StepInfo
+
+LR, LOG_EVERY = 1e-3, 10
+GPT = 'use = "gpt"\nvocab_size = {}\nblock_size = {}\nlayers = {}\nheads = {}\nwidth = {}'
+RECIPE = """
+recipe = 1
+name = "gpu"
+[model]
+{model}
+[data.train]
+use = "gpu:Samples"
+case = {case}
+[task]
+use = "{task}"
+[optimizer]
+use = "adamw"
+lr = {lr}
+[train]
+length = "{steps}st"
+global_batch = {batch}
+micro_batch = {micro_batch}
+precision = "{precision}"
+compile = "{compile}"
+channels_last = {channels_last}
+clip_norm = 1.0
+[track]
+every = "{log_every}st"
+plan = "off"
+[checkpoint]
+every = "{save_every}st"
+[strategy]
+{strategy}
+[callbacks.clock]
+use = "gpu:Clock"
+case = {case}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is trained; `batch` is that of a forward pass on one rank, of which a step takes some."""
+
+    model: str  # the table [model] of a recipe
+    batch: int
+    passes: int = 1
+    precision: str = "bf16"
+    compile: bool = False
+    channels_last: bool = False
+    strategy: str = "ddp"  # of which "fsdp:fp32" gathers weights in that precision
+    image: int = 224  # pixels a side
+    warm: int = 20
+    steps: int = 100
+    save_every: int = 0  # steps; each is then timed
+    profiled: bool = False  # how busy the GPU is
+    turns: int = 2
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        import tomllib
+
+        return tomllib.loads(self.model)
+
+    @property
+    def last(self) -> int:
+        return self.warm + self.steps
+
+
+LARGE = {
+    "mlp": Case('use = "mlp"\ninputs = 64\nhidden = [64]\noutputs = 10', 64, precision="fp32", steps=2000),
+    "gpt-124m": Case(GPT.format(50304, 1024, 12, 12, 768), 16, compile=True),
+    "gpt-350m": Case(GPT.format(50304, 1024, 24, 16, 1024), 8, compile=True, steps=60),
+    "gpt-1.3b": Case(GPT.format(50304, 2048, 24, 16, 2048), 4, strategy="fsdp", steps=40),
+    "resnet50": Case('use = "torchvision"\narch = "resnet50"\nclasses = 1000', 256, channels_last=True, steps=60),
+}
+_SMALL = {"gpt": GPT.format(64, 16, 2, 2, 16), "resnet50": LARGE["resnet50"].model.replace("resnet50", "resnet18")}
+_TINY = {"batch": 8, "warm": 2, "steps": 8, "compile": False, "image": 32, "turns": 1}
+TINY = {
+    name: replace(case, model=_SMALL.get(name.partition("-")[0], case.model), **_TINY) for name, case in LARGE.items()
+}
+
+
+class Found(NamedTuple):
+    """What a side took."""
+
+    seconds: float  # of a step
+    memory: int  # bytes that torch's allocator had given out at the largest moment
+    longest: float  # the seconds of the longest step, where each was timed
+    busy: float  # the share of the time in which the GPU did something, where that was profiled
+    loss: float
+
+
+class Failed(Exception):
+    """A side did not come to its end, or did something else."""
+
+
+class Row(NamedTuple):
+    """An expectation, and what was found."""
+
+    name: str
+    expected: str
+    found: str
+    well: bool | None  # None where it is an alarm for another device
+
+
+# ---------------------------------------------------------------------------------------------- what both sides use
+def device() -> torch.device:
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+class Samples:
+    """Made-up samples in memory, fetched a batch at a time."""
+
+    random = False
+
+    def __init__(self, *, case: dict[str, Any]) -> None:
+        image, number, maker = case["image"], 4096, torch.Generator().manual_seed(0)
+        sizes = Case(**case).sizes
+        if sizes["use"] == "gpt":
+            text = torch.randint(sizes["vocab_size"], (number, sizes["block_size"] + 1), generator=maker)
+            self.inputs, self.targets = text[:, :-1], text[:, 1:]
+        elif sizes["use"] == "mlp":
+            self.inputs = torch.randn(number, 64, generator=maker)
+            self.targets = torch.randint(10, (number,), generator=maker)
+        else:
+            self.inputs = torch.randn(1024, 3, image, image, generator=maker)
+            self.targets = torch.randint(1000, (1024,), generator=maker)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        if self.inputs.ndim == 4:  # of images, those that lie side by side: to gather some takes as long as a step
+            first = indices[0] % (len(self) - len(indices) + 1)
+            return self.inputs[first : first + len(indices)], self.targets[first : first + len(indices)]
+        rows = torch.tensor(indices)
+        return self.inputs[rows], self.targets[rows]
+
+    def collate(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return batch
+
+
+class Clock(Callback):
+    """Times the steps after the warm-up, and writes what they took."""
+
+    def __init__(self, *, case: dict[str, Any]) -> None:
+        self.case = Case(**case)
+        self.each: list[float] = []
+        self.loss = float("nan")
+
+    def on_step(self, info: StepInfo) -> None:
+        self.loss = info.metrics.get("train/loss", self.loss)
+        self.tick(info.step)
+
+    def tick(self, step: int) -> None:
+        """Tells that a step is over."""
+        if step == self.case.warm:
+            synchronize()
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            self.profiler = torch.profiler.profile() if self.case.profiled else None
+            if self.profiler:
+                self.profiler.start()
+            self.began = self.before = time.perf_counter()
+        elif step > self.case.warm and self.case.save_every:
+            synchronize()
+            now = time.perf_counter()
+            self.each.append(now - self.before)
+            self.before = now
+        if step == self.case.last:
+            synchronize()
+            took = time.perf_counter() - self.began
+            memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+            busy = busy_in(self.profiler) if self.profiler else 0.0
+            tell(Found(took / self.case.steps, memory, max(self.each, default=0.0), busy, self.loss))
+
+
+def busy_in(profiler: Any) -> float:
+    """The share of the time, from its first operation to its last, in which a GPU did something."""
+    profiler.stop()
+    there = [event.time_range for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    busy, until = 0.0, 0.0
+    for span in sorted(there, key=lambda span: span.start):
+        busy += max(0.0, span.end - max(span.start, until))
+        until = max(until, span.end)
+    return busy / (until - min(span.start for span in there)) if there else 0.0
+
+
+def tell(found: Any) -> None:
+    """Gives what rank 0 has found to whoever started it."""
+    if os.environ.get("RANK", "0") == "0":
+        Path(os.environ["GPU_RESULT"]).write_text(json.dumps(found))
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+# ---------------------------------------------------------------------------------------------- the sides
+def by_hand(case: Case, ranks: int) -> None:
+    """Torch's tutorials of DDP, FSDP2, autocast and torch.compile."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    place = device()
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if ranks > 1:
+        dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    torch.manual_seed(0)
+    model = built(case).to(place)
+    if case.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    sharded, low = case.strategy.startswith("fsdp"), case.precision == "bf16"
+    wrapped: Any = model
+    if sharded:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32)
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+    elif ranks > 1:
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if case.compile:
+        wrapped = torch.compile(wrapped)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    data: Any = Samples(case=vars(case))
+    sampler = DistributedSampler(data) if ranks > 1 else None
+    reads: Any = {"sampler": sampler, "shuffle": sampler is None, "collate_fn": data.collate, "drop_last": True}
+    loader = DataLoader(data, case.batch, pin_memory=place.type == "cuda", **reads)
+    batches, clock = endless(loader), Clock(case=vars(case))
+    for step in range(1, case.last + 1):
+        optimizer.zero_grad()
+        for number in range(case.passes):
+            inputs, targets = (one.to(place, non_blocking=True) for one in next(batches))
+            if case.channels_last:
+                inputs = inputs.to(memory_format=torch.channels_last)
+            holds = ranks > 1 and not sharded and number < case.passes - 1
+            with wrapped.no_sync() if holds else nullcontext():
+                with torch.autocast(place.type, torch.bfloat16, enabled=low):
+                    loss = loss_of(wrapped(inputs), targets) / case.passes
+                loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % LOG_EVERY == 0:
+            clock.loss = loss.item() * case.passes
+        clock.tick(step)
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def endless(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def built(case: Case) -> Any:
+    """The model of a recipe, by its constructor."""
+    from ddpforge.builtin.models.gpt import GPT as Gpt
+    from ddpforge.builtin.models.mlp import MLP
+    from ddpforge.builtin.models.vision import torchvision_model
+
+    options = case.sizes
+    makers: dict[str, Any] = {"gpt": Gpt, "mlp": MLP, "torchvision": torchvision_model}
+    return makers[options.pop("use")](**options)
+
+
+def by_ddpforge(case: Case, ranks: int) -> None:
+    """A recipe, with all that it brings along."""
+    import ddpforge
+
+    fields = json.dumps(vars(case)).replace('": ', '" = ')  # an inline table
+    recipe = Path(os.environ["GPU_RESULT"] + f"-{os.environ.get('RANK', '0')}.toml")
+    use, _, option = case.strategy.partition(":")
+    text = RECIPE.format(
+        case=fields,
+        model=case.model,
+        task="language_modelling" if case.sizes["use"] == "gpt" else "classification",
+        lr=LR,
+        log_every=LOG_EVERY,
+        steps=case.last,
+        batch=case.batch * case.passes * ranks,
+        micro_batch=case.batch,
+        precision=case.precision,
+        compile="default" if case.compile else "off",
+        channels_last=str(case.channels_last).lower(),
+        save_every=case.save_every or 10**6,
+        strategy=f'use = "{use}"\n' + (f'gather = "{option}"\n' if option else ""),
+    )
+    recipe.write_text(text)
+    ddpforge.run(recipe, out=Path(os.environ["GPU_RESULT"] + "-runs"))
+
+
+def copies(case: Case, ranks: int) -> None:
+    """How fast a rank's part of a checkpoint comes to the host, and how much longer a fork takes after that."""
+    from ddpforge.checkpoint.staging import Staging
+    from ddpforge.interfaces import Part
+
+    state = torch.zeros(2**30 if torch.cuda.is_available() else 2**20, dtype=torch.uint8, device=device())
+    staging, before = Staging(), fork_seconds()
+    for _ in range(2):  # the first takes and locks memory
+        synchronize()
+        began = time.perf_counter()
+        staging.copy({"model": {"state": [Part.whole(state)]}, "optimizer": {}, "callbacks": {}})
+        staging.wait()
+        took = time.perf_counter() - began
+    tell({"rate": len(state) / took, "fork": fork_seconds() - before})
+
+
+def fork_seconds() -> float:
+    """The time that a loader process would take to begin, at best of five."""
+    took = []
+    for _ in range(5):
+        began = time.perf_counter()
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        took.append(time.perf_counter() - began)
+    return min(took)
+
+
+def reductions(case: Case, ranks: int) -> None:
+    """The bandwidth of an all-reduce, as nccl-tests count it: https://github.com/NVIDIA/nccl-tests, PERFORMANCE.md."""
+    import torch.distributed as dist
+
+    place = device()
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    row = torch.zeros(2**28 if place.type == "cuda" else 2**18, device=place)
+    for turn in range(25):
+        if turn == 5:
+            synchronize()
+            began = time.perf_counter()
+        dist.all_reduce(row)
+    synchronize()
+    tell({"rate": 2 * (ranks - 1) / ranks * row.nbytes * 20 / (time.perf_counter() - began)})
+    dist.destroy_process_group()
+
+
+SIDES = {"hand": by_hand, "ddpforge": by_ddpforge, "copies": copies, "reductions": reductions}
+
+
+def answer(side: str, case: Case, ranks: int) -> Any:
+    """What one of `SIDES` tells, in fresh processes; raises Failed with its last words."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result"
+        command = [sys.executable]
+        if ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        asked = json.dumps({"side": side, "case": vars(case), "ranks": ranks})
+        command += [__file__, "--worker", asked]
+        environment = os.environ | {"GPU_RESULT": str(result)}
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode or not result.exists():
+            raise Failed(f"{side} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[:4000]}")
+        return json.loads(result.read_text())
+
+
+def run(side: str, case: Case, ranks: int) -> Found:
+    return Found(*answer(side, case, ranks))
+
+
+def pair(case: Case, ranks: int) -> tuple[Found, Found]:
+    """ddpforge and the loop by hand, by turns: the fastest of either."""
+    turns = [(run("ddpforge", case, ranks), run("hand", case, ranks)) for _ in range(case.turns)]
+    ours, hand = (min(side, key=lambda found: found.seconds) for side in zip(*turns, strict=True))
+    if not abs(ours.loss - hand.loss) <= 0.2 * max(hand.loss, 1.0):  # they see the samples in other orders
+        raise Failed(f"the sides did not do the same work: losses {ours.loss:.4f} and {hand.loss:.4f}")
+    return ours, hand
+
+
+# ---------------------------------------------------------------------------------------------- what is expected
+def most(name: str, found: float, limit: float, unit: str = "") -> Row:
+    return Row(name, f"≤ {limit:g}{unit}", f"{found:.3f}{unit}", found <= limit)
+
+
+def alarm(name: str, found: float, limit: float, unit: str = "") -> Row:
+    """An absolute number, which means something on an H100 alone."""
+    there = torch.cuda.is_available() and "H100" in torch.cuda.get_device_name(0)
+    return Row(name, f"≥ {limit:g}{unit} on an H100", f"{found:.3g}{unit}", found >= limit if there else None)
+
+
+def utilisation(case: Case, seconds: float) -> float:
+    """The share of the device's peak in bf16 that a GPT's own operations are (Chowdhery et al., "PaLM", 2022)."""
+    from ddpforge.simulation.devices import DEVICES
+
+    name = torch.cuda.get_device_name(0).lower() if torch.cuda.is_available() else ""
+    peak = next((one.half for key, one in DEVICES.items() if key.partition("-")[0] in name), DEVICES["h100"].half)
+    sizes = case.sizes
+    weights = 12 * sizes["layers"] * sizes["width"] ** 2 + sizes["vocab_size"] * sizes["width"]
+    token = 6 * weights + 12 * sizes["layers"] * sizes["width"] * sizes["block_size"]
+    return float(token * case.batch * case.passes * sizes["block_size"] / seconds / peak)
+
+
+Rows = Iterator[Row]
+
+
+def beside(name: str, case: Case, ranks: int, limit: float) -> Rows:
+    """Speed and memory beside the loop by hand, and alarms."""
+    ours, hand = pair(case, ranks)
+    what = f"{name}, {case.strategy.partition(':')[0]}, {ranks} ranks" if ranks > 1 else name
+    yield most(f"{what}: step ÷ by hand ({hand.seconds * 1e3:.2f} ms)", ours.seconds / hand.seconds, limit)
+    if hand.memory:
+        yield most(f"{what}: memory ÷ by hand ({hand.memory / 2**20:.0f} MiB)", ours.memory / hand.memory, 1.02)
+    if name in ("gpt-350m", "gpt-1.3b"):
+        yield alarm(f"{what}: model FLOPs utilisation", utilisation(case, ours.seconds), 0.4)
+    if name == "resnet50":
+        yield alarm(f"{what}: images a second", case.batch / ours.seconds, 2300)
+
+
+def busy(case: Case) -> Rows:
+    """Whether the host keeps the GPU busy."""
+    found = run("ddpforge", replace(case, profiled=True, steps=20), 1)
+    yield alarm("gpt-350m: share of 20 steps in which the GPU is busy", found.busy, 0.97)
+
+
+def copied() -> Rows:
+    """What a checkpoint's copy to the host takes, and what it leaves to forks."""
+    found = answer("copies", LARGE["mlp"], 1)
+    yield alarm("a checkpoint's copy to the host, GB/s", found["rate"] / 1e9, 20)
+    yield most("a fork after that takes longer by, ms", found["fork"] * 1e3, 100)
+
+
+def reduced(ranks: int) -> Rows:
+    """The machine's own speed, beside which the others are to be seen."""
+    found = answer("reductions", LARGE["mlp"], ranks)
+    yield alarm(f"all-reduce of 1 GiB, {ranks} ranks, bus bandwidth, GB/s", found["rate"] / 1e9, 400)
+
+
+def stall(case: Case, ranks: int) -> Rows:
+    """How long a save holds training up: a copy of the state to the host."""
+    found = run("ddpforge", replace(case, save_every=max(2, case.steps // 4)), ranks)
+    share = parameters(case) * 12 / ranks  # every rank writes as much
+    yield most("a save's stall, ms", (found.longest - found.seconds) * 1e3, round(share / 20e9 * 1e3 + 50, 1))
+
+
+def growth(case: Case, ranks: int) -> Rows:
+    """DDP on one rank and on all, each with as many samples."""
+    for passes, limit in ((4, 0.95), (1, 0.90)):
+        each = replace(case, passes=passes)
+        alone, together = run("ddpforge", each, 1), run("ddpforge", each, ranks)
+        found = alone.seconds / together.seconds
+        name = f"gpt-124m, ddp: step of 1 rank ÷ of {ranks}, {passes} forward passes a step"
+        yield Row(name, f"≥ {limit}", f"{found:.3f}", found >= limit)
+
+
+def gathered(case: Case, ranks: int) -> Rows:
+    """What FSDP's copies in fp32 take beside those in bf16: if they outlived their layer, 2 bytes a parameter."""
+    wide, narrow = (run("ddpforge", each, ranks) for each in (replace(case, strategy="fsdp:fp32"), case))
+    more = (wide.memory - narrow.memory) / parameters(case)
+    yield most("gpt-1.3b, fsdp: memory of gather = fp32 over compute, bytes a parameter", more, 0.5)
+
+
+def parameters(case: Case) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in built(case).parameters())
+
+
+def measures(cases: dict[str, Case], ranks: int) -> Iterable[Callable[[], Rows]]:
+    """All there is to measure on one GPU, or on several."""
+    if ranks == 1:
+        limits = {"mlp": 1.05, "gpt-124m": 1.02, "resnet50": 1.02, "gpt-350m": 1.02}
+        yield from (partial(beside, name, cases[name], 1, limit) for name, limit in limits.items())
+        yield from (partial(busy, cases["gpt-350m"]), copied, partial(stall, cases["gpt-350m"], 1))
+        return
+    # Torch's LayerNorm takes weights in lower precision on a GPU, and not on a CPU.
+    sharded = replace(cases["gpt-1.3b"], strategy="fsdp:compute" if torch.cuda.is_available() else "fsdp")
+    yield from (partial(reduced, ranks), partial(beside, "gpt-124m", cases["gpt-124m"], ranks, 1.02))
+    yield from (partial(growth, cases["gpt-124m"], ranks), partial(beside, "gpt-1.3b", sharded, ranks, 1.02))
+    yield from (partial(gathered, sharded, ranks), partial(stall, sharded, ranks))
+
+
+# ---------------------------------------------------------------------------------------------- the report
+class Outcome(NamedTuple):
+    """What became of a test, and what it has noted."""
+
+    name: str
+    outcome: str
+    noted: dict[str, str]
+
+
+def outcomes(file: Path) -> list[Outcome]:
+    """The tests in a JUnit file."""
+    found = []
+    for case in ElementTree.parse(file).iter("testcase"):
+        told = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
+        noted = {one.get("name", ""): one.get("value", "") for one in case.iter("property")}
+        found.append(Outcome(f"{case.get('classname')}::{case.get('name')}", told[0] if told else "passed", noted))
+    return found
+
+
+def report(rows: list[Row], failures: list[str], tests: list[Outcome], facts: dict[str, Any]) -> str:
+    cuda = facts["cuda"] or {}
+    gpus = [one["name"] for one in cuda.get("gpus", ())]
+    lines = ["# ddpforge on GPUs", "", f"- {facts['time']}, {facts['platform']}, Python {facts['python']}"]
+    lines += [f"- {', '.join(f'{name} {number}' for name, number in facts['packages'].items() if number)}"]
+    lines += [f"- {len(gpus)} × {gpus[0]}" if gpus else "- no GPU: the numbers mean nothing"]
+    lines += [f"- {name} {cuda[name]}" for name in ("driver", "runtime", "cudnn", "nccl") if cuda.get(name)]
+    lines += ["", "| | Expected | Found | |", "| --- | --- | --- | --- |"]
+    words = {True: "yes", False: "**no**", None: "not judged"}
+    lines += [f"| {row.name} | {row.expected} | {row.found} | {words[row.well]} |" for row in rows]
+    for failure in failures:
+        lines += ["", "```text", failure.strip(), "```"]
+    if tests:
+        passed = sum(test.outcome == "passed" for test in tests)
+        lines += ["", f"{passed} of {len(tests)} tests passed.", ""]
+        lines += [f"- {test.outcome}: `{test.name}`" for test in tests if test.outcome != "passed"]
+        lines += [f"- `{test.name}`: {name} {value}" for test in tests for name, value in test.noted.items()]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1, help="how many GPUs; 0: all of them")
+    parser.add_argument("--tests", type=Path, help="what pytest --junitxml has written")
+    parser.add_argument("--tiny", action="store_true", help="the smallest models, on CPUs")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="where the report goes")
+    options = parser.parse_args()
+    if options.tiny:
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    there = torch.cuda.device_count()
+    ranks = options.ranks or there
+    if not options.tiny and not 0 < ranks <= there:
+        parser.error(f"there are {there} GPUs; --tiny tries the script on CPUs")
+    tests = outcomes(options.tests) if options.tests else []
+
+    rows: list[Row] = []
+    failures: list[str] = []
+    for measure in measures(TINY if options.tiny else LARGE, ranks):
+        try:
+            for row in measure():
+                rows.append(row)
+                print(f"{row.name}: {row.found}, expected {row.expected}", flush=True)
+        except Failed as failure:
+            failures.append(str(failure))
+            print(failure, flush=True)
+
+    from ddpforge.runs.environment import describe_environment
+
+    if torch.cuda.is_available():
+        torch.cuda.init()
+    facts = describe_environment()
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / ("report.md" if options.ranks == 1 else f"report-{ranks}.md")
+    file.write_text(report(rows, failures, tests, facts))
+    told = {"rows": [row._asdict() for row in rows], "failures": failures, "tests": [test._asdict() for test in tests]}
+    file.with_suffix(".json").write_text(json.dumps({**facts, **told}, indent=1))
+    print(f"\nThe report is {file}, with all it was made of in {file.with_suffix('.json').name} beside it.")
+    bad = any(row.well is False for row in rows) and not options.tiny
+    return int(bad or bool(failures) or any(test.outcome in ("failure", "error") for test in tests))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        order = json.loads(sys.argv[2])
+        SIDES[order["side"]](Case(**order["case"]), order["ranks"])
+    else:
+        sys.exit(main())
