@@ -253,6 +253,15 @@ class TrainSection(Section):
         description="Multiply fp32 numbers in TF32 on a GPU, in matrix products and convolutions: several times as"
         " fast, with 10 bits of precision instead of 23. Without it fp32 is fp32 in both.",
     )
+    fp8: Annotated[Literal["off", "tensorwise", "rowwise"], Resume.TUNABLE] = Field(
+        default="off",
+        description="Multiply in float8 in the linear layers of the model's blocks, scaled by tensor or by row; needs"
+        ' precision = "bf16", in which all else is computed, and a GPU from compute capability 8.9 on.',
+    )
+    fp8_skip: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.TUNABLE] = Field(
+        default=("*.router",),
+        description="Linear layers that stay in bf16 under `fp8`, as globs over full names.",
+    )
     deterministic: Annotated[bool, Resume.FREE] = Field(
         default=False,
         description="Compute the same bits in every run on the same hardware, also on a GPU, which may be slower; an"

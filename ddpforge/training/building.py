@@ -23,6 +23,7 @@ from ddpforge.training.beside import OWNER, declared
 from ddpforge.training.blocks import check_blocks, find_blocks
 from ddpforge.training.contract import count_parameters
 from ddpforge.training.fitness import check_model
+from ddpforge.training.float8 import check_float8
 from ddpforge.training.freezing import freeze
 from ddpforge.training.optimizers import build_optimizer, check_parameters, shares
 from ddpforge.training.parameter_groups import parameter_groups
@@ -130,6 +131,8 @@ def _fit(parts: Parts) -> None:
     with parts.noting("train", "blocks", faults=(ValueError,)):
         found = find_blocks(parts.model, recipe.train.blocks)
         check_blocks(found, recipe.train)
+        with parts.noting("train", "fp8", faults=(ValueError,)):
+            check_float8(parts.model, found, recipe.train)
         with parts.noting("strategy"):
             if parts.built.strategy is not None and parts.built.task is not None:
                 parts.strategy.check(parts.model, parts.task, found)

@@ -38,6 +38,7 @@ micro_batch = {micro_batch}
 clip_norm = 1.0
 precision = "{precision}"
 compile = "{compile}"
+{train}
 [checkpoint]
 every = "10st"
 [track]
@@ -49,9 +50,11 @@ every = "1st"
 def losses(ddpforge: Callable[..., Ranks], tmp_path: Path) -> Callable[..., list[float]]:
     """The training loss of every step of a recipe."""
 
-    def run(name: str, *, precision: str = "fp32", compile: str = "off", cpu: bool = False) -> list[float]:
+    def run(
+        name: str, *, precision: str = "fp32", compile: str = "off", train: str = "", cpu: bool = False
+    ) -> list[float]:
         micro_batch = 16 if compile == "reduce-overhead" else 8  # CUDA graphs do not accumulate
-        text = RECIPE.format(name=name, precision=precision, compile=compile, micro_batch=micro_batch)
+        text = RECIPE.format(name=name, precision=precision, compile=compile, micro_batch=micro_batch, train=train)
         (tmp_path / f"{name}.toml").write_text(text)
         ddpforge("run", f"{name}.toml", nproc=1, env={"ACCELERATE_USE_CPU": "true"} if cpu else None)
         rows = map(json.loads, (tmp_path / f"runs/{name}/metrics.jsonl").read_text().splitlines())
@@ -71,3 +74,15 @@ def test_low_precision_and_compilation_stay_near_fp32(
 ) -> None:
     found = losses("low", precision=precision, compile=compile)
     assert found == pytest.approx(losses("fp32"), rel=0.02)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs compute capability 8.9"
+)
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("compile", ["off", "default"])
+def test_float8_stays_near_bf16(losses: Callable[..., list[float]], fp8: str, compile: str) -> None:
+    found = losses("float8", precision="bf16", compile=compile, train=f'fp8 = "{fp8}"')
+    bf16 = losses("bf16", precision="bf16", compile=compile)
+    assert found == pytest.approx(bf16, rel=0.05)
+    assert found != bf16
