@@ -7,10 +7,10 @@ from importlib.util import find_spec
 
 import torch
 
-from ddpforge.interfaces import Contract, Refusal
+from ddpforge.interfaces import Contract, Refusal, Task
 from ddpforge.recipe.schema import Recipe, TrainSection
 
-__all__ = ["general_refusals", "refusals_of_float8", "refusals_of_optimizers"]
+__all__ = ["general_refusals", "refusals_of_float8", "refusals_of_optimizers", "refusals_of_score"]
 
 _SEVERAL = ('set strategy.use = "ddp" (without compression = "powersgd"), "fsdp" or "single"',)
 
@@ -89,6 +89,17 @@ def refusals_of_float8(recipe: Recipe, contract: Contract, device: str) -> Itera
         yield refusal(
             f'needs whole layers, and strategy.use = "{recipe.strategy.use}" as it is set here computes them otherwise',
             'set strategy.use = "ddp", "fsdp" (without `tensor`) or "single"',
+        )
+
+
+def refusals_of_score(recipe: Recipe, task: Task, contract: Contract) -> Iterator[Refusal]:
+    """A loss within the model's forward pass, under a strategy that does not leave that whole."""
+    if task.scores_in_model and not contract.scores:
+        yield Refusal(
+            "task.loss_chunk" if "loss_chunk" in recipe.task.options else "task.use",
+            f'task.use = "{recipe.task.use}" computes its loss within the model\'s forward pass, and strategy.use = '
+            f'"{recipe.strategy.use}" as it is set here cuts that up',
+            ("leave task.loss_chunk out", 'or set strategy.use = "ddp", "fsdp" (without `tensor`) or "deepspeed"'),
         )
 
 

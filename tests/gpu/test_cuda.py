@@ -8,6 +8,9 @@ import pytest
 import torch
 from launched import Ranks
 
+from ddpforge.builtin.models.gpt import GPT
+from ddpforge.builtin.tasks.language_modelling import LanguageModelling
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -86,3 +89,27 @@ def test_float8_stays_near_bf16(losses: Callable[..., list[float]], fp8: str, co
     bf16 = losses("bf16", precision="bf16", compile=compile)
     assert found == pytest.approx(bf16, rel=0.05)
     assert found != bf16
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_loss_in_chunks_takes_less_memory_for_the_same_gradients(compile: bool) -> None:
+    tokens = torch.randint(32_768, (2, 2048), device="cuda")
+
+    def trained(task: LanguageModelling) -> tuple[float, torch.Tensor, int]:
+        torch.manual_seed(0)
+        model = GPT(vocab_size=32_768, block_size=2048, layers=1, heads=2, width=128).cuda()
+        if compile:
+            model.compile()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss, _ = task.loss(model, (tokens, tokens))
+        loss.backward()
+        assert model.tokens.weight.grad is not None
+        return loss.item(), model.tokens.weight.grad, torch.cuda.max_memory_allocated() - before
+
+    loss, gradient, peak = trained(LanguageModelling())
+    found, chunked, less = trained(LanguageModelling(loss_chunk=512))
+    assert found == pytest.approx(loss, rel=1e-3)
+    assert (chunked - gradient).norm() < 0.02 * gradient.norm()
+    assert less < peak / 2  # whole: 0.5 GiB of logits, in fp32
