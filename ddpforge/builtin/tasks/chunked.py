@@ -59,7 +59,8 @@ class _Chunked(torch.autograd.Function):
             classes = targets[rows].masked_fill(ignored, 0).unsqueeze(1)
             logits = (inputs @ cast.t()).to(exact)
             total = logits.logsumexp(1)
-            loss += (total - logits.gather(1, classes).squeeze(1)).masked_fill(ignored, 0).sum()
+            # Not in place: where that is compiled, torch 2.11 takes no gradients of what is returned.
+            loss = loss + (total - logits.gather(1, classes).squeeze(1)).masked_fill(ignored, 0).sum()
             if not (for_hidden or for_weight):
                 continue
             # In place: probabilities, less 1 at the target.
