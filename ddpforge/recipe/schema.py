@@ -193,8 +193,10 @@ class DataSection(Section):
         None  # with `use` it is one set, else several
     )
     order: Annotated[Component | None, Resume.FIXED] = None  # of training data; absent: shuffled
-    workers: Annotated[int, Resume.OUTSIDE] = Field(
-        default=0, ge=0, le=1024, description="Loader processes per rank; 0 fetches in the training process."
+    workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], Resume.OUTSIDE] = Field(
+        default="auto",
+        description='Loader processes per rank; 0 fetches in the training process. "auto": 0, but up to 8 on a GPU, as'
+        " there are cores, for data that is `forkable` and takes more than 5 ms to fetch.",
     )
     prefetch: Annotated[int, Resume.OUTSIDE] = Field(
         default=2, ge=1, le=1024, description="Batches that each loader process keeps ready."
