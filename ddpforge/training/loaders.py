@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 
 from ddpforge.data import Batches
+from ddpforge.data.randomness import own_random_numbers
 from ddpforge.data.streams import is_stream
 
 __all__ = ["served"]
@@ -45,7 +46,8 @@ def served(
     if device.type == "cpu" or is_stream(data) or not getattr(data, "forkable", False):
         return batches
     began = clock()
-    micro = batches.first() if trains else next(iter(batches.evaluation()))
+    with own_random_numbers():
+        micro = batches.first() if trains else next(iter(batches.evaluation()))
     took = clock() - began
     if took <= _HIDDEN:
         return batches
