@@ -90,7 +90,7 @@ def slurm(
         nodes=nodes,
         ranks=ranks,
         gpus=gpus_per_node,
-        cores=1 + checked.data.workers,
+        cores=1 + (0 if checked.data.workers == "auto" else checked.data.workers),
         time=time,
         signal=signal,
         array=array,

@@ -81,16 +81,20 @@ class _Requests(Iterable[Request]):
 
 @dataclass(frozen=True)
 class Batches:
-    """The micro-batches of one rank. `steps_per_epoch` is None for a stream that does not know its length."""
+    """The micro-batches of one rank, fetched by so many `workers`, each of which keeps `prefetch` of them ready.
+
+    `steps_per_epoch` is None for a stream that does not know its length.
+    """
 
     steps_per_epoch: int | None
     _data: Any
     _terms: Terms
     _order: Order | None  # None for a stream that does not know its length
-    _workers: int
-    _prefetch: int
+    workers: int
+    prefetch: int
     _pin: bool
-    _begun: list[Iterator[MicroBatch]] = field(default_factory=list)  # by `first`, and not taken over yet
+    # By `first`, and not taken over yet: the micro-batch, and where the next come from.
+    _begun: list[tuple[MicroBatch, Iterator[MicroBatch]]] = field(default_factory=list)
 
     def fewest(self, steps: int | None) -> tuple[int, int]:
         """The sizes of the smallest micro-batch, on any rank, of a full step and of the last step of an epoch.
@@ -104,25 +108,26 @@ class Batches:
     def training(self, start: int) -> Iterator[MicroBatch]:
         """From step `start` on, without end, epoch after epoch."""
         if self._begun and start == 0:
-            return self._begun.pop()
+            micro, source = self._begun.pop()
+            return chain([micro], source)
         self._begun.clear()
         return iter(self._loader(start, one_epoch=False))
 
     def first(self) -> MicroBatch:
         """The first micro-batch of training, fetched once: `training(0)` then begins with the same."""
-        source = iter(self._loader(0, one_epoch=False))
-        micro = next(source)
-        self._begun[:] = [chain([micro], source)]
-        return micro
+        if not self._begun:
+            source = iter(self._loader(0, one_epoch=False))
+            self._begun.append((next(source), source))
+        return self._begun[0][0]
 
     def evaluation(self) -> Iterable[MicroBatch]:
         """All samples once, in their own order."""
         return self._loader(0, one_epoch=True)
 
     def _loader(self, start: int, *, one_epoch: bool) -> Iterable[MicroBatch]:
-        options: dict[str, Any] = {"num_workers": self._workers, "pin_memory": self._pin, "batch_size": None}
-        if self._workers:
-            options |= {"prefetch_factor": self._prefetch, "persistent_workers": True}
+        options: dict[str, Any] = {"num_workers": self.workers, "pin_memory": self._pin, "batch_size": None}
+        if self.workers:
+            options |= {"prefetch_factor": self.prefetch, "persistent_workers": True}
             options["worker_init_fn"] = leave_stopping_to_the_rank()
 
         if isinstance(self._data, PartedData):
@@ -133,7 +138,7 @@ class Batches:
         dealer = self._dealer()
         requests = _Requests(dealer, start, self.steps_per_epoch if one_epoch else None)
         fetcher = _Fetcher(self._data, self._terms.seed, once=dealer.order.once, tells_steps=not one_epoch)
-        if not self._workers and not self._pin:
+        if not self.workers and not self._pin:
             return _Mapped(fetcher, requests)
         return DataLoader(fetcher, sampler=requests, **options)
 

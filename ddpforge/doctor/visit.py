@@ -45,6 +45,7 @@ def _alone(loaded: LoadedRecipe | None, registry: Registry, place: Path) -> Iter
         return
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     workers = loaded.recipe.data.workers if loaded else None
+    workers = 0 if workers == "auto" else workers  # which takes the cores and the memory that are there
     yield from machine.packages()
     yield from devices()
     yield from machine.names(os.environ.get("MASTER_ADDR", ""))

@@ -23,6 +23,9 @@ class Data(Protocol):
       epoch (see `Order.once`) the step takes the epoch's place;
     - `set_epoch(epoch: int)` is called before the first sample of each epoch is fetched, and in training
       `set_step(step: int)` before the first of each step (0 for the first of the run), in loader processes too;
+    - `forkable = True` says that samples may be fetched in processes that are forked from one that has fetched some: it
+      holds no open file that they would share, nothing on a GPU, and nothing that training changes. Then loader
+      processes may be started by themselves (`data.workers = "auto"`);
     - `encode(text: str) -> list[int]` and `decode(tokens: list[int]) -> str`, of text for language models, say what
       tokens a text is: for `ddpforge generate`, and for people who look at samples;
     - what an order of training data asks for by name, such as `labels` or `lengths`: an attribute, or a method, that is

@@ -35,7 +35,10 @@ class Contract:
     now and then, and not gradients at every step, each clips its own gradient, and the norm that `Replica.step` returns
     has no counterpart under other strategies. `reads_gradients` says that callbacks may read the reduced gradient: then
     `Replica.step` calls `on_gradient`. One that takes several `optimizers` has replicas that are `TakesTurns`. Where no
-    rank can run a forward pass by itself, the model is not `callable`.
+    rank can run a forward pass by itself, the model is not `callable`. One that takes `float8` calls linear layers with
+    whole weights, by their own forward pass: `train.fp8` is refused under others. Under one that `scores`, each rank
+    runs whole forward passes, of which the output layer is no rank's share: they may compute the loss as well, see
+    `Task.scores_in_model`.
     """
 
     shards: tuple[Sharded, ...] = ()
@@ -48,6 +51,8 @@ class Contract:
     reads_gradients: bool = False
     callable: bool = True
     optimizers: Literal["one", "several"] = "one"  # for how many parts of the parameters, each with one of its own
+    float8: bool = False
+    scores: bool = True
 
 
 class Refusal(NamedTuple):

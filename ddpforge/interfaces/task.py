@@ -56,6 +56,12 @@ class Task(ABC):
     each rank may then have a part of that, and the logits are a `DTensor` (strategy.loss = "vocabulary").
     """
 
+    scores_in_model: bool = False
+    """True of a loss that is computed within the model's forward pass: `model(inputs, score=function)` returns what the
+    function makes of the hidden states and the weights of the output layer, `score(hidden, weight)`. A model says
+    `takes_score = True`. Strategies that cut forward passes, or share the output layer, refuse such a task.
+    """
+
     predicts_next_token: bool = False
     """True of a task whose model gives, for tokens [B, T], logits [B, T, V] of the token after each, from those up to
     it: `ddpforge generate` draws text from that.

@@ -11,7 +11,7 @@ from ddpforge.recipe.batch import plan_batch
 from ddpforge.recipe.explain import Explainer
 from ddpforge.recipe.layers import SETS
 from ddpforge.recipe.report import dotted
-from ddpforge.recipe.schema import Recipe
+from ddpforge.recipe.schema import Recipe, TrainSection
 
 _SET = re.compile(r"[\w-]+")
 _NEEDS_NO_TOTAL = ("constant", "step")  # schedules that do not ask how long the run is
@@ -25,6 +25,7 @@ def cross_check(recipe: Recipe, explainer: Explainer) -> None:
     _check_initial(recipe, explainer)
     _check_schedule(recipe, explainer)
     _check_compile(recipe, explainer)
+    _check_float8(recipe, explainer)
     if recipe.optimizer.groups and recipe.optimizer.turns:
         message = "[optimizer.groups] and [optimizer.turns] cannot be used together"
         explainer.add(("optimizer", "groups"), message, "give each turn the settings that its parameters need")
@@ -34,6 +35,16 @@ def _check_compile(recipe: Recipe, explainer: Explainer) -> None:
     if recipe.train.compile_blocks and recipe.train.compile == "off":
         message = '`train.compile_blocks` has no effect while `train.compile` is "off"'
         explainer.add(("train", "compile_blocks"), message, 'set a mode, e.g. compile = "default"', on_key=True)
+
+
+def _check_float8(recipe: Recipe, explainer: Explainer) -> None:
+    train = recipe.train
+    if train.fp8 != "off" and train.precision != "bf16":
+        message = f'`train.fp8` computes all but some layers in bf16, and `train.precision` is "{train.precision}"'
+        explainer.add(("train", "fp8"), message, 'set precision = "bf16", or leave fp8 out', on_key=True)
+    if train.fp8 == "off" and train.fp8_skip != TrainSection.model_fields["fp8_skip"].default:
+        message = '`train.fp8_skip` has no effect while `train.fp8` is "off"'
+        explainer.add(("train", "fp8_skip"), message, 'set fp8 = "tensorwise" or "rowwise"', on_key=True)
 
 
 def _check_batch(recipe: Recipe, explainer: Explainer) -> None:

@@ -57,6 +57,7 @@ _KEYS = {
         "transformer_layer_cls_to_wrap fsdp_transformer_layer_cls_to_wrap transformer_cls_names_to_wrap"
         " auto_wrap_policy fsdp_auto_wrap_policy"
     ),
+    ("train", 'fp8 = "tensorwise"'): "float8 enable_float8 use_fp8 fp8_recipe float8_recipe fp8_format",
     ("train", "tf32 = true"): "allow_tf32 matmul_precision float32_matmul_precision",
     ("train", "deterministic = true"): "cudnn_deterministic use_deterministic_algorithms full_determinism",
     ("train", "cudnn_benchmark = true"): "benchmark",
@@ -95,7 +96,6 @@ _UNITS = {"epoch": "ep", "step": "st", "iter": "st", "interval": "st", "freq": "
 _SENTENCES = {
     "ema ema_decay use_ema model_ema": "averaged weights are a callback: add [callbacks.ema]",
     "early_stopping patience early_stopping_patience": "add [callbacks.early_stopping] with `metric` and `patience`",
-    "fp8 float8": 'fp8 is not supported; the lowest precision is `precision = "bf16"` in [train]',
     "report_to log_with": "each tracker is a table, e.g. [track.wandb]; metrics.jsonl is always written",
     "push_to_hub hub_model_id hub_token": "`ddpforge export RUN --push-to-hub USER/NAME` uploads a trained model",
     "peft lora lora_r lora_rank lora_alpha qlora adapter": (

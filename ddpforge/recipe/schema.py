@@ -193,8 +193,10 @@ class DataSection(Section):
         None  # with `use` it is one set, else several
     )
     order: Annotated[Component | None, Resume.FIXED] = None  # of training data; absent: shuffled
-    workers: Annotated[int, Resume.OUTSIDE] = Field(
-        default=0, ge=0, le=1024, description="Loader processes per rank; 0 fetches in the training process."
+    workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], Resume.OUTSIDE] = Field(
+        default="auto",
+        description='Loader processes per rank; 0 fetches in the training process. "auto": 0, but up to 8 on a GPU, as'
+        " there are cores, for data that is `forkable` and takes more than 5 ms to fetch.",
     )
     prefetch: Annotated[int, Resume.OUTSIDE] = Field(
         default=2, ge=1, le=1024, description="Batches that each loader process keeps ready."
@@ -252,6 +254,15 @@ class TrainSection(Section):
         default=False,
         description="Multiply fp32 numbers in TF32 on a GPU, in matrix products and convolutions: several times as"
         " fast, with 10 bits of precision instead of 23. Without it fp32 is fp32 in both.",
+    )
+    fp8: Annotated[Literal["off", "tensorwise", "rowwise"], Resume.TUNABLE] = Field(
+        default="off",
+        description="Multiply in float8 in the linear layers of the model's blocks, scaled by tensor or by row; needs"
+        ' precision = "bf16", in which all else is computed, and a GPU from compute capability 8.9 on.',
+    )
+    fp8_skip: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.TUNABLE] = Field(
+        default=("*.router",),
+        description="Linear layers that stay in bf16 under `fp8`, as globs over full names.",
     )
     deterministic: Annotated[bool, Resume.FREE] = Field(
         default=False,

@@ -97,7 +97,7 @@ def forecast(
     """
     ranks = spec.ranks if spec else ranks
     loaded = load_recipe(recipe, sets=[*sets, *(spec.sets if spec else ())], registry=registry)
-    train = loaded.recipe.train.model_copy(update={"compile": "off", "device": "auto"})
+    train = loaded.recipe.train.model_copy(update={"compile": "off", "device": "auto", "fp8": "off"})
     parts = Parts(replace(loaded, recipe=loaded.recipe.model_copy(update={"train": train})), registry)
     why, found = "", None
     with _quiet():

@@ -46,6 +46,7 @@ class DDP(Strategy):
         accumulates="autograd, in the parameters' .grad; one all-reduce per step, in the last micro-batch",
         reads_gradients=True,
         optimizers="several",
+        float8=True,
     )
 
     def __init__(

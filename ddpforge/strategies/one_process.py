@@ -177,6 +177,7 @@ class DataParallel(_OneProcess):
         accumulates="autograd, in the .grad of the parameters on the first GPU",
         reads_gradients=True,
         optimizers="several",
+        scores=False,
     )
 
     def __init__(self, *, devices: _Devices = None) -> None:

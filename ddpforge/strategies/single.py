@@ -25,6 +25,7 @@ class Single(Strategy):
         accumulates="autograd, in the parameters' .grad",
         reads_gradients=True,
         optimizers="several",
+        float8=True,
     )
 
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:

@@ -23,6 +23,7 @@ from ddpforge.training.building import deal_out
 from ddpforge.training.contract import contract_of, prove
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fitness import watch_batchnorm
+from ddpforge.training.float8 import put_float8
 from ddpforge.training.freezing import hold_statistics
 from ddpforge.training.left_out import has_left_out
 from ddpforge.training.loop import Trainer
@@ -134,6 +135,7 @@ def _spread(parts: Parts) -> nn.Module:
     train = parts.recipe.train
     with _recipes_fault():
         blocks = find_blocks(parts.model, train.blocks)
+        put_float8(parts.model, blocks, train)
         rework_blocks(blocks, train)
         bare = parts.model
         if train.sync_batchnorm:

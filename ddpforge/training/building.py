@@ -23,7 +23,9 @@ from ddpforge.training.beside import OWNER, declared
 from ddpforge.training.blocks import check_blocks, find_blocks
 from ddpforge.training.contract import count_parameters
 from ddpforge.training.fitness import check_model
+from ddpforge.training.float8 import check_float8
 from ddpforge.training.freezing import freeze
+from ddpforge.training.loaders import served
 from ddpforge.training.optimizers import build_optimizer, check_parameters, shares
 from ddpforge.training.parameter_groups import parameter_groups
 from ddpforge.training.parts import Parts, key_of
@@ -130,6 +132,8 @@ def _fit(parts: Parts) -> None:
     with parts.noting("train", "blocks", faults=(ValueError,)):
         found = find_blocks(parts.model, recipe.train.blocks)
         check_blocks(found, recipe.train)
+        with parts.noting("train", "fp8", faults=(ValueError,)):
+            check_float8(parts.model, found, recipe.train)
         with parts.noting("strategy"):
             if parts.built.strategy is not None and parts.built.task is not None:
                 parts.strategy.check(parts.model, parts.task, found)
@@ -235,9 +239,10 @@ def _opened(parts: Parts, batch: int) -> dict[str, Any]:
 def deal_out(parts: Parts, world: World) -> None:
     """Deals the data out: this rank's part of the training data, and of each evaluation set."""
     recipe, train, ranks = parts.recipe, parts.recipe.train, world.data.size
+    workers = recipe.data.workers
     fetching: dict[str, Any] = {
         "seed": train.seed,
-        "workers": recipe.data.workers,
+        "workers": 0 if workers == "auto" else workers,
         "prefetch": recipe.data.prefetch,
         "pin": world.device.type == "cuda",
     }
@@ -264,7 +269,18 @@ def deal_out(parts: Parts, world: World) -> None:
         )
         for name in parts.evaluations()
     }
+    if workers == "auto":
+        _serve(parts, world.device)
     parts.is_open = True
+
+
+def _serve(parts: Parts, device: torch.device) -> None:
+    """Gives the batches loader processes where that is worth it."""
+    if parts.trains:
+        parts.built.training = served("train", parts.data["train"], parts.training, device, trains=True)
+    for name, batches in parts.evaluation.items():
+        key = key_of(name)
+        parts.evaluation[name] = served(key, parts.data[key], batches, device, trains=False)
 
 
 def _order_of_evaluation(parts: Parts, data: Any) -> Order | None:

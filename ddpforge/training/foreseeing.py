@@ -29,7 +29,12 @@ from ddpforge.training.judging import settled, unsettled
 from ddpforge.training.one_turn import takes_turn, turns_of
 from ddpforge.training.optimizer_trial import check_optimizer
 from ddpforge.training.parts import Parts
-from ddpforge.training.refusals import general_refusals, refusals_of_optimizers
+from ddpforge.training.refusals import (
+    general_refusals,
+    refusals_of_float8,
+    refusals_of_optimizers,
+    refusals_of_score,
+)
 from ddpforge.training.whole_batch import refusals_of_parts
 
 __all__ = ["TEACHERS", "foresee"]
@@ -155,8 +160,12 @@ def _refusals(parts: Parts, ranks: int, device: str | None) -> list[Refusal]:
     def on(where: str) -> list[Refusal]:
         general = general_refusals(train, strategy.data_ranks(ranks), where)
         turns = refusals_of_optimizers(parts.recipe, contract_of(strategy), where) if parts.trains else ()
-        cut = refusals_of_parts(parts.task, train, parts.data_ranks) if parts.built.task is not None else ()
-        return [*general, *turns, *cut, *strategy.refusals(train, ranks, where)]
+        float8 = refusals_of_float8(parts.recipe, contract_of(strategy), where)
+        of_task: list[Refusal] = []
+        if parts.built.task is not None:
+            of_task += refusals_of_parts(parts.task, train, parts.data_ranks)
+            of_task += refusals_of_score(parts.recipe, parts.task, contract_of(strategy))
+        return [*general, *float8, *turns, *of_task, *strategy.refusals(train, ranks, where)]
 
     if not without_libraries() or device or train.device != "auto":
         return on(device or device_type(train))

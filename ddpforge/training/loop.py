@@ -109,7 +109,7 @@ class Trainer:
         self.task = task
         self.optimizer = optimizer
         self.plan = plan
-        self.training = training
+        self.training, self._workers = training, training.workers
         self.evaluator = evaluator
         self.callbacks = callbacks
         self.tracker = tracker
@@ -468,7 +468,7 @@ class Trainer:
                 add_numbers(row, name, "on_log", self.callbacks[name].on_log(replace(info, metrics=dict(row))))
             self._log(info.step, row)
             waited = self._shares.get(phases.NAMES[phases.DATA], 0.0)
-            if advice := self._spending.advice(waited, self._stopwatch.seconds, workers=self._recipe.data.workers):
+            if advice := self._spending.advice(waited, self._stopwatch.seconds, workers=self._workers):
                 log.warning("step %d: %s", info.step, advice)
             self._stopwatch.restart()
         for wish in wishes:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
-from ddpforge.interfaces import Contract, Refusal
+import torch
+
+from ddpforge.interfaces import Contract, Refusal, Task
 from ddpforge.recipe.schema import Recipe, TrainSection
 
-__all__ = ["general_refusals", "refusals_of_optimizers"]
+__all__ = ["general_refusals", "refusals_of_float8", "refusals_of_optimizers", "refusals_of_score"]
 
 _SEVERAL = ('set strategy.use = "ddp" (without compression = "powersgd"), "fsdp" or "single"',)
+
+_FLOAT8 = (8, 9)  # the compute capability from which on tensor cores multiply it
 
 
 def general_refusals(train: TrainSection, data_ranks: int, device: str) -> Iterator[Refusal]:
@@ -58,6 +63,43 @@ def refusals_of_optimizers(recipe: Recipe, contract: Contract, device: str) -> I
             "train.compile",
             f'train.compile = "{recipe.train.compile}" replays CUDA graphs, and each turn trains other parameters',
             ('set train.compile = "default"',),
+        )
+
+
+def refusals_of_float8(recipe: Recipe, contract: Contract, device: str) -> Iterator[Refusal]:
+    """Float8 where it cannot be computed: on CPUs and older GPUs, without torchao, by strategies that share layers."""
+    if recipe.train.fp8 == "off":
+        return
+
+    def refusal(message: str, *hints: str) -> Refusal:
+        return Refusal(
+            "train.fp8",
+            f'train.fp8 = "{recipe.train.fp8}" {message}',
+            (*hints, f"{'or ' * bool(hints)}leave train.fp8 out"),
+        )
+
+    if device != "cuda":
+        yield refusal(f"multiplies in float8, which a GPU does, and this run is on {device}")
+    elif torch.cuda.is_available() and (found := torch.cuda.get_device_capability()) < _FLOAT8:
+        there, needed = [".".join(map(str, pair)) for pair in (found, _FLOAT8)]
+        yield refusal(f"needs a GPU of compute capability {needed} (L4, RTX 40, H100), and this one has {there}")
+    if find_spec("torchao") is None:
+        yield refusal("computes with torchao, which is not installed", "pip install 'ddpforge[fp8]'")
+    if not contract.float8:
+        yield refusal(
+            f'needs whole layers, and strategy.use = "{recipe.strategy.use}" as it is set here computes them otherwise',
+            'set strategy.use = "ddp", "fsdp" (without `tensor`) or "single"',
+        )
+
+
+def refusals_of_score(recipe: Recipe, task: Task, contract: Contract) -> Iterator[Refusal]:
+    """A loss within the model's forward pass, under a strategy that does not leave that whole."""
+    if task.scores_in_model and not contract.scores:
+        yield Refusal(
+            "task.loss_chunk" if "loss_chunk" in recipe.task.options else "task.use",
+            f'task.use = "{recipe.task.use}" computes its loss within the model\'s forward pass, and strategy.use = '
+            f'"{recipe.strategy.use}" as it is set here cuts that up',
+            ("leave task.loss_chunk out", 'or set strategy.use = "ddp", "fsdp" (without `tensor`) or "deepspeed"'),
         )
 
 

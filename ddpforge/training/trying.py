@@ -61,7 +61,7 @@ def rehearse_training(parts: Parts) -> None:
     home = type(parts.task).loss.__module__ if parts.fits and parts.trains else ""
     ours = home.startswith(_OURS)
     calls = _may_call_model(parts) and (ours or home.startswith(PREFIX))
-    if not (ours or calls) or parts.recipe.data.workers:
+    if not (ours or calls) or _has_loaders(parts):
         return
     with parts.noting("task"), own_random_numbers():
         whole = None
@@ -81,6 +81,11 @@ def rehearse_training(parts: Parts) -> None:
                 with _telling(parts, "data.train"):
                     raise
             log.debug("the first batch could not be evaluated before training: %s", error)
+
+
+def _has_loaders(parts: Parts) -> bool:
+    """True if loader processes fetch what is trained on."""
+    return bool(parts.training.workers) if parts.is_open else parts.recipe.data.workers not in (0, "auto")
 
 
 def _fails_in_training(parts: Parts, error: Exception, batch: Any) -> bool:

@@ -8,6 +8,9 @@ import pytest
 import torch
 from launched import Ranks
 
+from ddpforge.builtin.models.gpt import GPT
+from ddpforge.builtin.tasks.language_modelling import LanguageModelling
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -38,6 +41,7 @@ micro_batch = {micro_batch}
 clip_norm = 1.0
 precision = "{precision}"
 compile = "{compile}"
+{train}
 [checkpoint]
 every = "10st"
 [track]
@@ -49,9 +53,11 @@ every = "1st"
 def losses(ddpforge: Callable[..., Ranks], tmp_path: Path) -> Callable[..., list[float]]:
     """The training loss of every step of a recipe."""
 
-    def run(name: str, *, precision: str = "fp32", compile: str = "off", cpu: bool = False) -> list[float]:
+    def run(
+        name: str, *, precision: str = "fp32", compile: str = "off", train: str = "", cpu: bool = False
+    ) -> list[float]:
         micro_batch = 16 if compile == "reduce-overhead" else 8  # CUDA graphs do not accumulate
-        text = RECIPE.format(name=name, precision=precision, compile=compile, micro_batch=micro_batch)
+        text = RECIPE.format(name=name, precision=precision, compile=compile, micro_batch=micro_batch, train=train)
         (tmp_path / f"{name}.toml").write_text(text)
         ddpforge("run", f"{name}.toml", nproc=1, env={"ACCELERATE_USE_CPU": "true"} if cpu else None)
         rows = map(json.loads, (tmp_path / f"runs/{name}/metrics.jsonl").read_text().splitlines())
@@ -71,3 +77,39 @@ def test_low_precision_and_compilation_stay_near_fp32(
 ) -> None:
     found = losses("low", precision=precision, compile=compile)
     assert found == pytest.approx(losses("fp32"), rel=0.02)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs compute capability 8.9"
+)
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("compile", ["off", "default"])
+def test_float8_stays_near_bf16(losses: Callable[..., list[float]], fp8: str, compile: str) -> None:
+    found = losses("float8", precision="bf16", compile=compile, train=f'fp8 = "{fp8}"')
+    bf16 = losses("bf16", precision="bf16", compile=compile)
+    assert found == pytest.approx(bf16, rel=0.05)
+    assert found != bf16
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_loss_in_chunks_takes_less_memory_for_the_same_gradients(compile: bool) -> None:
+    tokens = torch.randint(32_768, (2, 2048), device="cuda")
+
+    def trained(task: LanguageModelling) -> tuple[float, torch.Tensor, int]:
+        torch.manual_seed(0)
+        model = GPT(vocab_size=32_768, block_size=2048, layers=1, heads=2, width=128).cuda()
+        if compile:
+            model.compile()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss, _ = task.loss(model, (tokens, tokens))
+        loss.backward()
+        assert model.tokens.weight.grad is not None
+        return loss.item(), model.tokens.weight.grad, torch.cuda.max_memory_allocated() - before
+
+    loss, gradient, peak = trained(LanguageModelling())
+    found, chunked, less = trained(LanguageModelling(loss_chunk=512))
+    assert found == pytest.approx(loss, rel=1e-3)
+    assert (chunked - gradient).norm() < 0.02 * gradient.norm()
+    assert less < peak / 2  # whole: 0.5 GiB of logits, in fp32

@@ -1,9 +1,11 @@
 """A machine with a GPU: whose it is, what fits into it, what is written down of it. Run with `pytest -m gpu`."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +13,13 @@ from launched import Ranks
 from sharding import DDP, FSDP, ZERO, Bench
 from torch import Tensor, nn
 
+from ddpforge.builtin.datasets.vision import torchvision_dataset
 from ddpforge.builtin.optim.optimizers import sgd
-from ddpforge.data import to_device
+from ddpforge.data import RankShare, open_data, to_device
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.strategies.precision import precision_for
 from ddpforge.training.blocks import rework_blocks
+from ddpforge.training.loaders import served
 
 pytestmark = [
     pytest.mark.gpu,
@@ -120,3 +124,14 @@ use = "regression"
     assert ranks.codes == [1]
     assert "memory is full: " in ranks.stderr
     assert "train.micro_batch = 1" in ranks.stderr
+
+
+def test_images_are_fetched_by_loader_processes_without_being_asked() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    images = torchvision_dataset(name="FakeData", split="train")
+    options: dict[str, Any] = {"seed": 0, "drop_last": False, "workers": 0, "prefetch": 2, "pin": True}
+    alone = open_data(images, global_batch=64, share=RankShare(0, 1, 64), **options)
+    served_by = served("train", images, alone, device, trains=True)
+    assert served_by.workers == min(8, len(os.sched_getaffinity(0)) - 1)
+    for one, other in zip(alone.evaluation(), served_by.evaluation(), strict=True):
+        assert torch.equal(one.data[0], other.data[0])

@@ -162,6 +162,16 @@ def test_a_loss_that_gathers_rows_of_all_ranks_is_simulated(plan: Plan) -> None:
     assert "all_gather over 4" in found.wire
 
 
+def test_a_loss_in_chunks_takes_less_memory_and_no_more_work(plan: Plan) -> None:
+    long = ("model.vocab_size=4096", "train.micro_batch=32")
+    whole, chunked = (plan(strategy, *long, *more) for strategy, more in (("ddp", []), ("ddp", ["task.loss_chunk=64"])))
+    logits = 32 * 16 * 4096 * 4
+    assert whole.peak
+    assert chunked.peak
+    assert chunked.peak < whole.peak - logits
+    assert chunked.flops == whole.flops
+
+
 def test_recomputing_takes_less_memory_and_more_work(plan: Plan) -> None:
     kept, again = (plan("ddp", f"train.activation_checkpointing={flag}") for flag in ("false", "true"))
     assert again.peak

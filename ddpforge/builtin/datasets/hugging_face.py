@@ -118,6 +118,8 @@ class _Tuples:
 class Rows(_Tuples):
     """A dataset on disk, mapped into memory."""
 
+    forkable = True
+
     def __len__(self) -> int:
         return len(self._data)
 

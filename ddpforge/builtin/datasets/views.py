@@ -25,6 +25,7 @@ class TwoViews:
     ) -> None:
         self.data: Any = of
         self.shift, self.noise = shift, noise
+        self.forkable = getattr(of, "forkable", False)
 
     def __len__(self) -> int:
         return len(self.data)

@@ -74,6 +74,7 @@ class Images:
     """Images and labels, one at a time; random, because transforms may be."""
 
     random = True
+    forkable = True
 
     def __init__(self, source: Dataset[Any], classes: int, pipeline: v2.Compose) -> None:
         self.source, self.classes, self.pipeline = source, classes, pipeline

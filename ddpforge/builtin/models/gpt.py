@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch.nn.functional as F
@@ -104,12 +104,21 @@ class GPT(nn.Module):
     def _block(self, *form: Any) -> "Block":
         return Block(*form)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[B, T] int64 → [B, T, vocab_size], or [B, classes]; raises ValueError when T exceeds `block_size`."""
+    @property
+    def takes_score(self) -> bool:
+        """True if the output layer is one product with its weights, which `score` can be given: no adapter is in it."""
+        return self.classes is None and isinstance(self.head, _Tied | _Linear)
+
+    def forward(self, tokens: Tensor, score: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        """[B, T] int64 → [B, T, vocab_size], or [B, classes]; raises ValueError when T exceeds `block_size`.
+
+        With `score` it is, in place of logits, what that makes of the hidden states [B, T, width] and the weights of
+        the output layer [vocab_size, width].
+        """
         x = self.enter(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.leave(x)
+        return self.leave(x, score)
 
     def enter(self, tokens: Tensor) -> Tensor:
         """[B, T] int64 → [B, T, width]: what the first block reads."""
@@ -121,12 +130,16 @@ class GPT(nn.Module):
         found: Tensor = self.dropout(x)
         return found
 
-    def leave(self, x: Tensor) -> Tensor:
-        """[B, T, width] → logits: what is made of what the last block writes."""
+    def leave(self, x: Tensor, score: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        """[B, T, width] → logits, or a score: what is made of what the last block writes."""
         x = self.norm(x)
         if self.classes is not None:
             x = x.mean(dim=1)
-        logits: Tensor = self.head(x, self.tokens.weight) if isinstance(self.head, _Tied) else self.head(x)
+        tied = isinstance(self.head, _Tied)
+        if score is not None:
+            weight: Any = self.tokens.weight if tied else self.head.weight
+            return score(x, weight)
+        logits: Tensor = self.head(x, self.tokens.weight) if tied else self.head(x)
         return logits
 
 

@@ -35,6 +35,7 @@ class MoEGPT(GPT):
     """
 
     tensor_plan = {}  # noqa: RUF012
+    takes_score = False
 
     def __init__(
         self,

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated
 
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from ddpforge.builtin.tasks.chunked import chunked_cross_entropy
 from ddpforge.builtin.tasks.forms import one_tensor, pair, refuse_targets
 from ddpforge.interfaces import Data, Task
 
@@ -21,6 +23,9 @@ class LanguageModelling(Task):
     `ignore_index` weigh nothing. The loss is in nats per token, computed in float32 whatever the model's
     precision. Beside it are reported its exponential, `perplexity`, and the loss divided by ln 2,
     `bits_per_token` (`bits_per_byte` where the data says that its tokens are bytes).
+
+    With `loss_chunk` logits are never all in memory: the model, which must say `takes_score`, calls the loss within its
+    forward pass, `model(tokens, score=…)`, with its hidden states and the weights of its output layer.
     """
 
     items = "tokens"
@@ -34,13 +39,31 @@ class LanguageModelling(Task):
         ignore_index: Annotated[
             int, Field(ge=-(2**31), lt=2**31, description="The target that is not counted, e.g. padding.")
         ] = -100,
+        loss_chunk: Annotated[
+            int | None,
+            Field(
+                ge=1,
+                le=2**24,
+                description="Targets whose logits are in memory at a time, e.g. 1024; absent: all of a micro-batch.",
+            ),
+        ] = None,
     ) -> None:
-        self.ignore_index = ignore_index
+        self.ignore_index, self.loss_chunk = ignore_index, loss_chunk
+        self.scores_in_model = loss_chunk is not None
         self._unit = "token"
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The cross-entropy summed over targets, and the logits."""
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The cross-entropy summed over targets, and the logits; with `loss_chunk` there are none."""
         tokens, targets = pair(batch, "language_modelling", "(tokens, targets)")
+        if self.loss_chunk is not None:
+            score = partial(
+                chunked_cross_entropy,
+                targets=targets,
+                chunk=self.loss_chunk,
+                ignore_index=self.ignore_index,
+                task="language_modelling",
+            )
+            return model(tokens, score=score), None
         logits = one_tensor(model(tokens), "language_modelling")
         return self.cross_entropy(logits, targets), logits
 
@@ -75,7 +98,13 @@ class LanguageModelling(Task):
         return metrics | {"perplexity": perplexity, f"bits_per_{self._unit}": loss / math.log(2)}
 
     def check(self, model: nn.Module, data: Data) -> None:
-        """Compares `vocab_size` and `block_size` of data and model, where both are known."""
+        """Compares `vocab_size` and `block_size` of data and model, where both are known; asks for `takes_score`."""
+        if self.loss_chunk is not None and not getattr(model, "takes_score", False):
+            raise ValueError(
+                f"task.loss_chunk = {self.loss_chunk} computes the loss within the model's forward pass, and "
+                f"{type(model).__name__} does not take it there: leave it out, or let forward(tokens, score=None) "
+                "return score(hidden, weight) in place of logits, and the model say takes_score = True"
+            )
         for name, noun in (("vocab_size", "different tokens"), ("block_size", "tokens per sample")):
             has, takes = getattr(data, name, None), getattr(model, name, None)
             if has is not None and takes is not None and has > takes:

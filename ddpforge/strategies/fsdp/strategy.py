@@ -55,6 +55,7 @@ class FSDP(Strategy):
         accumulates="the shards' .grad; one reduce-scatter per micro-batch",
         reads_gradients=True,
         optimizers="several",
+        float8=True,
     )
     joins_alone = True
 
@@ -123,6 +124,8 @@ class FSDP(Strategy):
         self.sharing = Sharing(tensor=tensor, plan=plan, sequence=sequence, loss=loss)
         self._lay_out(Grid(replicas=replicas, context=context, tensor=tensor))
         self.shares: Shares | None = None
+        if tensor > 1:  # layers of shares of weights, which torchao has styles of its own for
+            self.contract = replace(self.contract, float8=False, scores=False)
         if accumulate == "whole":
             self.contract = replace(
                 self.contract, accumulates="whole, in fp32; one reduce-scatter per step, in the last micro-batch"

@@ -71,6 +71,7 @@ class Pipeline(Strategy):
         accumulates="autograd, in the parameters' .grad, in the order of the schedule; one all-reduce per step",
         reads_gradients=True,
         callable=False,
+        scores=False,
     )
 
     def __init__(

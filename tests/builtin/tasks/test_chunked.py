@@ -1,0 +1,209 @@
+"""The loss of an output layer whose logits are never all in memory equals that of whole logits, with its gradients."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from forked import refused
+from small_gpt import DDP, RECIPE, train
+from torch import Tensor, nn
+
+from ddpforge.builtin.models.gpt import GPT
+from ddpforge.builtin.models.lora import lora
+from ddpforge.builtin.models.moe import MoEGPT
+from ddpforge.builtin.tasks.chunked import chunked_cross_entropy
+from ddpforge.builtin.tasks.language_modelling import LanguageModelling
+from ddpforge.errors import UsageError
+from ddpforge.training.ledger import Ledger
+
+IGNORED = -100
+CHUNKS = [1, 7, 16, 35, 1000]
+
+
+def small(**options: Any) -> GPT:
+    torch.manual_seed(0)
+    return GPT(**{"vocab_size": 50, "block_size": 8, "layers": 2, "heads": 2, "width": 16} | options)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    tokens, targets = torch.randint(50, (2, 5, 7))
+    targets[1, 3:] = targets[4] = IGNORED
+    return tokens, targets
+
+
+def gradients(task: LanguageModelling, model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        loss, _ = task.loss(model, batch())
+    assert loss.dtype == torch.float32
+    (loss * 0.5).backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_loss_and_gradients_are_those_of_whole_logits(chunk: int, tied: bool) -> None:
+    whole = gradients(LanguageModelling(), small(tie_embeddings=tied))
+    found = gradients(LanguageModelling(loss_chunk=chunk), small(tie_embeddings=tied))
+    assert found.keys() == whole.keys()
+    for name, gradient in whole.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_in_bf16_gradients_of_the_weights_add_up_in_fp32(chunk: int) -> None:
+    exact = gradients(LanguageModelling(), small())
+    whole = gradients(LanguageModelling(), small(), torch.bfloat16)
+    found = gradients(LanguageModelling(loss_chunk=chunk), small(), torch.bfloat16)
+    torch.testing.assert_close(found["loss"], whole["loss"], rtol=1e-6, atol=0)
+    for name, gradient in whole.items():
+        assert found[name].dtype == torch.float32
+        assert (found[name] - exact[name]).norm() <= 1.2 * (gradient - exact[name]).norm() + 1e-6
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    torch.manual_seed(0)
+    hidden, weight = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((2, 3, 4), (9, 4))]
+    targets = torch.tensor([[1, IGNORED, 8], [0, 0, 3]])
+    loss = partial(chunked_cross_entropy, targets=targets, chunk=4, ignore_index=IGNORED, task="own")
+    assert torch.autograd.gradcheck(loss, (hidden, weight))
+    with torch.no_grad():
+        assert loss(hidden, weight).requires_grad is False
+    weight.requires_grad_(False)
+    loss(hidden, weight).backward()
+    assert hidden.grad is not None
+
+
+def test_logits_that_are_not_finite_reach_no_gradient_of_ignored_targets() -> None:
+    hidden = torch.tensor([[torch.inf, 1.0], [1.0, 2.0]], requires_grad=True)
+    weight = torch.eye(2, requires_grad=True)
+    loss = chunked_cross_entropy(
+        hidden, weight, torch.tensor([IGNORED, 0]), chunk=2, ignore_index=IGNORED, task="language_modelling"
+    )
+    loss.backward()
+    assert loss.isfinite()
+    assert hidden.grad is not None
+    assert hidden.grad[0].tolist() == [0.0, 0.0]
+
+
+def test_a_chunk_of_logits_is_in_memory_at_a_time() -> None:
+    """Of 512 targets and 4,096 tokens, in fp32: 8 MiB of logits."""
+
+    def peak(task: LanguageModelling) -> int:
+        model = small(vocab_size=4096, block_size=512, layers=1)
+        tokens = torch.zeros(1, 512, dtype=torch.int64)
+        with (ledger := Ledger(lambda: "forward", real=True)):
+            loss, _ = task.loss(model, (tokens, tokens))
+            loss.backward()
+        return ledger.peak
+
+    logits = 512 * 4096 * 4
+    assert peak(LanguageModelling()) > 2 * logits
+    assert peak(LanguageModelling(loss_chunk=32)) < logits / 4
+
+
+def test_an_evaluation_makes_no_gradients() -> None:
+    model, task = small(vocab_size=4096, width=64), LanguageModelling(loss_chunk=8)
+    with torch.no_grad(), (ledger := Ledger(lambda: "forward", real=True)):
+        task.loss(model, batch())
+    assert ledger.peak < 4096 * 64 * 4  # that of the weights alone
+
+
+def test_it_is_compiled_with_the_model() -> None:
+    whole = gradients(LanguageModelling(), small())
+    model = small()
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager", fullgraph=True)
+    task = LanguageModelling(loss_chunk=16)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):
+            model.zero_grad()
+            found = gradients(task, model)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+def test_targets_that_are_no_classes_are_named() -> None:
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    said = refused(UsageError, lambda: LanguageModelling(loss_chunk=4).loss(small(), (tokens, tokens + 50)))
+    assert "float32 [2, 3, 50] and the targets int64 [2, 3] from 50 to 50 do not fit together" in said
+    assert "there are 50 classes, from 0 to 49" in said
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: nn.Linear(2, 2),
+        lambda: MoEGPT(layers=1, width=8, heads=1),
+        lambda: small(classes=4, bias=False),
+        lambda: lora(base=small(tie_embeddings=False), targets=["head"]),
+    ],
+    ids=["linear", "moe", "classes", "lora"],
+)
+def test_a_model_that_does_not_take_the_loss_is_refused(model: Callable[[], nn.Module]) -> None:
+    with pytest.raises(ValueError, match=r"task\.loss_chunk = 4 computes the loss within .* takes_score = True"):
+        LanguageModelling(loss_chunk=4).check(model(), object())
+    LanguageModelling().check(model(), object())
+    LanguageModelling(loss_chunk=4).check(lora(base=small(tie_embeddings=False), targets=["qkv"]), object())
+
+
+# ---------------------------------------------------------------------------------------------- whole runs
+_ZERO = """use = "deepspeed"
+stage = 3
+extra = { zero_optimization = { stage3_param_persistence_threshold = 0 } }"""
+_CHUNKED = RECIPE.replace('use = "language_modelling"', 'use = "language_modelling"\nloss_chunk = 5')
+
+
+def curve(strategy: str, ranks: int, recipe: str = _CHUNKED, **text: str) -> list[float]:
+    one, *_ = train(strategy, ranks, recipe=recipe, length="4st", **text)
+    return [*one.column(), *one.column("eval/loss")]
+
+
+@pytest.fixture(scope="module", params=["", "tie_embeddings = false"], ids=["tied", "untied"])
+def whole(request: pytest.FixtureRequest) -> tuple[str, list[float]]:
+    return request.param, curve('use = "single"', 1, RECIPE, model=request.param)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ('use = "single"', 1),
+        (DDP, 2),
+        ('use = "fsdp"', 2),
+        ('use = "fsdp"\ncontext = 2', 2),
+        ('use = "fsdp"\nmeta = true\naccumulate = "whole"', 2),
+        (_ZERO, 2),
+    ],
+    ids=["single", "ddp", "fsdp", "context", "whole", "zero3"],
+)
+def test_the_curve_is_that_of_whole_logits(whole: tuple[str, list[float]], strategy: str, ranks: int) -> None:
+    model, expected = whole
+    assert curve(strategy, ranks, model=model) == pytest.approx(expected, rel=1e-5)
+
+
+def test_averaged_weights_are_evaluated_so_too() -> None:
+    more = "[callbacks.ema]\ndecay = 0.5"
+    expected = curve('use = "single"', 1, RECIPE, more=more)
+    assert curve('use = "fsdp"', 2, more=more) == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_output_layer_that_is_gathered_by_itself_is_refused() -> None:
+    blocks = {"model": "tie_embeddings = false", "train": 'blocks = ["Block", "_Linear"]'}
+    with pytest.raises(AssertionError, match="which are gathered for a block by itself"):
+        curve('use = "fsdp"', 2, **blocks)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [('use = "fsdp"\ntensor = 2', 2), ('use = "fsdp"\ntensor = 2\nloss = "vocabulary"', 2)]
+)
+def test_ranks_that_share_the_output_layer_are_refused(strategy: str, ranks: int) -> None:
+    with pytest.raises(AssertionError, match="computes its loss within the model's forward"):
+        curve(strategy, ranks)
+
+
+def test_a_pipeline_is_refused() -> None:
+    with pytest.raises(AssertionError, match="computes its loss within the model's forward"):
+        curve('use = "pipeline"\nstages = 2', 2)

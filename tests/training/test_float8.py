@@ -1,0 +1,225 @@
+"""Linear layers that compute in float8: which ones, with what numbers, and that their weights stay what they are.
+
+A CPU computes the numbers of float8 in fp32, as torchao has it for tests; that tensor cores do so too, tests/gpu shows.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import train as train_section
+from small_gpt import DDP, train
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from ddpforge.builtin.models.gpt import GPT
+from ddpforge.builtin.models.mlp import MLP
+from ddpforge.interfaces import Contract
+from ddpforge.recipe.schema import Component, OptimizerComponent, Recipe, TrainSection
+from ddpforge.strategies.ddp import DDP as Ddp
+from ddpforge.strategies.fsdp import FSDP as Fsdp
+from ddpforge.strategies.meta import materialise
+from ddpforge.strategies.pipeline import Pipeline
+from ddpforge.strategies.single import Single
+from ddpforge.training import assemble, foreseeing
+from ddpforge.training.blocks import find_blocks
+from ddpforge.training.float8 import check_float8, float8_layers, put_float8
+from ddpforge.training.refusals import refusals_of_float8
+
+IN_A_BLOCK = ("attention.qkv", "attention.projection", "mlp.0", "mlp.2")
+FSDP = 'use = "fsdp"'
+
+
+def settings(fp8: str = "tensorwise", **options: Any) -> TrainSection:
+    return train_section(fp8=fp8, precision="bf16", compile="default", **options)
+
+
+def small(**options: Any) -> GPT:
+    torch.manual_seed(0)
+    return GPT(**{"vocab_size": 32, "block_size": 8, "layers": 2, "heads": 2, "width": 32, "dropout": 0.0} | options)
+
+
+def engaged(model: nn.Module, train: TrainSection) -> list[str]:
+    return list(float8_layers(model, find_blocks(model, train.blocks), train)[0])
+
+
+def put(model: nn.Module, train: TrainSection) -> nn.Module:
+    put_float8(model, find_blocks(model, train.blocks), train, emulate=True)
+    return model
+
+
+# ---------------------------------------------------------------------------------------------- which layers
+def test_layers_of_the_blocks_engage_and_the_output_layer_does_not(caplog: pytest.LogCaptureFixture) -> None:
+    model = small(tie_embeddings=False)
+    assert engaged(model, settings()) == [f"blocks.{n}.{name}" for n in range(2) for name in IN_A_BLOCK]
+    with caplog.at_level("INFO", "ddpforge"):
+        put(model, settings())
+    said = "8 of 9 linear layers; the others stay in bf16: outside of the blocks: `head`"
+    assert caplog.messages[-1] == f"float8 (tensorwise): {said}"
+
+
+def test_without_compilation_the_log_warns(caplog: pytest.LogCaptureFixture) -> None:
+    put(small(), settings().model_copy(update={"compile": "off"}))
+    (warning,) = [one.message for one in caplog.records if one.name == "ddpforge" and one.levelname == "WARNING"]
+    assert "train.fp8 without train.compile" in warning
+
+
+def test_sizes_that_tensor_cores_do_not_take_stay_in_bf16() -> None:
+    model = small(width=24)  # 72, 24 and 96
+    assert engaged(model, settings()) == []
+    model = small(width=48, heads=3)
+    assert len(engaged(model, settings())) == 8
+
+
+def test_a_recipe_may_leave_layers_out() -> None:
+    assert engaged(small(), settings(fp8_skip=("*.mlp.*", "blocks.0.*"))) == [
+        "blocks.1.attention.qkv",
+        "blocks.1.attention.projection",
+    ]
+    with pytest.raises(ValueError, match=r"fp8_skip: `\*\.mpl\.\*` names no linear layer; near it are blocks"):
+        check_float8(small(), [], settings(fp8_skip=("*.mpl.*",)))
+
+
+def test_layers_whose_forward_pass_is_another_are_left_alone() -> None:
+    class Own(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(2 * x)
+
+    model = nn.Sequential(nn.MultiheadAttention(16, 2), Own(16, 16), weight_norm(nn.Linear(16, 16)), nn.Linear(16, 16))
+    found, others = float8_layers(model, [model], settings())
+    assert list(found) == ["2", "3"]
+    assert set(others) == {"0.out_proj", "1"}
+    assert set(others.values()) == {"a forward pass of its own"}
+
+
+def test_a_model_without_such_a_layer_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r'fp8 = "tensorwise" is for no layer .*name the classes of the blocks'):
+        check_float8(MLP(inputs=16, outputs=16), [], settings())
+    model = small(width=24)
+    with pytest.raises(ValueError, match=r"multiples of 16: `blocks\.0\.attention\.qkv`.* and 4 more$"):
+        check_float8(model, find_blocks(model, ()), settings())
+    check_float8(model, [], settings(fp8="off"))
+
+
+# ---------------------------------------------------------------------------------------------- what they compute
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_gradients_are_near_those_of_bf16(fp8: str, precision: torch.dtype | None) -> None:
+    def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+        tokens = torch.arange(5 * 7).view(5, 7) % 32  # 35 tokens, no multiple of 16
+        with torch.autocast("cpu", dtype=precision) if precision else nullcontext():
+            logits = model(tokens)
+        nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten()).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    plain, float8 = gradients(small()), gradients(put(small(), settings(fp8)))
+    assert plain.keys() == float8.keys()
+    differences = {name: ((plain[name] - float8[name]).norm() / plain[name].norm()).item() for name in plain}
+    assert max(differences.values()) < 0.15
+    assert min(differences[f"blocks.{n}.{layer}.weight"] for n in range(2) for layer in IN_A_BLOCK) > 0.001
+
+
+def test_weights_stay_the_parameters_that_they_were() -> None:
+    model = small()
+    before = dict(model.named_parameters())
+    called: list[str] = []
+    model.blocks[0].mlp[0].register_forward_hook(lambda *_: called.append("hook"))
+    put(model, settings())
+    assert all(model.get_parameter(name) is parameter for name, parameter in before.items())
+    assert model.state_dict().keys() == small().state_dict().keys()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    model(torch.zeros(2, 8, dtype=torch.int64))
+    assert called == ["hook"]
+
+
+def test_a_model_without_memory_gets_its_own_initial_weights() -> None:
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = small()
+    put(model, settings())
+    torch.manual_seed(0)
+    materialise(model, then={})
+    assert model.blocks[0].mlp[2].weight.std().item() == pytest.approx(0.02 / 2, rel=0.1)  # as the layer itself has it
+
+
+# ---------------------------------------------------------------------------------------------- where it is refused
+@pytest.fixture
+def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+
+def said(contract: Contract, device: str = "cuda", fp8: str = "rowwise") -> list[str]:
+    recipe = Recipe(
+        recipe=1,
+        name="run",
+        model=Component(use="gpt"),
+        data={"train": Component(use="text")},
+        task=Component(use="language_modelling"),
+        optimizer=OptimizerComponent(use="adamw"),
+        train=settings(fp8),
+    )
+    found = list(refusals_of_float8(recipe, contract, device))
+    assert {one.key for one in found} <= {"train.fp8"}
+    return [one.message for one in found]
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_a_gpu_from_compute_capability_8_9_on_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said(Single.contract) == []
+    assert said(Single.contract, "cpu", "off") == []
+    (message,) = said(Single.contract, "cpu")
+    assert message == 'train.fp8 = "rowwise" multiplies in float8, which a GPU does, and this run is on cpu'
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    (message,) = said(Single.contract)
+    assert message.endswith("needs a GPU of compute capability 8.9 (L4, RTX 40, H100), and this one has 8.6")
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_strategies_that_do_not_call_whole_layers_are_refused() -> None:
+    for strategy in (Ddp(), Fsdp(), Fsdp(replicas=2, context=2)):
+        assert said(strategy.contract) == []
+    for strategy in (Fsdp(tensor=2), Pipeline()):
+        (message,) = said(strategy.contract)
+        assert "needs whole layers" in message
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_torchao_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpforge.training.refusals.find_spec", lambda name: None)
+    assert said(Single.contract) == ['train.fp8 = "rowwise" computes with torchao, which is not installed']
+
+
+# ---------------------------------------------------------------------------------------------- whole runs
+@pytest.fixture
+def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreseeing, "refusals_of_float8", lambda *_: [])
+    monkeypatch.setattr(assemble, "put_float8", partial(put_float8, emulate=True))
+
+
+FLOAT8, BF16 = 'precision = "bf16"\nfp8 = "tensorwise"', 'precision = "bf16"'
+
+
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize(("strategy", "ranks"), [(DDP, 2), (FSDP, 2), (f"{FSDP}\nmeta = true", 1)])
+def test_runs_on_ranks_have_the_curve_of_one_process(strategy: str, ranks: int) -> None:
+    one, *_ = train('use = "single"', 1, train=FLOAT8, length="6st")
+    for rank in train(strategy, ranks, train=FLOAT8, length="6st"):
+        assert rank.column() == pytest.approx(one.column(), rel=2e-3)
+    bf16, *_ = train('use = "single"', 1, train=BF16, length="6st")
+    assert one.column() == pytest.approx(bf16.column(), rel=2e-2)
+    assert one.column() != bf16.column()
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_checkpoints_go_on_with_float8_and_without(tmp_path: Path) -> None:
+    whole, *_ = train(DDP, 2, train=BF16, length="8st")
+    first, *_ = train(DDP, 2, tmp_path, train=FLOAT8, length="4st")
+    second, *_ = train(FSDP, 2, tmp_path, train=BF16, length="6st")
+    third, *_ = train('use = "single"', 1, tmp_path, train=FLOAT8, length="8st")
+    found = [*first.column(), *second.column(), *third.column()]
+    assert len(found) == 8
+    assert found == pytest.approx(whole.column(), rel=2e-2)
