@@ -62,6 +62,11 @@ class Task(ABC):
     `takes_score = True`. Strategies that cut forward passes, or share the output layer, refuse such a task.
     """
 
+    compiles: Sequence[str] = ()
+    """The names of methods that `train.compile` compiles beside the model: what makes a loss of its outputs, as a
+    function of tensors. Fused, logits of many classes are read and written once.
+    """
+
     predicts_next_token: bool = False
     """True of a task whose model gives, for tokens [B, T], logits [B, T, V] of the token after each, from those up to
     it: `ddpforge generate` draws text from that.

@@ -293,7 +293,7 @@ class TrainSection(Section):
         description="The source of all randomness: initial weights, sample order, dropout, augmentation.",
     )
     compile: Annotated[Literal["off", "default", "reduce-overhead", "max-autotune"], Resume.FREE] = Field(
-        default="off", description="torch.compile mode."
+        default="off", description="torch.compile mode, of the model and of the task's loss."
     )
     compile_blocks: Annotated[bool, Resume.TUNABLE] = Field(
         default=False,

@@ -20,6 +20,7 @@ from ddpforge.recipe.schema import TrainSection
 from ddpforge.training.beside import place
 from ddpforge.training.blocks import find_blocks, rework_blocks
 from ddpforge.training.building import deal_out
+from ddpforge.training.compiling import compile_losses
 from ddpforge.training.contract import contract_of, prove
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fitness import watch_batchnorm
@@ -184,6 +185,7 @@ def _start(parts: Parts, world: World, replica: Replica, shows: Shows, folder: P
         gradients=replica.gradients_by_name,
     )
     parts.task.start(replica.bare, world)
+    compile_losses(parts.task, parts.recipe.train)
     for callback in parts.callbacks.values():
         callback.on_start(run)
         life.push(ending(callback.on_end))

@@ -20,6 +20,8 @@ class Classification(Task):
     names metrics, e.g. ["accuracy", "top5"].
     """
 
+    compiles = ("sum_of_losses",)
+
     def __init__(
         self,
         *,
@@ -36,10 +38,14 @@ class Classification(Task):
         inputs, classes = pair(batch, "classification", "(inputs, classes)")
         logits = one_tensor(model(inputs), "classification")
         try:
-            loss = F.cross_entropy(logits.float(), classes, reduction="sum", label_smoothing=self.label_smoothing)
+            loss = self.sum_of_losses(logits, classes)
         except (IndexError, RuntimeError, ValueError) as error:
             refuse_targets(error, "classification", logits, classes)
         return loss, logits
+
+    def sum_of_losses(self, logits: Tensor, classes: Tensor) -> Tensor:
+        """The cross-entropy, in float32."""
+        return F.cross_entropy(logits.float(), classes, reduction="sum", label_smoothing=self.label_smoothing)
 
     def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | Rows]:
         """The metrics that the recipe names."""

@@ -31,6 +31,7 @@ class LanguageModelling(Task):
     items = "tokens"
     predicts_next_token = True
     by_position = True
+    compiles = ("sum_of_losses",)
     takes_split_logits = True
 
     def __init__(
@@ -70,11 +71,15 @@ class LanguageModelling(Task):
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Summed over the targets that count."""
         try:
-            return F.cross_entropy(
-                logits.flatten(0, -2).float(), targets.flatten(), reduction="sum", ignore_index=self.ignore_index
-            )
+            return self.sum_of_losses(logits, targets)
         except (IndexError, RuntimeError, ValueError) as error:
             refuse_targets(error, "language_modelling", logits, targets)
+
+    def sum_of_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The cross-entropy, in float32."""
+        return F.cross_entropy(
+            logits.flatten(0, -2).float(), targets.flatten(), reduction="sum", ignore_index=self.ignore_index
+        )
 
     def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """The mean `loss` of a sample, how many of its `tokens` count, and their `losses` [T], 0 for others."""

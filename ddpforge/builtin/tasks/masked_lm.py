@@ -26,6 +26,7 @@ class MaskedLM(Task):
     """
 
     items = "chosen_tokens"
+    compiles = ("sum_of_losses",)
 
     def __init__(
         self,
@@ -49,8 +50,11 @@ class MaskedLM(Task):
         hidden = chosen & (self.draws.rand(*tokens.shape, device=tokens.device) >= self.keep)
         targets = tokens.masked_fill(~chosen, _IGNORED)
         logits = logits_of(model, tokens.masked_fill(hidden, self.mask_token), mask, "masked_lm")
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=_IGNORED)
-        return loss, (logits, targets)
+        return self.sum_of_losses(logits, targets), (logits, targets)
+
+    def sum_of_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The cross-entropy, in float32."""
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=_IGNORED)
 
     def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         """The mean `loss` of a sample's chosen tokens, their number, `tokens`, and `losses` [T]: 0 for the others."""

@@ -23,6 +23,7 @@ class Segmentation(Task):
     """
 
     items = "pixels"
+    compiles = ("sum_of_losses",)
 
     def __init__(
         self,
@@ -40,10 +41,14 @@ class Segmentation(Task):
         images, classes = pair(batch, "segmentation", "(images, classes)")
         logits = one_tensor(model(images), "segmentation")
         try:
-            loss = F.cross_entropy(logits.float(), classes, reduction="sum", ignore_index=self.ignore_index)
+            loss = self.sum_of_losses(logits, classes)
         except (IndexError, RuntimeError, ValueError) as error:
             refuse_targets(error, "segmentation", logits, classes)
         return loss, logits
+
+    def sum_of_losses(self, logits: Tensor, classes: Tensor) -> Tensor:
+        """The cross-entropy, in float32."""
+        return F.cross_entropy(logits.float(), classes, reduction="sum", ignore_index=self.ignore_index)
 
     def count(self, batch: Batch) -> Tensor:
         """The pixels that are counted."""

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.classification import Classification, chosen
@@ -23,7 +22,7 @@ class SequenceClassification(Classification):
         logits = logits_of(model, *tokens_of(batch, "sequence_classification"), "sequence_classification")
         classes = _classes(batch)
         try:
-            loss = F.cross_entropy(logits.float(), classes, reduction="sum", label_smoothing=self.label_smoothing)
+            loss = self.sum_of_losses(logits, classes)
         except (IndexError, RuntimeError, ValueError) as error:
             refuse_targets(error, "sequence_classification", logits, classes)
         return loss, logits
