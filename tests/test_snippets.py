@@ -91,6 +91,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     "components": {"AUROC": Recipe(sets=("~checkpoint.keep",))},
     "data": {
         'name = "balanced"': Recipe(),
+        "prefetch": Recipe(),
         "tar": Recipe(
             sets=(
                 'model={ use="torchvision", arch="resnet18", classes=10 }',
@@ -111,14 +112,14 @@ TOML: dict[str, dict[str, Recipe | str]] = {
         "contents": Recipe("finetune-digits"),
     },
     "hangs": {"stall": Recipe()},
-    "out-of-memory": {"micro_batch": Recipe()},
+    "out-of-memory": {"micro_batch": Recipe(), "loss_chunk": Recipe("gpt.toml")},
     "pipeline": {
         "schedule": Recipe("gpt.toml", ranks=4),
         "split": Recipe("gpt.toml", ("model.layers=24",), ranks=4),
         "sequence": Recipe("gpt.toml", ranks=8),
         'data = "fsdp"': Recipe("gpt.toml", ranks=8),
     },
-    "precision": {"precision": Recipe()},
+    "precision": {"from Ampere on": Recipe(), "fp8": "needs a GPU: tests/gpu/test_cuda.py"},
     "recipe": {"muon": Recipe("gpt.toml", ("model.tie_embeddings=false",)), "turns": Recipe("gan")},
     "recipes/README": {"digits-wide": Recipe()},
     "resume": {"init_from": Recipe("gpt.toml", ("model.tie_embeddings=false",))},

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.chunked import chunked_cross_entropy
 from ddpforge.builtin.tasks.forms import one_tensor, pair, refuse_targets
 from ddpforge.interfaces import Data, Task
 
@@ -57,6 +56,8 @@ class LanguageModelling(Task):
         """The cross-entropy summed over targets, and the logits; with `loss_chunk` there are none."""
         tokens, targets = pair(batch, "language_modelling", "(tokens, targets)")
         if self.loss_chunk is not None:
+            from ddpforge.builtin.tasks.chunked import chunked_cross_entropy  # which needs torch to be imported
+
             score = partial(
                 chunked_cross_entropy,
                 targets=targets,
