@@ -32,6 +32,7 @@ log = logging.getLogger("ddpforge")
 
 _CONTEXT = 1.5 * 2**30  # bytes that CUDA, cuBLAS and NCCL take before a tensor is there
 _FRAGMENTS = 0.1  # of what lives, that the caching allocator cannot hand out again
+_PLANNED = {"compile": "off", "device": "auto", "fp8": "off", "sync_batchnorm": False}  # whatever the recipe says
 
 
 @dataclass
@@ -97,7 +98,7 @@ def forecast(
     """
     ranks = spec.ranks if spec else ranks
     loaded = load_recipe(recipe, sets=[*sets, *(spec.sets if spec else ())], registry=registry)
-    train = loaded.recipe.train.model_copy(update={"compile": "off", "device": "auto", "fp8": "off"})
+    train = loaded.recipe.train.model_copy(update=_PLANNED)
     parts = Parts(replace(loaded, recipe=loaded.recipe.model_copy(update={"train": train})), registry)
     why, found = "", None
     with _quiet():
@@ -111,7 +112,7 @@ def forecast(
             log.debug("cannot be simulated", exc_info=error)
             why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:200]
             parts = Parts(parts.loaded, registry)
-            foresee(parts, ranks=ranks, device="cpu")
+            foresee(parts, ranks=ranks, device="cuda")
             build_data_and_model(parts, meta=True)
             parts.report()
     state = found.state if found else _arithmetic(parts, ranks)
@@ -127,7 +128,7 @@ def forecast(
 
 def _simulated(parts: Parts, ranks: int) -> list[Simulated]:
     """The ranks that hold different things."""
-    foresee(parts, ranks=ranks, device="cpu")
+    foresee(parts, ranks=ranks, device="cuda")
     build_data_and_model(parts, meta=True)
     parts.report()
     few, more = parts.strategy.grows_evenly(ranks) or (0, 0)

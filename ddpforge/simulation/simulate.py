@@ -62,11 +62,15 @@ class Simulated:
 
     def onward(self, fewer: Simulated, times: float) -> Simulated:
         """Adds `times` as much as this one has more than one of fewer micro-batches."""
-        kinds = {name: size + int((size - fewer.kinds.get(name, 0)) * times) for name, size in self.kinds.items()}
+
+        def grown(now: int, before: int) -> int:
+            return now + int((now - before) * times)
+
         return replace(
             self,
-            peak=self.peak + int((self.peak - fewer.peak) * times),
-            kinds=kinds,
+            peak=grown(self.peak, fewer.peak),
+            kinds={name: grown(size, fewer.kinds.get(name, 0)) for name, size in self.kinds.items()},
+            state={name: grown(size, fewer.state.get(name, 0)) for name, size in self.state.items()},
             work=self.work + (self.work - fewer.work) * times,
         )
 
@@ -87,7 +91,7 @@ def simulate(
     `fakes`. Raises RecipeError for a recipe that cannot train, `Unsimulated` for what runs on real ranks only, and what
     torch raises for an operation that has no shapes without values.
     """
-    foresee(parts, ranks=ranks, device="cpu")
+    foresee(parts, ranks=ranks, device="cuda")
     if not parts.built.model:
         build_data_and_model(parts, meta=True)
     parts.report()

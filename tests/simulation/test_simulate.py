@@ -172,6 +172,13 @@ def test_a_loss_in_chunks_takes_less_memory_and_no_more_work(plan: Plan) -> None
     assert chunked.flops == whole.flops
 
 
+@pytest.mark.parametrize(
+    "key", ["tf32=true", "cudnn_benchmark=true", "sync_batchnorm=true", "compile=default", 'device="cuda"']
+)
+def test_what_only_a_gpu_does_is_planned_for_where_there_is_none(plan: Plan, key: str) -> None:
+    assert plan("ddp", f"train.{key}").peak == plan("ddp").peak
+
+
 def test_recomputing_takes_less_memory_and_more_work(plan: Plan) -> None:
     kept, again = (plan("ddp", f"train.activation_checkpointing={flag}") for flag in ("false", "true"))
     assert again.peak
@@ -188,7 +195,7 @@ def test_the_stage_that_needs_most_is_told_of_a_pipeline(plan: Plan) -> None:
     # The embedding is on both stages: it is tied to the head.
     assert 0.5 < staged.state["weights"] / whole.state["weights"] < 0.7
     assert staged.wire
-    assert staged.wire["send over 2"] == 4 * 16 * 16 * 64 * 4
+    assert staged.wire["send over 2"] == pytest.approx(4 * 16 * 16 * 64 * 4, abs=4)  # torch 2.14 sends a number more
     assert staged.all_flops == pytest.approx(whole.flops, rel=0.01)
 
 

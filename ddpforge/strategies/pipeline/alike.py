@@ -20,7 +20,7 @@ _STANDARD = vars(nn.Module()).keys()
 
 
 def forms(model: nn.Module, stages: Sequence[Sequence[Step]], styles: Mapping[str, Hashable]) -> list[Hashable]:
-    """What each stage holds, and does; equal for stages of equal layers, in equal `styles`, by full names of modules.
+    """Describes what each stage holds and does: equal for stages of equal layers, in equal `styles` by full names.
 
     The first and the last are like no other, nor is one that shares a tensor with another.
     """

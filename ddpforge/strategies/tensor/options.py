@@ -103,7 +103,7 @@ class Sharing:
         return loss_parallel() if self.loss == "vocabulary" else nullcontext()
 
     def styles(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[str, Style]:
-        """How each module is shared, by full name."""
+        """Says how each module is shared, by full name."""
         return self._resolved(model, blocks).styles if self.tensor > 1 else {}
 
     def _resolved(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Plan:
