@@ -16,9 +16,9 @@ export PYTHONDONTWRITEBYTECODE =
 run: $(BIN)/ddpforge    ## train the digits recipe in 2 processes, on the CPU: a GPU holds one
 	$(BIN)/ddpforge launch digits --nproc 2 --fresh --set train.device=cpu
 
-test: lint                ## everything: style, types, all tests, and those of the plugins
+test: $(VENV)/installed    ## everything: style, types, all tests, and those of the plugins
+	$(MAKE) --jobs=2 --output-sync lint test-plugins
 	$(PYTEST)
-	$(MAKE) --jobs=2 --output-sync test-plugins
 
 test-plugins: $(PLUGIN_TESTS)    ## each in its own folder, as its author would
 

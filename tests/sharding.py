@@ -25,9 +25,23 @@ def weights_in(checkpoint: Path) -> dict[str, Tensor]:
 
 EACH = {"ddp": DDP, "fsdp": FSDP, **{f"zero{stage}": table for stage, table in ZERO.items()}}
 
-_FAMILIES = ("ddp", "fsdp", "zero1", "zero3")
-each_strategy = pytest.mark.parametrize("strategy", [EACH[name] for name in _FAMILIES], ids=_FAMILIES)
-"""Runs a test under every way to shard; ZeRO-2 differs from 1 and 3 in memory only, and is compared in the matrix."""
+_FULL = {"zero1": pytest.mark.full}
+_FAMILIES = [pytest.param(EACH[name], id=name, marks=_FULL.get(name, ())) for name in ("ddp", "fsdp", "zero1", "zero3")]
+each_strategy = pytest.mark.parametrize("strategy", _FAMILIES)
+"""Runs a test under every way to shard.
+
+ZeRO-1 is for `make test-all`: `tests/strategies/test_zero.py` tries its steps, and the matrix has whole runs of it.
+ZeRO-2 differs from both in memory only.
+"""
+each_strategy_and_one_process = pytest.mark.parametrize(
+    ("strategy", "nproc"),
+    [
+        *(pytest.param(*each.values, 2, id=f"{each.id}@2", marks=each.marks) for each in _FAMILIES),
+        pytest.param(DDP, 1, id="ddp@1"),
+        *(pytest.param(*each.values, 1, id=f"{each.id}@1", marks=pytest.mark.full) for each in _FAMILIES[1:]),
+    ],
+)
+"""The same on two ranks, and on one: under DDP, under others for `make test-all`."""
 
 GPT = """
 [model]

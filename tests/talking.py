@@ -1,8 +1,8 @@
-"""What every kind of ranks must do; as a program, one rank of a gloo group: `python talking.py RANK SIZE STORE`."""
+"""What every kind of ranks must do."""
 
-import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -85,7 +85,7 @@ CHECKS: list[Callable[[Ranks], None]] = [
 ]
 
 
-def main(rank: int, size: int, store: str) -> None:
+def talk(rank: int, size: int, store: Path) -> None:
     """Checks a gloo group, and the group of its own that writers have."""
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
@@ -97,8 +97,3 @@ def main(rank: int, size: int, store: str) -> None:
     if rank in (1, 2):
         for check in CHECKS:
             check(Group(half))
-    print("all is well")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

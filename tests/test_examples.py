@@ -15,6 +15,7 @@ from ddpforge.starting import check_world
 
 ROOT = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("*/recipe.toml"))
+FULL = ("lora", "metrics")  # whose libraries take seconds to import: they have tests of their own
 STEPS, HALF = 6, 3
 SINGLE, FSDP = 'strategy={ use = "single" }', 'strategy={ use = "fsdp" }'
 TIMES = ("time", "attempt", "train/samples_per_second", "train/time/")
@@ -53,7 +54,9 @@ def compare(example: str, found: list[dict[str, Any]], expected: list[dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(
+    "example", [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in EXAMPLES]
+)
 def test_an_example_trains_one_curve_on_one_rank_and_on_two_and_resumes_exactly(run: Run, example: str) -> None:
     """Its second half is trained by the strategy that the recipe names (or ddp), out of a checkpoint of fsdp."""
     expected = run(example, 1, STEPS, SINGLE, out="one")

@@ -107,7 +107,7 @@ def test_the_text_of_shakespeare_char_is_the_users(tmp_path: Path, ddpforge: Cal
     assert rows(tmp_path / "runs/shakespeare-char", "eval/loss")[-1] < 4.2  # not knowing anything is ln 65 = 4.17
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_language_model_learns_to_compress(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
     """A small piece of what the header promises: from 8 bits per byte, which is knowing nothing, downwards."""
     sets = [

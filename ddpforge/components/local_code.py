@@ -70,7 +70,8 @@ def import_file(file: Path) -> ModuleType:
 
 def _forget_changed(package: str) -> None:
     """Lets all modules of a package be imported again if the source of one is another than when it was noted first."""
-    loaded = [one for name, one in sys.modules.items() if name.startswith(f"{package}.")]
+    inside = f"{package}."
+    loaded = [sys.modules[name] for name in list(sys.modules) if name.startswith(inside)]
     now = {one: _source(one) for one in loaded}
     if any(_sources.setdefault(one, source) != source for one, source in now.items()):
         for one in loaded:

@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -177,12 +177,12 @@ class Dealer:
 
     def requests(self, start: int, stop: int | None) -> Iterator[Request]:
         """From step `start` up to `stop`; for ever when it is None."""
-        placed, block = self._placed()
-        for first in count(start, block):
+        placed, most = self._placed()
+        first, block = start, 1  # of a short run, or where one batch is looked at, few are worked out
+        while stop is None or first < stop:
             end = first + block if stop is None else min(stop, first + block)
             yield from self._block(placed, range(first, end))
-            if end == stop:
-                return
+            first, block = end, min(2 * block, most)
 
     def _placed(self) -> tuple[Placed, int]:
         """The order, to be asked for places; and for how many steps at once."""

@@ -218,9 +218,12 @@ def test_a_mistake_is_told_once_and_nothing_is_started(
 
 
 # ---------------------------------------------------------------------------------------------- all of it
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_from_end_to_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the real launcher; real runs that are the same are in `tests/distributed/test_matrix.py`."""
+    """With the real launcher; real runs that are the same are in `tests/distributed/test_matrix.py`.
+
+    `make test` has the command with real launches in the tests of ddpforge-sam.
+    """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     copy(Path(__file__).parent.parent / "wrong_strategies.py", folder)
     strategies = "single@1,./wrong_strategies.py:ForgetsToAverage"

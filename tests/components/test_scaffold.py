@@ -121,7 +121,7 @@ def test_their_own_tests_pass_also_where_they_start_ranks(installed: Path, kind:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_editable_install_is_tested_too(installed: Path, tmp_path: Path) -> None:
     """What `pip install -e` leaves: the entry points, and the package where it is."""
     plugin = write_plugin("metric", "live_metric", tmp_path)

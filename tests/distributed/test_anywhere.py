@@ -130,7 +130,7 @@ def test_six_layouts_in_turn_train_one_curve(
 @pytest.mark.parametrize(
     ("there", "back"),
     [
-        ("hsdp@4", "zero3@2"),
+        pytest.param("hsdp@4", "zero3@2", marks=pytest.mark.full),
         ("zero2@4", "ddp@1"),
         ("pipeline+fsdp@4", "tensor@4"),
         pytest.param("zero3@2", "fsdp@2", marks=pytest.mark.full),

@@ -25,6 +25,7 @@ ALL_ON_DISK = f'{DISK}\noffload_parameters = "nvme"'
 WIDE = GPT.replace("width = 16", "width = 384").replace("layers = 2", "layers = 1")  # whose parts are large enough
 
 each_stage = pytest.mark.parametrize("stage", ZERO)
+stages_1_and_3 = pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full), 3])  # 2 is 1's code
 PARTS = """
 import torch
 from torch import nn
@@ -140,19 +141,33 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 # ---------------------------------------------------------------------------------------------- one curve
-def test_options_that_only_save_memory_or_time_do_not_change_the_curve(bench: Bench) -> None:
+EXTRA = "\n[strategy.extra.zero_optimization]\n"
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        {
+            "aligned": f"{ZERO[1]}{EXTRA}parameter_alignment = true\nreduce_bucket_size = 300\noverlap_comm = true",
+            "groups": f"{ZERO[3]}{EXTRA}sub_group_size = 500\nstage3_param_persistence_threshold = 0",
+            "host-2": f"{ZERO[2]}\n{HOST}",
+        },
+        pytest.param(
+            {
+                "host": f"{ZERO[1]}\n{HOST}",
+                "buckets-on-4": f"{ZERO[2]}{EXTRA}reduce_bucket_size = 300\nuse_multi_rank_bucket_allreduce = false",
+                "all-host": f"{ZERO[3]}\n{PARAMETERS_TOO}",  # its resume is below
+            },
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=", ".join,
+)
+def test_options_that_only_save_memory_or_time_do_not_change_the_curve(bench: Bench, ways: dict[str, str]) -> None:
     """Buckets that fill up within a backward pass, padding inside of groups, weights that are never kept whole."""
-    extra = "\n[strategy.extra.zero_optimization]\n"
     bench("one", 'use = "single"', nproc=1, length="8st", more=EMA)
-    for name, strategy, nproc in (
-        ("aligned", f"{ZERO[1]}{extra}parameter_alignment = true\nreduce_bucket_size = 300\noverlap_comm = true", 2),
-        ("host", f"{ZERO[1]}\n{HOST}", 2),
-        ("buckets", f"{ZERO[2]}{extra}reduce_bucket_size = 300\nuse_multi_rank_bucket_allreduce = false", 4),
-        ("host-2", f"{ZERO[2]}\n{HOST}", 2),
-        ("groups", f"{ZERO[3]}{extra}sub_group_size = 500\nstage3_param_persistence_threshold = 0", 2),
-        ("all-host", f"{ZERO[3]}\n{PARAMETERS_TOO}", 2),
-    ):
-        bench(name, strategy, nproc=nproc, length="8st", more=EMA)
+    for name, strategy in ways.items():
+        bench(name, strategy, nproc=4 if name.endswith("-4") else 2, length="8st", more=EMA)
         bench.alike(name, "one")
 
 
@@ -164,7 +179,7 @@ def test_a_task_is_told_whether_the_model_trains(bench: Bench, stage: int) -> No
     assert set(bench.column("run", "eval/loss")) == {2.0}
 
 
-@each_stage
+@stages_1_and_3
 def test_recomputed_activations_change_nothing(bench: Bench, stage: int) -> None:
     bench("plain", ZERO[stage], model="dropout = 0.2", length="6st")
     bench("recomputed", ZERO[stage], model="dropout = 0.2", length="6st", train="activation_checkpointing = true")
@@ -206,7 +221,15 @@ def test_fp16_skips_the_steps_that_ddp_skips_and_goes_on_with_its_scale(bench: B
 
 
 # ---------------------------------------------------------------------------------------------- to disk and back
-@pytest.mark.parametrize("strategy", [*ZERO.values(), f"{ZERO[3]}\n{PARAMETERS_TOO}"], ids=[*map(str, ZERO), "3-host"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(ZERO[1], id="1"),
+        pytest.param(ZERO[2], id="2", marks=pytest.mark.full),
+        pytest.param(ZERO[3], id="3", marks=pytest.mark.full),
+        pytest.param(f"{ZERO[3]}\n{PARAMETERS_TOO}", id="3-host"),
+    ],
+)
 def test_a_resume_on_the_same_ranks_is_bitwise(bench: Bench, strategy: str) -> None:
     """Traps 08, 09, 36, with dropout and averaged weights; a state that is taken before the first step is harmless."""
     bench("whole", strategy, model="dropout = 0.2", length="12st", more=EMA)
@@ -235,7 +258,7 @@ def test_a_run_goes_on_under_other_strategies_and_numbers_of_ranks(bench: Bench)
     bench.alike("parts", "whole")
 
 
-@each_stage
+@stages_1_and_3
 def test_a_checkpoint_is_that_of_a_plain_model(bench: Bench, stage: int) -> None:
     """Traps 13, 25, 29, 35c: all of it under the same names and in the same shapes as after DDP, wherever it was."""
     points = POINTS.format(model="own.py:Everything")
@@ -254,7 +277,7 @@ def test_a_checkpoint_is_that_of_a_plain_model(bench: Bench, stage: int) -> None
     assert aliases[0] == aliases[1] != {}
 
 
-@pytest.mark.parametrize("optimizer", ["NAdam", "SGD"])
+@pytest.mark.parametrize("optimizer", ["NAdam", pytest.param("SGD", marks=pytest.mark.full)])
 def test_any_optimizer_that_treats_elements_alone_goes_on_elsewhere(bench: Bench, optimizer: str) -> None:
     """NAdam keeps two numbers per parameter, plain SGD keeps nothing."""
     text = RECIPE.replace('"adamw"\nlr = 1e-2', f'"torch.optim:{optimizer}"\nlr = 1e-2')
@@ -380,7 +403,7 @@ def test_disk_that_would_hold_nothing_is_refused(bench: Bench, asynchronous_io: 
 
 
 # ---------------------------------------------------------------------------------------------- engaged or error
-@each_stage
+@stages_1_and_3
 @pytest.mark.parametrize(
     ("model", "said"),
     [
@@ -424,8 +447,9 @@ def test_a_launcher_that_contradicts_the_recipe_is_refused(bench: Bench, env: di
         bench.ddpforge("run", "run.toml", nproc=2, env=agreeing)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_no_launcher_is_needed_for_one_process(bench: Bench) -> None:
+    """Two processes that import DeepSpeed by themselves are launched in `tests/launch/test_launch.py`."""
     bench("forked", ZERO[3], nproc=1, length="6st")
     text = (bench.folder / "forked.toml").read_text().replace('"forked"', '"alone"')
     (bench.folder / "alone.toml").write_text(text)
@@ -436,7 +460,7 @@ def test_no_launcher_is_needed_for_one_process(bench: Bench) -> None:
     bench.alike("alone", "forked")
 
 
-@each_stage
+@stages_1_and_3
 def test_weights_that_are_not_where_they_are_looked_for_are_not_saved(bench: Bench, stage: int) -> None:
     failed = bench("run", ZERO[stage], nproc=1, more='[callbacks.misplace]\nuse = "./own.py:Misplace"', fails=True)
     assert failed.codes == [3]

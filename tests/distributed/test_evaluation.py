@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from launched import Ranks, Zygote
-from sharding import EACH, FSDP
+from sharding import EACH, FSDP, each_strategy
 
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import ExitCode
@@ -105,7 +105,7 @@ def test_a_run_tells_the_metrics_of_every_set_everywhere(trained: Path) -> None:
         assert {name: value for name, value in told.items() if name.startswith("eval/")} == metrics
 
 
-@pytest.mark.parametrize("strategy", EACH.values(), ids=EACH)
+@each_strategy
 def test_every_strategy_finds_what_training_reported_with_averaged_weights(
     tmp_path: Path, evaluate: Callable[..., Ranks], strategy: str
 ) -> None:

@@ -84,7 +84,7 @@ def by_hand(
 
 
 @each_strategy
-@pytest.mark.parametrize("passes", [2, 3])
+@pytest.mark.parametrize("passes", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_the_curve_is_that_of_the_formula(run: Run, strategy: str, passes: int) -> None:
     """Five samples in micro-batches of one on two ranks: accumulation, and a stand-in on rank 0."""
     run(strategy=strategy, optimizer=f"passes = {passes}")
@@ -139,7 +139,7 @@ def test_a_step_whose_first_gradient_is_not_finite_is_left_out(run: Run, strateg
 
 
 @each_strategy
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.full), "fp16"])
 def test_lower_precision_is_near(run: Run, strategy: str, precision: str) -> None:
     run(strategy=strategy, train=f'precision = "{precision}"')
     torch.testing.assert_close(run.saved()["weight"], by_hand(3)[-1][0], rtol=1e-2, atol=1e-2)

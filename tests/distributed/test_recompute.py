@@ -39,7 +39,7 @@ def state(checkpoint: Path) -> dict[str, Tensor]:
         (DDP, EXPLORING, SHARDS, "true"),
         (EACH["fsdp"], RECIPE, SHARDS, "true"),
         (EACH["fsdp"], RECIPE, SHARDS, '"selective"'),
-        (EACH["zero2"], RECIPE, "", "true"),
+        pytest.param(EACH["zero2"], RECIPE, "", "true", marks=pytest.mark.full),
         (EACH["zero3"], EXPLORING, "", "true"),
     ],
     ids=["single", "ddp", "fsdp", "fsdp, selective", "zero2", "zero3"],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from launched import Ranks
 from safetensors.torch import load_file
-from sharding import EACH, FSDP, Bench, weights_in
+from sharding import FSDP, Bench, each_strategy, weights_in
 
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import ExitCode
@@ -71,7 +71,7 @@ def test_the_last_checkpoint_must_be_written(bench: Bench, background: str) -> N
     assert steps(bench, "aside") == [2, 4, 6]
 
 
-@pytest.mark.parametrize("strategy", EACH.values(), ids=EACH)
+@each_strategy
 def test_a_full_checkpoint_holds_the_model_for_other_tools_and_resumes_like_any(bench: Bench, strategy: str) -> None:
     full = '[checkpoint]\nlayout = "full"\nevery = "100st"\n'
     bench("run", strategy, length="8st", more=full)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from launched import Ranks
-from sharding import DDP, each_strategy, weights_in
+from sharding import DDP, each_strategy, each_strategy_and_one_process, weights_in
 
 RECIPE = """
 recipe = 1
@@ -68,8 +68,7 @@ def run(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Run:
 
 
 # ---------------------------------------------------------------------------------------------- the step
-@each_strategy
-@pytest.mark.parametrize("nproc", [1, 2])
+@each_strategy_and_one_process
 def test_the_last_incomplete_step_weighs_its_samples_not_its_configuration(run: Run, nproc: int, strategy: str) -> None:
     """Traps 02 and 24: gradient 1 for every sample, 5 samples in steps of 4, learning rate 1: w is -1, then -2."""
     run(nproc=nproc, strategy=strategy, values=[1.0] * 5, batch=4, length="1ep", train="micro_batch = 1")
@@ -92,7 +91,7 @@ def test_a_small_gradient_is_not_scaled_up_by_clipping(run: Run, strategy: str) 
 
 
 @each_strategy
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full), "fp16"])
 def test_clipping_is_of_the_true_gradient_at_every_precision(run: Run, precision: str, strategy: str) -> None:
     """Traps 07 and 35b: fp16's scaled gradient is unscaled before it is measured and clipped."""
     run(nproc=2, strategy=strategy, values=[100.0] * 2, train=f'clip_norm = 0.5\nprecision = "{precision}"')
@@ -204,8 +203,7 @@ def test_a_parameter_that_is_unfrozen_later_is_an_error(run: Run, strategy: str)
 NAN = f"{[1.0] * 12}\nnan = 4"
 
 
-@each_strategy
-@pytest.mark.parametrize("nproc", [1, 2])
+@each_strategy_and_one_process
 def test_a_nan_on_one_rank_stops_all_before_the_weights(run: Run, nproc: int, strategy: str) -> None:
     """Trap 14."""
     failed = run(
@@ -222,8 +220,7 @@ def test_a_nan_on_one_rank_stops_all_before_the_weights(run: Run, nproc: int, st
     assert "train/loss" in run.rows()[-1]["nonfinite"]  # the log tells the truth
 
 
-@each_strategy
-@pytest.mark.parametrize("nproc", [1, 2])
+@each_strategy_and_one_process
 def test_a_nan_step_is_skipped_on_all_ranks_and_counted(run: Run, nproc: int, strategy: str) -> None:
     """Trap 14: six steps, one of them skipped, gradient 1 and learning rate 1."""
     run(nproc=nproc, strategy=strategy, values=NAN, length="1ep", train='on_nonfinite = "skip"')
@@ -299,7 +296,7 @@ def test_sync_batchnorm_is_refused_on_a_cpu(run: Run) -> None:
 
 # ---------------------------------------------------------------------------------------------- evaluation
 @each_strategy
-@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.parametrize("nproc", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_eleven_samples_are_evaluated_once_each(run: Run, nproc: int, strategy: str) -> None:
     """Traps 03 and 12: the mean of 0 to 10 is 5 on any number of ranks."""
     values = [float(value) for value in range(11)]
@@ -334,8 +331,7 @@ def test_a_mean_for_a_sum_is_refused_before_the_first_update(tmp_path: Path, run
     assert run.status()["step"] == 0
 
 
-@each_strategy
-@pytest.mark.parametrize("nproc", [1, 2])
+@each_strategy_and_one_process
 def test_samples_may_weigh_less_than_one(tmp_path: Path, run: Run, nproc: int, strategy: str) -> None:
     """Weights 0.1, 0.3 and 0.5: the gradient is (0.1·1 + 0.3·3 + 0.5·5) / 0.9; the last rank has a stand-in."""
     text = RECIPE.replace("SumOfLosses", "WeighedSamples")

@@ -1,11 +1,8 @@
 """What other programs wrote becomes a checkpoint with the same numbers, or is refused; none of it runs as code."""
 
 import json
-import os
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import patch_environment
 from checkpoint.doubles import Bomb, same
-from exchange.foreign_ranks import RANKS, STEPS, adamw, build, loss_of
+from exchange.foreign_ranks import RANKS, STEPS, adamw, build, loss_of, save_all
+from forked import in_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
@@ -36,12 +35,10 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks saved under DeepSpeed and FSDP."""
+    with patch_environment(DS_ACCELERATOR="cpu"):
+        pytest.importorskip("deepspeed.runtime.zero.muon.muon_optimizer")  # here, and not in every rank
     folder = tmp_path_factory.mktemp("foreign")
-    script = Path(__file__).with_name("foreign_ranks.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    env = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*launcher, script, folder], capture_output=True, text=True, env=env, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_ranks(RANKS, lambda _: save_all(folder))
     return folder
 
 
@@ -100,7 +97,6 @@ def changed(source: Path, target: Path, change: Callable[[dict[str, Any]], objec
 
 
 # ---------------------------------------------------------------------------------------------- DeepSpeed
-@pytest.mark.slow
 @pytest.mark.parametrize("source", [*ZERO, "zero2-robin"])
 def test_a_zero_checkpoint_keeps_master_weights_and_optimizer_state(
     foreign: Path, trained: tuple[nn.Module, torch.optim.Optimizer], source: str
@@ -113,7 +109,6 @@ def test_a_zero_checkpoint_keeps_master_weights_and_optimizer_state(
     assert newest(Path("out")) == (done.path, []), "every byte is as the manifest says"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("source", [*ZERO, "zero2-bf16", "zero3-bf16"])
 def test_weights_are_bit_by_bit_what_deepspeed_itself_says(foreign: Path, source: str) -> None:
     """Except where gradients go round robin: there its accessor takes elements of other parameters."""
@@ -125,7 +120,6 @@ def test_weights_are_bit_by_bit_what_deepspeed_itself_says(foreign: Path, source
     assert weights["frozen.weight"].dtype == (torch.bfloat16 if "bf16" in source else torch.float32)
 
 
-@pytest.mark.slow
 def test_the_folder_of_one_tag_will_do(foreign: Path) -> None:
     assert import_checkpoint(foreign / "zero1" / f"global_step{STEPS}", "out", trust=True).step == STEPS
 
@@ -182,7 +176,6 @@ def empty(copy: Path) -> None:
         torch.save({"optimizer_state_dict": {"zero_stage": 2}}, file)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "damage", "complaint"),
     [
@@ -209,7 +202,6 @@ def test_a_zero_checkpoint_that_contradicts_itself_is_refused(
     assert not Path("out").exists()
 
 
-@pytest.mark.slow
 def test_state_that_cannot_be_told_apart_is_left_out_and_said_so(foreign: Path) -> None:
     copy = zero_copy(foreign, "zero2")
     for file in copy.glob("*_optim_states.pt"):
@@ -226,7 +218,6 @@ def test_state_that_cannot_be_told_apart_is_left_out_and_said_so(foreign: Path) 
     assert done.left_out == ["optimizer: exp_avg is not laid out like the weights"]
 
 
-@pytest.mark.slow
 def test_each_group_has_its_own_step(foreign: Path) -> None:
     """As where some parameters are trained from a later step on."""
     copy = zero_copy(foreign, "zero1")
@@ -245,7 +236,6 @@ def test_each_group_has_its_own_step(foreign: Path) -> None:
     )
 
 
-@pytest.mark.slow
 def test_a_tag_cannot_lead_out_of_the_folder(foreign: Path) -> None:
     Path("copy").mkdir()
     shutil.copytree(foreign / "zero2" / f"global_step{STEPS}", "copy/here")
@@ -256,7 +246,6 @@ def test_a_tag_cannot_lead_out_of_the_folder(foreign: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- DCP
-@pytest.mark.slow
 def test_a_sharded_dcp_checkpoint_keeps_everything(
     foreign: Path, trained: tuple[nn.Module, torch.optim.Optimizer]
 ) -> None:

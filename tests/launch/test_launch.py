@@ -130,7 +130,7 @@ slow, full = (pytest.mark.slow,), (pytest.mark.full,)
 @pytest.mark.parametrize(
     ("form", "nproc"),
     [
-        pytest.param(ACCELERATE, 1, marks=slow),
+        pytest.param(ACCELERATE, 1, marks=full),
         pytest.param(ACCELERATE, 2, marks=full),
         pytest.param(TORCHRUN, 1, marks=full),
         pytest.param(TORCHRUN, 2, marks=full),
@@ -141,7 +141,7 @@ slow, full = (pytest.mark.slow,), (pytest.mark.full,)
 def test_every_launcher_trains_the_same_curve(
     tmp_path: Path, start: Start, curve: list[float], form: str, nproc: int
 ) -> None:
-    """Those for `make test-all` are covered otherwise: two processes of each launcher by the tests below, one of
+    """All for `make test-all`, as they are covered otherwise: processes of each launcher by the tests below, those of
     torchrun by all that `tests/launched.py` starts, which is the environment that it gives.
     """
     ended = start(f"{form.format(nproc=nproc, several=SEVERAL[nproc])} --json")
@@ -163,7 +163,7 @@ def test_every_launcher_trains_the_same_curve(
         pytest.param(
             "accelerate launch --use_deepspeed --zero_stage 2 {processes} -m ddpforge run tiny.toml",
             "deepspeed",
-            marks=slow,
+            marks=full,
         ),
     ],
 )
@@ -172,8 +172,8 @@ def test_every_launcher_starts_every_strategy(
 ) -> None:
     """Trap 05: what was asked for is what runs; without GPUs accelerate itself would train DDP, or nothing at all.
 
-    The tests of how `ddpforge launch` ends use the strategies too, and two processes of accelerate are launched below:
-    the same here is for `make test-all`.
+    The tests of how `ddpforge launch` ends use the strategies too, two processes of accelerate are launched below, and
+    what its environment says of DeepSpeed is tested with forked ranks: the same here is for `make test-all`.
     """
     processes = SEVERAL[2].removeprefix("--multi_gpu ")
     command = form.format(several=SEVERAL[2], processes=processes, nproc=2)
@@ -319,7 +319,9 @@ def stopped(folder: Path, process: subprocess.Popen[str], curve: list[float]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("asked", "strategy"), [(signal.SIGTERM, "ddp"), (signal.SIGINT, "fsdp")])
+@pytest.mark.parametrize(
+    ("asked", "strategy"), [(signal.SIGTERM, "ddp"), pytest.param(signal.SIGINT, "fsdp", marks=full)]
+)
 def test_launch_trains_until_a_request_to_stop_is_passed_on_to_the_ranks(
     tmp_path: Path,
     popen: Callable[[str], subprocess.Popen[str]],

@@ -1,13 +1,12 @@
 """Ranks talk: one alone, threads of one process, and processes over gloo all keep the same contract."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from talking import CHECKS
+from forked import in_ranks
+from talking import CHECKS, talk
 
 from ddpforge.errors import PeerFailed, UsageError
 from ddpforge.interfaces import Ranks
@@ -29,15 +28,9 @@ def test_threads(check: Callable[[Ranks], None], size: int) -> None:
     in_threads(size, check)
 
 
-@pytest.mark.slow
 def test_processes(tmp_path: Path) -> None:
     """Three of them, and two that form a group of their own."""
-    command = [sys.executable, str(Path(__file__).parents[1] / "talking.py")]
-    ranks = [
-        subprocess.Popen([*command, str(rank), "3", str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
-        for rank in range(3)
-    ]
-    assert [rank.communicate()[0].strip() for rank in ranks] == ["all is well"] * 3
+    in_ranks(3, lambda rank: talk(rank, 3, tmp_path / "store"))
 
 
 def test_a_thread_that_fails_releases_the_others() -> None:

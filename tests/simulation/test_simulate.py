@@ -211,7 +211,14 @@ def test_a_long_step_of_a_pipeline_is_reckoned_from_two_short_ones(
     assert reckoned.as_dict() == simulated.as_dict()
 
 
-@pytest.mark.parametrize("strategy", ["pipeline", "pipeline:stages=4:tensor=2", 'pipeline:schedule="GPipe"'])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "pipeline",
+        pytest.param("pipeline:stages=4:tensor=2", marks=pytest.mark.full),
+        pytest.param('pipeline:schedule="GPipe"', marks=pytest.mark.full),
+    ],
+)
 def test_one_of_the_stages_with_equal_layers_stands_for_all(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
@@ -228,7 +235,7 @@ def test_one_of_the_stages_with_equal_layers_stands_for_all(
     assert plan(strategy, "model.layers=8", "train.micro_batch=8", ranks=ranks).as_dict() == quick.as_dict()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_zero_is_simulated_like_its_own_code_for_all_ranks(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:

@@ -76,16 +76,18 @@ def test_the_curve_is_that_of_ddp_where_ranks_hold_shards_of_their_share_of_a_st
     assert [one.held for one in found] == [shared("1F1B", rank // 4) // 2 for rank in range(8)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("schedule", "more"),
     [
-        pytest.param(schedule, more, marks=() if (schedule, more) == ("1F1B", BOTH) else pytest.mark.full)
+        (schedule, more)
         for schedule in SCHEDULES
         for more in ("", "sequence = true", 'loss = "vocabulary"', BOTH)
         if schedule == "1F1B" or more in ("", BOTH)
     ],
 )
 def test_the_curve_is_that_of_ddp_where_two_ranks_share_each_layer(schedule: str, more: str) -> None:
+    """`make test` has whole runs of it in `tests/distributed/test_anywhere.py`."""
     found = train(f"{PIPELINE.format(schedule)}\ntensor = 2\n{more}", 4)
     assert_alike(found[0], of_ddp("20st"))
     assert [one.held for one in found] == [shared(schedule, rank // 2) for rank in range(4)]

@@ -22,6 +22,7 @@ with patch_environment(DS_ACCELERATOR="cpu"):  # here, and not in every rank
 from ddpforge.strategies.deepspeed import DeepSpeed
 
 each_stage = pytest.mark.parametrize("stage", [1, 2, 3])
+stages_1_and_3 = pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full), 3])  # 2 is 1's code
 
 
 class Dot(nn.Module):
@@ -69,21 +70,23 @@ def parts_of(training: Training) -> dict[str, Part]:
 # ---------------------------------------------------------------------------------------------- the step
 @each_stage
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize(("clip", "share"), [(None, 1.0), (98**0.5 / 2, 0.5), (20.0, 1.0)])
-def test_the_mean_gradient_over_ranks_is_clipped_by_the_norm_over_all_parts(
-    stage: int, precision: str, clip: float | None, share: float
-) -> None:
+def test_the_mean_gradient_over_ranks_is_clipped_by_the_norm_over_all_parts(stage: int, precision: str) -> None:
+    shares = {None: 1.0, 98**0.5 / 2: 0.5, 20.0: 1.0}
+
     def rank(number: int) -> Any:
         plain = lambda weights: SGD([w for w in weights if w.requires_grad], lr=1.0)  # noqa: E731
-        training = begin(stage, plain, clip_norm=clip, precision=precision)
         one, other = torch.tensor([4.0, 0.0, 6.0]) * number, torch.tensor([0.0, 6.0, 6.0]) * number
-        norms = [training.step(one, other) for _ in range(2)]
-        return norms, parts_of(training)
+        found = []
+        for clip in shares:
+            training = begin(stage, plain, clip_norm=clip, precision=precision)
+            norms = [training.step(one, other) for _ in range(2)]
+            found.append((norms, parts_of(training)))
+        return found
 
-    found = in_ranks(2, rank)
-    assert [norms for norms, _ in found] == [[pytest.approx(98**0.5)] * 2] * 2  # (4 + 9 + 36) · 2
-    expected = [pytest.approx(-2 * share * each, rel=1e-5) for each in (2.0, 3.0, 6.0)]
-    assert whole([parts for _, parts in found]) == {"w": expected, "v": expected}
+    for share, found in zip(shares.values(), zip(*in_ranks(2, rank), strict=True), strict=True):
+        assert [norms for norms, _ in found] == [[pytest.approx(98**0.5)] * 2] * 2  # (4 + 9 + 36) · 2
+        expected = [pytest.approx(-2 * share * each, rel=1e-5) for each in (2.0, 3.0, 6.0)]
+        assert whole([parts for _, parts in found]) == {"w": expected, "v": expected}
 
 
 @each_stage
@@ -130,7 +133,7 @@ def test_the_engine_already_takes_the_next_step_with_the_scale_that_is_resumed()
     assert in_ranks(2, rank) == [(False, True, state)] * 2
 
 
-@each_stage
+@stages_1_and_3
 @pytest.mark.parametrize(("uses", "said"), [("w", "`v`"), ("", "`w` and 1 more")])
 def test_a_weight_that_one_micro_batch_does_not_use_is_named(stage: int, uses: str, said: str) -> None:
     """Though another has used it, and though this is the second step."""
@@ -186,7 +189,7 @@ class Explorer(SGD):
     def restore(self) -> None: ...
 
 
-@each_stage
+@stages_1_and_3
 def test_exploring_moves_the_weights_that_forward_passes_use_and_does_not_clip(stage: int) -> None:
     def rank(number: int) -> Any:
         training = begin(stage, Explorer, clip_norm=6**0.5 / 2)
@@ -213,7 +216,7 @@ class ByRank(Dot):
             tensor.data = torch.full((len(tensor), 2), 1.0 + rank)[:, 0]  # with gaps in memory
 
 
-@each_stage
+@stages_1_and_3
 def test_all_ranks_begin_with_rank_0s_weights_and_buffers(stage: int) -> None:
     def rank(number: int) -> Any:
         training = begin(stage, build=lambda: ByRank(number))
@@ -227,7 +230,7 @@ def test_all_ranks_begin_with_rank_0s_weights_and_buffers(stage: int) -> None:
     assert whole([each[2] for each in found]) == {"w": [1.0] * 3, "v": [1.0] * 3}
 
 
-@each_stage
+@stages_1_and_3
 def test_what_is_written_into_the_parts_counts_once_it_is_said(stage: int) -> None:
     def rank(number: int) -> Any:
         training = begin(stage)
@@ -251,7 +254,7 @@ def test_what_is_written_into_the_parts_counts_once_it_is_said(stage: int) -> No
     assert in_ranks(2, rank) == [(True, [more, 2.0 + more, 4.0 + more])] * 2
 
 
-@each_stage
+@stages_1_and_3
 def test_what_a_callback_writes_past_them_is_refused(stage: int) -> None:
     def rank(number: int) -> Any:
         training = begin(stage)
@@ -277,7 +280,7 @@ def adamw(weights: Any) -> AdamW:
     return AdamW([weight for weight in weights if weight.requires_grad], lr=0.1)
 
 
-@each_stage
+@stages_1_and_3
 def test_a_run_goes_on_from_ddps_state_and_its_own_state_is_ddps(stage: int) -> None:
     def rank(number: int) -> Any:
         plain, sharded = Training(DDP(), Dot, adamw), begin(stage, adamw)
@@ -312,7 +315,7 @@ def test_a_run_goes_on_from_ddps_state_and_its_own_state_is_ddps(stage: int) -> 
     assert found[0][3] == ["frozen", "mean", "v", "w"]
 
 
-@each_stage
+@stages_1_and_3
 def test_weights_alone_leave_the_rest_as_it_is(stage: int) -> None:
     def rank(number: int) -> Any:
         training = begin(stage)
@@ -361,7 +364,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name(stage: int, wrong: dict[st
         assert message.startswith(said)
 
 
-@each_stage
+@stages_1_and_3
 def test_a_whole_state_without_an_optimizers_begins_it_anew(stage: int) -> None:
     def rank(number: int) -> Any:
         training = begin(stage)
@@ -409,7 +412,7 @@ def _more(*shape: int, dtype: torch.dtype = torch.float32, trained: bool = True)
         (_more(2, dtype=torch.float64, trained=False), (), ""),
     ],
 )
-@each_stage
+@stages_1_and_3
 def test_forms_that_cannot_be_sharded_are_named(
     build: Callable[[], nn.Module], stages: tuple[int, ...], said: str, stage: int
 ) -> None:

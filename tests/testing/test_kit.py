@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 from textwrap import dedent
@@ -374,12 +374,15 @@ def test_every_built_in_component_keeps_its_contract() -> None:
     conform("ddpforge", quick=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["model", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("callback", "data"))]
+    ("kind", "names"),
+    [
+        ("model", ["mlp"]),
+        *(pytest.param(kind, (), marks=pytest.mark.full) for kind in ("model", "callback", "data")),
+    ],
 )
-def test_built_in_components_are_the_same_on_all_ranks(kind: str) -> None:
-    conform("ddpforge", kind=kind)
+def test_built_in_components_are_the_same_on_all_ranks(kind: str, names: Sequence[str]) -> None:
+    conform("ddpforge", kind=kind, names=names)
 
 
 @pytest.mark.full

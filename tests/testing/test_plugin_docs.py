@@ -55,8 +55,9 @@ def test_the_file_passes_and_the_mistake_is_found_in_the_words_shown(focal: Path
     assert shown in re.sub(number, "N", result.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_package_installs_and_passes_its_own_test_and_trains(focal: Path) -> None:
+    """What `plugins new` writes is installed and tested like this in `tests/components/test_scaffold.py`."""
     offline = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "install", *offline, "--target", "site", "."]
     subprocess.run(command, check=True, capture_output=True)

@@ -13,23 +13,23 @@ import torch
 from ddpforge.exchange.initial import load_initial
 from ddpforge.ranks.collectives import Alone
 from ddpforge.strategies.named_state import tensors
+from ddpforge.testing.ranks import preload, run_ddpforge
 from safetensors.torch import save_model
 from torch import nn
 
 from ddpforge_timm import timm_model
 
+os.environ["HF_HUB_OFFLINE"] = "1"
+preload("timm")
 RECIPE = Path(__file__).parents[1] / "recipes" / "digits-resnet.toml"
 
 
-def ddpforge(*arguments: str, cwd: Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "ddpforge", *arguments],
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
+def launched(*arguments: str, cwd: Path, ranks: int) -> subprocess.CompletedProcess[str]:
+    """As people start it."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *torchrun, "-m", "ddpforge", *arguments]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
 
 
 def losses(folder: Path) -> list[float]:
@@ -74,7 +74,7 @@ def test_what_timm_would_not_heed_is_refused(options: dict[str, Any], message: s
 
 
 def test_a_wrong_name_is_an_error_of_the_recipe(tmp_path: Path) -> None:
-    done = ddpforge("run", str(RECIPE), "--set=model.arch=test_resnett", cwd=tmp_path)
+    done = run_ddpforge("run", str(RECIPE), "--set=model.arch=test_resnett", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "did you mean `test_resnet`" in done.stderr
     assert "Traceback" not in done.stderr
@@ -83,14 +83,14 @@ def test_a_wrong_name_is_an_error_of_the_recipe(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- training
 def test_ddp_and_fsdp_train_the_same_curve_on_two_ranks(tmp_path: Path) -> None:
     curves = {}
-    for strategy in ("ddp", "fsdp"):
+    for strategy, start in (("ddp", launched), ("fsdp", run_ddpforge)):
         sets = (
             f"--set=strategy.use={strategy}",
             f"--set=name={strategy}",
             "--set=train.length=20st",
             "--set=schedule.warmup=2st",
         )
-        done = ddpforge("run", str(RECIPE), *sets, "--set=track.every=1st", cwd=tmp_path, ranks=2)
+        done = start("run", str(RECIPE), *sets, "--set=track.every=1st", cwd=tmp_path, ranks=2)
         assert done.returncode == 0, done.stderr
         curves[strategy] = losses(tmp_path / "runs" / strategy)
     assert len(curves["ddp"]) == 20
