@@ -8,7 +8,8 @@ The state is a model with AdamW's two moments, in fp32. All sides take turns in 
 is the median of the turns. Files are synced to the disk on every side that can do it, ddpforge's hashes are on.
 
     blocking    until `save` comes back, with everything on disk
-    stall       until training may go on, while a thread writes: what the save costs training
+    stall       until a save in the background comes back, and what the update after a pass of 0.3 s waits for it. What
+                copies and writes meanwhile takes a core, too, which a pass on CPUs may miss
     load        into the tensors that there are; ddpforge verifies every block that it reads
     memory      the most that the process held during the save beyond what it held before, ÷ the bytes it writes
 
@@ -49,6 +50,7 @@ from ddpforge.recipe.schema import CheckpointSection, KeepSection
 
 BLOCK = 64 << 20  # bytes per write of the raw side
 WIDTH = 1024
+PASS = 0.3  # seconds
 STALL, WRITE, LOAD, MEMORY = 0.1, 1.1, 1.2, 1.1
 
 
@@ -97,6 +99,7 @@ class Bench:
         self.target = {name: torch.empty_like(tensor) for name, tensor in self.tensors.items()}
         self.bytes = sum(tensor.nbytes for tensor in self.tensors.values())
         self.checkpoints = {name: self._checkpoints(name) for name in ("blocking", "background")}
+        self.factor = torch.randn(256, 256)  # of a pass
 
     def _checkpoints(self, name: str) -> Checkpoints:
         settings = CheckpointSection(background=name == "background", keep=KeepSection(last=1))
@@ -171,12 +174,17 @@ class Bench:
 
     # -- measuring
     def stall(self) -> tuple[float, float]:
-        """Seconds of a save in the background that training waits for, and the memory ratio of the save."""
+        """Seconds for which a save in the background keeps training waiting, and the memory ratio of the save."""
+        saving = self.checkpoints["background"]
         with watched_memory() as most:
+            begins = self.timed(lambda: self.begin("background"))
+            until = time.perf_counter() + PASS
+            while time.perf_counter() < until:
+                torch.mm(self.factor, self.factor)
             began = time.perf_counter()
-            self.begin("background")
-            stalled = time.perf_counter() - began
-            self.checkpoints["background"].wait()
+            saving.before_update()
+            stalled = begins + time.perf_counter() - began
+            saving.wait()
         return stalled, most[0] / (self.bytes / self.ranks.size)
 
     def timed(self, action: Callable[[], None]) -> float:

@@ -59,9 +59,9 @@ class Checkpoints:
     def save(self, facts: Facts, state: RankState) -> None:
         """Begins to write a checkpoint; `wait` tells how it went, and nothing of that is raised here.
 
-        With `checkpoint.background`, the state may change as soon as this returns, and a thread writes; but for what
-        GPUs still copy, see `before_update`. Otherwise all is written when this returns. A save whose outcome was not
-        taken yet is waited for first, see `wait`.
+        With `checkpoint.background`, a thread writes, and the state may change as soon as this returns, but for weights
+        and what the optimizer keeps of them: see `before_update`. Otherwise all is written when this returns. A save
+        whose outcome was not taken yet is waited for first, see `wait`.
         """
         if self.pending:
             self.wait()
@@ -91,7 +91,7 @@ class Checkpoints:
                 self._staging.reserve(own_part(flatten(state, rank=self._peers.rank, ranks=self._peers.size).held))
 
     def before_update(self) -> None:
-        """To be called before an update, or whatever else changes weights: GPUs finish copying them first."""
+        """To be called before an update, or whatever else changes weights: they are copied to the end first."""
         self._staging.before_update()
 
     @property

@@ -4,6 +4,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from threading import Thread
 from typing import Any
@@ -27,7 +28,7 @@ class Staging:
 
     The memory is taken at the first copy, or by `reserve`, and grows when more is to be copied; each copy overwrites
     the one before. GPUs copy on streams of their own, see
-    https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams.
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams; the host in a thread.
     """
 
     def __init__(self) -> None:
@@ -35,6 +36,8 @@ class Staging:
         self._reserving: Thread | None = None
         self._ends: dict[torch.device, torch.cuda.Event] = {}  # of the newest copies
         self._live: list[Part] = []  # what may still be being copied, and must not change nor be freed
+        self._host = ThreadPoolExecutor(1, "copy for a checkpoint")
+        self._copied: Future[None] | None = None  # what lies on the host
 
     def reserve(self, held: Held) -> None:
         """Takes memory for copies of `held` in a thread, if something is on a GPU: locking a gigabyte takes half a
@@ -53,41 +56,56 @@ class Staging:
     def copy(self, held: Held) -> Held:
         """The same parts in host memory, which are there once `wait` has returned.
 
-        What lies on the host is copied when this returns. What lies on a GPU may change as soon as this returns, as far
-        as the GPU is asked to on its current stream; but for what only updates change, trained weights and their
-        optimizer state: these are copied under the passes that follow, and `before_update` is to be called. Raises
-        CheckpointError when there is not enough memory.
+        All may change as soon as this returns, as far as a GPU is asked to on its current stream; but for what only
+        updates change, trained weights and their optimizer state: these are copied under the passes that follow, and
+        `before_update` is to be called. Raises CheckpointError when there is not enough memory.
         """
         if self._reserving is not None:
             self._reserving.join()
             self._reserving = None
         parts = [part for _, _, part in _each(held)]
         gpus = _gpus(parts)
+        self._finish_on_host()  # a copy that nobody has waited for, because its save failed
         pieces = dict(zip(map(id, parts), _pieces(self._bytes(_size(parts), locked=bool(gpus)), parts), strict=True))
 
+        def fill(chosen: Iterable[Part]) -> None:
+            for part in chosen:
+                source = part.tensor.detach()
+                pieces[id(part)].copy_(source, non_blocking=source.is_cuda)
+
         updated = _only_updated(held)
+        later = [part for part in parts if id(part) in updated]
         with _aside(gpus):
-            _fill((pieces[id(part)], part) for part in parts if id(part) not in updated)
+            fill(part for part in parts if id(part) not in updated)
         for gpu in gpus:
             torch.cuda.current_stream(gpu).wait_stream(_stream_for_copies(gpu))
         with _aside(gpus):
-            _fill((pieces[id(part)], part) for part in parts if id(part) in updated)
+            fill(part for part in later if _gpus([part]))
         self._ends = {gpu: _stream_for_copies(gpu).record_event(_end()) for gpu in gpus}
         self._live = parts if gpus else []
+        self._copied = self._host.submit(fill, [part for part in later if not _gpus([part])])
         return {
             section: {name: [part.of(pieces[id(part)]) for part in found] for name, found in named.items()}
             for section, named in held.items()
         }
 
     def before_update(self) -> None:
-        """Has GPUs finish their copies before what they are asked for next; the host does not wait."""
+        """Has GPUs finish their copies before what they are asked for next; the host finishes its own."""
+        self._finish_on_host()
         if self._live:
             for gpu, end in self._ends.items():
                 torch.cuda.current_stream(gpu).wait_event(end)
             self._live = []
 
+    def _finish_on_host(self) -> None:
+        if self._copied is not None:
+            self._copied.result()
+            self._copied = None
+
     def wait(self) -> None:
         """Waits until all that was copied is there; for a thread that does not train."""
+        if (copied := self._copied) is not None:
+            copied.result()
         for end in self._ends.values():
             end.synchronize()
 
@@ -158,12 +176,6 @@ def _pieces(memory: Tensor, parts: list[Part]) -> Iterator[Tensor]:
         source = part.tensor
         yield memory[begin : begin + source.nbytes].view(source.dtype).view(source.shape)
         begin += _aligned(source.nbytes)
-
-
-def _fill(pairs: Iterable[tuple[Tensor, Part]]) -> None:
-    for piece, part in pairs:
-        source = part.tensor.detach()
-        piece.copy_(source, non_blocking=source.is_cuda)
 
 
 class _Memory:

@@ -84,7 +84,7 @@ class Saving:
             self.checkpoints.reserve(self._own(self._replica.state()))
 
     def before_update(self) -> None:
-        """To be called before an update, or whatever else changes weights: GPUs finish copying them first."""
+        """To be called before an update, or whatever else changes weights: they are copied to the end first."""
         self.checkpoints.before_update()
 
     def _own(self, state: CanonicalState[Any]) -> RankState:

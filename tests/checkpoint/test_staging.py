@@ -105,6 +105,28 @@ def test_what_only_updates_change_is_copied_under_the_next_passes_and_all_else_b
                 assert torch.equal(part.tensor, copy.tensor), name
 
 
+def test_the_host_copies_weights_in_a_thread_for_which_an_update_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, rank_state = state()
+    held, copies, gate = flatten(rank_state, rank=0, ranks=1).held, Staging(), threading.Event()
+    real, later = Tensor.copy_, {names[name].data_ptr() for name in ("weight", "momentum")}
+
+    def copy(piece: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        assert source.data_ptr() not in later or gate.wait(30)
+        return real(piece, source)
+
+    monkeypatch.setattr(Tensor, "copy_", copy)
+    copied = copies.copy(held)
+    for name in ("mean", "memory", "ema"):  # what passes and callbacks change
+        names[name].fill_(99.0)
+    threading.Timer(0.1, gate.set).start()
+    copies.before_update()
+    names["weight"].fill_(99.0)
+    names["momentum"].fill_(99.0)
+    copies.wait()
+    found = {part.tensor[0].item() for section in copied.values() for parts in section.values() for part in parts}
+    assert found == {0.0, 1.0, 2.0, 3.0, 4.0}
+
+
 def test_weights_of_which_the_optimizer_knows_nothing_are_copied_before_the_next_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
