@@ -107,8 +107,8 @@ STRATEGIES = {
     "deepspeed:2": [],
     "deepspeed:3": [],
 }
-LACKS = {("resnet50", "fsdp:tensor=2")}
-"""A ResNet has no plan of which layers are cut, and is refused by name."""
+OWN = {("resnet50", "fsdp:tensor=2"): ['strategy.plan={"fc"="logits"}']}
+"""A ResNet has no plan of which layers are cut: its convolutions stay whole."""
 
 
 LARGE = {
@@ -223,10 +223,8 @@ def main() -> None:
             recipe = folder / f"{model}.toml"
             recipe.write_text(HEAD + MODELS[model])
             for label in options.strategies:
-                if (model, label) in LACKS:
-                    continue
                 strategy, *_ = label.split(",")
-                sets = STRATEGIES[label]
+                sets = [*STRATEGIES[label], *OWN.get((model, label), [])]
                 use, _, option = strategy.partition(":")
                 own = [f"strategy.use={use}"]
                 own += [f"strategy.{option if '=' in option else f'stage={option}'}"] if option else []
