@@ -35,6 +35,7 @@ def takes_means(ranks: Ranks) -> None:
     expected |= {f"of {rank}": 1.5 for rank in range(ranks.size)}
     for _ in range(2):
         assert ranks.mean(totals) == expected
+        assert ranks.average({"rank": ranks.rank}) == {"rank": (ranks.size - 1) / 2}
 
 
 def gathers_rows_with_gradients(ranks: Ranks) -> None:

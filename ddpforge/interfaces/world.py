@@ -57,6 +57,10 @@ class Ranks(ABC):
         the device.
         """
 
+    def average(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Averages plain numbers as `mean` does, but from host to host: waits for no device."""
+        return self.mean(numbers)
+
     @abstractmethod
     def gather(self, rows: Tensor) -> tuple[Tensor, int]:
         """Concatenates every rank's rows, along the first dimension; also returns where this rank's own begin.

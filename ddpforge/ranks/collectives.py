@@ -33,13 +33,17 @@ class Connected(Ranks):
 
     def __init__(self, rank: int, size: int, device: torch.device = _CPU) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._means = Means(self, self._add_up)
+        self._means, self._averages = Means(self, self._add_up), Means(self, self._add_up_on_host)
 
     def mean(
         self, totals: Mapping[str, Total | Rows | float], metrics: Mapping[str, Metric] = MappingProxyType({})
     ) -> dict[str, float]:
         """In one all-reduce, but for names that ranks have not heard of yet, and rows."""
         return self._means(totals, metrics)
+
+    def average(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """In one all-reduce between hosts, but for names that ranks have not heard of yet."""
+        return self._averages(numbers, {})
 
     def gather(self, rows: Tensor) -> tuple[Tensor, int]:
         """Counts each rank's rows, in one small sum; then gathers them, filled up to as many as the largest has."""
@@ -75,6 +79,10 @@ class Connected(Ranks):
     def _add_up(self, values: Tensor) -> Tensor:
         """Adds up over ranks where the result is used at once; may use the memory of `values`."""
         return self.sum(values)
+
+    def _add_up_on_host(self, values: Tensor) -> Tensor:
+        """The same of values on the host."""
+        return self._add_up(values)
 
     @abstractmethod
     def bytes_of_rank_0(self, values: Tensor) -> None:
@@ -162,7 +170,10 @@ class Group(Connected):
 
     def _add_up(self, values: Tensor) -> Tensor:
         """One all-reduce in place: a quarter of the host's time of one that is waited for later."""
-        values = values.to(self.device, non_blocking=True)
+        return self._add_up_on_host(values.to(self.device, non_blocking=True))
+
+    def _add_up_on_host(self, values: Tensor) -> Tensor:
+        """One all-reduce where the values are: over gloo, on the host."""
         dist.all_reduce(values, group=self._group)
         return values
 

@@ -134,7 +134,7 @@ class TorchReplica(Replica):
         self.precision.unscale(self.optimizer)
         norm = self.norm(self.gradients.collect())
         self.on_gradient(norm)
-        if self.clip_norm is not None and not _known_to_be_within(norm, self.clip_norm):
+        if self.clip_norm is not None and not self._is_within(norm, self.clip_norm):
             self.clip(self.clip_norm, norm)
 
         self.precision.update(self.optimizer, norm)
@@ -157,6 +157,10 @@ class TorchReplica(Replica):
         dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(dense)))
         return norm
+
+    def _is_within(self, norm: Tensor, largest: float) -> bool:
+        """True where the host sees, without waiting for a device, that clipping would multiply every gradient by 1."""
+        return self.precision.device.type == "cpu" and norm.item() + 1e-6 <= largest  # torch adds as much
 
     def clip(self, largest: float, norm: Tensor) -> None:
         """Scales the gradients, whose norm is `norm`, down to the `largest` norm."""
@@ -208,8 +212,3 @@ class WholeReplica(TorchReplica):
         """Every rank takes everything."""
         named_state.restore(self.bare, self.optimizer, state, partial=partial)
         self.remember(state)
-
-
-def _known_to_be_within(norm: Tensor, largest: float) -> bool:
-    """True where the host sees, without waiting for a device, that clipping would multiply every gradient by 1."""
-    return norm.device.type == "cpu" and norm.item() + 1e-6 <= largest  # torch adds as much before it divides

@@ -263,7 +263,7 @@ class Trainer:
 
             if agrees or looks_are_free:
                 self._look_at_norms(totals, logs=logs)
-            means = self._agree(totals if logs else {}, alarms) if agrees else {}
+            means = self._agree(totals, alarms, logs=logs) if agrees else {}
             wanted = self._agreed.wanted if agrees else frozenset[str]()
             stops = agrees and self._agreed.stops
 
@@ -349,20 +349,25 @@ class Trainer:
             yield drawn[-1], _until_last(drawn[-1], source)
 
     # ------------------------------------------------------------------------------------------ agreement
-    def _agree(self, totals: Mapping[str, Total], alarms: Iterable[Alarm]) -> dict[str, float]:
-        """One reduction over ranks: the means of `totals`, and whether anybody wants to stop or an alarm rang."""
+    def _agree(self, totals: Mapping[str, Total], alarms: Iterable[Alarm], *, logs: bool) -> dict[str, float]:
+        """One reduction over ranks: whether anybody wants to stop or an alarm rang, and where it `logs` the means.
+
+        Where it does not, no device is waited for.
+        """
         pace = self._pace.seconds / self._pace.steps
         self._pace.restart()
         ballot = self._ballot.totals(self._wishes(alarms), seconds=pace, saved=self.saving.ready)
 
         phases.mark(phases.REDUCE)
         rates = {_FACTOR: self._factor} if self._setting_rates else {}
-        spent = self._spending.totals(totals) if totals else {}
-        means = self.world.all.mean(
-            {**totals, **ballot, **self._read.totals(), **rates, **spent}, reports_of(self.task)
-        )
-        if spent:
-            self._shares, self._items = self._spending.taken(means)
+        said = {**ballot, **self._read.totals(), **rates}
+        if logs:
+            spent = self._spending.totals(totals) if totals else {}
+            means = self.world.all.mean({**totals, **said, **spent}, reports_of(self.task))
+            if spent:
+                self._shares, self._items = self._spending.taken(means)
+        else:
+            means = self.world.all.average(said)
         self._read.refuse_another(means, step=self.progress.step)
         self._refuse_another_factor(means.pop(_FACTOR, self._factor))
         self._count(means)
@@ -380,7 +385,7 @@ class Trainer:
     def _look(self, seconds: float) -> Agreement:
         """The same agreement where no step is done, whose parts take so many seconds here: only about stopping."""
         ballot = self._ballot.totals(self._wishes(), seconds=seconds, saved=False)
-        return self._count(self.world.all.mean(ballot, {}))
+        return self._count(self.world.all.average(ballot))
 
     def _count(self, means: dict[str, float]) -> Agreement:
         self._agreed = self._ballot.count(means)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Metric, Ranks, Rows, Total
+from ddpforge.ranks.collectives import Alone
 from ddpforge.testing.doubles import ThreadRanks, in_threads
 
 Row = Mapping[str, tuple[float, float]]
@@ -51,6 +52,12 @@ def test_plain_numbers_are_averaged_over_the_ranks_that_have_them() -> None:
     numbers: list[dict[str, float]] = [{"all": 1.0, "some": 5}, {"all": 2.0}, {"all": 6.0, "some": 7}]
     found = in_threads(3, lambda one: one.mean(numbers[one.rank]))
     assert found == [{"all": 3.0, "some": 6.0}] * 3
+
+
+def test_numbers_are_averaged_between_hosts_as_they_are_beside_totals() -> None:
+    found = in_threads(3, lambda one: one.average({"mine": float(one.rank), "all": 2}))
+    assert found == [{"all": 2.0, "mine": 1.0}] * 3
+    assert Alone().average({"mine": 4}) == {"mine": 4}
 
 
 def test_known_names_cost_one_reduction() -> None:

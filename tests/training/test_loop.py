@@ -196,9 +196,9 @@ def agreements(monkeypatch: pytest.MonkeyPatch) -> Callable[[Loop], list[int]]:
         agree = loop.trainer._agree
         loop.trainer._pace = Stopwatch(loop.clock)
 
-        def noted(totals: Any, alarms: Any) -> Any:
+        def noted(*arguments: Any, logs: bool) -> Any:
             agreed.append(loop.trainer.progress.step)
-            return agree(totals, alarms)
+            return agree(*arguments, logs=logs)
 
         monkeypatch.setattr(loop.trainer, "_agree", noted)
         loop.fit()
@@ -228,6 +228,25 @@ def test_ranks_agree_after_every_step_where_a_callback_takes_long(agreements: Ca
 
     loop.trainer.callbacks = {"slow": Watcher(action=sleep)}
     assert agreements(loop)[1:] == [3, 4, 5, 6, 7, 8]  # the first step is told of before it has taken any
+
+
+def test_what_has_no_row_is_agreed_on_between_hosts() -> None:
+    """Numbers of the device are read where there is a row, and nowhere else."""
+    loop = Loop(steps=7, track="3st", evaluation=False)
+    said: list[tuple[str, int]] = []
+    for name in ("mean", "average"):
+        real = getattr(loop.trainer.world.all, name)
+
+        def noted(*arguments: Any, name: str = name, real: Any = real) -> Any:
+            said.append((name, loop.trainer.progress.step))
+            return real(*arguments)
+
+        setattr(loop.trainer.world.all, name, noted)
+    loop.trainer._agree_every = 1
+    loop.fit()
+    rows = [(name, step) for name, step in said if step in (1, 3, 6, 7)]
+    assert {name for name, step in rows if step} == {"mean"}
+    assert {name for name, step in said if step in (0, 2, 4, 5)} == {"average"}
 
 
 # ---------------------------------------------------------------------------------------------- the end
