@@ -252,6 +252,7 @@ def test_the_image_is_made_of_what_a_build_context_has() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- runs
+@pytest.mark.full
 def test_the_plugins_of_the_how_to_run(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
     page = DOCS / "how-to/write-a-plugin.md"
     write_files(page, tmp_path)

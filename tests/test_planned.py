@@ -173,6 +173,7 @@ def test_full_memory_names_what_is_needed_what_there_is_and_what_would_fit(told:
     assert all(float(needs) <= 8.0 for _, needs in changes)
 
 
+@pytest.mark.full
 def test_memory_that_no_planned_step_fills_is_explained_by_arithmetic_alone(told: Callable[[int], Any]) -> None:
     error = told(10**12)
     assert error.message.endswith("something else than a planned step has filled it, an evaluation perhaps")

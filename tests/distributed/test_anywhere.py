@@ -110,7 +110,7 @@ def test_a_run_goes_on_anywhere(written: Callable[..., Bench], bench: Bench, sou
 @pytest.mark.parametrize(
     "layouts",
     [
-        ("zero3@2", "hsdp@4", "ddp@1", "zero1@2", "zero2@4", "fsdp@2"),
+        pytest.param(("zero3@2", "hsdp@4", "ddp@1", "zero1@2", "zero2@4", "fsdp@2"), marks=pytest.mark.full),
         ("tensor@4", "zero3@2", "pipeline+fsdp@4", "ddp@1", "pipeline+tensor@4", "fsdp@2"),
     ],
     ids=", ".join,
@@ -132,7 +132,7 @@ def test_six_layouts_in_turn_train_one_curve(
     [
         pytest.param("hsdp@4", "zero3@2", marks=pytest.mark.full),
         ("zero2@4", "ddp@1"),
-        ("pipeline+fsdp@4", "tensor@4"),
+        pytest.param("pipeline+fsdp@4", "tensor@4", marks=pytest.mark.full),
         pytest.param("zero3@2", "fsdp@2", marks=pytest.mark.full),
         pytest.param("ddp@2", "zero1@2", marks=pytest.mark.full),
         pytest.param("zero1@2", "zero2@4", marks=pytest.mark.full),

@@ -241,6 +241,7 @@ def test_a_resume_on_the_same_ranks_is_bitwise(bench: Bench, strategy: str) -> N
     assert bench.column("parts", "eval/loss") == bench.column("whole", "eval/loss")
 
 
+@pytest.mark.full
 def test_a_run_goes_on_under_other_strategies_and_numbers_of_ranks(bench: Bench) -> None:
     """Trap 19: the curve of the run that nobody interrupted."""
     bench("whole", DDP, length="20st", more=EMA)
@@ -340,7 +341,7 @@ def asynchronous_io() -> None:
     [
         pytest.param(DISK, id="optimizer", marks=pytest.mark.full),
         pytest.param(f'{HOST}\noffload_parameters = "nvme"\nnvme_path = "."', id="weights", marks=pytest.mark.full),
-        pytest.param(ALL_ON_DISK, id="all", marks=pytest.mark.slow),
+        pytest.param(ALL_ON_DISK, id="all", marks=pytest.mark.full),
     ],
 )
 def test_offload_to_disk_changes_nothing(bench: Bench, asynchronous_io: None, where: str) -> None:

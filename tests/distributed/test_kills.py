@@ -70,7 +70,7 @@ def test_a_run_survives_any_number_of_kills(
 @pytest.mark.parametrize(
     ("case", "kills"),
     [
-        pytest.param("fsdp", 1, id="fsdp-1", marks=pytest.mark.slow),
+        pytest.param("fsdp", 1, id="fsdp-1", marks=pytest.mark.full),
         *(pytest.param(case, 34, id=f"{case}-34", marks=pytest.mark.full) for case in ("ddp", "fsdp", "zero3")),
     ],
 )

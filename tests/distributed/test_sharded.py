@@ -61,7 +61,7 @@ def test_a_resume_under_fsdp_is_bitwise(bench: Bench) -> None:
         pytest.param(FSDP, id="fsdp", marks=pytest.mark.full),  # hsdp is fsdp, twice
         pytest.param(HSDP, id="hsdp"),
         pytest.param(ZERO[2], id="zero2", marks=pytest.mark.full),  # its checkpoints: test_deepspeed.py
-        pytest.param(ZERO[3], id="zero3"),
+        pytest.param(ZERO[3], id="zero3", marks=pytest.mark.full),
     ],
 )
 def test_a_checkpoint_and_an_export_are_those_of_a_plain_model(bench: Bench, strategy: str) -> None:

@@ -216,8 +216,8 @@ def found() -> Callable[[str], dict[str, Result]]:
     return lambda name: together(full=name in FULL)[name]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in RANKS])
+@pytest.mark.full
+@pytest.mark.parametrize("name", RANKS)
 def test_a_fault_that_takes_ranks_to_see(found: Callable[[str], dict[str, Result]], name: str) -> None:
     """The cases share launches: one that fails does not hide what is wrong with the next."""
     check, says = RANKS[name]

@@ -370,6 +370,7 @@ def _entry_points() -> set[str]:
 
 
 # ---------------------------------------------------------------------------------------------- ddpforge's own
+@pytest.mark.full
 def test_every_built_in_component_keeps_its_contract() -> None:
     conform("ddpforge", quick=True)
 
