@@ -95,6 +95,7 @@ class Batches:
     _pin: bool
     # By `first`, and not taken over yet: the micro-batch, and where the next come from.
     _begun: list[tuple[MicroBatch, Iterator[MicroBatch]]] = field(default_factory=list)
+    _kept: list[Iterable[MicroBatch]] = field(default_factory=list)  # a loader for evaluations, whose processes wait
 
     def fewest(self, steps: int | None) -> tuple[int, int]:
         """The sizes of the smallest micro-batch, on any rank, of a full step and of the last step of an epoch.
@@ -121,8 +122,12 @@ class Batches:
         return self._begun[0][0]
 
     def evaluation(self) -> Iterable[MicroBatch]:
-        """All samples once, in their own order."""
-        return self._loader(0, one_epoch=True)
+        """All samples once, in their own order; loader processes wait for the next time, unless they read a stream."""
+        if not self.workers or is_stream(self._data):
+            return self._loader(0, one_epoch=True)
+        if not self._kept:
+            self._kept.append(self._loader(0, one_epoch=True))
+        return self._kept[0]
 
     def _loader(self, start: int, *, one_epoch: bool) -> Iterable[MicroBatch]:
         options: dict[str, Any] = {"num_workers": self.workers, "pin_memory": self._pin, "batch_size": None}

@@ -1,5 +1,6 @@
 """Which samples a rank sees: order, dealing, uneven ends, seeds, streams."""
 
+import os
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ddpforge.builtin.orders import plain
@@ -614,3 +616,30 @@ def test_the_smallest_micro_batch_of_an_epoch_whose_rest_is_left_out_or_that_end
     for samples, drop_last in ((27, True), (24, False), (24, True)):
         batches = deal(Numbers(samples), ranks=2, batch=8, micro=2, drop_last=drop_last)
         assert batches.fewest(None) == batches.fewest(100) == (2, 2)
+
+
+class Fetchers:
+    """Tells which process fetched a sample."""
+
+    random = False
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.tensor(index), torch.tensor(os.getpid())
+
+
+def test_loader_processes_of_an_evaluation_wait_for_the_next_also_after_one_that_was_interrupted() -> None:
+    batches = deal(Fetchers(), batch=4, micro=2, workers=2)
+
+    def evaluated() -> tuple[list[int], set[int]]:
+        found = [micro.data for micro in batches.evaluation()]
+        return torch.cat([ids for ids, _ in found]).tolist(), set(torch.cat([pids for _, pids in found]).tolist())
+
+    samples, first = evaluated()
+    assert sorted(samples) == list(range(20))
+    assert len(first) == 2
+    assert os.getpid() not in first
+    next(iter(batches.evaluation()))
+    assert evaluated() == (samples, first)
