@@ -527,11 +527,11 @@ class LosesMicroBatches(DDP):
     """Clears gradients before every micro-batch."""
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        def backward(loss: Tensor, inner: Callable[[Tensor], None]) -> None:
+        def backward(loss: Tensor, scale: Tensor | float, inner: Callable[..., None]) -> None:
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.zero_()
-            inner(loss)
+            inner(loss, scale)
 
         return _changed(super().prepare(model, optimizer), backward=lambda inner: partial(backward, inner=inner))
 
