@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -29,14 +30,17 @@ def run_backward(loss: Tensor, scale: Tensor | float) -> None:
 def step(one: Optimizer) -> None:
     """Calls `one.step()`, but for the wrapper that tells torch's profiler and hooks of it, where there are none."""
     method: Any = type(one).step
-    is_wrapped = getattr(method, "__code__", None) is _WRAPPER and "step" not in vars(one)
+    is_wrapped = getattr(method, "__code__", None) is _wrapper() and "step" not in vars(one)
     if is_wrapped and not profiler._is_profiler_enabled and not _has_hooks(one):
         method.__wrapped__(one)
     else:
         one.step()
 
 
-_WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__  # the same whatever method it is around
+@functools.cache
+def _wrapper() -> Any:
+    """The code of torch's wrapper, which is the same whatever method it is around."""
+    return Optimizer.profile_hook_step(Optimizer.step).__code__
 
 
 def _has_hooks(one: Optimizer) -> bool:
