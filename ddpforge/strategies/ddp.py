@@ -164,7 +164,7 @@ def _missing(module: DistributedDataParallel) -> list[int]:
     try:
         module.reducer._check_reducer_finalized()
     except RuntimeError as error:
-        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        found = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
         if found is None:
             raise
         return [int(place) for place in found[1].split()]
