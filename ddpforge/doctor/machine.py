@@ -46,14 +46,19 @@ _HARMFUL = {
 
 
 def packages(distribution: str = "ddpforge") -> Iterator[Finding]:
-    """Compares what is installed with the ranges that ddpforge asks for; what an extra wants may be absent."""
+    """Compares what is installed with the ranges that ddpforge asks for; what an extra wants may be absent.
+
+    The extra `bench` is left out: its pins say what was measured, not what works.
+    """
     from packaging.requirements import Requirement
 
     python = ".".join(map(str, sys.version_info[:3]))
     shown = [f"Python {python}", f"{distribution} {version(distribution)}"]
     for text in requires(distribution) or ():
         wanted = Requirement(text)
-        extra = wanted.marker is not None and "extra" in str(wanted.marker)
+        extra = "extra" in str(wanted.marker)
+        if "bench" in str(wanted.marker):
+            continue
         try:
             found = version(wanted.name)
         except PackageNotFoundError:

@@ -28,6 +28,7 @@ def only(findings: Iterable[Finding]) -> Finding:
 def test_packages_that_fit_are_listed_and_others_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert levels(machine.packages()) == ["ok"]
     wanted = ["torch>=99", "nonsuch>=1,<2", "pytest>=1000; extra == 'dev'", "absent; extra == 'other'"]
+    wanted.append("click==8.0; extra == 'bench'")  # says what was measured
     monkeypatch.setattr(machine, "requires", lambda _: wanted)
     torch, nonsuch, extra, _ = machine.packages()
     assert (torch.level, torch.fix) == ("error", "pip install 'torch>=99'")
