@@ -20,7 +20,6 @@ __all__ = ["Alone", "Connected", "Group"]
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
-_FEW = 32_768  # values of all ranks together that are gathered to be added up: 256 KiB of float64
 
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the latter before torch 2.14
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -39,11 +38,11 @@ class Connected(Ranks):
     def mean(
         self, totals: Mapping[str, Total | Rows | float], metrics: Mapping[str, Metric] = MappingProxyType({})
     ) -> dict[str, float]:
-        """In one collective, but for names that ranks have not heard of yet, and rows."""
+        """In one all-reduce, but for names that ranks have not heard of yet, and rows."""
         return self._means(totals, metrics)
 
     def average(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """In one collective between hosts, but for names that ranks have not heard of yet."""
+        """In one all-reduce between hosts, but for names that ranks have not heard of yet."""
         return self._averages(numbers, {})
 
     def gather(self, rows: Tensor) -> tuple[Tensor, int]:
@@ -170,18 +169,11 @@ class Group(Connected):
         return summed
 
     def _add_up(self, values: Tensor) -> Tensor:
-        """One collective in place: a quarter of the host's time of one that is waited for later."""
+        """One all-reduce in place: a quarter of the host's time of one that is waited for later."""
         return self._add_up_on_host(values.to(self.device, non_blocking=True))
 
     def _add_up_on_host(self, values: Tensor) -> Tensor:
-        """One collective where the values are: over gloo, on the host.
-
-        Few values are gathered and added up here: half the hops of gloo's all-reduce, which is a ring, twice around.
-        """
-        if values.device.type == "cpu" and values.numel() * self.size <= _FEW:
-            rows = values.new_empty(self.size, len(values))
-            _all_gather(rows.view(-1), values, group=self._group)
-            return rows.sum(0)
+        """One all-reduce where the values are: over gloo, on the host."""
         dist.all_reduce(values, group=self._group)
         return values
 

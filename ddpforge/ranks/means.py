@@ -1,4 +1,4 @@
-"""Totals of all ranks become numbers: in one collective, whatever each rank names and in which order."""
+"""Totals of all ranks become numbers: in one all-reduce, whatever each rank names and in which order."""
 
 from __future__ import annotations
 
