@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["uncollected"]
+__all__ = ["ready_for_torch", "uncollected"]
+
+
+def ready_for_torch() -> None:
+    """Sets the variables that torch reads while it is imported, where the environment does not say otherwise."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # against memory in pieces
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler prints when it starts
 
 
 @contextmanager

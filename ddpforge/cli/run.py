@@ -12,7 +12,7 @@ import click
 from ddpforge.cli.ending import ending, leave, results_alone
 from ddpforge.cli.options import dry_run_option, json_option, out_option, recipe_argument, run_options, sets_options
 from ddpforge.errors import UsageError
-from ddpforge.importing import uncollected
+from ddpforge.importing import ready_for_torch, uncollected
 from ddpforge.launchers.requests import stop_with_parent
 from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.launchers.verdict import STARTED, record_start
@@ -59,11 +59,7 @@ def run(
             stop_with_parent()
         adopt_slurm()
         record_start()
-        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # against memory in pieces
-        if profile:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # read with torch: its profiler prints when it starts
-
+        ready_for_torch()
         with uncollected():
             from ddpforge.runner import run as train
             from ddpforge.runs.folder import RunFolder

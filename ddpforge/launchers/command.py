@@ -18,7 +18,7 @@ def torchrun_command(arguments: Sequence[str], *, nproc: int, flags: Sequence[st
     machine stands alone.
     """
     alone = [] if names_rendezvous(flags) else ["--standalone"]
-    torchrun = [sys.executable, "-m", "ddpforge.launchers.torchrun", *alone, f"--nproc-per-node={nproc}", *flags]
+    torchrun = [sys.executable, "-u", "-m", "ddpforge.launchers.torchrun", *alone, f"--nproc-per-node={nproc}", *flags]
     return [*torchrun, "-m", "ddpforge", "run", *arguments]
 
 

@@ -11,11 +11,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ddpforge.errors import ExitCode
-from ddpforge.importing import uncollected
-from ddpforge.launchers.requests import stop_with_parent
+from ddpforge.importing import ready_for_torch, uncollected
+from ddpforge.launchers.nursery import Brought, Nursery, is_safe
+from ddpforge.launchers.requests import dispositions, stop_with_parent
 from ddpforge.launchers.verdict import VERDICT, Words, is_final, record_death
 
 if TYPE_CHECKING:
+    from subprocess import Popen
+
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 
 
@@ -71,14 +74,29 @@ def _halted(codes: list[int]) -> bool:
     return VERDICT in os.environ and Words(Path(os.environ[VERDICT]), len(codes)).halted
 
 
+def _bring_up_in(nursery: Nursery) -> None:
+    """Has torchrun's ranks come from there."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+    by_itself = SubprocessHandler._popen
+
+    def start(handler: Any, words: tuple[str, ...], environment: dict[str, str]) -> Brought | Popen[bytes]:
+        stdout, stderr = handler._stdout, handler._stderr  # None: where torchrun's own go
+        streams = stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2
+        return nursery.bring(words, environment, streams) or by_itself(handler, words, environment)
+
+    patched: Any = SubprocessHandler
+    patched._popen = start
+
+
 def main() -> None:
     """Runs torchrun with this process' arguments; a traceback would only repeat that a rank has failed."""
+    signals = dispositions()
     if VERDICT in os.environ:
         stop_with_parent()
         _listen_to_the_launch_alone()
-        if "LOGLEVEL" not in os.environ:  # torchrun's own variable
-            logging.disable(logging.ERROR)  # ranks say why they end, and nobody else knows better
 
+    ready_for_torch()
     with uncollected():
         import torch.distributed.launcher.api as launcher
         from torch.distributed.elastic.multiprocessing import SignalException
@@ -86,6 +104,10 @@ def main() -> None:
         from torch.distributed.elastic.rendezvous.api import RendezvousError
         from torch.distributed.run import main as torchrun
 
+    if is_safe():  # torchrun itself has threads
+        _bring_up_in(Nursery(signals))
+    if VERDICT in os.environ and "LOGLEVEL" not in os.environ:  # torchrun's own variable
+        logging.disable(logging.ERROR)  # ranks say why they end, and nobody else knows better
     vars(launcher)["LocalElasticAgent"] = _agent()
     try:
         torchrun()

@@ -18,6 +18,7 @@ from launched import Zygote
 
 from ddpforge.errors import ExitCode
 from ddpforge.launchers.command import threads_per_process, torchrun_command
+from ddpforge.launchers.nursery import FORK
 from ddpforge.launchers.process import launch
 from ddpforge.launchers.process import start as begin
 from ddpforge.launchers.verdict import Death, Ended
@@ -136,6 +137,7 @@ slow, full = (pytest.mark.slow,), (pytest.mark.full,)
         pytest.param(TORCHRUN, 2, marks=full),
         pytest.param(LAUNCH, 1, marks=full),
         pytest.param(LAUNCH, 2, marks=full),
+        pytest.param(f"env {FORK}=0 {LAUNCH}", 2, marks=full),
     ],
 )
 def test_every_launcher_trains_the_same_curve(
@@ -183,6 +185,29 @@ def test_every_launcher_starts_every_strategy(
     assert json.loads(ended.stdout.splitlines()[-1]) == found  # DeepSpeed speaks in the launcher itself, before
     assert (found["state"], found["strategy"], found["world_size"]) == ("done", strategy, 2)
     assert losses(tmp_path / "runs/tiny") == pytest.approx(curve, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_launch_are_copies_of_one_process_also_when_they_start_again(tmp_path: Path, start: Start) -> None:
+    (tmp_path / "copied.py").write_text("""
+import os, pathlib
+from ddpforge.interfaces import Callback
+
+class Copied(Callback):
+    def on_start(self, run):
+        words = pathlib.Path("/proc/self/cmdline").read_bytes().split(b"\\0")
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        pathlib.Path(f"rank-{os.environ['RANK']}-{attempt}").write_text(str(b"ddpforge.launchers.torchrun" in words))
+
+    def on_step(self, info):
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise RuntimeError("once")
+""")
+    (tmp_path / "tiny.toml").write_text(RECIPE + '[callbacks.copied]\nuse = "./copied.py:Copied"\n')
+    ended = start("ddpforge launch tiny.toml --nproc 2 --max-restarts 1")
+    assert ended.returncode == 0, ended.stderr
+    found = {path.name: path.read_text() for path in tmp_path.glob("rank-*")}
+    assert found == {f"rank-{rank}-{attempt}": "True" for rank in (0, 1) for attempt in (0, 1)}
 
 
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=full), pytest.param(2, marks=slow)])
@@ -586,7 +611,7 @@ def test_ranks_get_ten_minutes_to_save_unless_the_environment_says_otherwise(
 def test_torchrun_stands_alone_unless_a_rendezvous_is_named() -> None:
     alone = torchrun_command(["r.toml"], nproc=2)
     assert alone[1:] == [
-        *("-m", "ddpforge.launchers.torchrun", "--standalone", "--nproc-per-node=2"),
+        *("-u", "-m", "ddpforge.launchers.torchrun", "--standalone", "--nproc-per-node=2"),
         *("-m", "ddpforge", "run", "r.toml"),
     ]
     for flag in ("--nnodes=2", "--rdzv-endpoint=a:1", "--master-port=1"):
