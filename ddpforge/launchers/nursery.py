@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from ddpforge.launchers.requests import stop_with_parent
+
 __all__ = ["FORK", "Brought", "Nursery", "is_safe"]
 
 FORK = "DDPFORGE_FORK"  # 0: every rank starts by itself
@@ -156,7 +158,11 @@ def _settle(
         numpy.random.seed()  # as anew in every process; Python's own generator does so by itself
     while os.getppid() == middle:
         time.sleep(0.001)
-    os.write(door, str(os.getpid()).encode())
+    stop_with_parent()
+    try:
+        os.write(door, str(os.getpid()).encode())
+    except BrokenPipeError:  # whoever asked is ending, or gone
+        os._exit(1)
     os.close(door)
 
 

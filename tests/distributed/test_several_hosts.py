@@ -80,7 +80,8 @@ def test_a_launch_on_each_of_two_hosts_trains_as_one_does(hosts: Hosts, tmp_path
     """What is typed on every machine, with nothing prepared: launchers meet, ranks join, one run comes of it."""
     for name in ("apart", "together"):
         (tmp_path / f"{name}.toml").write_text(RECIPE.format(name=name, strategy=strategy))
-    ddpforge = (sys.executable, "-m", "ddpforge", "launch")
+    # One rank of a host has more threads than one of two, and a sum has another order in more threads.
+    ddpforge = ("env", "OMP_NUM_THREADS=1", sys.executable, "-m", "ddpforge", "launch")
     meet = ("-n", "1", "--nnodes", "2", "--endpoint", "nodea")
     launches = [
         hosts[letter].start(*ddpforge, "apart.toml", *meet, "--node-rank", str(number), cwd=tmp_path)
