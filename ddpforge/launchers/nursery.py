@@ -84,7 +84,8 @@ class Nursery:
     def bring(self, words: Sequence[str], environment: Mapping[str, str], streams: tuple[int, int]) -> Brought | None:
         """Starts `words` in `environment`, with `streams` as stdout and stderr, in a session of its own.
 
-        None where these are not the words of a rank, or the nursery is gone: whoever asks starts them by itself.
+        None where these are not the words of a rank, the nursery is gone, or the kernel would not give the rank to this
+        process: whoever asks starts it by itself.
         """
         if tuple(words[: 1 + len(_RANK)]) != (sys.executable, *_RANK):
             return None
@@ -126,7 +127,7 @@ def _serve(requests: socket.socket, parent: int, signals: Mapping[int, Any]) -> 
             middle = os.getpid()
             if os.fork() == 0:
                 requests.close()
-                _settle(environment, descriptors, middle, signals)
+                _settle(environment, descriptors, middle, parent, signals)
                 _run(words)
             os._exit(0)  # an orphan falls to the parent
         for descriptor in descriptors:
@@ -142,7 +143,7 @@ def _exactly(requests: socket.socket, size: int) -> bytes:
 
 
 def _settle(
-    environment: Mapping[str, str], descriptors: Sequence[int], middle: int, signals: Mapping[int, Any]
+    environment: Mapping[str, str], descriptors: Sequence[int], middle: int, parent: int, signals: Mapping[int, Any]
 ) -> None:
     """Makes of this process what a new one would be, in a session of its own, and tells its number."""
     stdout, stderr, door = descriptors
@@ -159,9 +160,11 @@ def _settle(
     while os.getppid() == middle:
         time.sleep(0.001)
     stop_with_parent()
+    if os.getppid() != parent:  # which is gone, or has not become the one that orphans fall to
+        os._exit(1)
     try:
         os.write(door, str(os.getpid()).encode())
-    except BrokenPipeError:  # whoever asked is ending, or gone
+    except BrokenPipeError:  # it asked, and is ending now
         os._exit(1)
     os.close(door)
 

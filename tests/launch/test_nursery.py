@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ddpforge.launchers import nursery
 
@@ -126,10 +127,12 @@ rank.wait(20)
 
 
 def test_whoever_asks_in_vain_starts_a_rank_by_itself(tmp_path: Path) -> None:
-    """numactl before Python, another Python, or a nursery that has ended."""
+    """numactl before Python, another Python, a kernel that gives orphans to another, or a nursery that has ended."""
     script = """
 assert place.bring(("numactl", sys.executable, "-u", "-m", "probe"), {}, (1, 2)) is None
 assert place.bring((sys.executable, "-m", "probe"), {}, (1, 2)) is None
+nursery._prctl(nursery._SUBREAPER, 0)
+assert bring() is None  # it could not wait for the rank
 (child,) = open(f"/proc/self/task/{os.getpid()}/children").read().split()
 os.kill(int(child), signal.SIGKILL)
 os.waitpid(int(child), 0)
@@ -168,3 +171,31 @@ def test_where_it_is_not_safe_ranks_start_by_themselves(monkeypatch: pytest.Monk
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not nursery.is_safe()
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch knows no CUDA")
+def test_what_is_imported_for_all_ranks_looks_for_no_device_and_starts_no_thread() -> None:
+    """A process that has asked CUDA anything cannot hand it on to its copies."""
+    script = """
+import sys, threading
+import torch
+asked = []
+def noting(name, function):
+    return lambda *words: asked.append(name) or function(*words)
+for name in dir(torch._C):
+    if name.startswith("_cuda_"):
+        setattr(torch._C, name, noting(name, getattr(torch._C, name)))
+import torch.distributed.launcher.api, torch.distributed.run
+from ddpforge.launchers import nursery
+for name in nursery._IMPORTED:
+    __import__(name)
+print(asked, threading.active_count())
+torch.cuda.is_available()
+print(asked)
+"""
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTORCH_NVML_BASED_CUDA_CHECK": "0"}
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, text=True, capture_output=True, env=environment, check=True, timeout=60)
+    imported, looked = ended.stdout.splitlines()
+    assert imported == "[] 1"
+    assert "_cuda_getDeviceCount" in looked  # which is how an import would have been found out
