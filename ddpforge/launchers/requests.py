@@ -25,7 +25,7 @@ def listened() -> list[signal.Signals]:
 
 
 def dispositions() -> dict[int, Any]:
-    """What this process does at each of the signals: a handler, or what the system does."""
+    """Maps each of the signals to its handler in this process, or to what the system does."""
     return {number: signal.getsignal(number) for number in _SIGNALS}
 
 
