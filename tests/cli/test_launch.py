@@ -166,7 +166,7 @@ NODES = ["--nnodes", "2", "--node-rank", "1", "--endpoint", "node01"]
 def test_several_machines_and_restarts_are_flags_of_torchrun(launcher: Launcher) -> None:
     assert invoke("digits", "-n", "2", *NODES, "--run-id", "x", "--max-restarts", "3").exit_code == ExitCode.STOPPED
     ((command, _),) = launcher.started
-    assert command[3 : command.index("-m", 3)] == [
+    assert command[4 : command.index("-m", 4)] == [
         *("--nproc-per-node=2", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node01:29500", "--rdzv-id=x"),
         *("--rdzv-conf=is_host=0", "--max-restarts=3"),
     ]
