@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddpforge.launchers.nursery import Brought
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -199,36 +201,20 @@ def _launcher(command: list[str], cwd: str, env: dict[str, str], output: Path) -
     os._exit(code if isinstance(code, int) else 1)
 
 
-class _Forked:
-    """A rank that a launcher has forked, with what torchrun asks of a `Popen`."""
+class _Forked(Brought):
+    """A rank that a launcher has forked."""
 
     def __init__(self, command: list[str], cwd: str, env: dict[str, str], output: Path) -> None:
         import signal
 
-        self.args, self.returncode = command, None
-        self.pid = os.fork()
-        if self.pid == 0:
+        pid = os.fork()
+        if pid == 0:
             os.setsid()
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             _rank(command[command.index("ddpforge") + 1 :], cwd, env, output)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        import time
-
-        deadline = time.monotonic() + (timeout if timeout is not None else 1e9)
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            time.sleep(0.01)
-        return code
+        super().__init__(pid, command)
 
 
 def _wait(children: list[int], timeout: float) -> list[int]:

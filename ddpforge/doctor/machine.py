@@ -56,9 +56,9 @@ def packages(distribution: str = "ddpforge") -> Iterator[Finding]:
     shown = [f"Python {python}", f"{distribution} {version(distribution)}"]
     for text in requires(distribution) or ():
         wanted = Requirement(text)
-        extra = "extra" in str(wanted.marker)
         if "bench" in str(wanted.marker):
             continue
+        extra = "extra" in str(wanted.marker)
         try:
             found = version(wanted.name)
         except PackageNotFoundError:

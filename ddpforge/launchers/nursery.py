@@ -29,7 +29,7 @@ __all__ = ["FORK", "Brought", "Nursery", "is_safe"]
 FORK = "DDPFORGE_FORK"  # 0: every rank starts by itself
 _IMPORTED = ("ddpforge.runner", "ddpforge.cli.run", "torch._dynamo")  # the last by every first optimizer
 _RANK = ("-u", "-m", "ddpforge")  # how torchrun begins the words of a rank, after Python's own name
-_DEATH_SIGNAL, _SUBREAPER = 1, 36  # of <linux/prctl.h>
+_SUBREAPER = 36  # of <linux/prctl.h>
 _HEADER = 8  # bytes: how long a request is
 _LOOK = 0.01  # seconds
 
@@ -106,7 +106,7 @@ class Nursery:
 
 def _serve(requests: socket.socket, parent: int, signals: Mapping[int, Any]) -> NoReturn:
     """Becomes a rank for each request, until there are no more."""
-    _prctl(_DEATH_SIGNAL, signal.SIGKILL)  # of the parent's end; ranks do not inherit it
+    stop_with_parent(signal.SIGKILL)  # which ranks do not inherit
     if os.getppid() != parent:
         os._exit(0)
     for number in signals:

@@ -55,12 +55,12 @@ def heard(handler: Handler) -> Iterator[None]:
             signal.signal(number, earlier)
 
 
-def stop_with_parent() -> None:
-    """Has SIGTERM sent to this process when the one that started it ends without a word, as by kill -9.
+def stop_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Has a signal sent to this process when the one that started it ends without a word, as by kill -9.
 
     Linux alone can do that: prctl(2), PR_SET_PDEATHSIG.
     """
     if sys.platform == "linux":
         import ctypes
 
-        ctypes.CDLL(None).prctl(_PDEATHSIG, int(signal.SIGTERM))
+        ctypes.CDLL(None).prctl(_PDEATHSIG, int(number))
