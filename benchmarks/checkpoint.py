@@ -4,10 +4,13 @@
     python benchmarks/checkpoint.py --folder /scratch    on a disk
     python benchmarks/checkpoint.py --ranks 2            what each of two ranks does with a state that both hold alike
 
-The state is a model with AdamW's two moments, in fp32. All sides take turns in one process per rank, and every number
-is the median of the turns. Files are synced to the disk on every side that can do it, ddpforge's hashes are on.
+The state is a model with AdamW's two moments, in fp32. All sides take turns in one process per rank, in an order that
+is drawn anew for every turn, and every number is the median of the turns. Files are synced to the disk on every side
+that can do it, ddpforge's hashes are on.
 
-    blocking    until `save` comes back, with everything on disk
+    blocking    until `save` comes back, with everything on disk. All sides write beside what the turn before wrote,
+                and remove that later; ddpforge does so in a thread, once the new checkpoint is complete. "Over an old
+                file" is a loop that saves under one name, and waits until the bytes before are gone
     stall       until a save in the background comes back, and what the update after a pass of 0.3 s waits for it. What
                 copies and writes meanwhile takes a core, too, which a pass on CPUs may miss
     load        into the tensors that there are; ddpforge verifies every block that it reads
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import statistics
 import sys
@@ -99,6 +103,7 @@ class Bench:
         self.target = {name: torch.empty_like(tensor) for name, tensor in self.tensors.items()}
         self.bytes = sum(tensor.nbytes for tensor in self.tensors.values())
         self.checkpoints = {name: self._checkpoints(name) for name in ("blocking", "background")}
+        self.turn = 0
         self.factor = torch.randn(256, 256)  # of a pass
 
     def _checkpoints(self, name: str) -> Checkpoints:
@@ -125,8 +130,15 @@ class Bench:
     # -- others
     def raw(self) -> None:
         """This rank's share of the bytes, and nothing else."""
+        self._write(self._file("raw"))
+
+    def overwrite(self) -> None:
+        """The same over what the turn before wrote, as a loop does that always saves under one name."""
+        self._write(self.folder / f"over-{self.ranks.rank}")
+
+    def _write(self, path: Path) -> None:
         share = self.bytes // self.ranks.size
-        with self._file("raw").open("wb") as file:
+        with path.open("wb") as file:
             for tensor in self.tensors.values():
                 data = memoryview(tensor.view(-1).view(torch.uint8).numpy())
                 for start in range(0, len(data), BLOCK):
@@ -154,19 +166,21 @@ class Bench:
         self._take(torch.load(self._file("pt", rank=0), weights_only=True))
 
     def dcp_save(self) -> None:
-        dcp.save(dict(self.tensors), checkpoint_id=self._empty("dcp"), no_dist=self.ranks.size == 1)
+        dcp.save(dict(self.tensors), checkpoint_id=self._file("dcp", rank=0), no_dist=self.ranks.size == 1)
 
     def dcp_load(self) -> None:
-        dcp.load(dict(self.target), checkpoint_id=self.folder / "dcp", no_dist=self.ranks.size == 1)
+        dcp.load(dict(self.target), checkpoint_id=self._file("dcp", rank=0), no_dist=self.ranks.size == 1)
 
     def _file(self, name: str, rank: int | None = None) -> Path:
-        return self.folder / f"{name}-{self.ranks.rank if rank is None else rank}"
+        return self.folder / f"{self.turn}-{name}-{self.ranks.rank if rank is None else rank}"
 
-    def _empty(self, name: str) -> Path:
-        if self.ranks.is_main:
-            shutil.rmtree(self.folder / name, ignore_errors=True)
+    def next_turn(self) -> None:
+        """Removes what the turn before this one wrote; until then both were there, as with ddpforge."""
+        self.checkpoints["blocking"].finish()
         self.ranks.barrier()
-        return self.folder / name
+        for path in self.folder.glob(f"{self.turn - 1}-*-{self.ranks.rank}"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self.turn += 1
 
     def _take(self, loaded: dict[str, Tensor]) -> None:
         for name, tensor in self.target.items():
@@ -196,15 +210,17 @@ class Bench:
     def lines(self, repeats: int) -> tuple[list[Line], float]:
         """The table, and the memory ratio."""
         _, memory = self.stall()  # the first one, which makes the buffers
-        actions = (
-            *(self.raw, self.blocking, self.safetensors_save, self.torch_save, self.dcp_save),
-            *(self.load, self.safetensors_load, self.torch_load, self.dcp_load),
-        )
+        saves = [self.raw, self.overwrite, self.blocking, self.safetensors_save, self.torch_save, self.dcp_save]
+        self.overwrite()  # what the first turn writes over
+        loads = [self.load, self.safetensors_load, self.torch_load, self.dcp_load]
         times: dict[str, list[float]] = {}
+        draw = random.Random(0)  # on all ranks alike
         for _ in range(repeats):
-            for action in actions:
+            # What ran before decides what is in caches, and which memory the machine has at hand.
+            for action in (*draw.sample(saves, len(saves)), *draw.sample(loads, len(loads))):
                 times.setdefault(action.__name__, []).append(self.timed(action))
             times.setdefault("stall", []).append(self.stall()[0])
+            self.next_turn()
         median = {name: statistics.median(values) for name, values in times.items()}
 
         def line(what: str, name: str, of: str = "", label: str = "", target: float | None = None) -> Line:
@@ -214,7 +230,9 @@ class Bench:
             assert torch.equal(self.target[name], tensor), name
         return [
             line("write  raw bytes and fsync", "raw"),
-            line("       ddpforge, blocking", "blocking", "raw", "raw", WRITE),
+            line("       the same over an old file", "overwrite"),
+            line("       ddpforge, blocking", "blocking", "raw", "raw"),
+            line("       the same", "blocking", "overwrite", "over an old file", WRITE),
             line("       ddpforge, stall", "stall", "blocking", "blocking", STALL),
             line("       safetensors", "safetensors_save", "raw", "raw"),
             line("       torch.save", "torch_save", "raw", "raw"),

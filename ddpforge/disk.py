@@ -114,12 +114,12 @@ def replace(path: Path, data: bytes, *, waits: bool = True) -> None:
         sync_folder(path.parent)
 
 
-def discard(path: Path) -> None:
-    """Removes a folder with all it holds; a crash leaves garbage, never half a folder of that name."""
+def put_away(path: Path) -> Path:
+    """The folder under another name, to be removed; a crash leaves garbage, never half a folder of its own name."""
     trash = path.with_name(f".trash-{path.name.lstrip('.')}")
     rename(path, trash)
     sync_folder(path.parent)
-    remove(trash)
+    return trash
 
 
 def xxh3(data: bytes | bytearray | memoryview) -> str:

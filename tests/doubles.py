@@ -157,6 +157,8 @@ class Memory:
 
     def before_update(self) -> None: ...
 
+    def finish(self) -> None: ...
+
     def wait(self) -> Path:
         assert self.waiting is not None
         done, self.waiting = self.waiting, None

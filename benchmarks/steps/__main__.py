@@ -3,6 +3,7 @@
     make bench                                                  everything, in 15 minutes on two cores
     python benchmarks/steps --models gpt --ranks 2 --turns 30   a part of it, more steadily
     python benchmarks/steps --others                            ddpforge and the loop by hand alone
+    python benchmarks/steps --fused                             everybody has torch's fused AdamW, which ddpforge takes
     python benchmarks/steps --clip 0                            nobody but ddpforge computes a gradient's norm
 
 All contenders of a row live in one process per rank, each in a thread of its own, and take turns of so many steps in
@@ -11,8 +12,8 @@ falls on all alike. Every ratio is that of two turns of the same round; printed 
 is that of all threads of a rank, averaged over ranks. "by hand again" is the loop by hand a second time: its distance
 from 1 is what the method cannot tell apart.
 
-All train with torch's fused AdamW, fp32, on CPUs, over gloo, without loader processes, clip the gradient to norm 1 as
-their documentation has it, and print the loss every 10 steps. One rank by hand is a bare model without a process
+All train with torch's AdamW, made as their documentation has it, in fp32, on CPUs, over gloo, without loader processes,
+clip the gradient to norm 1, and print the loss every 10 steps. One rank by hand is a bare model without a process
 group. ddpforge runs a recipe, with metrics.jsonl, console and all checks on. After the first turn, which is not timed,
 the models' losses must agree.
 
@@ -38,7 +39,7 @@ from typing import Any, NamedTuple
 from work import MODELS
 
 HAND = "by hand"
-OTHERS = ("by hand again", "Accelerate", "Fabric", "Lightning", "HF Trainer")
+OTHERS = ("by hand again", "by hand, fused", "Accelerate", "Fabric", "Lightning", "HF Trainer")
 SHARDED = ("fsdp", "zero1", "zero2", "zero3")  # against their loops by hand, for the GPT on several ranks
 PACKAGES = ("ddpforge", "torch", "torchvision", "accelerate", "lightning", "transformers", "deepspeed")
 AGREE = 0.05  # how far losses after the first turn may be apart: samples come in different orders
@@ -90,11 +91,12 @@ class Found(NamedTuple):
     cpu_ratio: Spread
 
 
-def measure(row: Row, others: list[str], turns: int | None, clip: float) -> dict[str, Any]:
+def measure(row: Row, others: list[str], turns: int | None, clip: float, *, fused: bool) -> dict[str, Any]:
     """Runs a session on fresh ranks; returns by contender the (wall, CPU) seconds of a step in every turn."""
     work = MODELS[row.work]
     with tempfile.TemporaryDirectory() as folder:
-        asked = {**row._asdict(), "others": others, "turns": turns or work.turns, "clip": clip, "folder": folder}
+        asked = {**row._asdict(), "others": others, "turns": turns or work.turns, "clip": clip, "fused": fused}
+        asked["folder"] = folder
         command = [sys.executable]
         if row.ranks > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.ranks}"]
@@ -196,6 +198,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", choices=("ddp", *SHARDED), default=["ddp", *SHARDED])
     parser.add_argument("--others", nargs="*", choices=OTHERS, default=list(OTHERS), help="beside the loop by hand")
     parser.add_argument("--clip", type=float, default=1.0, help="the largest norm of a gradient; 0: nobody clips")
+    parser.add_argument("--fused", action="store_true", help="torch's fused AdamW for everybody, as ddpforge takes it")
     parser.add_argument("--turns", type=int, help="timed turns of every contender; more are steadier")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="where steps.json and steps.png go")
     options = parser.parse_args()
@@ -215,7 +218,7 @@ def main() -> None:
     rows, sessions = {}, []
     for row in plan:
         load = os.getloadavg()[0]
-        turns = measure(row, options.others, options.turns, options.clip)
+        turns = measure(row, options.others, options.turns, options.clip, fused=options.fused)
         rows[row] = compare(turns)
         sessions.append({**row._asdict(), "load": load, "turns": turns})
         print(f"\n{row}: {MODELS[row.work].title}; {len(turns[HAND])} turns of {MODELS[row.work].steps} steps")

@@ -1,8 +1,8 @@
 """The contenders: each trains the same model on the same samples, and calls `side.done` after every step.
 
-All use torch's fused AdamW, clip the gradient by its norm where the session says so, and print the loss every 10 steps.
-The others are spared what is no part of a bare loop: progress bars, loggers, checkpoints. ddpforge is spared nothing of
-what a recipe brings along.
+All use torch's AdamW as their documentation has it, or all its fused form; clip the gradient by its norm where the
+session says so, and print the loss every 10 steps. The others are spared what is no part of a bare loop: progress bars,
+loggers, checkpoints. ddpforge is spared nothing of what a recipe brings along.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ STRATEGIES = {
 class Task:
     """What a contender is given: the work by its name, the ranks, the strategy, and its side of the relay.
 
-    The norm of the gradient is clipped to `clip`; 0 is not to clip.
+    The norm of the gradient is clipped to `clip`; 0 is not to clip. `fused` gives everybody torch's fused AdamW.
     """
 
-    def __init__(self, work: str, ranks: int, strategy: str, clip: float, side: Side, folder: Path) -> None:
+    def __init__(
+        self, work: str, ranks: int, strategy: str, clip: float, side: Side, folder: Path, *, fused: bool
+    ) -> None:
         self.name, self.work, self.ranks, self.strategy, self.clip = work, MODELS[work], ranks, strategy, clip
-        self.side, self.folder = side, folder
+        self.side, self.folder, self.fused = side, folder, fused
         self.total = side.total
         self.is_main = ranks == 1 or dist.get_rank() == 0
 
@@ -57,6 +59,10 @@ class Task:
         torch.manual_seed(0)
         model: nn.Module = make_model(self.name)
         return model
+
+    def optimizer(self, model: nn.Module) -> AdamW:
+        """AdamW as tutorials make it; they leave it to torch which of its forms that is."""
+        return AdamW(model.parameters(), lr=LR, fused=self.fused or None)
 
     def loader(self, *, shards: bool = False) -> DataLoader[Any]:
         """A loader that shuffles; one that `shards` deals the samples out to ranks."""
@@ -99,7 +105,7 @@ def by_hand(task: Task) -> None:
 
     bare = task.model()
     model = DistributedDataParallel(bare) if task.ranks > 1 else bare
-    optimizer = AdamW(model.parameters(), lr=LR, fused=True)
+    optimizer = task.optimizer(model)
     for step, (inputs, targets) in task.batches(task.loader(shards=True)):
         loss = loss_of(model(inputs), targets)
         optimizer.zero_grad()
@@ -110,6 +116,12 @@ def by_hand(task: Task) -> None:
         task.side.done(bare)
 
 
+def by_hand_fused(task: Task) -> None:
+    """The same by somebody who knows that AdamW has a fused form."""
+    task.fused = True
+    by_hand(task)
+
+
 def fsdp_by_hand(task: Task) -> None:
     """FSDP2 as its tutorial has it: every block is a unit, and so is the rest."""
     from torch.distributed.fsdp import fully_shard
@@ -118,7 +130,7 @@ def fsdp_by_hand(task: Task) -> None:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    optimizer = AdamW(model.parameters(), lr=LR, fused=True)
+    optimizer = task.optimizer(model)
     for step, (inputs, targets) in task.batches(task.loader(shards=True)):
         loss = loss_of(model(inputs), targets)
         optimizer.zero_grad()
@@ -140,7 +152,7 @@ def deepspeed_by_hand(task: Task) -> None:
         "gradient_clipping": task.clip,
     }
     model = task.model()
-    optimizer = AdamW(model.parameters(), lr=LR, fused=True)
+    optimizer = task.optimizer(model)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
     for step, (inputs, targets) in task.batches(task.loader(shards=True)):
         loss = loss_of(engine(inputs), targets)
@@ -194,7 +206,7 @@ def by_accelerate(task: Task) -> None:
 
     accelerator = Accelerator(cpu=True)
     bare = task.model()
-    model, optimizer, loader = accelerator.prepare(bare, AdamW(bare.parameters(), lr=LR, fused=True), task.loader())
+    model, optimizer, loader = accelerator.prepare(bare, task.optimizer(bare), task.loader())
     for step, (inputs, targets) in task.batches(loader):
         loss = loss_of(model(inputs), targets)
         optimizer.zero_grad()
@@ -212,7 +224,7 @@ def by_fabric(task: Task) -> None:
     fabric = Fabric(accelerator="cpu", devices=task.ranks, strategy="ddp" if task.ranks > 1 else "auto")
     fabric.launch()
     bare = task.model()
-    model, optimizer = fabric.setup(bare, AdamW(bare.parameters(), lr=LR, fused=True))
+    model, optimizer = fabric.setup(bare, task.optimizer(bare))
     for step, (inputs, targets) in task.batches(fabric.setup_dataloaders(task.loader())):
         loss = loss_of(model(inputs), targets)
         optimizer.zero_grad()
@@ -239,7 +251,7 @@ def by_lightning(task: Task) -> None:
             return loss
 
         def configure_optimizers(self) -> AdamW:
-            return AdamW(self.parameters(), lr=LR, fused=True)
+            return task.optimizer(self)
 
     class TurnsOfLightning(lightning.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
@@ -307,6 +319,7 @@ def _twice(train: Callable[[Task], None]) -> dict[str, Callable[[Task], None]]:
 CONTENDERS: dict[str, dict[str, Callable[[Task], None]]] = {
     "ddp": {
         **_twice(by_hand),
+        "by hand, fused": by_hand_fused,
         "Accelerate": by_accelerate,
         "Fabric": by_fabric,
         "Lightning": by_lightning,

@@ -48,7 +48,7 @@ def run(relay: Relay, train: Callable[[Task], None], task: Task) -> None:
 def main() -> None:
     asked: dict[str, Any] = json.loads(sys.argv[1])
     work, ranks, strategy, folder = asked["work"], asked["ranks"], asked["strategy"], Path(asked["folder"])
-    clip: float = asked["clip"]
+    clip, fused = asked["clip"], asked["fused"]
     if ranks > 1:
         dist.init_process_group("gloo")
     hand, *_ = CONTENDERS[strategy]
@@ -56,7 +56,7 @@ def main() -> None:
     names = [*others, "ddpforge"]
     relay = Relay(names, steps=MODELS[work].steps, turns=asked["turns"])
     sides = {name: Side(relay, name, probe_of(work)) for name in names}
-    tasks = {name: Task(work, ranks, strategy, clip, side, folder) for name, side in sides.items()}
+    tasks = {name: Task(work, ranks, strategy, clip, side, folder, fused=fused) for name, side in sides.items()}
     for name, train in others.items():
         threading.Thread(target=run, args=(relay, train, tasks[name]), daemon=True).start()
     run(relay, by_ddpforge, tasks["ddpforge"])  # it handles signals, which a main thread can alone

@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import TypeVar
 
+from ddpforge import disk
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.contents import Facts, RankState, flatten, own_part
 from ddpforge.checkpoint.manifest import layout_of, read_manifest, verify_contents
@@ -29,7 +30,7 @@ class Checkpoints:
     """Saves, finds and prunes checkpoints in a folder that every rank can read.
 
     `peers` connects the threads that write, `ranks` those that train. All methods are collective, except `pending`,
-    `ready`, `reserve` and `before_update`.
+    `ready`, `reserve`, `before_update` and `finish`.
 
     `before_commit` is called on rank 0 before a checkpoint counts: what it builds on must be on the disk first.
 
@@ -54,6 +55,8 @@ class Checkpoints:
         self._staging = Staging()
         self._known = retention.Known()
         self._saving: Future[Path] | None = None
+        self._remover = ThreadPoolExecutor(1, "removal of checkpoints")
+        self._removals: list[Future[None]] = []
 
     # -- saving
     def save(self, facts: Facts, state: RankState) -> None:
@@ -116,6 +119,7 @@ class Checkpoints:
 
     def _write(self, save: Writer, outcome: "Future[Path]") -> None:
         try:
+            self.finish()  # else the disk would need room for both, what goes and what comes
             self._staging.wait()
             path = save.write()
             if self._peers.rank == 0:
@@ -125,11 +129,25 @@ class Checkpoints:
         else:
             outcome.set_result(path)
 
+    def finish(self) -> None:
+        """Waits until what newer checkpoints made superfluous is gone; nobody else waits for that."""
+        removals, self._removals = self._removals, []
+        for removal in removals:
+            try:
+                removal.result()
+            except OSError as error:
+                log.warning("older checkpoints were not removed: %s", error)
+
     def _prune(self, path: Path) -> None:
-        """Removes what the new checkpoint makes superfluous, provided that it can be read back."""
+        """Puts away what the new checkpoint makes superfluous, provided that it can be read back."""
+
+        def remove(put_away: Path) -> None:
+            self._removals.append(self._remover.submit(disk.remove, put_away))
+
+        keep = self._settings.keep
         try:
             layout_of(path, self._known.read(path))
-            retention.prune(self.folder, self._settings.keep, every=self.keep_every, known=self._known)
+            retention.prune(self.folder, keep, every=self.keep_every, known=self._known, remove=remove)
         except Exception as error:
             defect = None if isinstance(error, CheckpointError) else error
             log.warning("older checkpoints were not removed: %s", error, exc_info=defect)
@@ -143,6 +161,7 @@ class Checkpoints:
         """
         if self._saving is not None:
             wait([self._saving])  # what is half-written is about to be cleared away
+        self.finish()
         if self._peers.rank != 0:
             self._help_to_verify()
         chosen = self._on_main(lambda: self._choose(path))

@@ -145,8 +145,15 @@ def best(found: list[Committed], keep: KeepSection) -> list[Committed]:
     return sorted(known, key=lambda each: _badness(each.manifest.metric(by), keep))
 
 
-def prune(folder: Path, keep: KeepSection, *, every: int | None = None, known: Known | None = None) -> list[Path]:
-    """Removes the checkpoints that `keep` does not keep, and returns their paths.
+def prune(
+    folder: Path,
+    keep: KeepSection,
+    *,
+    every: int | None = None,
+    known: Known | None = None,
+    remove: Callable[[Path], None] = disk.remove,
+) -> list[Path]:
+    """Removes the checkpoints that `keep` does not keep, and returns their paths; `remove` may free their bytes later.
 
     `every` is `keep.every` in steps; step 0 is no such step. Only complete checkpoints count as kept, so that a broken
     one never costs an intact one its place; broken ones are left for a person to look at. The one that `latest.json`
@@ -157,8 +164,8 @@ def prune(folder: Path, keep: KeepSection, *, every: int | None = None, known: K
     kept = {each.path for each in (*found[: keep.last], *best(found, keep)[: keep.best], *milestones)}
     removed = [each.path for each in found if each.path not in kept and each.path.name != _latest(folder)]
     for path in removed:
-        with _removing(path):
-            disk.discard(path)
+        with removing(path):
+            remove(disk.put_away(path))
         if known is not None:
             known.forget(path)
     return removed
@@ -167,12 +174,13 @@ def prune(folder: Path, keep: KeepSection, *, every: int | None = None, known: K
 def clean(folder: Path) -> None:
     """Removes what a killed process left half-written or half-removed; call it before any process writes."""
     for path in (*folder.glob(".*.tmp"), *folder.glob(".trash-*")):
-        with _removing(path):
+        with removing(path):
             disk.remove(path)
 
 
 @contextmanager
-def _removing(path: Path) -> Iterator[None]:
+def removing(path: Path) -> Iterator[None]:
+    """Raises CheckpointError where the disk refuses to remove the checkpoint."""
     try:
         yield
     except OSError as error:

@@ -103,10 +103,15 @@ class Saving:
     def settle(self, *, last: bool = False) -> None:
         """Waits for the checkpoint that is being written, if there is one, and tells callbacks and tracker of it.
 
-        Raises CheckpointError when it could not be written and the recipe says stop, or it is the `last` one.
+        After the `last` one nothing is left to do. Raises CheckpointError when it could not be written and the recipe
+        says stop, or it is the `last` one.
         """
-        if not self.checkpoints.pending:
-            return
+        if self.checkpoints.pending:
+            self._settle(last=last)
+        if last:
+            self.checkpoints.finish()
+
+    def _settle(self, *, last: bool) -> None:
         assert self.step is not None
         phases.mark(phases.SAVE)
         try:

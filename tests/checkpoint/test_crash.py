@@ -24,7 +24,9 @@ def prune_too(folder: Path, step: int, *, background: bool = False) -> Path:
     saving = checkpoints(folder, Peers.alone(), background=background, keep={"last": 1})
     checkpoint = checkpoint_of(step)
     saving.save(checkpoint, checkpoint.share)
-    return saving.wait()
+    path = saving.wait()
+    saving.finish()
+    return path
 
 
 def write_only(folder: Path, step: int, *, full: bool = False) -> Path:

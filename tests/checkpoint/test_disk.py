@@ -111,7 +111,7 @@ def test_a_folder_loses_its_name_before_its_contents(tmp_path: Path, calls: list
     (tmp_path / name / "inner").mkdir(parents=True)
     trash = f".trash-{name.lstrip('.')}"
 
-    disk.discard(tmp_path / name)
+    disk.remove(disk.put_away(tmp_path / name))
 
     assert calls == [("rename", name, trash), ("sync", tmp_path.name), ("remove", "inner"), ("remove", trash)]
     assert list(tmp_path.iterdir()) == []

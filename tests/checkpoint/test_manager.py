@@ -393,7 +393,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_a_warning(
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(disk, "discard", refuse)
+    monkeypatch.setattr(disk, "put_away", refuse)
     saving = alone(folder, keep={"last": 1})
 
     first, second = (save(saving, checkpoint_of(step)) for step in (1, 2))
@@ -401,6 +401,48 @@ def test_a_checkpoint_that_cannot_be_removed_is_a_warning(
     assert f"older checkpoints were not removed: {first} could not be removed: Permission denied" in aloud.text
     assert "Traceback" not in aloud.text
     assert [path for path, _ in committed(folder)[0]] == [second, first]
+
+
+def test_nobody_waits_until_an_old_checkpoint_is_gone_but_the_next_save(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, may_go = disk.remove, threading.Event()
+
+    def slowly(path: Path) -> None:
+        assert path.name.startswith(".latest") or may_go.wait(HANGS)
+        real(path)
+
+    monkeypatch.setattr(disk, "remove", slowly)
+    saving = alone(folder, keep={"last": 1}, background=False)
+    first, second = (save(saving, checkpoint_of(step)) for step in (1, 2))
+    hidden = folder / f".trash-{first.name}"
+
+    assert [path for path, _ in committed(folder)[0]] == [second]
+    assert hidden.is_dir()
+    threading.Timer(0.1, may_go.set).start()
+    third = save(saving, checkpoint_of(3))
+    assert not hidden.exists()
+    saving.finish()
+    assert {path.name for path in folder.iterdir()} == {third.name, "latest.json"}
+
+
+def test_what_could_not_be_removed_later_is_a_warning(
+    folder: Path, aloud: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = disk.remove
+
+    def refuse(path: Path) -> None:
+        if path.name.startswith(".trash"):
+            raise PermissionError(13, "Permission denied", str(path))
+        real(path)
+
+    monkeypatch.setattr(disk, "remove", refuse)
+    saving = alone(folder, keep={"last": 1})
+    first, _ = (save(saving, checkpoint_of(step)) for step in (1, 2))
+    saving.finish()
+
+    assert "older checkpoints were not removed: [Errno 13] Permission denied" in aloud.text
+    assert f".trash-{first.name}" in aloud.text
 
 
 def test_a_defect_in_pruning_costs_no_checkpoint_and_its_traceback_is_in_the_log(

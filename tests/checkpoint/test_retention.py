@@ -272,7 +272,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_named(folder: Path, monkeypatch:
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("ddpforge.disk.discard", refuse)
+    monkeypatch.setattr("ddpforge.disk.put_away", refuse)
 
     with pytest.raises(CheckpointError, match=f"{ten} could not be removed: Permission denied"):
         prune(folder, KeepSection(last=1))

@@ -37,7 +37,9 @@ def save(folder: Path, step: int, order: tuple[int, ...] = (0, 1), settings: dic
     def act(peers: Peers) -> Path:
         saving = checkpoints(folder, peers, keep={"last": 1}, **settings)
         saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
-        return saving.wait()
+        path = saving.wait()
+        saving.finish()
+        return path
 
     return World(2, order).run(act)
 

@@ -95,6 +95,13 @@ def test_copies_for_checkpoints_end_before_an_update_and_before_what_follows_a_s
     assert loop.events == ["save", *updated, "copied", "step", "log", *left_out, *updated]
 
 
+def test_a_run_ends_when_old_checkpoints_are_gone_and_no_step_waits_for_that() -> None:
+    loop = Loop(steps=2, evaluation=False, checkpoint={"every": "1st"})
+    loop.checkpoints.finish = lambda: loop.events.append("gone")  # type: ignore[method-assign]
+    assert loop.fit() == "done"
+    assert loop.events == ["step", "log", "save", "step", "log", "save", "gone"]
+
+
 @pytest.mark.usefixtures("_looks_cost")
 def test_memory_for_copies_is_reserved_where_there_is_a_device() -> None:
     loop, asked = Loop(steps=3), []
