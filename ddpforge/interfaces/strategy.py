@@ -168,13 +168,13 @@ class Strategy(ABC):
 class Pass:
     """One micro-batch on its way through the model, on this rank.
 
-    `scale` is what the summed loss is multiplied with, so that the mean of gradients over data ranks is that over the
-    items of the whole step.
+    `scale` gives what the summed loss is multiplied with, so that the mean of gradients over data ranks is that over the
+    items of the whole step. Ranks may be counting them during the forward pass: call it once that is done.
     """
 
     batch: Any  # on the device
     seed: Callable[[], None]  # gives all generators the numbers of this pass
-    scale: Tensor | float = 1.0
+    scale: Callable[[], Tensor | float] = lambda: 1.0
     last: bool = True  # of its step
     measured: bool = True  # whether anybody reads the outputs
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # to be entered for all of the pass, or each part
@@ -209,7 +209,7 @@ class Replica(ABC):
                 with self.forward(last=one.last):
                     loss, outputs = compute(self.module, one)
                 if trains:
-                    self.backward(loss, one.scale)
+                    self.backward(loss, one.scale())
             yield loss, outputs
 
     def own_part(self, batch: Any) -> Any:

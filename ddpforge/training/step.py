@@ -145,7 +145,7 @@ class Stepper:
         return Pass(
             batch=batch,
             seed=partial(seed_all, mix(self._seed, _FORWARD, *self._numbers(step, micro)), self._world.device),
-            scale=self._scale(items) if micro.samples else 0.0,
+            scale=partial(self._scale, items) if micro.samples else lambda: 0.0,
             last=micro.last,
             measured=measured,
             # A stand-in is no data: statistics must not count it.

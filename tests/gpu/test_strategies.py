@@ -1,7 +1,6 @@
 """Every strategy on one CUDA device, over NCCL: bf16, torch.compile, shards on the host. Run with `pytest -m gpu`."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ BF16 = 'precision = "bf16"'
 TOLERANCE = 0.02  # of losses in bf16, as in `ddpforge parity`
 COMPILED = 'compile = "default"'
 BLOCKS = "compile_blocks = true\nactivation_checkpointing = true"
+SHARED = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 LOOK = """
 import torch.distributed as dist
@@ -50,10 +50,25 @@ def test_compiled_bf16_gives_the_curve_of_one_process(bench: Bench, strategy: st
 
 @each_strategy
 def test_fp32_trains_like_one_process_on_the_cpu(bench: Bench, strategy: str) -> None:
-    on_cpu = Bench(bench.folder, partial(bench.ddpforge, env={"ACCELERATE_USE_CPU": "true"}))
-    on_cpu("cpu", 'use = "single"', nproc=1)
+    bench("cpu", 'use = "single"', nproc=1, env={"ACCELERATE_USE_CPU": "true"})
     bench("cuda", strategy, nproc=1, more=LOOKS)
     bench.alike("cuda", "cpu", rel=1e-4)
+
+
+@each_strategy
+def test_ranks_that_share_one_gpu_train_like_one_process(bench: Bench, strategy: str) -> None:
+    """NCCL has several ranks on one GPU where it is told to: so all that ranks say to each other is tried on one."""
+    bench("one", 'use = "single"', nproc=1, more=LOOKS)
+    bench("two", strategy, nproc=2, more=LOOKS, env=SHARED)
+    bench.alike("two", "one", rel=1e-4)
+
+
+def test_a_checkpoint_of_two_ranks_on_one_gpu_goes_on_in_one(bench: Bench) -> None:
+    bench.recipe = bench.recipe.replace('use = "cosine"\nwarmup = "5st"', 'use = "constant"')  # of any length
+    bench("whole", FSDP, nproc=1, length="20st")
+    bench("parts", FSDP, nproc=2, env=SHARED)
+    bench("parts", DDP, nproc=1, length="20st")
+    assert bench.column("parts") == pytest.approx(bench.column("whole"), rel=1e-4)
 
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP, ZERO[3]], ids=["ddp", "fsdp", "zero3"])

@@ -65,7 +65,7 @@ class Run:
             Pass(
                 batch=self.replica.own_part(micro),
                 seed=lambda n=n: torch.manual_seed(100 * step + n),  # type: ignore[misc]
-                scale=data.size / items,
+                scale=lambda: data.size / items,
                 last=n == len(found) - 1,
             )
             for n, micro in enumerate(found)

@@ -169,7 +169,7 @@ class PipelineReplica(TorchReplica):
         micro = self._micros[int(place)]
         loss = self._finish(micro)
         refuse_loss(loss)
-        return loss * micro.one.scale
+        return loss * micro.one.scale()
 
     def _finish(self, micro: Micro) -> Tensor:
         """Has the task compute the loss; keeps it and the task's outputs, if anybody reads these."""
