@@ -17,7 +17,12 @@ def adds_up(ranks: Ranks) -> None:
     """Floats and integers, of any shape; what is given stays as it was."""
     for values in (torch.tensor([[1.0, ranks.rank]]), torch.tensor(1 << 40)):
         before = values.clone()
-        assert torch.equal(ranks.sum(values), sum(_of(ranks, values, rank) for rank in range(ranks.size)))
+        expected = sum(_of(ranks, values, rank) for rank in range(ranks.size))
+        assert torch.equal(ranks.sum(values), expected)
+        later = ranks.begin_sum(values.clone())
+        ranks.barrier()  # something else may be said before anybody asks
+        assert torch.equal(later(), expected)
+        assert torch.equal(later(), expected)
         assert torch.equal(values, before)
 
 

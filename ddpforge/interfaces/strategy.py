@@ -168,8 +168,8 @@ class Strategy(ABC):
 class Pass:
     """One micro-batch on its way through the model, on this rank.
 
-    `scale` gives what the summed loss is multiplied with, so that the mean of gradients over data ranks is that over the
-    items of the whole step. Ranks may be counting them during the forward pass: call it once that is done.
+    `scale` gives what the summed loss is multiplied with, so that the mean of gradients over data ranks is that over
+    the items of the whole step. Ranks may be counting them during the forward pass: call it once that is done.
     """
 
     batch: Any  # on the device

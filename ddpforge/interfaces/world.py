@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -44,6 +44,14 @@ class Ranks(ABC):
 
         The sum may be on its way until it is used: the first operation on it waits, on gloo too.
         """
+
+    def begin_sum(self, values: Tensor) -> Callable[[], Tensor]:
+        """Begins to add up as `sum` does, in less of the host's time; may use the memory of `values`.
+
+        What it returns waits for the sum and gives it, any number of times.
+        """
+        summed = self.sum(values)
+        return lambda: summed
 
     @abstractmethod
     def mean(

@@ -25,6 +25,8 @@ from ddpforge.training.whole_batch import check_whole
 
 __all__ = ["Stepper"]
 
+Items = int | Callable[[], Tensor]  # of a step: a number, or what waits until ranks have counted
+
 _FORWARD = 0xF03A  # keeps the random numbers of forward passes apart from those of the data
 
 
@@ -93,9 +95,7 @@ class Stepper:
         return totals, self._replica.step()
 
     # -- one step
-    def _count(
-        self, first: MicroBatch, micro_batches: Iterable[MicroBatch]
-    ) -> tuple[Iterable[MicroBatch], Tensor | int]:
+    def _count(self, first: MicroBatch, micro_batches: Iterable[MicroBatch]) -> tuple[Iterable[MicroBatch], Items]:
         """The step's micro-batches, and how many items they have on all ranks together.
 
         How many samples a step has is arithmetic; items that only the batches know (tokens) are counted on all ranks
@@ -110,10 +110,10 @@ class Stepper:
                 f"{name_of(self._task)}.count gave {mine.item():g} for a step",
                 hints=["count how many items the loss sums over, or add up their weights: 0 or more"],
             )
-        return batches, self._world.data.sum(mine)
+        return batches, self._world.data.begin_sum(mine)
 
     def _forward_backward(
-        self, step: int, micro_batches: Iterable[MicroBatch], items: Tensor | int, *, measure: bool
+        self, step: int, micro_batches: Iterable[MicroBatch], items: Items, *, measure: bool
     ) -> dict[str, Total]:
         """All passes of a step, in the replica's order; this rank's totals."""
         found: dict[str, Total] = {}
@@ -135,7 +135,7 @@ class Stepper:
         phases.mark(phases.BACKWARD)
         return found
 
-    def _pass(self, step: int, micro: MicroBatch, batch: Any, items: Tensor | int, measured: bool) -> Pass:
+    def _pass(self, step: int, micro: MicroBatch, batch: Any, items: Items, measured: bool) -> Pass:
         check_whole(self._task, micro)
         self._statistics.enter(micro.shard)
         if self._compares and step == 1:
@@ -157,14 +157,15 @@ class Stepper:
         place = (step, micro.number, micro.shard)
         return (*place, self._update) if self._update else place
 
-    def _scale(self, items: Tensor | int) -> Tensor | float:
+    def _scale(self, items: Items) -> Tensor | float:
         """The factor that turns a strategy's mean of gradients over data ranks into the mean over the step's items."""
-        if not isinstance(items, Tensor):
+        if isinstance(items, int):
             return self._world.data.size / items
-        counted = torch.where(items > 0, items, 1.0)  # of a step without items the gradient is zero, not 0 / 0
+        total = items()
+        counted = torch.where(total > 0, total, 1.0)  # of a step without items the gradient is zero, not 0 / 0
         return (self._world.data.size / counted).float()
 
-    def _explore(self, step: int, micro_batches: list[MicroBatch], items: Tensor | int) -> Tensor:
+    def _explore(self, step: int, micro_batches: list[MicroBatch], items: Items) -> Tensor:
         """The passes after the first, for an optimizer that makes several, and its update; see `Exploring`."""
         replica, exploring = cast(Explores, self._replica), cast(Exploring, self._optimizer)
         for _ in range(1, self._passes):
