@@ -264,6 +264,7 @@ def test_the_plugins_of_the_how_to_run(ddpforge: Callable[..., Ranks], tmp_path:
     }
 
 
+@pytest.mark.full
 def test_the_momentum_encoder_of_the_how_to_runs(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
     write_files(DOCS / "how-to/teachers.md", tmp_path)
     (tmp_path / "byol.toml").write_text(recipes(DOCS / "how-to/teachers.md")[0])

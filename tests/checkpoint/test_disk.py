@@ -57,6 +57,7 @@ def test_a_save_reaches_the_disk_before_it_counts_and_counts_before_older_ones_g
 
     saving.save(checkpoint_of(2), checkpoint_of(2).share)
     path = saving.wait()
+    saving.finish()
 
     def synced(name: str) -> tuple[str, ...]:
         return "sync", name, str((path / name).stat().st_size)

@@ -112,10 +112,8 @@ def test_what_plugins_of_all_kinds_do_and_all_tests_that_start_no_ranks(installe
     assert f"{2 * len(KINDS) + len(IN_ONE_PROCESS)} passed" in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["model", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("data", "callback", "strategy"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["model", "data", "callback", "strategy"])
 def test_their_own_tests_pass_also_where_they_start_ranks(installed: Path, kind: str) -> None:
     done = own_tests(installed, kind)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -137,7 +137,7 @@ DIED = r"was killed by signal \d+ \(SIG\w+\)|ended without a word: killed, or cr
         ("killed", 1, 2, DIED),
         ("killed", 0, 2, DIED),
         ("aborts", 1, 3, DIED),
-        pytest.param("stopped", 1, 2, "was frozen, as by SIGSTOP", marks=pytest.mark.slow),
+        pytest.param("stopped", 1, 2, "was frozen, as by SIGSTOP", marks=pytest.mark.full),
         pytest.param("hangs", 1, 2, "stood in callbacks of step 3 for . s at .*faults.py", marks=pytest.mark.slow),
     ],
 )
@@ -216,7 +216,7 @@ class JoinsLate(Callback):
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("deepspeed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("deepspeed", marks=pytest.mark.full)])
 def test_a_refusal_reaches_every_rank_however_late_it_joins(
     tmp_path: Path, ddpforge: Callable[..., Ranks], strategy: str
 ) -> None:
@@ -230,7 +230,7 @@ def test_a_refusal_reaches_every_rank_however_late_it_joins(
     assert "Traceback" not in refused.stderr
 
 
-@pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.full)])
 def test_a_rank_that_hangs_in_a_save_is_waited_for_as_long_as_any_other(faulty: Faulty, background: str) -> None:
     sets = (WAITS_LITTLE, "--set=checkpoint.every=4st", f"--set=checkpoint.background={background}")
     ended, status = faulty("cannot_write", *sets)
@@ -240,9 +240,8 @@ def test_a_rank_that_hangs_in_a_save_is_waited_for_as_long_as_any_other(faulty: 
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("killed", marks=pytest.mark.slow), pytest.param("raises", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["killed", "raises"])
 def test_a_rank_that_waits_where_nobody_can_interrupt_it_ends_soon(tmp_path: Path, kind: str) -> None:
     """Under the real launcher, whose SIGTERM such a rank does not see, and with a time limit of ten minutes."""
     (tmp_path / "run.toml").write_text(RECIPE)

@@ -22,7 +22,7 @@ train = { length = "2st", global_batch = 8 }
 _BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  # not longer than the tests
 
 
-@pytest.mark.parametrize("runs", [pytest.param(10, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("runs", [5, pytest.param(100, marks=pytest.mark.full)])
 def test_finished_runs_of_two_ranks_all_end_with_zero(tmp_path: Path, zygote: Zygote, runs: int) -> None:
     """Trap 28a: gloo's threads abort about every tenth process that leaves by way of the interpreter's clean-up.
 

@@ -37,7 +37,7 @@ def state(checkpoint: Path) -> dict[str, Tensor]:
     [
         ('use = "single"', EXPLORING, SHARDS, "true"),
         (DDP, EXPLORING, SHARDS, "true"),
-        (EACH["fsdp"], RECIPE, SHARDS, "true"),
+        pytest.param(EACH["fsdp"], RECIPE, SHARDS, "true", marks=pytest.mark.full),
         (EACH["fsdp"], RECIPE, SHARDS, '"selective"'),
         pytest.param(EACH["zero2"], RECIPE, "", "true", marks=pytest.mark.full),
         (EACH["zero3"], EXPLORING, "", "true"),

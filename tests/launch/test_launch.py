@@ -228,13 +228,14 @@ TWO = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes
 DEFAULT = "huggingface/accelerate/default_config.yaml"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param("--cpu --num_processes 2", marks=slow),
-        pytest.param("--num-processes=2", marks=full),
-        pytest.param("--config_file two.yaml", marks=full),
-        pytest.param("with its default configuration", marks=full),
+        "--cpu --num_processes 2",
+        "--num-processes=2",
+        "--config_file two.yaml",
+        "with its default configuration",
     ],
 )
 def test_accelerate_that_starts_one_process_instead_of_two_is_refused(

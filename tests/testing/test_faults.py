@@ -196,7 +196,6 @@ RANKS = {
     "ForgetsMomentum": ("resumes-on-any-ranks", "after a resume at step 6, train/loss differs at step 2"),
 }
 SOUND = ["SeesTheSame"]
-FULL = ["LosesMicroBatches", "PromisesTooMuch", "SavesRounded", "TrainsApart"]  # beside others of "trains-like-ddp"
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +204,7 @@ def found() -> Callable[[str], dict[str, Result]]:
 
     @cache
     def together(*, full: bool) -> dict[str, dict[str, Result]]:
-        names = FULL if full else [name for name in (*RANKS, *SOUND) if name not in FULL]
+        names = [*RANKS] if full else SOUND
         results: dict[str, dict[str, Result]] = {name: {} for name in names}
         with Kit([case for name in names for case in find_cases(f"{FILE}:{name}")]) as kit:
             for result in kit.run():
@@ -213,7 +212,7 @@ def found() -> Callable[[str], dict[str, Result]]:
                     results[result.name][result.check] = result
         return results
 
-    return lambda name: together(full=name in FULL)[name]
+    return lambda name: together(full=name in RANKS)[name]
 
 
 @pytest.mark.full
