@@ -82,7 +82,7 @@ MODELS = {
         batch=32,
         samples=3_200,
         steps=10,
-        turns=8,
+        turns=12,
     ),
 }
 
