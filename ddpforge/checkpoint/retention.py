@@ -164,7 +164,7 @@ def prune(
     kept = {each.path for each in (*found[: keep.last], *best(found, keep)[: keep.best], *milestones)}
     removed = [each.path for each in found if each.path not in kept and each.path.name != _latest(folder)]
     for path in removed:
-        with removing(path):
+        with _removing(path):
             remove(disk.put_away(path))
         if known is not None:
             known.forget(path)
@@ -174,13 +174,12 @@ def prune(
 def clean(folder: Path) -> None:
     """Removes what a killed process left half-written or half-removed; call it before any process writes."""
     for path in (*folder.glob(".*.tmp"), *folder.glob(".trash-*")):
-        with removing(path):
+        with _removing(path):
             disk.remove(path)
 
 
 @contextmanager
-def removing(path: Path) -> Iterator[None]:
-    """Raises CheckpointError where the disk refuses to remove the checkpoint."""
+def _removing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

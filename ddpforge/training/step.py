@@ -25,7 +25,7 @@ from ddpforge.training.whole_batch import check_whole
 
 __all__ = ["Stepper"]
 
-Items = int | Callable[[], Tensor]  # of a step: a number, or what waits until ranks have counted
+_Items = int | Callable[[], Tensor]  # of a step: a number, or what waits until ranks have counted
 
 _FORWARD = 0xF03A  # keeps the random numbers of forward passes apart from those of the data
 
@@ -95,7 +95,7 @@ class Stepper:
         return totals, self._replica.step()
 
     # -- one step
-    def _count(self, first: MicroBatch, micro_batches: Iterable[MicroBatch]) -> tuple[Iterable[MicroBatch], Items]:
+    def _count(self, first: MicroBatch, micro_batches: Iterable[MicroBatch]) -> tuple[Iterable[MicroBatch], _Items]:
         """The step's micro-batches, and how many items they have on all ranks together.
 
         How many samples a step has is arithmetic; items that only the batches know (tokens) are counted on all ranks
@@ -113,7 +113,7 @@ class Stepper:
         return batches, self._world.data.begin_sum(mine)
 
     def _forward_backward(
-        self, step: int, micro_batches: Iterable[MicroBatch], items: Items, *, measure: bool
+        self, step: int, micro_batches: Iterable[MicroBatch], items: _Items, *, measure: bool
     ) -> dict[str, Total]:
         """All passes of a step, in the replica's order; this rank's totals."""
         found: dict[str, Total] = {}
@@ -135,7 +135,7 @@ class Stepper:
         phases.mark(phases.BACKWARD)
         return found
 
-    def _pass(self, step: int, micro: MicroBatch, batch: Any, items: Items, measured: bool) -> Pass:
+    def _pass(self, step: int, micro: MicroBatch, batch: Any, items: _Items, measured: bool) -> Pass:
         check_whole(self._task, micro)
         self._statistics.enter(micro.shard)
         if self._compares and step == 1:
@@ -157,7 +157,7 @@ class Stepper:
         place = (step, micro.number, micro.shard)
         return (*place, self._update) if self._update else place
 
-    def _scale(self, items: Items) -> Tensor | float:
+    def _scale(self, items: _Items) -> Tensor | float:
         """The factor that turns a strategy's mean of gradients over data ranks into the mean over the step's items."""
         if isinstance(items, int):
             return self._world.data.size / items
@@ -165,7 +165,7 @@ class Stepper:
         counted = torch.where(total > 0, total, 1.0)  # of a step without items the gradient is zero, not 0 / 0
         return (self._world.data.size / counted).float()
 
-    def _explore(self, step: int, micro_batches: list[MicroBatch], items: Items) -> Tensor:
+    def _explore(self, step: int, micro_batches: list[MicroBatch], items: _Items) -> Tensor:
         """The passes after the first, for an optimizer that makes several, and its update; see `Exploring`."""
         replica, exploring = cast(Explores, self._replica), cast(Exploring, self._optimizer)
         for _ in range(1, self._passes):
