@@ -13,16 +13,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from ddpforge.components.installed import version
 from ddpforge.components.registry import Registry
 from ddpforge.errors import EnvironmentProblem, ExitCode, PeerFailed
 from ddpforge.interfaces import Ranks
 from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.recipe.layers import kind_at
-from ddpforge.runs.folder import Change, recipe_changes, snapshot
+from ddpforge.runs.folder import Change, local_code, recipe_changes
 
 if TYPE_CHECKING:
     from ddpforge.recipe import LoadedRecipe
@@ -61,7 +61,7 @@ def refuse_differences(ranks: Ranks, loaded: LoadedRecipe, registry: Registry) -
 
 def _software(loaded: LoadedRecipe, registry: Registry) -> dict[str, str]:
     """The versions of Python, torch, ddpforge and the distributions whose components the recipe uses."""
-    used = {"torch": version("torch"), "ddpforge": version("ddpforge")}
+    used = {name: version(name) or "none" for name in ("torch", "ddpforge")}
     for path, component in loaded.recipe.components().items():
         kind = kind_at(path, loaded.tables)
         if kind and (entry := registry.find(kind, component.use)):
@@ -92,7 +92,7 @@ def _digest(loaded: LoadedRecipe) -> str:
 
 def _code(loaded: LoadedRecipe) -> dict[str, str]:
     """The digests of the files of code that the recipe names, and of their neighbours."""
-    return {name: sha256(code).hexdigest() for name, code in snapshot(loaded)["local_files"].items()}
+    return {name: sha256(code).hexdigest() for name, code in local_code(loaded).items()}
 
 
 def _compare_recipes(ranks: Ranks, told: Sequence[_Facts], loaded: LoadedRecipe) -> None:

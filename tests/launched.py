@@ -102,6 +102,8 @@ def _serve() -> None:
     from importlib import import_module
     from importlib.metadata import entry_points
 
+    from ddpforge.components.registry import Registry
+
     modules = _IMPORTED
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     if (
@@ -118,6 +120,7 @@ def _serve() -> None:
         for component in entry_points(group=f"ddpforge.{kind}"):
             if component.value.startswith("ddpforge."):
                 component.load()
+    Registry.installed()
 
     os.fsync = lambda fd: None  # type: ignore[assignment]  # nobody waits for the disk: see checkpoint/conftest.py
     gc.collect()

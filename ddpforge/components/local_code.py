@@ -9,16 +9,18 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from weakref import WeakKeyDictionary
 
 __all__ = ["PREFIX", "import_file", "module_name", "neighbours"]
+
+_BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
 
 PREFIX = "ddpforge_local_"
 """The names of modules that are files beside a recipe begin with it."""
 
-_sources: WeakKeyDictionary[ModuleType, bytes | None] = WeakKeyDictionary()
+_sources: dict[str, dict[Path, bytes | None]] = {}  # of every file that a package's modules may have been made of
 
 
 def module_name(file: Path) -> str:
@@ -41,8 +43,8 @@ def _digest(path: Path) -> str:
 def import_file(file: Path) -> ModuleType:
     """Imports a file; raises what its code raises.
 
-    Once, unless it or a file of its folder that was imported has changed since: a later run of this process is to train
-    what its folder keeps a copy of.
+    Once, unless it or a neighbour of a file imported from its folder has changed since: a later run of this process is
+    to train what its folder keeps a copy of.
     """
     name = module_name(file)
     package, _, _ = name.partition(".")
@@ -64,25 +66,24 @@ def import_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     finally:
-        _forget_changed(package)  # nothing has: takes note of what was imported
+        known = _sources.setdefault(package, {})
+        known |= {each: _source(each) for each in (file, *neighbours(file)) if each not in known}
     return module
 
 
 def _forget_changed(package: str) -> None:
     """Lets all modules of a package be imported again if the source of one is another than when it was noted first."""
-    inside = f"{package}."
-    loaded = [sys.modules[name] for name in list(sys.modules) if name.startswith(inside)]
-    now = {one: _source(one) for one in loaded}
-    if any(_sources.setdefault(one, source) != source for one, source in now.items()):
-        for one in loaded:
-            del sys.modules[one.__name__]
+    if any(_source(file) != source for file, source in _sources.get(package, {}).items()):
+        del _sources[package]
+        for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
+            del sys.modules[name]
 
 
-def _source(module: ModuleType) -> bytes | None:
+def _source(file: Path) -> bytes | None:
     try:
-        return Path(module.__file__ or "").read_bytes()
+        return file.read_bytes()
     except OSError:
-        return None  # gone, or a folder without __init__.py
+        return None
 
 
 def neighbours(file: Path) -> list[Path]:
@@ -102,15 +103,27 @@ def neighbours(file: Path) -> list[Path]:
 
 def _imports(file: Path, top: Path) -> Iterator[Path]:
     """The files that one file imports itself; packages' `__init__.py` on the way count, as they are run."""
+    for level, parts in _relative_imports(_source(file) or b""):
+        if len(file.relative_to(top).parts) >= level:
+            yield from _files(file.parents[level - 1], parts, top)
+
+
+@lru_cache(maxsize=64)
+def _relative_imports(source: bytes) -> list[tuple[int, list[str]]]:
+    """Reads how many folders up each relative import begins, and the names that it goes down; a rank asks twice."""
     try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level and len(file.relative_to(top).parts) >= node.level:
-            start = file.parents[node.level - 1]
+        waiting: list[ast.AST] = [ast.parse(source)]
+    except (SyntaxError, ValueError):
+        return []
+    found = []
+    while waiting:
+        node = waiting.pop(0)
+        if isinstance(node, ast.ImportFrom) and node.level:
             for name in ("", *(f".{alias.name}" for alias in node.names)):
-                yield from _files(start, f"{node.module or ''}{name}".strip(".").split("."), top)
+                found.append((node.level, f"{node.module or ''}{name}".strip(".").split(".")))
+        # Statements are all that can hold an import: most of a tree is expressions.
+        waiting += [each for kind in _BODIES for each in getattr(node, kind, ())]
+    return found
 
 
 def _files(start: Path, parts: list[str], top: Path) -> Iterator[Path]:

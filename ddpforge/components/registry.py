@@ -10,14 +10,13 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, partial
-from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
+from ddpforge.components.installed import Entry, entries, normalised
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.local_code import PREFIX, import_file, module_name
 from ddpforge.components.stand_ins import need_libraries
@@ -33,7 +32,6 @@ __all__ = [
     "BrokenComponent",
     "BuildFailed",
     "Chosen",
-    "Entry",
     "NotImported",
     "RefusedOptions",
     "Registry",
@@ -60,27 +58,6 @@ class Chosen(Protocol):
     @property
     def base(self) -> Path:
         """The folder of the recipe."""
-
-
-@dataclass(frozen=True, order=True)
-class Entry:
-    """A registered component: what an installed distribution declares, nothing of it imported."""
-
-    kind: str
-    name: str
-    distribution: str
-    version: str
-    target: str  # "pkg.mod:attr"
-
-    @property
-    def is_own(self) -> bool:
-        """True of ddpforge's own code."""
-        return self.target.startswith("ddpforge.")
-
-    @property
-    def source(self) -> str:
-        """The distribution and its version, for people."""
-        return f"{self.distribution} {self.version}"
 
 
 # ----------------------------------------------------------------------------------------------------- errors
@@ -250,7 +227,7 @@ class Registry:
         owner, colon, name = use.rpartition(":")
         providers = [entry for entry in self.entries(kind) if entry.name == name]
         if colon:
-            providers = [entry for entry in providers if _normalise(entry.distribution) == _normalise(owner)]
+            providers = [entry for entry in providers if normalised(entry.distribution) == normalised(owner)]
 
         if len(providers) > 1:
             raise AmbiguousComponent(kind, use, providers)
@@ -429,41 +406,10 @@ def _trace(error: BaseException) -> str:
     return redact("".join(traceback.format_exception(type(error), error, trace)))
 
 
-# ---------------------------------------------------------------------------------------- the installed index
 @cache
 def _installed(path: tuple[str, ...], disabled: str) -> Registry:
-    # Parsing a hundred distributions' metadata takes longer than everything else that a recipe needs, so only
-    # those whose raw text mentions a group of ours are looked at.
-    names = {
-        _normalise(name)
-        for found in metadata.distributions(path=list(path))
-        if "ddpforge." in (found.read_text("entry_points.txt") or "")
-        and (name := _about(found).get("Name"))  # absent in the remains of an interrupted uninstall
-    }
-    names -= {_normalise(name) for name in disabled.split(",")}
-    return Registry(entry for name in names for entry in _declared(name, path))
-
-
-def _about(distribution: metadata.Distribution) -> dict[str, str]:
-    """The first lines of a distribution's metadata, read without the parser for mail that `metadata` uses."""
-    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-    lines = (line.partition(": ") for line in text.partition("\n\n")[0].splitlines())
-    return {key: value for key, colon, value in lines if colon}
-
-
-def _declared(name: str, path: tuple[str, ...]) -> Iterable[Entry]:
-    # The first distribution of a name on the path is the one that imports, whatever another one registers.
-    distribution = next(iter(metadata.distributions(name=name, path=list(path))))
-    about = _about(distribution)
-    for point in distribution.entry_points:
-        kind = point.group.removeprefix("ddpforge.")
-        if point.group.startswith("ddpforge.") and kind in KINDS:
-            target = f"{point.module}:{point.attr or ''}"
-            yield Entry(kind, point.name, about["Name"], about["Version"], target)
-
-
-def _normalise(distribution: str) -> str:
-    return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
+    left_out = {normalised(name) for name in disabled.split(",")}
+    return Registry(entry for entry in entries(path) if normalised(entry.distribution) not in left_out)
 
 
 # -------------------------------------------------------------------------------------------------- importing

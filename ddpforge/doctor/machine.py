@@ -10,9 +10,10 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from pathlib import Path
 
+from ddpforge.components.installed import version
 from ddpforge.confidential import redact
 from ddpforge.doctor.findings import Finding, error, note, ok, warning
 from ddpforge.ranks.interface import GLOO, addresses_of, best_interface, interfaces, is_only_here
@@ -59,9 +60,7 @@ def packages(distribution: str = "ddpforge") -> Iterator[Finding]:
         if "bench" in str(wanted.marker):
             continue
         extra = "extra" in str(wanted.marker)
-        try:
-            found = version(wanted.name)
-        except PackageNotFoundError:
+        if (found := version(wanted.name)) is None:
             if not extra:
                 yield error(f"{wanted.name} is not installed", f"pip install '{wanted.name}{wanted.specifier}'")
             continue

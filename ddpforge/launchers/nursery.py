@@ -114,6 +114,9 @@ def _serve(requests: socket.socket, parent: int, signals: Mapping[int, Any]) -> 
     try:
         for name in _IMPORTED:
             __import__(name)
+        from ddpforge.components.registry import Registry
+
+        Registry.installed()  # ranks find it read
     except BaseException:  # the ranks will say why
         os._exit(1)
     gc.freeze()  # a rank need not look through it, which would copy it

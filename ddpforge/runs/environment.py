@@ -7,10 +7,10 @@ import socket
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ddpforge.components.installed import version
 from ddpforge.confidential import redact, redacted
 
 _RELEVANT = re.compile(
@@ -30,7 +30,7 @@ def describe_environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "cpus": len(os.sched_getaffinity(0)),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: version(name) for name in _PACKAGES},
         "cuda": _cuda(sys.modules.get("torch")),
         "git": _git(),
         "environment": {
@@ -45,13 +45,6 @@ def world_size() -> int:
     """The number of ranks that the launcher announced; 1 where there is none."""
     said = os.environ.get("WORLD_SIZE", "")
     return int(said) if said.isdecimal() else 1
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _cuda(torch: Any) -> dict[str, Any] | None:
@@ -74,8 +67,8 @@ def _driver() -> str | None:
         said = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return None
-    version = re.search(r"\b\d+\.\d+(\.\d+)?\b", said)
-    return version[0] if version else None
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", said)
+    return found[0] if found else None
 
 
 def _git() -> dict[str, Any] | None:

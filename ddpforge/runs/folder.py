@@ -69,8 +69,16 @@ class RecipeSnapshot(TypedDict):
 def snapshot(loaded: "LoadedRecipe") -> RecipeSnapshot:
     """Reads what a run's folder keeps of a recipe, at once: the recipe may lie in the folder that is about to move."""
     named, copies = _copies(loaded.local_files())
-    local_files = {name: file.read_bytes() for name, file in copies.items()}
-    return RecipeSnapshot(text=loaded.text, resolved=loaded.dumps(named), local_files=local_files)
+    return RecipeSnapshot(text=loaded.text, resolved=loaded.dumps(named), local_files=_contents(copies))
+
+
+def local_code(loaded: "LoadedRecipe") -> dict[str, bytes]:
+    """Reads what a run's folder keeps of the code beside a recipe, by relative path."""
+    return _contents(_copies(loaded.local_files())[1])
+
+
+def _contents(files: Mapping[str, Path]) -> dict[str, bytes]:
+    return {name: file.read_bytes() for name, file in files.items()}
 
 
 def _copies(files: Iterable[Path]) -> tuple[dict[Path, str], dict[str, Path]]:

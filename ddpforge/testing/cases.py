@@ -16,9 +16,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ddpforge.components.installed import Entry
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.local_code import PREFIX
-from ddpforge.components.registry import Entry, Registry
+from ddpforge.components.registry import Registry
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.recipe.schema import Component
 from ddpforge.testing import companions

@@ -14,12 +14,12 @@ import torch
 from fake_distributions import forgetting_modules_below, install
 from torch import nn
 
+from ddpforge.components.installed import Entry
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.registry import (
     AmbiguousComponent,
     BrokenComponent,
     BuildFailed,
-    Entry,
     RefusedOptions,
     Registry,
     UnknownComponent,

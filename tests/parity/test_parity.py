@@ -12,7 +12,8 @@ import pytest
 import torch
 from launched import Zygote
 
-from ddpforge.components.registry import Entry, Registry
+from ddpforge.components.installed import Entry
+from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, RecipeError, UsageError
 from ddpforge.parity.compare import TOLERANCES, Quantity, Record, compare, first_drift
 from ddpforge.parity.runs import ParityReport, RunFailed, parity

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from ddpforge.components.registry import Entry, Registry
+from ddpforge.components.installed import Entry
+from ddpforge.components.registry import Registry
 from ddpforge.recipe import LoadedRecipe, load_recipe
 
 PARTS = {

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddpforge.components.registry import Entry, Registry
+from ddpforge.components.installed import Entry
+from ddpforge.components.registry import Registry
 from ddpforge.recipe import LoadedRecipe
 from ddpforge.recipe.json_schema import recipe_schema
 

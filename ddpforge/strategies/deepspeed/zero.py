@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -22,6 +22,7 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddpforge.components.installed import version
 from ddpforge.errors import CheckpointError, StrategyError
 from ddpforge.interfaces import CanonicalState, Part, Range, Ranks, Region, SavedTensor, Weights, World
 from ddpforge.strategies import named_state
@@ -47,12 +48,9 @@ _INSTALL = "pip install 'ddpforge[deepspeed]'"
 # ---------------------------------------------------------------------------------------------- the library
 def require_deepspeed() -> None:
     """Raises StrategyError unless a version is installed that this module is tested with; imports nothing."""
-    try:
-        found = metadata.version("deepspeed")
-    except metadata.PackageNotFoundError:
-        raise StrategyError(
-            'strategy.use = "deepspeed" needs DeepSpeed, which is not installed', hints=[_INSTALL]
-        ) from None
+    found = version("deepspeed")
+    if found is None:
+        raise StrategyError('strategy.use = "deepspeed" needs DeepSpeed, which is not installed', hints=[_INSTALL])
     if not TESTED.contains(found, prereleases=True):
         raise StrategyError(
             f"DeepSpeed {found} is installed, and ddpforge is tested with deepspeed{TESTED}: it reads weights and "
