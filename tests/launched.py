@@ -99,8 +99,8 @@ def _serve() -> None:
     import gc
     import logging
     from contextlib import suppress
-    from importlib import import_module
-    from importlib.metadata import entry_points
+    from functools import cache
+    from importlib import import_module, metadata
 
     from ddpforge.components.registry import Registry
 
@@ -117,10 +117,12 @@ def _serve() -> None:
             import_module(module)
     logging.disable(logging.NOTSET)
     for kind in ("model", "data", "task", "metric", "optimizer", "schedule", "callback"):
-        for component in entry_points(group=f"ddpforge.{kind}"):
+        for component in metadata.entry_points(group=f"ddpforge.{kind}"):
             if component.value.startswith("ddpforge."):
                 component.load()
     Registry.installed()
+    metadata.entry_points = cache(metadata.entry_points)  # torch looks for backends in all distributions, in every rank
+    metadata.entry_points(group="torch.distributed.backends")
 
     os.fsync = lambda fd: None  # type: ignore[assignment]  # nobody waits for the disk: see checkpoint/conftest.py
     gc.collect()
