@@ -6,7 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PLUGINS := $(wildcard plugins/*)
 PLUGIN_TESTS := $(PLUGINS:%=test-%)
-PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile  # two files at a time: many tests wait for ranks
+# Two files at a time: many tests wait for ranks. Small files are the last, so that both workers end together.
+PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 # Tests start hundreds of Pythons: where no bytecode may be kept, each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE =
@@ -16,14 +17,14 @@ export PYTHONDONTWRITEBYTECODE =
 run: $(BIN)/ddpforge    ## train the digits recipe in 2 processes, on the CPU: a GPU holds one
 	$(BIN)/ddpforge launch digits --nproc 2 --fresh --set train.device=cpu
 
-test: $(VENV)/installed    ## everything: style, types, all tests, and those of the plugins
-	$(MAKE) --jobs=2 --output-sync lint test-plugins
+test: $(VENV)/installed    ## style, types, tests and those of the plugins, in ten minutes on two cores
+	$(MAKE) --jobs=2 --output-sync lint test-plugins OF_PLUGINS="not slow"
 	$(PYTEST)
 
 test-plugins: $(PLUGIN_TESTS)    ## each in its own folder, as its author would
 
 $(PLUGIN_TESTS): test-%: $(VENV)/installed
-	cd $* && $(CURDIR)/$(BIN)/python -m pytest
+	cd $* && $(CURDIR)/$(BIN)/python -m pytest -m "$(OF_PLUGINS)"
 
 test-all: lint            ## also all strategy pairs, faults on two hosts, 320 random kills: three quarters of an hour more
 	$(PYTEST) -m "not alone"

@@ -224,7 +224,7 @@ def test_fp16_skips_the_steps_that_ddp_skips_and_goes_on_with_its_scale(bench: B
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param(ZERO[1], id="1"),
+        pytest.param(ZERO[1], id="1", marks=pytest.mark.full),
         pytest.param(ZERO[2], id="2", marks=pytest.mark.full),
         pytest.param(ZERO[3], id="3", marks=pytest.mark.full),
         pytest.param(f"{ZERO[3]}\n{PARAMETERS_TOO}", id="3-host"),

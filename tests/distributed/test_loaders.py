@@ -43,7 +43,7 @@ raise SystemExit(7)
 """
 
 
-@pytest.mark.parametrize("command", ["a script", pytest.param("the command line", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("command", ["a script", pytest.param("the command line", marks=pytest.mark.full)])
 def test_a_process_ends_though_its_loader_processes_leave_stopping_to_it(tmp_path: Path, command: str) -> None:
     """They let one SIGTERM pass, and the interpreter, which waits for them in the end, sends no more than one."""
     raises = '[callbacks.raises]\nuse = "./parts.py:Raises"'

@@ -49,7 +49,7 @@ def test_the_curve_is_that_of_ddp_where_stages_are_on_two_ranks_each(schedule: s
 @pytest.mark.parametrize(
     ("schedule", "train_with"),
     [
-        ("1F1B", ""),
+        pytest.param("1F1B", "", marks=pytest.mark.full),
         pytest.param("GPipe", 'precision = "bf16"', marks=pytest.mark.full),
         pytest.param("Interleaved1F1B", "", marks=pytest.mark.full),
         pytest.param("1F1B", "activation_checkpointing = true", marks=pytest.mark.full),

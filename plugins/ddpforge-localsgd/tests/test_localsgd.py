@@ -128,6 +128,7 @@ def test_two_ranks_train_like_the_simulation_by_hand(bench: Bench) -> None:
     same(bench.weights(), dict(common.named_parameters()))
 
 
+@pytest.mark.slow
 def test_period_1_passes_parity_with_ddp(bench: Bench) -> None:
     """Ranks with different numbers of items, under a real launcher.
 

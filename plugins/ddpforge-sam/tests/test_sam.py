@@ -167,6 +167,7 @@ def test_bf16_is_near(bench: Bench) -> None:
     assert bench.column("train/loss") == pytest.approx(ByHand().losses, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_bundled_recipe_passes_parity(bench: Bench) -> None:
     """The CNN's BatchNorm sees each batch twice and counts it once, whatever the strategy; with a real launcher."""
     copy(ROOT / "recipes" / "digits-sam.toml", bench.folder)

@@ -172,7 +172,7 @@ def whole(request: pytest.FixtureRequest) -> tuple[str, list[float]]:
     [
         ('use = "single"', 1),
         (DDP, 2),
-        ('use = "fsdp"', 2),
+        pytest.param('use = "fsdp"', 2, marks=pytest.mark.full),
         pytest.param('use = "fsdp"\ncontext = 2', 2, marks=pytest.mark.full),
         ('use = "fsdp"\nmeta = true\naccumulate = "whole"', 2),
         (_ZERO, 2),
