@@ -132,7 +132,7 @@ def test_fp16_scales_the_loss_and_resumes_with_its_scale(bench: Bench) -> None:
         }
 
 
-@pytest.mark.slow
+@pytest.mark.full  # tests/strategies/test_ddp.py shows it without the code generator
 def test_a_compiled_model_trains_like_an_eager_one_under_the_same_names(bench: Bench) -> None:
     """Trap 25."""
     bench("eager", length="4st")

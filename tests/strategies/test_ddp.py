@@ -426,6 +426,26 @@ def test_the_wrapped_model_is_compiled_where_the_recipe_asks_for_it(
     assert in_ranks(2, rank)[0] == [("DistributedDataParallel", mode) for mode in compiled]
 
 
+def test_a_compiled_model_takes_the_step_of_an_eager_one_under_the_same_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap 25, with all of torch.compile but its code generator."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        from torch._dynamo.backends.registry import lookup_backend  # a second, in the ranks alone
+
+        graphs.append(graph)
+        return lookup_backend("aot_eager_decomp_partition")(graph, inputs)
+
+    def rank(number: int) -> Any:
+        training = Training(DDP(), Dot, compile="default")
+        norm = training.step(torch.tensor([6.0, 8.0]) * 2 * number)
+        return norm, training.weights(), list(training.state().model), bool(graphs)
+
+    compile_ = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module, mode: compile_(module, backend=backend))
+    assert in_ranks(2, rank) == [(10.0, {"w": [-6.0, -8.0]}, ["w"], True)] * 2
+
+
 # ---------------------------------------------------------------------------------------------- agreement
 class ByRank(nn.Module):
     """Every tensor says of which rank it is."""
