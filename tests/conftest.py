@@ -66,6 +66,15 @@ def browser() -> "Iterator[Browser]":
 
 
 @pytest.fixture(scope="session")
+def deepspeed() -> None:
+    """DeepSpeed, imported once where tests fork their ranks, and not in every rank; skips tests where there is none."""
+    from accelerate.utils import patch_environment
+
+    with patch_environment(DS_ACCELERATOR="cpu"):
+        pytest.importorskip("deepspeed.runtime.zero.muon.muon_optimizer")
+
+
+@pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
     """The process that forks ranks; see `launched.py`."""
     zygote = Zygote()

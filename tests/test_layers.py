@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -95,8 +95,11 @@ def imports(module: str, node: ast.AST | None = None, *, types: bool = False) ->
             yield from imports(module, child, types=types)
 
 
-GRAPH = {module: {one for one in imports(module, types=True) if one in MODULES} - {module} for module in MODULES}
-"""What of ddpforge each module imports, in functions and for type checkers included."""
+@cache
+def graph() -> Mapping[str, set[str]]:
+    """What of ddpforge each module imports, in functions and for type checkers included."""
+    return {module: {one for one in imports(module, types=True) if one in MODULES} - {module} for module in MODULES}
+
 
 # What may point up or round in a circle, as no program runs through it; each with why it stays.
 TOLERATED = {
@@ -122,56 +125,61 @@ def package_of(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
-EDGES = [
-    (module, imported)
-    for module in MODULES
-    for imported in imports(module)
-    if imported.partition(".")[0] == "ddpforge" and package_of(imported) != package_of(module)
-]
+@cache
+def edges() -> Sequence[tuple[str, str]]:
+    """What runs through the borders of packages: importing and imported module."""
+    return [
+        (module, imported)
+        for module in MODULES
+        for imported in imports(module)
+        if imported.partition(".")[0] == "ddpforge" and package_of(imported) != package_of(module)
+    ]
 
 
 # ---------------------------------------------------------------------------------------------- who imports whom
 def test_imports_point_down() -> None:
-    upward = [edge for edge in EDGES if layer(edge[0]) >= layer(edge[1])]
+    upward = [edge for edge in edges() if layer(edge[0]) >= layer(edge[1])]
     assert not upward
 
 
 def test_types_point_down_too() -> None:
-    upward = [(a, b) for a in GRAPH for b in GRAPH[a] if package_of(a) != package_of(b) and layer(a) >= layer(b)]
+    upward = [
+        (a, b) for a, its in graph().items() for b in its if package_of(a) != package_of(b) and layer(a) >= layer(b)
+    ]
     assert sorted(set(upward) - TOLERATED.keys()) == []
 
 
-def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+def circles(imported: Mapping[str, set[str]]) -> list[list[str]]:
     """The modules that reach one another, group by group."""
-    reached = {module: reachable(graph, module) for module in graph}
+    reached = {module: reachable(imported, module) for module in imported}
     groups = {
         frozenset(other for other in reached[module] if module in reached[other])
-        for module in graph
+        for module in imported
         if module in reached[module]
     }
     return sorted(sorted(group) for group in groups)
 
 
-def reachable(graph: Mapping[str, set[str]], module: str) -> set[str]:
+def reachable(imported: Mapping[str, set[str]], module: str) -> set[str]:
     """Every module that an import of `module` may lead to."""
     found: set[str] = set()
-    waiting = list(graph[module])
+    waiting = list(imported[module])
     while waiting:
         if (one := waiting.pop()) not in found:
             found.add(one)
-            waiting += graph[one]
+            waiting += imported[one]
     return found
 
 
 def test_no_modules_import_one_another() -> None:
     """Not in a function either, and not for type checkers alone: what is read together belongs in one module."""
-    straight = {module: {one for one in its if (module, one) not in TOLERATED} for module, its in GRAPH.items()}
+    straight = {module: {one for one in its if (module, one) not in TOLERATED} for module, its in graph().items()}
     assert circles(straight) == []
 
 
 @pytest.mark.parametrize(("module", "imported"), TOLERATED)
 def test_what_is_tolerated_is_still_there(module: str, imported: str) -> None:
-    assert imported in GRAPH[module]
+    assert imported in graph()[module]
 
 
 def test_a_circle_is_found_through_any_number_of_modules() -> None:
@@ -180,7 +188,7 @@ def test_a_circle_is_found_through_any_number_of_modules() -> None:
 
 def test_components_live_by_the_rules_of_plugins() -> None:
     """Whatever comes with ddpforge could have come from somebody else: it needs the interfaces and nothing more."""
-    ours = {imported for module, imported in EDGES if package_of(module) == "ddpforge.builtin"}
+    ours = {imported for module, imported in edges() if package_of(module) == "ddpforge.builtin"}
     assert {package_of(imported) for imported in ours} <= {"ddpforge.interfaces", "ddpforge.errors"}
 
 
@@ -260,28 +268,27 @@ def test_the_files_that_contributing_points_to_exist() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- every module
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_begins_by_saying_what_it_is_for(module: str) -> None:
-    documentation = ast.get_docstring(tree(module))
-    assert documentation
-    assert documentation.partition("\n\n")[0].rstrip().endswith((".", ":"))
+def test_modules_begin_by_saying_what_they_are_for() -> None:
+    opened = {module: (ast.get_docstring(tree(module)) or "").partition("\n\n")[0].rstrip() for module in MODULES}
+    assert [module for module, text in opened.items() if not text.endswith((".", ":"))] == []
 
 
 QUESTIONS = re.compile(r"(what|which|who(se|m)?|whether|how|where|when|why)(ever)?\b", re.I)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_docstring_names_its_subject(module: str) -> None:
+def test_docstrings_name_their_subject() -> None:
     """ "Finds the rank that failed first", not "Which rank failed first"."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    opened = [ast.get_docstring(node) for node in ast.walk(tree(module)) if isinstance(node, documented)]
-    assert [text.partition("\n")[0] for text in opened if text and QUESTIONS.match(text)] == []
+    for module in MODULES:
+        opened = [ast.get_docstring(node) for node in ast.walk(tree(module)) if isinstance(node, documented)]
+        assert [text.partition("\n")[0] for text in opened if text and QUESTIONS.match(text)] == [], module
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if not module.endswith("__main__")])
-def test_what_a_module_announces_exists(module: str) -> None:
-    found = import_module(module)
-    assert [name for name in getattr(found, "__all__", ()) if not hasattr(found, name)] == []
+def test_what_modules_announce_exists() -> None:
+    for module in MODULES:
+        if not module.endswith("__main__"):
+            found = import_module(module)
+            assert [name for name in getattr(found, "__all__", ()) if not hasattr(found, name)] == [], module
 
 
 # ---------------------------------------------------------------------------------------------- the version

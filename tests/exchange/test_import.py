@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import patch_environment
 from checkpoint.doubles import Bomb, same
 from exchange.foreign_ranks import RANKS, STEPS, adamw, build, loss_of, save_all
 from forked import in_ranks
@@ -33,10 +32,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def foreign(deepspeed: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks saved under DeepSpeed and FSDP."""
-    with patch_environment(DS_ACCELERATOR="cpu"):
-        pytest.importorskip("deepspeed.runtime.zero.muon.muon_optimizer")  # here, and not in every rank
     folder = tmp_path_factory.mktemp("foreign")
     in_ranks(RANKS, lambda _: save_all(folder))
     return folder

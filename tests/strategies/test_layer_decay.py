@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import patch_environment
 from forked import Training, in_ranks
 from torch import Tensor, nn
 
@@ -15,14 +14,11 @@ from ddpforge.components.registry import Registry
 from ddpforge.interfaces import Strategy
 from ddpforge.recipe.schema import OptimizerComponent
 from ddpforge.strategies.ddp import DDP
+from ddpforge.strategies.deepspeed import DeepSpeed
 from ddpforge.strategies.fsdp import FSDP
 from ddpforge.training.optimizers import build_optimizer
 
-with patch_environment(DS_ACCELERATOR="cpu"):  # here, and not in every rank
-    pytest.importorskip("deepspeed.runtime.zero.muon.muon_optimizer")
-
-from ddpforge.strategies.deepspeed import DeepSpeed
-
+pytestmark = pytest.mark.usefixtures("deepspeed")
 RECIPE = OptimizerComponent(use="sgd", options={"lr": 0.8}, layer_decay=0.5)
 RATES = {"before.weight": 0.1, "blocks.0.inner.weight": 0.2, "blocks.1.inner.weight": 0.4, "behind.weight": 0.8}
 

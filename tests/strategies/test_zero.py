@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import patch_environment
 from forked import Training, in_ranks, refused, saved, train
 from saved import Saved
 from torch import Tensor, nn
@@ -15,12 +14,9 @@ from ddpforge.errors import CheckpointError, StrategyError, UsageError
 from ddpforge.interfaces import CanonicalState, Part, Range
 from ddpforge.ranks.join import join
 from ddpforge.strategies.ddp import DDP
-
-with patch_environment(DS_ACCELERATOR="cpu"):  # here, and not in every rank
-    pytest.importorskip("deepspeed.runtime.zero.muon.muon_optimizer")
-
 from ddpforge.strategies.deepspeed import DeepSpeed
 
+pytestmark = pytest.mark.usefixtures("deepspeed")
 each_stage = pytest.mark.parametrize("stage", [1, 2, 3])
 stages_1_and_3 = pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full), 3])  # 2 is 1's code
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mlflow import MlflowClient
 from PIL import Image
 
 from ddpforge.builtin.trackers.mlflow import MLflowTracker
@@ -39,16 +38,22 @@ def started(folder: Path, uri: str, resumed_at: int | None = None, **options: An
     return tracker
 
 
+def client_of(uri: str) -> Any:
+    from mlflow import MlflowClient  # 1 second, when the first test needs it
+
+    return MlflowClient(uri)
+
+
 def run_of(folder: Path, uri: str) -> Any:
     """The only run of the test's experiment."""
-    client = MlflowClient(uri)
+    client = client_of(uri)
     experiment = client.get_experiment_by_name(f"of {folder.name}")
     (run,) = client.search_runs([experiment.experiment_id])
     return run
 
 
 def history(folder: Path, uri: str, metric: str = "train/loss") -> list[tuple[int, float]]:
-    found = MlflowClient(uri).get_metric_history(run_of(folder, uri).info.run_id, metric)
+    found = client_of(uri).get_metric_history(run_of(folder, uri).info.run_id, metric)
     return [(one.step, one.value) for one in sorted(found, key=lambda one: one.timestamp)]
 
 
@@ -61,7 +66,7 @@ def test_metrics_by_step_the_recipe_tags_and_the_end(folder: Path, uri: str) -> 
     assert dict(history(folder, uri)) == pytest.approx({1: 1.0, 2: 0.5, 3: 1 / 3})
     assert run.data.params == {"optimizer.lr": "0.1", "optimizer.use": "adamw", "name": "run"}
     assert (run.info.status, run.info.run_name, run.data.tags["team"]) == ("FINISHED", "run", "a")
-    config = MlflowClient(uri).download_artifacts(run.info.run_id, "config.json")
+    config = client_of(uri).download_artifacts(run.info.run_id, "config.json")
     assert json.loads(Path(config).read_text()) == CONFIG
 
 
@@ -93,7 +98,7 @@ def test_everything_that_is_shown_is_an_artifact(folder: Path, uri: str) -> None
     tracker.show(7, "worst", [{"id": 3, "loss": 0.5}, {"id": 4, "loss": None}], "table")
     tracker.finish(state="done", summary={})
     run = run_of(folder, uri).info.run_id
-    shown = Path(MlflowClient(uri).download_artifacts(run, "shown"))
+    shown = Path(client_of(uri).download_artifacts(run, "shown"))
     assert np.array_equal(np.asarray(Image.open(shown / "samples/ema/step-000000007.png")), image)
     histogram = json.loads((shown / "gradients/step-000000007.json").read_text())
     assert histogram == {"counts": [1, 2], "edges": [0.0, 0.5, 1.0], "nonfinite": 0}
@@ -129,7 +134,7 @@ def test_a_request_that_fails_is_told_at_the_next_row(folder: Path, uri: str, mo
     def fail(*_: Any, **__: Any) -> None:
         raise ConnectionError("gone")
 
-    monkeypatch.setattr(MlflowClient, "log_batch", fail)
+    monkeypatch.setattr("mlflow.MlflowClient.log_batch", fail)
     tracker.log(1, {"train/loss": 1.0})
     tracker._queue.shutdown(wait=True)
     with pytest.raises(ConnectionError, match="gone"):
