@@ -127,7 +127,7 @@ def _fields(
     fields: dict[str, Any] = {}
     extra: Literal["forbid", "allow"] = "forbid"
 
-    for name, parameter in inspect.signature(component).parameters.items():
+    for name, parameter in _parameters(component).items():
         if parameter.kind is parameter.VAR_POSITIONAL:
             continue  # may stay empty
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is not parameter.empty:
@@ -149,6 +149,18 @@ def _fields(
             continue
         fields[name] = (annotation, ... if required else parameter.default)
     return fields, extra
+
+
+_BARE = (object.__init__, object.__new__, type.__call__)
+
+
+def _parameters(component: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """What a component takes. `inspect` would parse the constructor of `object`, which costs every rank 7 ms."""
+    if isinstance(component, type) and not hasattr(component, "__signature__"):
+        own: Any = component
+        if (own.__init__, own.__new__, type(own).__call__) == _BARE:
+            return {}
+    return inspect.signature(component).parameters
 
 
 def _refuse(given: frozenset[str]) -> Any:

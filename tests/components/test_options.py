@@ -258,6 +258,22 @@ class Inheriting(Plain): ...
 class Empty: ...
 
 
+class Making:
+    def __new__(cls, size: int = 2) -> "Making":
+        return super().__new__(cls)
+
+
+class Announcing:
+    __signature__ = inspect.signature(Plain)
+
+
+class Meta(type):
+    def __call__(cls, size: int = 2) -> Any: ...
+
+
+class Called(metaclass=Meta): ...
+
+
 class Calling:
     def __call__(self, size: int = 2) -> None: ...
 
@@ -284,6 +300,9 @@ def variadic(first: int = 1, /, *sizes: int, size: int = 2) -> None: ...
     [
         Plain,
         Inheriting,
+        Making,
+        Announcing,
+        Called,
         Calling(),
         Data2,
         functools.partial(sized, "red"),
