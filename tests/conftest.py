@@ -1,5 +1,6 @@
 """Fixtures that every test may ask for."""
 
+import gc
 import logging
 import os
 import shutil
@@ -9,18 +10,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from hosts import Hosts, needs_root, new_hosts
 from hypothesis import settings
-from launched import Ranks, Zygote
-from slurm import PROGRAMS, Slurm, new_slurm
 
-from ddpforge.ranks import leaving
+from ddpforge.importing import uncollected
+
+with uncollected():
+    import torch
+    from hosts import Hosts, needs_root, new_hosts
+    from launched import Ranks, Zygote
+    from slurm import PROGRAMS, Slurm, new_slurm
+
+    from ddpforge.ranks import leaving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 PLUGINS = ",".join(path.name for path in (Path(__file__).parents[1] / "plugins").glob("*"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keeps the garbage collector from going through modules and tests, again and again, and in every forked rank."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

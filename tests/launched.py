@@ -103,6 +103,7 @@ def _serve() -> None:
     from importlib import import_module, metadata
 
     from ddpforge.components.registry import Registry
+    from ddpforge.importing import uncollected
 
     modules = _IMPORTED
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
@@ -112,9 +113,10 @@ def _serve() -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
         modules = modules + _IMPORTED_BY_DEEPSPEED
     logging.disable(logging.WARNING)  # torch's, about a machine with CUDA and without a GPU
-    for module in modules:
-        with suppress(ImportError):  # other versions of DeepSpeed and torch have other modules
-            import_module(module)
+    with uncollected():
+        for module in modules:
+            with suppress(ImportError):  # other versions of DeepSpeed and torch have other modules
+                import_module(module)
     logging.disable(logging.NOTSET)
     for kind in ("model", "data", "task", "metric", "optimizer", "schedule", "callback"):
         for component in metadata.entry_points(group=f"ddpforge.{kind}"):
@@ -125,7 +127,6 @@ def _serve() -> None:
     metadata.entry_points(group="torch.distributed.backends")
 
     os.fsync = lambda fd: None  # type: ignore[assignment]  # nobody waits for the disk: see checkpoint/conftest.py
-    gc.collect()
     gc.freeze()  # a rank that collects garbage need not look through all that, which copies the pages that it is on
     for line in sys.stdin:
         print(json.dumps(_start(**json.loads(line))), flush=True)

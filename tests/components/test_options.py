@@ -259,7 +259,7 @@ class Empty: ...
 
 
 class Making:
-    def __new__(cls, size: int = 2) -> "Making":
+    def __new__(cls, size: int = 2) -> Making:
         return super().__new__(cls)
 
 

@@ -58,8 +58,9 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_all_strategies_train_the_same_curve_and_transformers_loads_it(
-    ddpforge: Callable[..., str], samples: Path, texts: Path, tokenizer: Path, tmp_path: Path
+    ddpforge: Callable[..., str], samples: Path, texts: Path, tokenizer: Path, tmp_path: Path, launcher: bool
 ) -> None:
     """Among them ranks that share layers, by the model's own `_tp_plan`."""
     (tmp_path / "tiny.toml").write_text(RECIPE.format(tokenizer=tokenizer))
@@ -70,7 +71,7 @@ def test_all_strategies_train_the_same_curve_and_transformers_loads_it(
         ("tensor", "--set=strategy.use=fsdp", "--set=strategy.tensor=2"),
         ("pipeline", "--set=strategy.use=pipeline"),
     ):
-        ddpforge("run", "tiny.toml", f"--set=name={name}", *sets, ranks=2, launcher=name == "ddp")
+        ddpforge("run", "tiny.toml", f"--set=name={name}", *sets, ranks=2, launcher=launcher and name == "ddp")
         curves[name] = [row["train/loss"] for row in rows(tmp_path / "runs" / name) if "train/loss" in row]
     assert len(curves["ddp"]) == 12
     assert curves["ddp"][-1] < 0.7 * curves["ddp"][0]
