@@ -1,4 +1,4 @@
-"""What ranks of tests are forked from (`ranks.py`): imports, once for all of them, what the environment names."""
+"""Imports what the environment names, once for all ranks of tests: they are forked from here (`ranks.py`)."""
 
 import os
 from contextlib import suppress
