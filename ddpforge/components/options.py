@@ -155,7 +155,7 @@ _BARE = (object.__init__, object.__new__, type.__call__)
 
 
 def _parameters(component: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """What a component takes. `inspect` would parse the constructor of `object`, which costs every rank 7 ms."""
+    """The parameters of a component. `inspect` would parse the constructor of `object`, for 7 ms in every rank."""
     if isinstance(component, type) and not hasattr(component, "__signature__"):
         own: Any = component
         if (own.__init__, own.__new__, type(own).__call__) == _BARE:
