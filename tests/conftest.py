@@ -44,26 +44,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What these tests expect does not depend on which plugins are installed beside ddpforge."""
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Neither the plugins that are installed beside ddpforge nor an earlier run in this process change a test."""
     monkeypatch.setenv("DDPFORGE_DISABLE_PLUGINS", PLUGINS)
-
-
-@pytest.fixture(autouse=True)
-def _untouched_logger() -> Iterator[None]:
-    """A run in the tests' own process directs the logger: the next test must not find it so."""
-    logger = logging.getLogger("ddpforge")
+    monkeypatch.setattr(leaving, "_threads", False)  # for those of a run, a later command would end the process at once
+    logger = logging.getLogger("ddpforge")  # which a run directs
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
     yield
     for handler in set(logger.handlers) - set(handlers):
         handler.close()
     logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
-
-
-@pytest.fixture(autouse=True)
-def _no_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run in the tests' own process leaves threads, for which a later command would end that process at once."""
-    monkeypatch.setattr(leaving, "_threads", False)
 
 
 @pytest.fixture(scope="module")

@@ -180,6 +180,7 @@ def test_a_task_is_told_whether_the_model_trains(bench: Bench, stage: int) -> No
 
 
 @stages_1_and_3
+@pytest.mark.full  # tests/distributed/test_recompute.py has another model
 def test_recomputed_activations_change_nothing(bench: Bench, stage: int) -> None:
     bench("plain", ZERO[stage], model="dropout = 0.2", length="6st")
     bench("recomputed", ZERO[stage], model="dropout = 0.2", length="6st", train="activation_checkpointing = true")

@@ -33,6 +33,7 @@ def test_every_way_to_shard_gives_the_curve_of_one_process(bench: Bench) -> None
         bench.alike(name, "one")
 
 
+@pytest.mark.full  # tests/distributed/test_recompute.py has another model
 def test_recomputed_blocks_change_nothing(bench: Bench) -> None:
     dropout = "dropout = 0.2"
     bench("plain", FSDP, model=dropout)

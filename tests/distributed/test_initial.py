@@ -8,7 +8,7 @@ import pytest
 import torch
 from launched import Ranks
 from safetensors.torch import save_file
-from sharding import DDP, Bench, each_strategy, weights_in
+from sharding import DDP, EACH, Bench, weights_in
 from torch import Tensor
 
 from ddpforge.checkpoint.reader import Reader
@@ -23,6 +23,14 @@ init_from = "{source}"
 [callbacks.ema]
 decay = 0.9
 """
+
+ddp_and_zero = pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(EACH[name], id=name, marks=() if name in ("ddp", "zero3") else pytest.mark.full)
+        for name in ("ddp", "fsdp", "zero1", "zero3")
+    ],
+)
 
 
 @pytest.fixture
@@ -46,7 +54,7 @@ def first(bench: Bench) -> Path:
     return min((bench.folder / "runs/tuned/checkpoints").glob("step-*"))
 
 
-@each_strategy
+@ddp_and_zero
 def test_a_run_begins_with_the_weights_of_another(bench: Bench, weights: dict[str, Tensor], strategy: str) -> None:
     said = begin(bench, "base", strategy)
     checkpoint = Reader(first(bench))
@@ -63,7 +71,7 @@ def test_a_run_begins_with_the_weights_of_another(bench: Bench, weights: dict[st
     assert Reader(bench.newest("tuned")).facts.step == 8
 
 
-@each_strategy
+@ddp_and_zero
 def test_what_is_missing_and_what_is_left_over_is_named(
     bench: Bench, weights: dict[str, Tensor], strategy: str
 ) -> None:

@@ -191,7 +191,7 @@ def test_another_callback_of_the_same_name_starts_afresh(ddpforge: Callable[...,
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param(DDP, id="ddp"),
+        pytest.param(DDP, id="ddp", marks=pytest.mark.full),
         pytest.param(FSDP, id="fsdp", marks=pytest.mark.full),
         pytest.param(ZERO[1], id="zero1"),
     ],

@@ -199,7 +199,7 @@ def test_the_stage_that_needs_most_is_told_of_a_pipeline(plan: Plan) -> None:
     assert staged.all_flops == pytest.approx(whole.flops, rel=0.01)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("GPipe", marks=pytest.mark.full), "ZBVZeroBubble"])
 def test_a_long_step_of_a_pipeline_is_reckoned_from_two_short_ones(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:

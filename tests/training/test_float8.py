@@ -206,7 +206,11 @@ FLOAT8, BF16 = 'precision = "bf16"\nfp8 = "tensorwise"', 'precision = "bf16"'
 @pytest.mark.usefixtures("_emulated")
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
-    [pytest.param(DDP, 2, marks=pytest.mark.full), (FSDP, 2), (f"{FSDP}\nmeta = true", 1)],
+    [
+        pytest.param(DDP, 2, marks=pytest.mark.full),
+        (FSDP, 2),
+        pytest.param(f"{FSDP}\nmeta = true", 1, marks=pytest.mark.full),
+    ],
 )
 def test_runs_on_ranks_have_the_curve_of_one_process(strategy: str, ranks: int) -> None:
     one, *_ = train('use = "single"', 1, train=FLOAT8, length="6st")

@@ -111,6 +111,7 @@ def test_an_evaluation_makes_no_gradients() -> None:
     assert ledger.peak < 4096 * 64 * 4  # that of the weights alone
 
 
+@pytest.mark.full  # tests/training/test_compiling.py compiles another loss
 def test_it_is_compiled_with_the_model() -> None:
     whole = gradients(LanguageModelling(), small())
     model = small()

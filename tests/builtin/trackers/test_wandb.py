@@ -407,7 +407,7 @@ def test_a_server_that_fails_or_never_answers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["500", "hang", "gone"])
+@pytest.mark.parametrize("fault", ["500", "hang", pytest.param("gone", marks=pytest.mark.full)])
 def test_a_server_that_breaks_during_training(
     fault: Fault, server: WandbStub, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
