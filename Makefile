@@ -12,15 +12,18 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscop
 # Tests start hundreds of Pythons: where no bytecode may be kept, each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: run test test-all test-fast test-gpu test-gpus gpu test-plugins $(PLUGIN_TESTS) bench lint docs clean
+.PHONY: run test test-package test-all test-fast test-gpu test-gpus gpu test-plugins $(PLUGIN_TESTS) bench lint docs clean
 
 run: $(BIN)/ddpforge    ## train the digits recipe in 2 processes, on the CPU: a GPU holds one
 	$(BIN)/ddpforge launch digits --nproc 2 --fresh --set train.device=cpu
 
+# Runs wait for ranks a sixth of their time: what is beside their tests takes what they leave of the cores.
 test: $(VENV)/installed    ## style, types, tests and those of the plugins, in ten minutes on two cores
-	# Tests of runs wait for ranks a sixth of their time: the rest takes what they leave of the cores.
 	nice $(MAKE) --output-sync lint test-plugins OF_PLUGINS="not slow" & rest=$$!; \
-	$(PYTEST); code=$$?; wait $$rest && exit $$code
+	$(MAKE) --no-print-directory test-package; code=$$?; wait $$rest && exit $$code
+
+test-package: $(VENV)/installed
+	$(PYTEST)
 
 test-plugins: $(PLUGIN_TESTS)    ## each in its own folder, as its author would
 
