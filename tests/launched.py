@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpforge.launchers.nursery import Brought
+from ddpforge.launchers.nursery import FORK, Brought
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,8 @@ def _start_launcher(
     verdict = output / "verdict"
     verdict.write_text("")
     command = torchrun_command(arguments[1:], nproc=nproc, flags=[f"--max-restarts={restarts}"])
-    variables = {**variables_for(nproc), "OMP_NUM_THREADS": "1", VERDICT: str(verdict), **env}
+    # The launcher would start ranks by itself where Python does not buffer its output (PYTHONUNBUFFERED).
+    variables = {**variables_for(nproc), "OMP_NUM_THREADS": "1", FORK: "0", VERDICT: str(verdict), **env}
     child = os.fork()
     if child == 0:
         _launcher(command[command.index("-m") + 1 :], cwd, variables, output)
