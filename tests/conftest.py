@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _untouched_by_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Neither the plugins that are installed beside ddpforge nor an earlier run in this process change a test."""
     monkeypatch.setenv("DDPFORGE_DISABLE_PLUGINS", PLUGINS)
     monkeypatch.setattr(leaving, "_threads", False)  # for those of a run, a later command would end the process at once
