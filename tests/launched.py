@@ -173,7 +173,7 @@ def _start_launcher(
     verdict = output / "verdict"
     verdict.write_text("")
     command = torchrun_command(arguments[1:], nproc=nproc, flags=[f"--max-restarts={restarts}"])
-    # The launcher would start ranks by itself where Python does not buffer its output (PYTHONUNBUFFERED).
+    # Where PYTHONUNBUFFERED is set the launcher would fork ranks as `ddpforge launch` does, and not those of `_Forked`.
     variables = {**variables_for(nproc), "OMP_NUM_THREADS": "1", FORK: "0", VERDICT: str(verdict), **env}
     child = os.fork()
     if child == 0:

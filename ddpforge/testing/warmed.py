@@ -9,7 +9,7 @@ from ddpforge.importing import uncollected
 from ddpforge.testing.ranks import WARMED
 
 with uncollected():
-    for name in os.environ.pop(WARMED, "").split(","):
-        with suppress(ImportError, ValueError):  # a rank that needs it will say so
+    for name in filter(None, os.environ.pop(WARMED, "").split(",")):
+        with suppress(ImportError):  # a rank that needs it will say so
             import_module(name)
 Registry.installed()
