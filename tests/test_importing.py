@@ -1,6 +1,7 @@
 """Imports of large libraries: Python's garbage collector leaves them alone, and goes on afterwards."""
 
 import gc
+import subprocess
 import sys
 
 import pytest
@@ -47,3 +48,9 @@ def test_nothing_is_frozen_in_a_process_that_has_torch() -> None:
     with uncollected():
         assert gc.isenabled()
     assert gc.get_freeze_count() == frozen
+
+
+def test_what_forks_the_ranks_of_tests_begins_without_torch() -> None:
+    """So that it is imported inside, with all that follows."""
+    program = "import sys, ddpforge.testing.ranks; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
