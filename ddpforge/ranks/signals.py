@@ -67,11 +67,15 @@ class StopRequests:
         self._heard.setdefault(number, now)
         if insists(number, since=None if before is None else now - before) and not self._over:
             raise KeyboardInterrupt
-        if not self.requested:
+        is_first, self.requested = not self.requested, True
+        if is_first:
             # A launcher passes every request on as SIGTERM, whatever it was.
             asked = "asked to stop" if number == signal.SIGTERM and is_launched() else signal.Signals(number).name
-            log.info("%s: finishing this step, then saving a checkpoint", asked)
-        self.requested = True
+            words = "%s: finishing this step, then saving a checkpoint", asked
+            try:
+                log.info(*words)
+            except RuntimeError:  # the signal came within a write to the same stream, which a thread waits for
+                threading.Thread(target=log.info, args=words).start()
 
 
 def leave_stopping_to_the_rank() -> Callable[[int], None]:

@@ -3,6 +3,8 @@
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -54,6 +56,34 @@ def test_a_request_that_was_held_back_while_python_started_is_heard() -> None:
     signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)  # threads of libraries here do not hold it back
     with StopRequests() as stop:
         assert stop.requested
+
+
+def test_a_request_within_a_write_to_the_same_stream_is_heard_and_told_after_it() -> None:
+    """Python refuses the second write: `reentrant call inside <_io.BufferedWriter name='<stderr>'>`."""
+    program = """
+import io, logging, os, signal, sys
+from ddpforge.ranks.signals import StopRequests
+
+class Slow(io.RawIOBase):
+    def writable(self):
+        return True
+    def write(self, data):
+        if bytes(data).startswith(b"a row"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return os.write(1, data)
+
+sys.stderr = io.TextIOWrapper(io.BufferedWriter(Slow()), write_through=True)
+log = logging.getLogger("ddpforge")
+log.addHandler(logging.StreamHandler())
+log.setLevel(logging.INFO)
+with StopRequests() as stop:
+    sys.stderr.write("a row\\n")
+    sys.stderr.flush()
+    assert stop.requested
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "a row\nSIGTERM: finishing this step, then saving a checkpoint\n"
 
 
 def test_nothing_interrupts_what_comes_after_training() -> None:
