@@ -9,6 +9,12 @@ from click.testing import CliRunner, Result
 from ddpforge.cli import main
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of `digits` in the folder, as `make run` leaves one, would go on with its own weights."""
+    monkeypatch.chdir(tmp_path)
+
+
 def _check(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["check", *arguments])
 
@@ -114,10 +120,7 @@ def test_build_finds_what_only_data_and_model_tell_and_all_of_it_at_once() -> No
     assert "set model.classes = 10" in found["model.classes"]
 
 
-def test_build_finds_empty_evaluation_data_where_the_recipe_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_build_finds_empty_evaluation_data_where_the_recipe_names_it() -> None:
     Path("parts.py").write_text("class Empty(list):\n    pass\n")
     result = _check("digits", "--build", "--set", "data.eval={use = './parts.py:Empty'}")
     assert result.exit_code == 3
@@ -161,8 +164,7 @@ def test_build_finds_an_optimizer_that_does_not_take_the_parameters() -> None:
     assert "--set:1:11" in result.stderr
 
 
-def test_code_that_is_not_to_run_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_code_that_is_not_to_run_is_not_imported() -> None:
     Path("evil.py").write_text('open("ran", "w").close()\ndef Net(width: int): ...\ndef ddp(): ...\n')
     sets = ("--set", "model={use='./evil.py:Net', wide=3}", "--set", "strategy.use=./evil.py:ddp")
     shown = _check("digits", "--no-import", *sets)
@@ -178,8 +180,7 @@ def test_code_that_is_not_to_run_is_not_imported(tmp_path: Path, monkeypatch: py
     assert Path("ran").exists()
 
 
-def test_a_file_that_is_not_there_is_a_problem_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_file_that_is_not_there_is_a_problem_like_others() -> None:
     result = _check("nowhere.toml", "--json")
     assert result.exit_code == 2
     assert json.loads(result.stdout)["problems"][0]["message"] == "no such recipe: `nowhere.toml`"
@@ -211,10 +212,7 @@ class Counted(Plain):
         ("digits", set()),
     ],
 )
-def test_a_class_of_streams_is_met_with_all_that_needs_epochs_and_an_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: str, keys: set[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_class_of_streams_is_met_with_all_that_needs_epochs_and_an_order(use: str, keys: set[str]) -> None:
     Path("streams.py").write_text(STREAMS)
     sets = [f'data.train={{use="{use}"}}', "data.order.use=sequential", "schedule.warmup=1st", "train.length=3ep"]
     found = json.loads(_check("digits", "--json", *sets).stdout)["problems"]
