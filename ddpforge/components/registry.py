@@ -257,7 +257,7 @@ class Registry:
             raise broken("names a module, not what to use of it", hints=[f"write `{location}:Name`"])
 
         file = _local_file(location, base, broken) if _is_file(location) else None
-        with _importing(location, file, broken):
+        with _importing(location, file, None if entry else base, broken):
             module = import_file(file) if file else importlib.import_module(location)
             component: object = module
             for name in attribute.split("."):
@@ -417,8 +417,13 @@ _ABSENT = object()
 
 
 @contextmanager
-def _importing(location: str, file: Path | None, broken: Callable[..., BrokenComponent]) -> Iterator[None]:
-    """Turns whatever a plugin's code raises while it is imported into a BrokenComponent that says where."""
+def _importing(
+    location: str, file: Path | None, base: Path | None, broken: Callable[..., BrokenComponent]
+) -> Iterator[None]:
+    """Turns whatever a plugin's code raises while it is imported into a BrokenComponent that says where.
+
+    `base` is the folder of the recipe, if that gives the location itself.
+    """
     try:
         yield
     except (Exception, SystemExit) as cause:  # a script without a main guard exits
@@ -431,7 +436,7 @@ def _importing(location: str, file: Path | None, broken: Callable[..., BrokenCom
             cause=cause,
             where=where,
             missing=missing,
-            hints=_ways_to_provide(missing, file) if missing else (),
+            hints=_ways_to_provide(missing, location, file, base) if missing else (),
         ) from cause
 
 
@@ -452,7 +457,10 @@ def _innermost(cause: BaseException, package: str) -> str | None:
 _EXTRAS = {"torchmetrics": "metrics"}  # modules that recipes locate, and the extra that brings each
 
 
-def _ways_to_provide(missing: str, file: Path | None) -> list[str]:
+def _ways_to_provide(missing: str, location: str, file: Path | None, base: Path | None) -> list[str]:
+    path = location.replace(".", "/") + ".py"
+    if base and missing == location.partition(".")[0] and (base / path).is_file():
+        return [f'a file beside the recipe is named by its path: use = "./{path}:…"']
     if file and (file.parent / f"{missing}.py").exists():
         return [f"a file beside a recipe imports its neighbours by a dot: `from .{missing} import …`"]
     if extra := _EXTRAS.get(missing):

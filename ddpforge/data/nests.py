@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["close", "digest", "leaves", "size", "take", "to_device"]
+__all__ = ["close", "digest", "is_object", "leaves", "size", "take", "to_device"]
 
 
 def leaves(nest: Any) -> Iterator[Any]:
@@ -19,7 +21,7 @@ def leaves(nest: Any) -> Iterator[Any]:
     if isinstance(nest, Mapping):
         for key in nest:
             yield from leaves(nest[key])
-    elif isinstance(nest, list | tuple):
+    elif isinstance(nest, list | tuple) and not is_object(nest):
         for item in nest:
             yield from leaves(item)
     else:
@@ -35,10 +37,15 @@ def size(batch: Any) -> int:
 
 
 def take(batch: Any, start: int, stop: int, total: int | None = None) -> Any:
-    """The samples from `start` up to `stop`; what does not run over samples stays as it is."""
+    """The samples from `start` up to `stop`; what does not run over samples stays as it is.
+
+    Raises ValueError where there are objects with samples of their own, such as a batch of graphs.
+    """
     total = size(batch) if total is None else total
     if isinstance(batch, Tensor):
         return batch[start:stop] if batch.ndim and batch.shape[0] == total else batch
+    if is_object(batch):
+        raise ValueError(f"a {type(batch).__name__} cannot be cut into samples")
     if isinstance(batch, Mapping):
         return {key: take(value, start, stop, total) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -57,7 +64,9 @@ def digest(nest: Any) -> str:
         if not isinstance(leaf, Tensor) and (hasattr(leaf, "__array__") or hasattr(leaf, "__array_interface__")):
             leaf = np.asarray(leaf)  # pictures are arrays in disguise
             leaf = torch.from_numpy(leaf.copy()) if leaf.dtype.kind in "biufc" else leaf.tolist()
-        if isinstance(leaf, Tensor):
+        if is_object(leaf) and (inside := tuple(leaf) if isinstance(leaf, tuple) else getattr(leaf, "__dict__", None)):
+            found.update(f"{type(leaf).__name__} {digest(inside)}".encode())
+        elif isinstance(leaf, Tensor):
             found.update(f"{leaf.dtype}{list(leaf.shape)}".encode())
             found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         else:
@@ -82,14 +91,15 @@ def close(one: Any, other: Any, tolerance: float = 1e-5) -> bool:
 def to_device(batch: Any, device: torch.device) -> Any:
     """The same nest of tensors on `device`; copies from pinned memory do not wait.
 
-    A GPU copies on a stream of its own, under the passes before: they are still computed when the next batch is asked
-    for. See https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams.
+    An object whose class has a method `to(device)`, such as a batch of graphs, moves by it. A GPU copies on a stream of
+    its own, under the passes before: they are still computed when the next batch is asked for. See
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams.
     """
     if device.type != "cuda":
         return _moved(batch, device)
     aside, here = _stream_for_copies(device), torch.cuda.current_stream(device)
     with torch.cuda.stream(aside):
-        moved = _moved(batch, device)
+        moved = _moved(batch, device, here)
     here.wait_stream(aside)
     for leaf in leaves(moved):
         if isinstance(leaf, Tensor):
@@ -102,13 +112,36 @@ def _stream_for_copies(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
+def _moved(batch: Any, device: torch.device, here: torch.cuda.Stream | None = None) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
+    if _moves_itself(batch):
+        # Its tensors are not known: their memory could not be kept for the stream that reads them.
+        with torch.cuda.stream(here) if here else contextlib.nullcontext():
+            return batch.to(device, **_options_of_to(batch))
     if isinstance(batch, Mapping):
-        return {key: _moved(value, device) for key, value in batch.items()}
+        return {key: _moved(value, device, here) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_moved(value, device) for value in batch))
+        return type(batch)(*(_moved(value, device, here) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(_moved(value, device) for value in batch)
+        return type(batch)(_moved(value, device, here) for value in batch)
     return batch
+
+
+def _moves_itself(value: Any) -> bool:
+    return callable(getattr(type(value), "to", None))
+
+
+def is_object(value: Any) -> bool:
+    """True for what moves to a device as a whole, and is no nest of tensors: a batch of graphs, packed sequences."""
+    return _moves_itself(value) and not isinstance(value, Tensor | Mapping)
+
+
+def _options_of_to(batch: Any) -> Mapping[str, Any]:
+    """What the method `to` of an object is given beside the device."""
+    try:
+        parameters = inspect.signature(batch.to).parameters.values()
+    except ValueError:  # written in C
+        return {}
+    takes = any(parameter.name == "non_blocking" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return {"non_blocking": True} if takes else {}

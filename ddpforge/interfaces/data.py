@@ -16,7 +16,8 @@ class Data(Protocol):
     A dataset with `__getitem__` alone works too: its samples are stacked by torch's `default_collate`. Optional:
 
     - `__getitems__(ids: list[int])` fetches a whole batch at once (what it returns goes to `collate`);
-    - `collate(samples)` makes a batch out of what was fetched; return it unchanged when it already is one;
+    - `collate(samples)` makes a batch out of what was fetched; return it unchanged when it already is one. It is a nest
+      of dicts, lists and tuples; tensors go to the device, and objects with a method `to(device)` go by that;
     - `random = False` says that fetching draws no random numbers, which saves seeding per sample. Otherwise
       python's, numpy's and torch's generators are seeded from (recipe seed, epoch, sample) before each sample, or
       from (recipe seed, epoch, first sample) before each `__getitems__`; where a sample may come more than once in an

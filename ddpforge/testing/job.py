@@ -26,7 +26,7 @@ from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.registry import Registry
-from ddpforge.data.nests import close, digest, size, take
+from ddpforge.data.nests import close, digest
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, GoBack, Part, RunContext, StepInfo, Strategy, Tracker, Weights, World
 from ddpforge.ranks.failures import is_symptom
@@ -108,7 +108,7 @@ def data(site: Site) -> dict[str, Any]:
     """The digests of the first samples as each rank reads them."""
     recipe = site.loaded.recipe
     built = site.registry.build("data", recipe.data.train, seed=recipe.train.seed)
-    mine = [digest(take(batch, n, n + 1)) for batch in batches(built) for n in range(size(batch))]
+    mine = list(map(digest, batches(built, micro=1)))
     return {"digests": site.gather(mine)}
 
 

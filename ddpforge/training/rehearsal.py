@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from ddpforge.builtin.tasks.forms import described
-from ddpforge.data import RankShare, open_data, to_device
-from ddpforge.data.nests import size
+from ddpforge.data import MicroBatch, RankShare, open_data, to_device
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Metric, Rows, Task, Total, World
@@ -38,13 +37,13 @@ class Rehearsal:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def first_batch(data: Any, *, most: int, seed: int) -> Any:
+def first_batch(data: Any, *, most: int, seed: int) -> MicroBatch:
     """The first samples of a dataset as a batch, `most` of them at most."""
     samples = min(FEW, most)
     share = RankShare(0, 1, samples)
     fetching: dict[str, Any] = {"seed": seed, "workers": 0, "prefetch": 2, "pin": False}
     batches = open_data(data, global_batch=samples, share=share, drop_last=False, **fetching)
-    return next(iter(batches.evaluation())).data
+    return next(iter(batches.evaluation()))
 
 
 class _Reached(Exception):
@@ -66,7 +65,7 @@ def try_before_model(task: Task, batch: Any) -> None:
 def rehearse(
     model: nn.Module,
     task: Task,
-    batch: Any,
+    batch: MicroBatch,
     *,
     use: str,
     precision: str = "fp32",
@@ -90,7 +89,7 @@ def rehearse(
 def _rehearse(
     model: nn.Module,
     task: Task,
-    batch: Any,
+    micro: MicroBatch,
     *,
     use: str,
     precision: str,
@@ -105,7 +104,7 @@ def _rehearse(
         model.to(place)
     for module in beside:
         module.to(place)
-    given, batch = batch, to_device(batch, place)
+    given, batch = micro.data, to_device(micro.data, place)
     alone = Alone(place)
     try:
         task.start(model, World(all=alone, data=alone, device=place, local_rank=0))
@@ -123,7 +122,7 @@ def _rehearse(
     if use == "training" and not task.whole_batch:
         refuse_mean(model, task, batch)
     counted = task.count(batch)
-    items = size(batch) if counted is None else float(counted)
+    items = micro.samples if counted is None else float(counted)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # so few samples may well lack a class
         means = alone.mean({"loss": Total(loss.detach(), max(items, 1e-12)), **found}, task.reports)

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from traceback import walk_tb
-from typing import Any
 
 import torch
 from torch import nn
 
 from ddpforge.components.local_code import PREFIX
 from ddpforge.components.registry import where_raised
+from ddpforge.data import MicroBatch
 from ddpforge.data.nests import size, take
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.errors import ForgeError, UsageError
@@ -73,7 +73,7 @@ def rehearse_training(parts: Parts) -> None:
                 if ours:
                     _find_metrics(parts, dict.fromkeys(parts.evaluations(), metrics))
             else:
-                try_before_model(parts.task, batch)
+                try_before_model(parts.task, batch.data)
         except ForgeError:
             raise
         except Exception as error:
@@ -88,7 +88,7 @@ def _has_loaders(parts: Parts) -> bool:
     return bool(parts.training.workers) if parts.is_open else parts.recipe.data.workers not in (0, "auto")
 
 
-def _fails_in_training(parts: Parts, error: Exception, batch: Any) -> bool:
+def _fails_in_training(parts: Parts, error: Exception, batch: MicroBatch | None) -> bool:
     """True if the model, which only computes, raises this error for a whole micro-batch and wherever ranks compute.
 
     Others' callbacks and strategies may change the model, or what the task gives it, before the first step; the
@@ -99,7 +99,7 @@ def _fails_in_training(parts: Parts, error: Exception, batch: Any) -> bool:
         return False
     if any(not type(part).__module__.startswith("ddpforge.") for part in others):
         return False
-    if not parts.is_open and _most(parts, "train") > FEW:
+    if batch is None or (not parts.is_open and _most(parts, "train") > FEW):
         return False  # `batch` is not a whole one
     try:
         # On the meta device shapes and dtypes fail as on any other.
@@ -129,9 +129,9 @@ def _modules_beside(parts: Parts) -> list[nn.Module]:
     return [beside.module for beside in parts.beside.values()]
 
 
-def _first(parts: Parts) -> Any:
+def _first(parts: Parts) -> MicroBatch:
     if parts.is_open:
-        return parts.training.first().data
+        return parts.training.first()
     return first_batch(parts.data["train"], most=_most(parts, "train"), seed=parts.recipe.train.seed)
 
 
@@ -146,7 +146,7 @@ def _most(parts: Parts, key: str) -> int:
     return (train.eval_batch if key != "train" else None) or micro
 
 
-def _rehearse(parts: Parts, key: str, batch: Any, device: str | None) -> Rehearsal:
+def _rehearse(parts: Parts, key: str, batch: MicroBatch, device: str | None) -> Rehearsal:
     use = "training" if key == "train" else "evaluation"
     beside, precision = _modules_beside(parts), parts.recipe.train.precision
     return rehearse(parts.model, parts.task, batch, use=use, precision=precision, device=device, beside=beside)
@@ -187,9 +187,10 @@ def _is_ours(task: Task) -> bool:
     return type(task).__module__.startswith(_OURS)
 
 
-def _few(batch: Any) -> Any:
+def _few(batch: MicroBatch) -> MicroBatch:
     """The first samples of a batch, where it can be cut."""
     try:
-        return take(batch, 0, min(size(batch), FEW))
+        samples = min(size(batch.data), FEW)
+        return batch._replace(data=take(batch.data, 0, samples), samples=samples)
     except ValueError:
         return batch

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ddpforge.data import MicroBatch
+from ddpforge.data.nests import is_object
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import World
 from ddpforge.ranks.collectives import Alone
@@ -87,6 +88,8 @@ def _named(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         items: Any = nest.items()
     elif isinstance(nest, tuple) and hasattr(nest, "_fields"):
         items = zip(nest._fields, nest, strict=True)
+    elif is_object(nest) and getattr(nest, "__dict__", None):
+        items = vars(nest).items()
     elif isinstance(nest, list | tuple) and any(isinstance(item, Tensor | Mapping | list | tuple) for item in nest):
         items = enumerate(nest)
     else:

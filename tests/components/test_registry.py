@@ -259,6 +259,13 @@ def test_a_missing_requirement_is_named_with_the_line_that_needs_it(site: Path) 
     assert Registry.installed().load("model", "sound").__name__ == "Net"
 
 
+def test_a_file_beside_the_recipe_that_is_named_like_a_module_is_told(tmp_path: Path) -> None:
+    write(tmp_path / "mine" / "net.py", "class Net: ...")
+    with pytest.raises(BrokenComponent, match="No module named 'mine'") as caught:
+        Registry.installed().load("model", "mine.net:Net", tmp_path)
+    assert caught.value.hints == ('a file beside the recipe is named by its path: use = "./mine/net.py:…"',)
+
+
 def test_an_import_that_fails_elsewhere_is_blamed_on_the_plugins_own_line(site: Path) -> None:
     install(
         site,

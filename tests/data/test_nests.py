@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 
 from ddpforge.data import nests
 from ddpforge.data.nests import close, digest, leaves, size, take, to_device
@@ -202,6 +203,62 @@ def test_a_nest_moves_with_its_containers_and_all_else_stays() -> None:
     assert moved["pair"].y[1] is kept
 
 
+class Graphs:
+    """A batch of graphs, as libraries for them have it."""
+
+    def __init__(self, nodes: Tensor) -> None:
+        self.nodes = nodes
+
+    def to(self, device: torch.device) -> "Graphs":
+        return Graphs(self.nodes.to(device))
+
+
+class Eager(Graphs):
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Eager":
+        return Eager(self.nodes.to(device, non_blocking=non_blocking))
+
+
+class Edge(NamedTuple):
+    start: Tensor
+    to: Tensor
+
+
+def test_an_object_moves_by_its_own_method() -> None:
+    meta = torch.device("meta")
+    packed = pack_sequence([torch.ones(2, 3), torch.ones(1, 3)])
+    graphs, eager, texts, edge = to_device(
+        [Graphs(torch.ones(1)), Eager(torch.ones(1)), packed, Edge(torch.ones(1), torch.ones(1))], meta
+    )
+    assert (type(graphs), graphs.nodes.device) == (Graphs, meta)
+    assert (type(eager), eager.nodes.device) == (Eager, meta)
+    assert (texts.data.device, texts.batch_sizes.device) == (meta, torch.device("cpu"))  # where torch wants the sizes
+    assert (type(edge), edge.start.device, edge.to.device) == (Edge, meta, meta)
+
+
+def test_an_object_is_one_leaf_which_cannot_be_cut() -> None:
+    packed, graphs = pack_sequence([torch.ones(2, 3), torch.ones(1, 3)]), Graphs(torch.ones(5))
+    assert list(leaves([packed, graphs])) == [packed, graphs]
+    assert size((packed, graphs, torch.zeros(2))) == 2
+    for batch in ((packed, torch.zeros(2)), {"graphs": [graphs], "y": torch.zeros(2)}):
+        with pytest.raises(ValueError, match=r"a (PackedSequence|Graphs) cannot be cut into samples"):
+            take(batch, 0, 1)
+
+
+def test_objects_are_told_apart_by_what_they_hold() -> None:
+    ones, twos = torch.ones(2, 3), torch.full((2, 3), 2.0)
+    batches = [[Graphs(ones), pack_sequence([ones])], [Graphs(twos), pack_sequence([ones])]]
+    batches += [[Graphs(ones), pack_sequence([twos])], [Eager(ones), pack_sequence([ones])]]
+    assert len({digest(batch) for batch in batches}) == len(batches)
+    assert digest(Graphs(ones)) == digest(Graphs(ones.clone()))
+
+
+def test_an_object_is_told_not_to_wait_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(Tensor, "to", lambda self, *_, **options: asked.append(options) or self)
+    to_device((Graphs(torch.ones(1)), Eager(torch.ones(1))), torch.device("cpu"))
+    assert asked == [{}, {"non_blocking": True}]
+
+
 def test_a_gpu_copies_beside_what_it_computes_which_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of what is asked of CUDA, which is not here."""
     said: list[str] = []
@@ -226,6 +283,10 @@ def test_a_gpu_copies_beside_what_it_computes_which_waits_for_the_copy(monkeypat
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: said.append(f"kept for {stream.name}"))
     to_device({"x": torch.ones(1), "text": "t"}, torch.device("cuda"))
     assert said == ["onto aside", "copy", "off aside", "here waits for aside", "kept for here"]
+
+    said.clear()  # the tensors of an object are not known: they are copied where they are read
+    to_device(Graphs(torch.ones(1)), torch.device("cuda"))
+    assert said == ["onto aside", "onto here", "copy", "off here", "off aside", "here waits for aside"]
 
 
 def test_a_copy_to_the_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 from launched import Ranks
 from sharding import DDP, FSDP, ZERO, Bench
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 
 from ddpforge.builtin.datasets.vision import torchvision_dataset
 from ddpforge.builtin.optim.optimizers import sgd
@@ -109,6 +110,13 @@ def test_batches_copied_beside_long_passes_arrive_whole() -> None:
             large = torch.nn.functional.normalize(large @ large)
         sums.append(to_device([batch], device)[0].double().sum())
     assert [one.item() for one in sums] == [number * 2.0**20 for number in range(50)]
+
+
+def test_packed_sequences_move_by_their_own_method() -> None:
+    packed = pack_sequence([torch.ones(2, 3), torch.zeros(1, 3)])
+    sequences, targets = to_device((packed, torch.ones(2)), torch.device("cuda"))
+    assert [x.device.type for x in (sequences.data, sequences.batch_sizes, targets)] == ["cuda", "cpu", "cuda"]
+    assert sequences.data.tolist() == packed.data.tolist()
 
 
 def test_full_memory_is_told_with_what_to_change(bench: Bench) -> None:

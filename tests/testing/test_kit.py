@@ -221,6 +221,19 @@ def test_settings_give_options_companions_and_declarations() -> None:
     assert found["Two[2]", "finite"].text() == "cannot be tried: builds failed"
 
 
+def test_batches_that_are_objects_of_their_own_are_not_cut(folder: Path) -> None:
+    (folder / "graphs.py").write_text((Path(__file__).parents[1] / "graphs.py").read_text())
+    fitting = 'data = { use = "./graphs.py:Graphs" }'
+    task, model = 'task = { use = "./graphs.py:GraphTask" }', 'model = { use = "./graphs.py:GraphNet" }'
+    write("ddpforge_testing.toml", f"[model.GraphNet]\n{fitting}\n{task}\n[task.GraphTask]\n{fitting}\n{model}\n")
+    with Kit(find_cases("graphs.py"), quick=True) as kit:
+        found = {(result.name, result.check): result for result in kit.run()}
+    assert [key for key, result in found.items() if result.status == "failed"] == []
+    assert found["Graphs", "each-sample-once"].status == found["GraphNet", "finite"].status == "passed"
+    left_out = found["GraphTask", "loss-is-a-sum"].text()
+    assert left_out == "its batches cannot be cut: the batch holds no tensor with a dimension for samples"
+
+
 def test_settings_may_be_in_pyproject() -> None:
     write("pyproject.toml", "[tool.ddpforge.testing.schedule.half]\nskip = 'out of order'\n")
     write("src/parts.py", PARTS)

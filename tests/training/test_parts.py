@@ -1,7 +1,9 @@
 """Before training all that cannot work is found in one pass; what a few samples tell is told in words."""
 
+import copy
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -126,6 +128,20 @@ def test_parts_that_fit_are_built_and_tried(parts: Callable[..., Parts]) -> None
     assert tried["train"].batch == "a list (float32 [8, 4], int64 [8])"
     assert tried["train"].metrics.keys() == {"loss", "accuracy"}
     assert (built.size.all, built.plan.horizon.total, built.plan.batch.micro_batch) == (15, 4, 8)
+
+
+def test_a_batch_that_is_an_object_of_its_own_is_tried_whole(parts: Callable[..., Parts]) -> None:
+    shutil.copy(Path(__file__).parents[1] / "graphs.py", "mine.py")
+    graphs = ["model.use=./mine.py:GraphNet", "data.train.use=./mine.py:Graphs", "task={use='./mine.py:GraphTask'}"]
+    built = parts(*graphs)
+    tried = try_out(built)
+    built.report()
+    model, task, data = copy.deepcopy((built.model, built.task, built.data["train"]))
+    batch = data.collate([data[i] for i in range(8)])
+    loss, outputs = task.loss(model, batch)
+    right = (outputs.argmax(1) == batch.targets).float().mean().item()
+    assert tried["train"].batch == "a GraphBatch"
+    assert tried["train"].metrics == pytest.approx({"loss": loss.item() / 8, "right": right})
 
 
 @pytest.mark.parametrize(

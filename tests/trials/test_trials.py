@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,14 @@ def test_a_forward_pass_may_have_a_part_of_a_step() -> None:
     found = json.loads(shown("--batches", "1", "--json", "train.micro_batch=16").stdout)["batches"][0]
     assert (found["samples"], found["step_samples"]) == (16, 64)
     assert found["leaves"][1]["shape"] == [16]
+
+
+def test_an_object_of_its_own_is_shown_by_what_it_holds() -> None:
+    shutil.copy(Path(__file__).parents[1] / "graphs.py", ".")
+    graphs = ["model={use='./graphs.py:GraphNet'}", "task={use='./graphs.py:GraphTask'}"]
+    result = shown("--batches", "1", *graphs, "data.train={use='./graphs.py:Graphs'}")
+    lines = result.stdout.splitlines()
+    assert [line.split("  ")[1] for line in lines[1:]] == ["nodes", "graph", "targets"]
 
 
 def test_an_evaluation_set_is_shown_by_its_name() -> None:

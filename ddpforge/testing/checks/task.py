@@ -20,7 +20,7 @@ from ddpforge.ranks.collectives import Alone
 from ddpforge.testing.cases import Case
 from ddpforge.testing.doubles import in_threads
 from ddpforge.testing.register import check
-from ddpforge.testing.report import Breach, blame, source_of
+from ddpforge.testing.report import Breach, NotApplicable, blame, source_of
 from ddpforge.testing.trial import SAMPLES, Trial, trial_of
 from ddpforge.testing.worlds import Worlds
 
@@ -155,6 +155,10 @@ def total_is_additive(case: Case, worlds: Worlds) -> None:
 
 def _trial(case: Case) -> Trial:
     trial = trial_of(case)
+    try:
+        take(trial.batch, 0, 1)
+    except ValueError as error:
+        raise NotApplicable(f"its batches cannot be cut: {error}") from error
     trial.model.eval()  # dropout and BatchNorm would make samples depend on their neighbours
     return trial
 

@@ -1,0 +1,58 @@
+"""A batch of graphs that is an object of its own: the data, the model and the task that a recipe names in this file."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpforge.interfaces import Task, Total
+
+
+class GraphBatch:
+    """Nodes of several graphs in one tensor, as libraries for graphs have it; moves as a whole."""
+
+    def __init__(self, nodes: Tensor, graph: Tensor, targets: Tensor) -> None:
+        self.nodes, self.graph, self.targets = nodes, graph, targets
+
+    def to(self, device: torch.device) -> "GraphBatch":
+        return GraphBatch(self.nodes.to(device), self.graph.to(device), self.targets.to(device))
+
+
+class Graphs:
+    """Graphs of one to five nodes; the target is whether their numbers add up to more than zero."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(1 + index % 5, 4, generator=torch.Generator().manual_seed(index))
+
+    def collate(self, samples: Sequence[Tensor]) -> GraphBatch:
+        lengths = torch.tensor([len(nodes) for nodes in samples])
+        targets = torch.stack([nodes.sum() > 0 for nodes in samples]).long()
+        return GraphBatch(torch.cat([*samples]), torch.repeat_interleave(lengths), targets)
+
+
+class GraphNet(nn.Module):
+    """Classifies the sum of what a layer makes of a graph's nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, batch: GraphBatch) -> Tensor:
+        sums = self.head.weight.new_zeros(len(batch.targets), 8)
+        return self.head(sums.index_add(0, batch.graph, self.layer(batch.nodes).relu()))
+
+
+class GraphTask(Task):
+    """Classifies graphs."""
+
+    def loss(self, model: nn.Module, batch: GraphBatch) -> tuple[Tensor, Any]:
+        outputs = model(batch)
+        return nn.functional.cross_entropy(outputs, batch.targets, reduction="sum"), outputs
+
+    def metrics(self, outputs: Any, batch: GraphBatch) -> dict[str, Total]:
+        right = outputs.argmax(1) == batch.targets
+        return {"right": Total(right.sum(), len(right))}
