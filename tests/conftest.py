@@ -43,6 +43,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _in_a_folder_of_no_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A clone may hold `runs/`, in which a command would go on."""
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("here"))
+    yield
+    os.chdir(before)
+
+
 @pytest.fixture(autouse=True)
 def _untouched_by_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Neither the plugins that are installed beside ddpforge nor an earlier run in this process change a test."""
