@@ -25,14 +25,18 @@ def weights_in(checkpoint: Path) -> dict[str, Tensor]:
 
 EACH = {"ddp": DDP, "fsdp": FSDP, **{f"zero{stage}": table for stage, table in ZERO.items()}}
 
-_FULL = {"zero1": pytest.mark.full}
-_FAMILIES = [pytest.param(EACH[name], id=name, marks=_FULL.get(name, ())) for name in ("ddp", "fsdp", "zero1", "zero3")]
-each_strategy = pytest.mark.parametrize("strategy", _FAMILIES)
-"""Runs a test under every way to shard.
 
-ZeRO-1 is for `make test-all`: `tests/strategies/test_zero.py` tries its steps, and the matrix has whole runs of it.
-ZeRO-2 differs from both in memory only.
-"""
+def _families(*now: str) -> list[Any]:
+    """Every way to shard; those that are not to run `now` are for `make test-all`. ZeRO-2 differs in memory only."""
+    names = ("ddp", "fsdp", "zero1", "zero3")
+    return [pytest.param(EACH[name], id=name, marks=() if name in now else pytest.mark.full) for name in names]
+
+
+_FAMILIES = _families("ddp", "fsdp", "zero3")
+each_strategy = pytest.mark.parametrize("strategy", _FAMILIES)
+"""Runs a test under every way to shard; `tests/strategies/test_zero.py` tries the steps of ZeRO-1."""
+ddp_and_zero = pytest.mark.parametrize("strategy", _families("ddp", "zero3"))
+"""The same for what is one for FSDP and ZeRO."""
 each_strategy_and_one_process = pytest.mark.parametrize(
     ("strategy", "nproc"),
     [

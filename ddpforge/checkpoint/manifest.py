@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import xxhash
 from pydantic import BaseModel, TypeAdapter
 
 from ddpforge import disk
@@ -268,7 +267,7 @@ def _verify_blocks(path: Path, begin: int, placed: Placed, numbers: Iterable[int
 
 def read_block(path: Path, begin: int, chunk: Chunk, number: int, buffer: memoryview) -> None:
     """Fills `buffer` with a chunk's block; raises CheckpointError unless it has the hash that the manifest says."""
-    digest = xxhash.xxh3_128()
+    digest = disk.xxh3()
     untrusted.read_into(path, begin, buffer, digest.update)
     if digest.hexdigest() != chunk.hashes[number]:
         raise damaged(path, f"the contents of {chunk.entry} are not those that were written (block {number})")

@@ -151,7 +151,7 @@ def places(path: Path, claims: Mapping[str, Claim], hashed: str | None) -> dict[
     if length > min(size - 8, _LIMIT):
         raise damaged(path, f"it begins with a header of {length} bytes, and the file has {size}")
     content = read(path, 0, 8 + length)
-    if hashed is not None and disk.xxh3(content) != hashed:
+    if hashed is not None and disk.xxh3(content).hexdigest() != hashed:
         raise damaged(path, "its header is not the one that was written")
 
     header = parse(_HEADER, path, content[8:])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from launched import Ranks
 from safetensors.torch import save_file
-from sharding import DDP, EACH, Bench, weights_in
+from sharding import DDP, Bench, ddp_and_zero, weights_in
 from torch import Tensor
 
 from ddpforge.checkpoint.reader import Reader
@@ -23,14 +23,6 @@ init_from = "{source}"
 [callbacks.ema]
 decay = 0.9
 """
-
-ddp_and_zero = pytest.mark.parametrize(
-    "strategy",
-    [
-        pytest.param(EACH[name], id=name, marks=() if name in ("ddp", "zero3") else pytest.mark.full)
-        for name in ("ddp", "fsdp", "zero1", "zero3")
-    ],
-)
 
 
 @pytest.fixture
