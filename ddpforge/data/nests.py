@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import inspect
@@ -118,7 +119,7 @@ def _moved(batch: Any, device: torch.device, here: torch.cuda.Stream | None = No
     if _moves_itself(batch):
         # Its tensors are not known: their memory could not be kept for the stream that reads them.
         with torch.cuda.stream(here) if here else contextlib.nullcontext():
-            return batch.to(device, **_options_of_to(batch))
+            return copy.copy(batch).to(device, **_options_of_to(batch))  # some change themselves
     if isinstance(batch, Mapping):
         return {key: _moved(value, device, here) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

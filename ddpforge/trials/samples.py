@@ -89,7 +89,7 @@ def _named(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(nest, tuple) and hasattr(nest, "_fields"):
         items = zip(nest._fields, nest, strict=True)
     elif is_object(nest) and getattr(nest, "__dict__", None):
-        items = vars(nest).items()
+        items = [(key, value) for key, value in vars(nest).items() if not isinstance(value, type)]
     elif isinstance(nest, list | tuple) and any(isinstance(item, Tensor | Mapping | list | tuple) for item in nest):
         items = enumerate(nest)
     else:

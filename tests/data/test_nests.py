@@ -218,6 +218,12 @@ class Eager(Graphs):
         return Eager(self.nodes.to(device, non_blocking=non_blocking))
 
 
+class InPlace(Graphs):
+    def to(self, device: torch.device) -> "InPlace":
+        self.nodes = self.nodes.to(device)
+        return self
+
+
 class Edge(NamedTuple):
     start: Tensor
     to: Tensor
@@ -233,6 +239,13 @@ def test_an_object_moves_by_its_own_method() -> None:
     assert (type(eager), eager.nodes.device) == (Eager, meta)
     assert (texts.data.device, texts.batch_sizes.device) == (meta, torch.device("cpu"))  # where torch wants the sizes
     assert (type(edge), edge.start.device, edge.to.device) == (Edge, meta, meta)
+
+
+def test_an_object_that_changes_itself_is_moved_as_a_copy() -> None:
+    """What was fetched may be asked for again."""
+    kept = InPlace(torch.ones(1))
+    assert to_device(kept, torch.device("meta")).nodes.is_meta
+    assert kept.nodes.device.type == "cpu"
 
 
 def test_an_object_is_one_leaf_which_cannot_be_cut() -> None:
