@@ -61,7 +61,7 @@ _MLP = Work(
     batch=64,
     samples=64_000,
     steps=200,
-    turns=12,
+    turns=32,
 )
 MODELS = {
     "mlp": _MLP,
@@ -73,7 +73,7 @@ MODELS = {
         batch=12,
         samples=48_000,
         steps=20,
-        turns=10,
+        turns=20,
     ),
     "resnet18": Work(
         "ResNet-18, batch of 32 images of 3 x 32 x 32",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
 from ddpforge.data import MicroBatch, RankShare, open_data
+from ddpforge.data.nests import take
 from ddpforge.interfaces import Task, World
 from ddpforge.ranks.collectives import Alone
 from ddpforge.testing import companions
@@ -17,14 +19,14 @@ from ddpforge.testing.report import Breach, blame, source_of
 from ddpforge.training.beside import declared
 from ddpforge.training.one_turn import of_turns
 
-__all__ = ["SAMPLES", "Trial", "first_batch", "fresh", "settle", "trial_of"]
+__all__ = ["SAMPLES", "Trial", "first_batches", "fresh", "settle", "trial_of"]
 
 SAMPLES = 6  # a number with several divisors: batches are split
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Components that belong together; `batch` holds SAMPLES samples, or as many as the data has.
+    """Components that belong together; `batch` holds SAMPLES samples, or as many as the data has: `samples`.
 
     `turns` is the task as each of its turns sees it, or the task alone, and `task` the first of them.
     """
@@ -33,6 +35,14 @@ class Trial:
     data: Any
     turns: list[Task]
     batch: Any
+    samples: int
+
+    def pieces(self, size: int) -> list[Any]:
+        """The batch in pieces of so many samples, fetched anew where it cannot be cut."""
+        try:
+            return [take(self.batch, start, start + size, self.samples) for start in range(0, self.samples, size)]
+        except ValueError:
+            return [piece.data for piece in first_batches(self.data, size)]
 
     @property
     def task(self) -> Task:
@@ -49,19 +59,19 @@ def fresh(case: Case, seed: int = 0) -> nn.Module:
     return model
 
 
-def first_batch(data: Any, samples: int = SAMPLES) -> MicroBatch:
-    """The first batch of evaluation."""
+def first_batches(data: Any, size: int = SAMPLES) -> list[MicroBatch]:
+    """The first SAMPLES samples, in batches of evaluation of so many each."""
     batches = open_data(
         data,
-        global_batch=samples,
-        share=RankShare(0, 1, samples),
+        global_batch=SAMPLES,
+        share=RankShare(0, 1, size),
         seed=0,
         drop_last=False,
         workers=0,
         prefetch=2,
         pin=False,
     )
-    return next(iter(batches.evaluation()))
+    return list(islice(batches.evaluation(), SAMPLES // size))
 
 
 def settle(case: Case) -> None:
@@ -108,7 +118,8 @@ def _try(case: Case) -> Trial:
     model = fresh(case)
     data = case.companion("data", seed=0)
     task = case.build() if case.kind == "task" else case.companion("task")
-    batch = first_batch(data).data
+    (first,) = first_batches(data)
+    batch = first.data
     declared(task, model)
     task.check(model, data)
     alone = Alone()
@@ -118,7 +129,7 @@ def _try(case: Case) -> Trial:
         _, outputs = _pair(task, one.loss(model, batch))
     if case.kind == "metric":
         case.build()(outputs.detach(), batch[1])
-    return Trial(model, data, turns, batch)
+    return Trial(model, data, turns, batch, first.samples)
 
 
 class _WrongLoss(Breach):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from ddpforge.interfaces import Metric, Rows, Task, Total, World
 from ddpforge.ranks.collectives import Alone
 from ddpforge.training.first_look import checked_loss, checked_metrics, explain, first_metrics
 from ddpforge.training.one_turn import of_turns, with_sum
-from ddpforge.training.sums import refuse_mean
+from ddpforge.training.sums import Halves, refuse_mean
 from ddpforge.training.totals import add
 
-__all__ = ["FEW", "Rehearsal", "first_batch", "rehearse", "try_before_model"]
+__all__ = ["FEW", "Rehearsal", "first_batch", "first_halves", "rehearse", "try_before_model"]
 
 FEW = 8  # samples
 _DTYPES = {"bf16": torch.bfloat16}  # CPUs have few kernels for fp16
@@ -39,11 +40,22 @@ class Rehearsal:
 
 def first_batch(data: Any, *, most: int, seed: int) -> MicroBatch:
     """The first samples of a dataset as a batch, `most` of them at most."""
-    samples = min(FEW, most)
-    share = RankShare(0, 1, samples)
+    (batch,) = _first(data, min(FEW, most), parts=1, seed=seed)
+    return batch
+
+
+def first_halves(data: Any, *, most: int, seed: int) -> Halves:
+    """The same, and its halves, each fetched by itself."""
+    samples = min(FEW, most) // 2 * 2
+    (whole,), (one, other) = (_first(data, samples, parts=parts, seed=seed) for parts in (1, 2))
+    return Halves(one.data, other.data, whole.data, samples)
+
+
+def _first(data: Any, samples: int, *, parts: int, seed: int) -> list[MicroBatch]:
+    share = RankShare(0, 1, samples // parts)
     fetching: dict[str, Any] = {"seed": seed, "workers": 0, "prefetch": 2, "pin": False}
     batches = open_data(data, global_batch=samples, share=share, drop_last=False, **fetching)
-    return next(iter(batches.evaluation()))
+    return list(islice(batches.evaluation(), parts))
 
 
 class _Reached(Exception):
@@ -71,16 +83,18 @@ def rehearse(
     precision: str = "fp32",
     device: str | None = None,
     beside: Sequence[nn.Module] = (),
+    halves: Callable[[], Halves] | None = None,
 ) -> Rehearsal:
     """One forward pass, or one of each turn, in a copy of model and task; `use` is "training" or "evaluation".
 
     It takes place on `device`, by default where the model is; there the modules `beside` it, the task's, are moved too.
+    `halves` gives some samples once more, for a batch that cannot be cut.
 
     Raises UsageError or PluginError where the task breaks its contract, and whatever model and task raise.
     """
     metrics: dict[str, float] = {}
     for one in of_turns(task).values():
-        found = _rehearse(model, one, batch, use=use, precision=precision, device=device, beside=beside)
+        found = _rehearse(model, one, batch, use, precision, device, beside, halves)
         metrics |= found.metrics
     metrics = with_sum(task, metrics)
     return Rehearsal(found.batch, metrics)
@@ -90,11 +104,11 @@ def _rehearse(
     model: nn.Module,
     task: Task,
     micro: MicroBatch,
-    *,
     use: str,
     precision: str,
     device: str | None,
     beside: Sequence[nn.Module],
+    halves: Callable[[], Halves] | None,
 ) -> Rehearsal:
     model, task, beside = copy.deepcopy((model, task, list(beside)))
     model.train(use == "training")
@@ -120,7 +134,7 @@ def _rehearse(
     if place.type == "meta":
         return Rehearsal(described(given))
     if use == "training" and not task.whole_batch:
-        refuse_mean(model, task, batch)
+        refuse_mean(model, task, batch, halves and (lambda: to_device(halves(), place)))
     counted = task.count(batch)
     items = micro.samples if counted is None else float(counted)
     with warnings.catch_warnings():

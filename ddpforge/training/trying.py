@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from traceback import walk_tb
 
 import torch
@@ -23,8 +24,8 @@ from ddpforge.training.callbacks import overriding
 from ddpforge.training.contract import count_parameters
 from ddpforge.training.evaluation import prefix
 from ddpforge.training.parts import Parts, key_of
-from ddpforge.training.rehearsal import FEW, Rehearsal, first_batch, rehearse, try_before_model
-from ddpforge.training.sums import SMALL
+from ddpforge.training.rehearsal import FEW, Rehearsal, first_batch, first_halves, rehearse, try_before_model
+from ddpforge.training.sums import SMALL, Halves
 
 __all__ = ["rehearse_training", "try_out"]
 
@@ -42,8 +43,9 @@ def try_out(parts: Parts) -> dict[str, Rehearsal]:
         if hasattr(data, "__len__") and not len(data):
             continue  # which was told when steps were counted
         with parts.noting("task"), _telling(parts, f"data.{key}"), own_random_numbers():
-            batch = first_batch(data, most=_most(parts, key), seed=parts.recipe.train.seed)
-            found[key] = _rehearse(parts, key, batch, _gpu(parts))
+            few: dict[str, int] = {"most": _most(parts, key), "seed": parts.recipe.train.seed}
+            halves = partial(first_halves, data, **few)
+            found[key] = _rehearse(parts, key, first_batch(data, **few), _gpu(parts), halves)
     evaluated = {name: found[key].metrics for name in parts.evaluations() if (key := key_of(name)) in found}
     if evaluated.keys() == parts.evaluations().keys() and _is_ours(parts.task):
         _find_metrics(parts, evaluated)
@@ -146,10 +148,19 @@ def _most(parts: Parts, key: str) -> int:
     return (train.eval_batch if key != "train" else None) or micro
 
 
-def _rehearse(parts: Parts, key: str, batch: MicroBatch, device: str | None) -> Rehearsal:
-    use = "training" if key == "train" else "evaluation"
-    beside, precision = _modules_beside(parts), parts.recipe.train.precision
-    return rehearse(parts.model, parts.task, batch, use=use, precision=precision, device=device, beside=beside)
+def _rehearse(
+    parts: Parts, key: str, batch: MicroBatch, device: str | None, halves: Callable[[], Halves] | None = None
+) -> Rehearsal:
+    return rehearse(
+        parts.model,
+        parts.task,
+        batch,
+        use="training" if key == "train" else "evaluation",
+        precision=parts.recipe.train.precision,
+        device=device,
+        beside=_modules_beside(parts),
+        halves=halves,
+    )
 
 
 def _find_metrics(parts: Parts, sets: Mapping[str, Mapping[str, float]]) -> None:

@@ -64,7 +64,7 @@ def line_of(text: str) -> int:
         ("NoisyAverage", "loss-is-a-sum", "it averages within a batch"),
         ("SeesItsOwn", "loss-is-a-sum", "with half of the batch each\nfound     a loss of "),
         ("LosesGradients", "loss-is-a-sum", "another gradient of `"),
-        ("CountsOnes", "count-is-additive", "1 instead of 2"),
+        ("CountsOnes", "count-is-additive", "1 instead of 6"),
         ("AveragesMetrics", "metrics-are-additive", "the sum of size is"),
         ("MeanMetric", "total-is-additive", "the sum of mean is"),
         ("forgetful", "resumes-exactly", "other weights after step 6"),

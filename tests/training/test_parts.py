@@ -143,6 +143,9 @@ def test_a_batch_that_is_an_object_of_its_own_is_tried_whole(parts: Callable[...
     assert tried["train"].batch == "a GraphBatch"
     assert tried["train"].metrics == pytest.approx({"loss": loss.item() / 8, "right": right})
 
+    Path("mine.py").write_text(Path("mine.py").read_text().replace('reduction="sum"', 'reduction="mean"'))
+    assert "GraphTask.loss returns a mean over the batch: " in told(parts(*graphs), strict=True)["task"]
+
 
 @pytest.mark.parametrize(
     ("sets", "said"),

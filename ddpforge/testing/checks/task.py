@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import reduce
-from itertools import pairwise
 from operator import add
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddpforge.data.nests import size, take
+from ddpforge.data.nests import take
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Metric, Ranks, Rows, Total, World
 from ddpforge.ranks.collectives import Alone
 from ddpforge.testing.cases import Case
 from ddpforge.testing.doubles import in_threads
 from ddpforge.testing.register import check
-from ddpforge.testing.report import Breach, NotApplicable, blame, source_of
-from ddpforge.testing.trial import SAMPLES, Trial, trial_of
+from ddpforge.testing.report import Breach, blame, source_of
+from ddpforge.testing.trial import Trial, trial_of
 from ddpforge.testing.worlds import Worlds
 
-_CUTS = ((0, SAMPLES), (0, 1, SAMPLES), (0, 2, 4, SAMPLES))
+_SIZES = (1, 2)  # of pieces of a batch, in samples
 _DRAWS = 64  # of a loss that draws random numbers
 
 
@@ -41,26 +40,24 @@ def loss_is_a_sum(case: Case, worlds: Worlds) -> None:
         _same_on_two_ranks(case, trial)
         return
 
-    def whole_and_pieces(seed: int, cuts: tuple[int, ...]) -> tuple[float, float]:
+    def whole_and_pieces(seed: int, pieces: list[Any]) -> tuple[float, float]:
         torch.manual_seed(seed)
         with torch.no_grad():
             whole = float(_loss(case, trial, trial.batch)[0])
-            parts = sum(float(_loss(case, trial, take(trial.batch, a, b))[0]) for a, b in pairwise(cuts))
-        return whole, parts
+            return whole, sum(float(_loss(case, trial, piece)[0]) for piece in pieces)
 
-    random = whole_and_pieces(1, _CUTS[0])[0] != whole_and_pieces(2, _CUTS[0])[0]
-    total = size(trial.batch)
-    for cuts in _CUTS[1:]:
-        inside = tuple(min(cut, total) for cut in cuts)
-        draws = [whole_and_pieces(seed, inside) for seed in range(_DRAWS if random else 1)]
+    random = whole_and_pieces(1, [])[0] != whole_and_pieces(2, [])[0]
+    for size in _SIZES:
+        cut = trial.pieces(size)
+        draws = [whole_and_pieces(seed, cut) for seed in range(_DRAWS if random else 1)]
         whole, pieces = (torch.tensor(values, dtype=torch.float64) for values in zip(*draws, strict=True))
         noise = float(((whole.var() + pieces.var()) / len(draws)).sqrt()) if random else 0.0
         allowed = 1e-4 * float(whole.abs().mean()) + 1e-6 + 5 * noise
         if not abs(float((whole - pieces).mean())) <= allowed:
             raise Breach(
                 "the loss *summed* over the batch, so that accumulation and ranks weigh every item the same",
-                f"{float(whole.mean()):.6g} for {total} samples, and {float(pieces.mean()):.6g} for the same in"
-                f" {len(cuts) - 1} pieces: it averages within a batch",
+                f"{float(whole.mean()):.6g} for {trial.samples} samples, and {float(pieces.mean()):.6g} for the same in"
+                f" {len(cut)} pieces: it averages within a batch",
                 where=_method(case, "loss"),
                 hints=['use reduction="sum", and leave the division to ddpforge: `count` says by what'],
             )
@@ -72,8 +69,7 @@ def _same_on_two_ranks(case: Case, trial: Trial) -> None:
     def half(one: Ranks) -> tuple[float, dict[str, Tensor]]:
         model, task = deepcopy((trial.model, trial.task))
         task.start(model, World(all=one, data=one, device=torch.device("cpu"), local_rank=one.rank))
-        edges = [rank * size(trial.batch) // one.size for rank in (one.rank, one.rank + 1)]
-        loss, _ = task.loss(model, take(trial.batch, *edges))
+        loss, _ = task.loss(model, trial.pieces(-(-trial.samples // one.size))[one.rank])
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -109,9 +105,8 @@ def count_is_additive(case: Case, worlds: Worlds) -> None:
     where = _method(case, "count")
     if not isinstance(counted, Tensor) or counted.ndim or counted.is_floating_point():
         raise Breach("None, or an integer tensor of no dimensions", f"{counted!r}", where=where)
-    total = size(trial.batch)
-    for cuts in _CUTS[1:]:
-        pieces = [trial.task.count(take(trial.batch, a, min(b, total))) for a, b in pairwise(cuts)]
+    for size in _SIZES:
+        pieces = [trial.task.count(piece) for piece in trial.pieces(size)]
         found = sum(int(piece) for piece in pieces if piece is not None)
         if int(counted) != found:
             raise Breach("as many items in a batch as in its pieces", f"{int(counted)} instead of {found}", where=where)
@@ -128,7 +123,8 @@ def metrics_are_additive(case: Case, worlds: Worlds) -> None:
             return trial.task.metrics(_loss(case, trial, batch)[1], batch)
 
     if not trial.task.whole_batch:
-        _additive(measure, trial.batch, _method(case, "metrics"))
+        cuts = [[measure(piece) for piece in trial.pieces(size)] for size in _SIZES]
+        _additive(measure(trial.batch), cuts, _method(case, "metrics"))
     means = {"loss": 0.5} | _means(measure(trial.batch), trial.task.reports)
     try:
         finished = trial.task.finish(dict(means))
@@ -148,17 +144,18 @@ def total_is_additive(case: Case, worlds: Worlds) -> None:
         raise Breach("a `name` under which it is reported", f"{getattr(metric, 'name', None)!r}")
     with torch.no_grad():
         outputs = _loss(case, trial, trial.batch)[1]
-    pair = outputs, trial.batch[1]
-    _additive(lambda pair: {metric.name: metric(*pair)}, pair, _method(case, "__call__"))
-    _means({metric.name: metric(*pair)}, {metric.name: metric})
+
+    def measure(start: int, stop: int) -> Mapping[str, Total | Rows]:
+        return {metric.name: metric(*take((outputs, trial.batch[1]), start, stop))}
+
+    cuts = [[measure(start, start + size) for start in range(0, trial.samples, size)] for size in _SIZES]
+    whole = measure(0, trial.samples)
+    _additive(whole, cuts, _method(case, "__call__"))
+    _means(whole, {metric.name: metric})
 
 
 def _trial(case: Case) -> Trial:
     trial = trial_of(case)
-    try:
-        take(trial.batch, 0, 1)
-    except ValueError as error:
-        raise NotApplicable(f"its batches cannot be cut: {error}") from error
     trial.model.eval()  # dropout and BatchNorm would make samples depend on their neighbours
     return trial
 
@@ -183,15 +180,16 @@ def _means(found: Mapping[str, Total | Rows], metrics: Mapping[str, Metric]) -> 
             raise blame(error, "`finish` to make numbers of a total", blamed) from error
 
 
-def _additive(measure: Callable[[Any], Mapping[str, Total | Rows]], batch: Any, where: str) -> None:
-    whole, total = measure(batch), size(batch)
+def _additive(
+    whole: Mapping[str, Total | Rows], cuts: Iterable[Sequence[Mapping[str, Total | Rows]]], where: str
+) -> None:
+    """Raises Breach unless what was counted of a batch is the sum of what was counted of its pieces, however cut."""
     for name, value in whole.items():
         if not isinstance(value, Total | Rows):
             raise Breach("totals: Total(sum, count), or Rows", f"{name} is a {type(value).__name__}", where=where)
         if isinstance(value, Total) and not float(torch.as_tensor(value.count).sum()) > 0:
             raise Breach("a count of the items in a batch", f"{name} counts {value.count}", where=where)
-    for cuts in _CUTS[1:]:
-        pieces = [measure(take(batch, a, min(b, total))) for a, b in pairwise(cuts) if a < total]
+    for pieces in cuts:
         for name, value in whole.items():
             if any(name not in piece for piece in pieces):
                 raise Breach("the same metrics for every batch", f"{name} is missing for some", where=where)
@@ -200,7 +198,7 @@ def _additive(measure: Callable[[Any], Mapping[str, Total | Rows]], batch: Any, 
                 if mine.shape != theirs.shape or not torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6):
                     raise Breach(
                         "what adds up over the pieces of a batch: sums and counts, or rows",
-                        f"the {what} of {name} is {_short(mine)} for {total} samples, and {_short(theirs)} in pieces",
+                        f"the {what} of {name} is {_short(mine)} for a batch, and {_short(theirs)} for its pieces",
                         where=where,
                         hints=["return the sum over items, not their mean, and how many they are"],
                     )
