@@ -139,7 +139,7 @@ def is_object(value: Any) -> bool:
 
 
 def _options_of_to(batch: Any) -> Mapping[str, Any]:
-    """What the method `to` of an object is given beside the device."""
+    """The arguments that the method `to` of an object takes beside the device."""
     try:
         parameters = inspect.signature(batch.to).parameters.values()
     except ValueError:  # written in C
