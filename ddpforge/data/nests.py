@@ -7,14 +7,14 @@ import copy
 import functools
 import hashlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["close", "digest", "is_object", "leaves", "size", "take", "to_device"]
+__all__ = ["close", "digest", "is_object", "leaves", "may_hold", "take", "to_device"]
 
 
 def leaves(nest: Any) -> Iterator[Any]:
@@ -29,33 +29,64 @@ def leaves(nest: Any) -> Iterator[Any]:
         yield nest
 
 
-def size(batch: Any) -> int:
-    """The number of samples in a batch: the first dimension of its first tensor."""
-    found = next((leaf.shape[0] for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), None)
-    if found is None:
-        raise ValueError("the batch holds no tensor with a dimension for samples")
-    return int(found)
+def may_hold(batch: Any, samples: int) -> bool:
+    """False where tensors and lists are there, and none of so many samples."""
+    lengths = [*_lengths(batch)]
+    return samples in lengths or not lengths or any(map(is_object, leaves(batch)))
 
 
-def take(batch: Any, start: int, stop: int, total: int | None = None) -> Any:
-    """The samples from `start` up to `stop`; what does not run over samples stays as it is.
+def _lengths(nest: Any) -> Iterator[int]:
+    if isinstance(nest, Mapping):
+        for value in nest.values():
+            yield from _lengths(value)
+    elif isinstance(nest, list | tuple) and not is_object(nest):
+        yield len(nest)
+        for value in nest:
+            yield from _lengths(value)
+    elif getattr(nest, "shape", ()):
+        yield nest.shape[0]
 
-    Raises ValueError where there are objects with samples of their own, such as a batch of graphs.
+
+def take(batch: Any, start: int, stop: int, samples: int) -> Any:
+    """The samples from `start` up to `stop` of a batch of `samples`; what does not run over samples stays as it is.
+
+    A list is one of samples if it has as many items, all of one form, such as images of different sizes. Raises
+    ValueError where there are objects with samples of their own, such as a batch of graphs.
     """
-    total = size(batch) if total is None else total
     if isinstance(batch, Tensor):
-        return batch[start:stop] if batch.ndim and batch.shape[0] == total else batch
+        return batch[start:stop] if _runs_over(batch, samples) else batch
     if is_object(batch):
         raise ValueError(f"a {type(batch).__name__} cannot be cut into samples")
     if isinstance(batch, Mapping):
-        return {key: take(value, start, stop, total) for key, value in batch.items()}
+        return {key: take(value, start, stop, samples) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(take(value, start, stop, total) for value in batch))
+        return type(batch)(*(take(value, start, stop, samples) for value in batch))
     if isinstance(batch, list | tuple):
-        if len(batch) == total and not any(isinstance(leaf, Tensor) for leaf in leaves(batch)):
+        if len(batch) == samples and _has_samples(batch):
             return batch[start:stop]
-        return type(batch)(take(value, start, stop, total) for value in batch)
+        return type(batch)(take(value, start, stop, samples) for value in batch)
     return batch
+
+
+def _runs_over(leaf: Any, samples: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == samples
+
+
+def _has_samples(items: Sequence[Any]) -> bool:
+    """True if the items of a list are samples, one each, and not columns that each run over samples."""
+    tensors = [leaf for leaf in leaves(items) if isinstance(leaf, Tensor)]
+    of_one_form = len({*map(_form, items)}) == 1
+    return not tensors or (of_one_form and not all(_runs_over(leaf, len(items)) for leaf in tensors))
+
+
+def _form(item: Any) -> tuple[Any, ...]:
+    if isinstance(item, Tensor):
+        return item.dtype, item.ndim
+    if isinstance(item, Mapping):
+        return tuple((key, _form(value)) for key, value in item.items())
+    if isinstance(item, list | tuple):
+        return type(item), *map(_form, item[:1])
+    return (type(item),)
 
 
 def digest(nest: Any) -> str:

@@ -134,7 +134,7 @@ def _rehearse(
     if place.type == "meta":
         return Rehearsal(described(given))
     if use == "training" and not task.whole_batch:
-        refuse_mean(model, task, batch, halves and (lambda: to_device(halves(), place)))
+        refuse_mean(model, task, batch, micro.samples, halves and (lambda: to_device(halves(), place)))
     counted = task.count(batch)
     items = micro.samples if counted is None else float(counted)
     with warnings.catch_warnings():

@@ -141,7 +141,7 @@ class Stepper:
         if self._compares and step == 1:
             self._compares = False
             with self._replica.forward(), unchanged(self._stateful):  # a copy's forward may be bound to the model
-                refuse_mean(self._replica.bare, self._task, batch)
+                refuse_mean(self._replica.bare, self._task, batch, micro.samples)
         return Pass(
             batch=batch,
             seed=partial(seed_all, mix(self._seed, _FORWARD, *self._numbers(step, micro)), self._world.device),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ddpforge.data.nests import size, take
+from ddpforge.data.nests import take
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Task
@@ -29,8 +29,10 @@ class Halves(NamedTuple):
     samples: int  # of the whole
 
 
-def refuse_mean(model: nn.Module, task: Task, batch: Any, fetch: Callable[[], Halves] | None = None) -> None:
-    """Raises UsageError for a loss that is a mean: that of a batch is then not the sum over its two halves.
+def refuse_mean(
+    model: nn.Module, task: Task, batch: Any, samples: int, fetch: Callable[[], Halves] | None = None
+) -> None:
+    """Raises UsageError for a loss that is a mean: that of a batch of `samples` is then not the sum over its halves.
 
     A batch that cannot be cut is left alone, unless `fetch` gives halves of another one. Losses that are neither
     (samples of a batch may be compared with each other) are their author's business. Model and task are copied, as they
@@ -39,7 +41,7 @@ def refuse_mean(model: nn.Module, task: Task, batch: Any, fetch: Callable[[], Ha
     try:
         model, task = copy.deepcopy((model, task))
         model.eval()  # samples must not depend on their neighbours
-        *parts, samples = _cut(batch, fetch)
+        *parts, samples = _cut(batch, samples, fetch)
         first, second, whole = (_loss(model, task, part) for part in parts)
         again = _loss(model, task, parts[-1], seed=1)
         items = [task.count(part) for part in parts]
@@ -52,14 +54,18 @@ def refuse_mean(model: nn.Module, task: Task, batch: Any, fetch: Callable[[], Ha
     raise UsageError(
         f"{name_of(task)}.loss returns a mean over the batch: {whole:.6g} for {samples} samples, and {first:.6g} and "
         f"{second:.6g} for its halves",
-        hints=['return the sum, e.g. with reduction="sum": ddpforge divides by the items of the whole global batch'],
+        hints=[
+            'return the sum, e.g. with reduction="sum", or the mean times the samples: ddpforge divides by the items '
+            "of the whole global batch"
+        ],
     )
 
 
-def _cut(batch: Any, fetch: Callable[[], Halves] | None) -> Halves:
+def _cut(batch: Any, samples: int, fetch: Callable[[], Halves] | None) -> Halves:
+    half = samples // 2
     try:
-        half = size(batch) // 2
-        return Halves(take(batch, 0, half), take(batch, half, 2 * half), take(batch, 0, 2 * half), 2 * half)
+        first, second = (take(batch, start, start + half, samples) for start in (0, half))
+        return Halves(first, second, take(batch, 0, 2 * half, samples), 2 * half)
     except ValueError:
         if fetch is None:
             raise

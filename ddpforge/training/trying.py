@@ -14,7 +14,7 @@ from torch import nn
 from ddpforge.components.local_code import PREFIX
 from ddpforge.components.registry import where_raised
 from ddpforge.data import MicroBatch
-from ddpforge.data.nests import size, take
+from ddpforge.data.nests import take
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.errors import ForgeError, UsageError
 from ddpforge.interfaces import Task
@@ -200,8 +200,8 @@ def _is_ours(task: Task) -> bool:
 
 def _few(batch: MicroBatch) -> MicroBatch:
     """The first samples of a batch, where it can be cut."""
+    samples = min(batch.samples, FEW)
     try:
-        samples = min(size(batch.data), FEW)
-        return batch._replace(data=take(batch.data, 0, samples), samples=samples)
+        return batch._replace(data=take(batch.data, 0, samples, batch.samples), samples=samples)
     except ValueError:
         return batch

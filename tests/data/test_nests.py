@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from ddpforge.data import nests
-from ddpforge.data.nests import close, digest, leaves, size, take, to_device
+from ddpforge.data.nests import close, digest, leaves, may_hold, take, to_device
 
 
 class Pair(NamedTuple):
@@ -33,15 +33,21 @@ def test_leaves_are_what_is_in_dicts_lists_and_tuples_in_order() -> None:
     assert list(leaves(OrderedDict(x=(1,)))) == [1]
 
 
-def test_the_size_of_a_batch_is_the_first_dimension_of_its_first_tensor_that_has_one() -> None:
-    assert size(["name", torch.tensor(7.0), {"x": torch.zeros(3, 5)}, torch.zeros(4)]) == 3
-    assert size((torch.zeros(0, 2), torch.zeros(4))) == 0
+@pytest.mark.parametrize(
+    ("batch", "lengths"),
+    [
+        (["name", torch.tensor(7.0), {"x": torch.zeros(3, 5)}, np.zeros(4)], {3, 4}),
+        (torch.zeros(0, 2), {0}),
+        ({"images": [torch.zeros(3, 8, 6)] * 5, "names": ("a", "b")}, {2, 3, 5}),
+    ],
+)
+def test_a_batch_holds_as_many_samples_as_something_in_it_has(batch: Any, lengths: set[int]) -> None:
+    assert {samples for samples in range(10) if may_hold(batch, samples)} == lengths
 
 
-@pytest.mark.parametrize("batch", [[], ["text", 3], torch.tensor(1.0), {"x": np.zeros(3)}])
-def test_a_batch_without_a_tensor_that_has_dimensions_has_no_size(batch: Any) -> None:
-    with pytest.raises(ValueError, match="no tensor with a dimension for samples"):
-        size(batch)
+def test_a_batch_that_does_not_show_its_samples_may_hold_any_number() -> None:
+    for batch in ("text", 7, torch.tensor(1.0), (Graphs(torch.ones(5)), torch.ones(2))):
+        assert may_hold(batch, 9)
 
 
 # ---------------------------------------------------------------------------------------------- cuts
@@ -52,7 +58,7 @@ def test_a_cut_takes_the_samples_of_every_tensor_and_of_lists_of_plain_values() 
         "both": (torch.arange(4), [torch.arange(4) + 10]),
         "pair": Pair(torch.arange(4), ("p", "q", "r", "s")),
     }
-    cut = take(batch, 1, 3)
+    cut = take(batch, 1, 3, 4)
     assert cut["x"].tolist() == [[2, 3], [4, 5]]
     assert cut["names"] == ["b", "c"]
     assert type(cut["both"]) is tuple
@@ -63,7 +69,7 @@ def test_a_cut_takes_the_samples_of_every_tensor_and_of_lists_of_plain_values() 
 
 def test_what_does_not_run_over_samples_is_left_as_it_is() -> None:
     batch = [torch.arange(4), torch.tensor(5), torch.arange(3), ["a", "b", "c"], "text", 7, None]
-    _, *rest = take(batch, 0, 2)
+    _, *rest = take(batch, 0, 2, 4)
     assert rest[0].item() == 5
     assert rest[1].tolist() == [0, 1, 2]
     assert rest[2:] == [["a", "b", "c"], "text", 7, None]
@@ -71,17 +77,29 @@ def test_what_does_not_run_over_samples_is_left_as_it_is() -> None:
 
 def test_as_many_tensors_as_samples_are_no_list_of_samples() -> None:
     """Two tensors in a batch of two: each is cut."""
-    cut = take([torch.arange(2), torch.arange(2) + 10], 1, 2)
+    cut = take([torch.arange(2), torch.arange(2) + 10], 1, 2, 2)
     assert [x.tolist() for x in cut] == [[1], [11]]
-    nested = take([(torch.arange(2),), {"y": torch.arange(2) + 10}], 1, 2)
+    nested = take([(torch.arange(2),), {"y": torch.arange(2) + 10}], 1, 2, 2)
     assert [x.tolist() for x in leaves(nested)] == [[1], [11]]
 
 
-def test_the_number_of_samples_is_looked_for_once_or_given() -> None:
-    """Below the first tensor another one may run over something else."""
-    assert take({"x": torch.arange(4), "y": [torch.arange(6)]}, 0, 2)["y"][0].tolist() == list(range(6))
-    assert take(["a", "b", "c"], 0, 1, total=3) == ["a"]
-    assert take(torch.arange(4), 0, 1, total=3).tolist() == [0, 1, 2, 3]
+def test_as_many_items_of_one_form_as_samples_are_samples() -> None:
+    """Images of different sizes, each with as many boxes as it has."""
+    images = [torch.full((3, 4 + number, 5), float(number)) for number in range(4)]
+    targets = [{"boxes": torch.zeros(1 + number, 4), "names": ["a"] * (1 + number)} for number in range(4)]
+    cut = take((images, targets), 1, 3, 4)
+    assert [len(part) for part in cut] == [2, 2]
+    assert [image.shape[1] for image in cut[0]] == [5, 6]
+    assert [len(target["boxes"]) for target in cut[1]] == [2, 3]
+    pairs = [*zip(images, targets, strict=True)]
+    assert take(pairs, 1, 3, 4) == pairs[1:3]
+
+
+def test_as_many_columns_as_samples_are_no_list_of_samples() -> None:
+    columns = (torch.zeros(4, 2), torch.zeros(4).long(), torch.zeros(7, 7), torch.zeros(4))
+    assert [len(column) for column in take(columns, 1, 3, 4)] == [2, 2, 7, 2]
+    images, targets = [torch.zeros(3, 8, 8)] * 2, [{"boxes": torch.zeros(1, 4)}] * 2
+    assert [len(part) for part in take((images, targets), 1, 2, 2)] == [1, 1]
 
 
 # ---------------------------------------------------------------------------------------------- fingerprints
@@ -251,10 +269,9 @@ def test_an_object_that_changes_itself_is_moved_as_a_copy() -> None:
 def test_an_object_is_one_leaf_which_cannot_be_cut() -> None:
     packed, graphs = pack_sequence([torch.ones(2, 3), torch.ones(1, 3)]), Graphs(torch.ones(5))
     assert list(leaves([packed, graphs])) == [packed, graphs]
-    assert size((packed, graphs, torch.zeros(2))) == 2
     for batch in ((packed, torch.zeros(2)), {"graphs": [graphs], "y": torch.zeros(2)}):
         with pytest.raises(ValueError, match=r"a (PackedSequence|Graphs) cannot be cut into samples"):
-            take(batch, 0, 1)
+            take(batch, 0, 1, 2)
 
 
 def test_objects_are_told_apart_by_what_they_hold() -> None:

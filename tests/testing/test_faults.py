@@ -53,7 +53,7 @@ def line_of(text: str) -> int:
         ("NotPicklable", "picklable", "for loader processes"),
         ("Empty", "each-sample-once", "expected  at least one sample\nfound     Empty of length 0"),
         ("IsALoader", "each-sample-once", "a DataLoader, which IsALoader reads, is a loader, not a dataset"),
-        ("LosesSamples", "each-sample-once", "a batch of 3 for 4 samples"),
+        ("LosesSamples", "each-sample-once", "a list (float32 [3, 2], int64 [3]) for 4 samples"),
         ("ForgetsWhere", "parts", "open(0, epoch=0, skip=1) to continue from sample 1"),
         ("TooShort", "parts", "the 5 samples that `parts` says of part 0\nfound     `open` gives 4\n"),
         ("Rolls", "pure", "a pure function of the step"),

@@ -221,22 +221,27 @@ def test_settings_give_options_companions_and_declarations() -> None:
     assert found["Two[2]", "finite"].text() == "cannot be tried: builds failed"
 
 
-def test_batches_that_are_objects_of_their_own_are_fetched_in_pieces(folder: Path) -> None:
-    (folder / "graphs.py").write_text((Path(__file__).parents[1] / "graphs.py").read_text())
-    fitting = 'data = { use = "./graphs.py:Graphs" }'
-    task, model = 'task = { use = "./graphs.py:GraphTask" }', 'model = { use = "./graphs.py:GraphNet" }'
-    write("ddpforge_testing.toml", f"[model.GraphNet]\n{fitting}\n{task}\n[task.GraphTask]\n{fitting}\n{model}\n")
-    with Kit(find_cases("graphs.py"), quick=True) as kit:
-        found = {(result.name, result.check): result for result in kit.run()}
-    assert [key for key, result in found.items() if result.status == "failed"] == []
-    ran = [("Graphs", "each-sample-once"), ("GraphNet", "finite"), ("GraphTask", "loss-is-a-sum")]
-    assert [found[key].status for key in ran] == ["passed"] * 3
+@pytest.mark.parametrize("uses", [("GraphNet", "Graphs", "GraphTask"), ("Detector", "Boxes", "Detection")])
+def test_batches_may_be_no_columns_of_tensors(folder: Path, uses: Sequence[str]) -> None:
+    file, (net, data, task) = folder / "odd_batches.py", uses
+    file.write_text((Path(__file__).parents[1] / "odd_batches.py").read_text())
+    model, given, trained = (f'{{ use = "./odd_batches.py:{use}" }}' for use in uses)
+    write(
+        "ddpforge_testing.toml",
+        f"[model.{net}]\ndata = {given}\ntask = {trained}\n[task.{task}]\ndata = {given}\nmodel = {model}\n",
+    )
 
-    averages = (folder / "graphs.py").read_text().replace('reduction="sum"', 'reduction="mean"')
-    (folder / "graphs.py").write_text(averages)
-    with Kit(find_cases("graphs.py", kind="task"), quick=True) as kit:
-        (failed,) = (result for result in kit.run() if result.status == "failed")
-    assert (failed.check, "averages within a batch" in failed.text()) == ("loss-is-a-sum", True)
+    def tested() -> dict[tuple[str, str], str]:
+        cases = [case for use in uses for case in find_cases(f"odd_batches.py:{use}")]
+        with Kit(cases, quick=True) as kit:
+            return {(result.name, result.check): result.status for result in kit.run()}
+
+    found = tested()
+    assert "failed" not in found.values()
+    assert [found[data, "each-sample-once"], found[net, "finite"], found[task, "loss-is-a-sum"]] == ["passed"] * 3
+
+    file.write_text(file.read_text().replace('"sum"', '"mean"').replace(".sum(), found", ".mean(), found"))
+    assert [key for key, status in tested().items() if status == "failed"] == [(task, "loss-is-a-sum")]
 
 
 def test_settings_may_be_in_pyproject() -> None:

@@ -155,9 +155,9 @@ def test_a_forward_pass_may_have_a_part_of_a_step() -> None:
 
 
 def test_an_object_of_its_own_is_shown_by_what_it_holds() -> None:
-    shutil.copy(Path(__file__).parents[1] / "graphs.py", ".")
-    graphs = ["model={use='./graphs.py:GraphNet'}", "task={use='./graphs.py:GraphTask'}"]
-    result = shown("--batches", "1", *graphs, "data.train={use='./graphs.py:Graphs'}")
+    shutil.copy(Path(__file__).parents[1] / "odd_batches.py", ".")
+    graphs = ["model={use='./odd_batches.py:GraphNet'}", "task={use='./odd_batches.py:GraphTask'}"]
+    result = shown("--batches", "1", *graphs, "data.train={use='./odd_batches.py:Graphs'}")
     lines = result.stdout.splitlines()
     assert [line.split("  ")[1] for line in lines[1:]] == ["nodes", "graph", "targets"]
 

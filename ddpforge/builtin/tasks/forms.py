@@ -92,8 +92,9 @@ def described(value: Any) -> str:
     if isinstance(value, list | tuple):
         if value and all(isinstance(part, str) for part in value):
             return f"a {type(value).__name__} of {len(value)} text{'s' * (len(value) > 1)}"
-        parts = [described(part) for part in value[:_MOST]]
-        return f"a {type(value).__name__} ({', '.join(parts)}{', …' * (len(value) > _MOST)})"
+        if len(value) > _MOST:
+            return f"a {type(value).__name__} of {len(value)}, the first {described(value[0])}"
+        return f"a {type(value).__name__} ({', '.join(map(described, value))})"
     if is_dataclass(value) and not isinstance(value, type):
         return f"a {type(value).__name__} with {', '.join(field.name for field in fields(value))}"
     name = type(value).__name__

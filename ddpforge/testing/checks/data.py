@@ -11,8 +11,9 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from ddpforge.builtin.orders.plain import Shuffled
+from ddpforge.builtin.tasks.forms import described
 from ddpforge.data import RankShare, open_data, seed_all
-from ddpforge.data.nests import digest, leaves, size
+from ddpforge.data.nests import digest, leaves, may_hold
 from ddpforge.data.streams import is_stream
 from ddpforge.interfaces import PartedData
 from ddpforge.testing.cases import Case
@@ -64,14 +65,10 @@ def batches(
     source = opened.evaluation() if not shuffle else islice(opened.training(0), LOOK // micro)
     for batch in islice(source, LOOK // micro):
         if batch.samples:
-            try:
-                held = size(batch.data)
-            except ValueError:  # an object, which may well know it by itself
-                held = batch.samples
-            if held != batch.samples:
+            if not may_hold(batch.data, batch.samples):
                 raise Breach(
                     "batches with one sample for each that was asked for",
-                    f"a batch of {held} for {batch.samples} samples",
+                    f"{described(batch.data)} for {batch.samples} samples",
                     hints=["look at __getitems__ and collate"],
                 )
             yield batch.data

@@ -146,7 +146,7 @@ def total_is_additive(case: Case, worlds: Worlds) -> None:
         outputs = _loss(case, trial, trial.batch)[1]
 
     def measure(start: int, stop: int) -> Mapping[str, Total | Rows]:
-        return {metric.name: metric(*take((outputs, trial.batch[1]), start, stop))}
+        return {metric.name: metric(*take((outputs, trial.batch[1]), start, stop, trial.samples))}
 
     cuts = [[measure(start, start + size) for start in range(0, trial.samples, size)] for size in _SIZES]
     whole = measure(0, trial.samples)

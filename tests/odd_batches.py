@@ -1,4 +1,4 @@
-"""A batch of graphs that is an object of its own: the data, the model and the task that a recipe names in this file."""
+"""Batches that are no columns of tensors, graphs and images with boxes, with the model and the task of each."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -56,3 +56,39 @@ class GraphTask(Task):
     def metrics(self, outputs: Any, batch: GraphBatch) -> dict[str, Total]:
         right = outputs.argmax(1) == batch.targets
         return {"right": Total(right.sum(), len(right))}
+
+
+class Boxes:
+    """Images of different sizes, each with one to three boxes: a batch is two lists."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        generator = torch.Generator().manual_seed(index)
+        image = torch.rand(3, 4 + index % 7, 5, generator=generator)
+        return image, {"boxes": torch.rand(1 + index % 3, 4, generator=generator)}
+
+    def collate(self, samples: Sequence[tuple[Tensor, Any]]) -> tuple[list[Tensor], list[Any]]:
+        return [image for image, _ in samples], [target for _, target in samples]
+
+
+class Detector(nn.Module):
+    """Finds one box in every image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, images: Sequence[Tensor]) -> Tensor:
+        return self.layer(torch.stack([image.mean((1, 2)) for image in images]))
+
+
+class Detection(Task):
+    """Moves the box that is found to all that are there."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        images, targets = batch
+        found = model(images)
+        pairs = zip(found, targets, strict=True)
+        return torch.stack([(box - target["boxes"]).square().sum() for box, target in pairs]).sum(), found
