@@ -52,7 +52,7 @@ gpu: $(VENV)/installed
 test-fast: $(VENV)/installed    ## without the tests that take tens of seconds
 	$(PYTEST) -m "not slow and not full"
 
-bench: $(VENV)/installed    ## a step's time beside a loop by hand and other libraries, in 18 minutes on two cores
+bench: $(VENV)/installed    ## a step's time beside a loop by hand and other libraries, in half an hour on two cores
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	$(BIN)/python benchmarks/steps
 

@@ -1,6 +1,6 @@
 """Seconds per optimizer step of ddpforge and others ÷ those of a loop written by hand, on the same work.
 
-    make bench                                                  everything, in 18 minutes on two cores
+    make bench                                                  everything, in half an hour on two cores
     python benchmarks/steps --models gpt --ranks 2 --turns 30   a part of it, more steadily
     python benchmarks/steps --others                            ddpforge and the loop by hand alone
     python benchmarks/steps --fused                             everybody has torch's fused AdamW, which ddpforge takes
