@@ -156,7 +156,7 @@ def test_averaged_weights_and_several_optimizers_are_counted(plan: Plan) -> None
 
 
 def test_a_loss_that_gathers_rows_of_all_ranks_is_simulated(plan: Plan) -> None:
-    found = plan("ddp", ranks=4, text=Path("recipes/contrastive-digits.toml").resolve().read_text(encoding="utf-8"))
+    found = plan("ddp", ranks=4, text=(Path(__file__).parents[2] / "recipes/contrastive-digits.toml").read_text())
     assert not found.unsimulated
     assert found.wire
     assert "all_gather over 4" in found.wire
