@@ -148,8 +148,8 @@ def _moved(batch: Any, device: torch.device, here: torch.cuda.Stream | None = No
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if _moves_itself(batch):
-        # Its tensors are not known: their memory could not be kept for the stream that reads them.
-        with torch.cuda.stream(here) if here else contextlib.nullcontext():
+        # The tensors of an object are not known: their memory could not be kept for the stream that reads them.
+        with torch.cuda.stream(here) if here and is_object(batch) else contextlib.nullcontext():
             return copy.copy(batch).to(device, **_options_of_to(batch))  # some change themselves
     if isinstance(batch, Mapping):
         return {key: _moved(value, device, here) for key, value in batch.items()}

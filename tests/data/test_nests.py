@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -242,6 +242,14 @@ class InPlace(Graphs):
         return self
 
 
+class Columns(UserDict[str, Tensor]):
+    """A batch as transformers' tokenizers make it."""
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> "Columns":
+        self.data = {key: value.to(device, non_blocking=non_blocking) for key, value in self.data.items()}
+        return self
+
+
 class Edge(NamedTuple):
     start: Tensor
     to: Tensor
@@ -261,9 +269,10 @@ def test_an_object_moves_by_its_own_method() -> None:
 
 def test_an_object_that_changes_itself_is_moved_as_a_copy() -> None:
     """What was fetched may be asked for again."""
-    kept = InPlace(torch.ones(1))
-    assert to_device(kept, torch.device("meta")).nodes.is_meta
-    assert kept.nodes.device.type == "cpu"
+    kept, columns = InPlace(torch.ones(1)), Columns(x=torch.ones(1))
+    moved = to_device((kept, columns), torch.device("meta"))
+    assert (moved[0].nodes.is_meta, moved[1]["x"].is_meta, type(moved[1])) == (True, True, Columns)
+    assert (kept.nodes.is_meta, columns["x"].is_meta) == (False, False)
 
 
 def test_an_object_is_one_leaf_which_cannot_be_cut() -> None:
@@ -317,6 +326,10 @@ def test_a_gpu_copies_beside_what_it_computes_which_waits_for_the_copy(monkeypat
     said.clear()  # the tensors of an object are not known: they are copied where they are read
     to_device(Graphs(torch.ones(1)), torch.device("cuda"))
     assert said == ["onto aside", "onto here", "copy", "off here", "off aside", "here waits for aside"]
+
+    said.clear()
+    to_device(Columns(x=torch.ones(1)), torch.device("cuda"))
+    assert said == ["onto aside", "copy", "off aside", "here waits for aside", "kept for here"]
 
 
 def test_a_copy_to_the_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
