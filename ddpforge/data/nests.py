@@ -7,7 +7,7 @@ import copy
 import functools
 import hashlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ def take(batch: Any, start: int, stop: int, samples: int) -> Any:
     if is_object(batch):
         raise ValueError(f"a {type(batch).__name__} cannot be cut into samples")
     if isinstance(batch, Mapping):
-        return {key: take(value, start, stop, samples) for key, value in batch.items()}
+        return _like(batch, {key: take(value, start, stop, samples) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(take(value, start, stop, samples) for value in batch))
     if isinstance(batch, list | tuple):
@@ -66,6 +66,18 @@ def take(batch: Any, start: int, stop: int, samples: int) -> Any:
             return batch[start:stop]
         return type(batch)(take(value, start, stop, samples) for value in batch)
     return batch
+
+
+def _like(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """New values in a mapping of the same class, as torch's default_collate has it; in a dict where it takes none."""
+    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
+        return values
+    try:
+        filled = copy.copy(mapping)
+        filled.update(values)
+    except (TypeError, RuntimeError):  # some are of a size that cannot change
+        return values
+    return filled
 
 
 def _runs_over(leaf: Any, samples: int) -> bool:
@@ -152,7 +164,7 @@ def _moved(batch: Any, device: torch.device, here: torch.cuda.Stream | None = No
         with torch.cuda.stream(here) if here and is_object(batch) else contextlib.nullcontext():
             return copy.copy(batch).to(device, **_options_of_to(batch))  # some change themselves
     if isinstance(batch, Mapping):
-        return {key: _moved(value, device, here) for key, value in batch.items()}
+        return _like(batch, {key: _moved(value, device, here) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_moved(value, device, here) for value in batch))
     if isinstance(batch, list | tuple):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections import OrderedDict, UserDict
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,6 +94,28 @@ def test_as_many_items_of_one_form_as_samples_are_samples() -> None:
     assert [len(target["boxes"]) for target in cut[1]] == [2, 3]
     pairs = [*zip(images, targets, strict=True)]
     assert take(pairs, 1, 3, 4) == pairs[1:3]
+
+
+def test_a_mapping_stays_what_it_is() -> None:
+    """Models and tasks may ask for its attributes."""
+
+    class Attributes(UserDict[str, Tensor]):
+        def __getattr__(self, name: str) -> Tensor:
+            return self.data[name]
+
+    class Fixed(Attributes):
+        def __setitem__(self, key: str, value: Tensor) -> None:
+            if key in self.data:
+                raise RuntimeError("another batch size")
+            super().__setitem__(key, value)
+
+    batch = Attributes(x=torch.arange(4))
+    assert take(batch, 1, 3, 4).x.tolist() == [1, 2]
+    assert to_device(batch, torch.device("meta")).x.is_meta
+    assert batch.x.tolist() == [0, 1, 2, 3]
+    assert type(take(OrderedDict(batch), 1, 3, 4)) is OrderedDict
+    for other in (Fixed(x=torch.arange(4)), MappingProxyType({"x": torch.arange(4)})):
+        assert take(other, 1, 3, 4)["x"].tolist() == [1, 2]
 
 
 def test_as_many_columns_as_samples_are_no_list_of_samples() -> None:
