@@ -1,4 +1,4 @@
-"""Batches and samples are nests of tensors: taking them apart, and telling whether two are the same."""
+"""Batches and samples are nests of tensors: taking them apart, moving them, and telling whether two are the same."""
 
 from __future__ import annotations
 
