@@ -95,10 +95,14 @@ class Stream(IterableDataset[MicroBatch]):
                     break
                 empty = False
                 yield samples
+            if empty:
+                too_few = "less than one batch" if self.terms.drop_last else "no sample"
+                raise PluginError(
+                    f"the iterable dataset {type(self.data).__name__} holds {too_few}",
+                    hints=["if it did before: `__iter__` must begin anew whenever it is called"],
+                )
             if self.stop_after_epoch:
                 return
-            if empty:
-                raise PluginError(f"the iterable dataset {type(self.data).__name__} holds less than one batch")
 
 
 class _Pass:

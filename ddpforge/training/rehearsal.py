@@ -39,11 +39,9 @@ class Rehearsal:
 
 
 def first_batch(data: Any, *, most: int, seed: int) -> MicroBatch:
-    """The first samples of a dataset as a batch, `most` of them at most; raises ValueError where there is none."""
-    found = _first(data, min(FEW, most), parts=1, seed=seed)
-    if not found:
-        raise ValueError("the data holds no sample")
-    return found[0]
+    """The first samples of a dataset as a batch, `most` of them at most."""
+    (batch,) = _first(data, min(FEW, most), parts=1, seed=seed)
+    return batch
 
 
 def first_halves(data: Any, *, most: int, seed: int) -> Halves:

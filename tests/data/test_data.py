@@ -570,8 +570,32 @@ def test_an_empty_dataset_is_called_empty() -> None:
 
 
 def test_an_empty_stream_is_refused_instead_of_searched_for_ever() -> None:
-    with pytest.raises(PluginError, match="NumberStream holds less than one batch"):
+    with pytest.raises(PluginError, match="NumberStream holds no sample"):
         next(deal(NumberStream(0), batch=2, micro=2).training(0))
+    with pytest.raises(PluginError, match="NumberStream holds less than one batch"):
+        next(deal(NumberStream(1), batch=2, micro=2, drop_last=True).training(0))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_evaluation_of_no_sample_is_refused(workers: int) -> None:
+    """Its means would be nowhere, without a word."""
+    with pytest.raises(PluginError, match="NumberStream holds no sample"):
+        list(deal(NumberStream(0), batch=2, micro=2, workers=workers).evaluation())
+
+
+def test_a_stream_that_can_be_read_once_is_refused_at_its_second_evaluation() -> None:
+    class Once(NumberStream):
+        def __init__(self) -> None:
+            self.left = iter(range(4))
+
+        def __iter__(self) -> Iterator[int]:
+            return self.left
+
+    batches = deal(Once(), batch=2, micro=2)
+    assert [micro.data.tolist() for micro in batches.evaluation()] == [[0, 1], [2, 3]]
+    with pytest.raises(PluginError, match="Once holds no sample") as error:
+        list(batches.evaluation())
+    assert error.value.hints == ("if it did before: `__iter__` must begin anew whenever it is called",)
 
 
 def test_any_nest_of_tensors_moves() -> None:
