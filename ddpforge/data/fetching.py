@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddpforge.builtin.orders.plain import Sequential
 from ddpforge.data.collating import collate_of
@@ -17,7 +17,7 @@ from ddpforge.data.order import Dealer, MicroBatch, RankShare, Request, Terms
 from ddpforge.data.parted import PartedStream
 from ddpforge.data.randomness import seed_all
 from ddpforge.data.streams import Stream, is_stream, loader_in
-from ddpforge.errors import PluginError
+from ddpforge.errors import ForgeError, PluginError
 from ddpforge.interfaces import Order, PartedData, mix
 from ddpforge.ranks.signals import leave_stopping_to_the_rank
 
@@ -66,6 +66,48 @@ class _Fetcher(Dataset[MicroBatch]):
         if self.random:
             seed_all(mix(self.seed, turn, index))
         return self.data[index]
+
+
+class _Told(Dataset[Any]):
+    """A dataset in a loader process, which returns expected errors: raised there, they would come as tracebacks."""
+
+    def __init__(self, inner: Dataset[MicroBatch]) -> None:
+        self.inner = inner
+
+    def __getitem__(self, request: Request) -> MicroBatch | ForgeError:
+        try:
+            return self.inner[request]
+        except ForgeError as error:
+            return error
+
+
+class _ToldStream(IterableDataset[Any]):
+    """The same of a stream."""
+
+    def __init__(self, inner: IterableDataset[MicroBatch]) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[MicroBatch | ForgeError]:
+        try:
+            yield from self.inner
+        except ForgeError as error:
+            yield error
+
+
+class _Loaded(Iterable[MicroBatch]):
+    """What loader processes fetch; raises the errors that they return."""
+
+    def __init__(self, loader: Iterable[MicroBatch | ForgeError]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for found in self.loader:
+            if isinstance(found, ForgeError):
+                try:
+                    raise found
+                finally:
+                    del found  # it would hold this frame, and with it loader processes
+            yield found
 
 
 class _Requests(Iterable[Request]):
@@ -135,17 +177,19 @@ class Batches:
             options |= {"prefetch_factor": self.prefetch, "persistent_workers": True}
             options["worker_init_fn"] = leave_stopping_to_the_rank()
 
-        if isinstance(self._data, PartedData):
-            return DataLoader(PartedStream(self._data, self._terms, start, one_epoch), **options)
-        if is_stream(self._data):
-            return DataLoader(Stream(self._data, self._terms, start, one_epoch), **options)
+        in_parts = isinstance(self._data, PartedData)
+        if in_parts or is_stream(self._data):
+            stream = (PartedStream if in_parts else Stream)(self._data, self._terms, start, one_epoch)
+            if self.workers:
+                return _Loaded(DataLoader(_ToldStream(stream), **options))
+            return DataLoader(stream, **options)
 
         dealer = self._dealer()
         requests = _Requests(dealer, start, self.steps_per_epoch if one_epoch else None)
         fetcher = _Fetcher(self._data, self._terms.seed, once=dealer.order.once, tells_steps=not one_epoch)
-        if not self.workers and not self._pin:
-            return _Mapped(fetcher, requests)
-        return DataLoader(fetcher, sampler=requests, **options)
+        if self.workers:
+            return _Loaded(DataLoader(_Told(fetcher), sampler=requests, **options))
+        return DataLoader(fetcher, sampler=requests, **options) if self._pin else _Mapped(fetcher, requests)
 
     def _dealer(self) -> Dealer:
         assert self._order is not None

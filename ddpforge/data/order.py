@@ -97,6 +97,7 @@ class MicroBatch(NamedTuple):
     number: int  # within the shard
     read: int = 0  # of a stream: a fingerprint of what this rank has read of it, see `streams.Stream`
     places: NDArray[Any] | None = None  # in evaluation: of each sample in `data` within its dataset
+    items: Any = None  # that the loss sums over (a number or a 0-d tensor), where they have been counted
 
 
 def end_of_epochs(order: Order, epochs: int) -> int | None:

@@ -57,10 +57,10 @@ class Meter:
         return found
 
     def items(self, micro: MicroBatch) -> Tensor | int:
-        """The number of items that the micro-batch's loss sums over."""
+        """The number of items that the micro-batch's loss sums over, which is counted once."""
         if not micro.samples:
             return 0
-        counted = self._task.count(micro.data)
+        counted = self._task.count(micro.data) if micro.items is None else micro.items
         return micro.samples if counted is None else counted
 
 

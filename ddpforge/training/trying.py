@@ -42,10 +42,13 @@ def try_out(parts: Parts) -> dict[str, Rehearsal]:
     for key, data in parts.data.items():
         if hasattr(data, "__len__") and not len(data):
             continue  # which was told when steps were counted
+        few: dict[str, int] = {"most": _most(parts, key), "seed": parts.recipe.train.seed}
+        batches: list[MicroBatch] = []
+        with parts.noting("data", *key.split(".")), _telling(parts, f"data.{key}"), own_random_numbers():
+            batches.append(first_batch(data, **few))
         with parts.noting("task"), _telling(parts, f"data.{key}"), own_random_numbers():
-            few: dict[str, int] = {"most": _most(parts, key), "seed": parts.recipe.train.seed}
-            halves = partial(first_halves, data, **few)
-            found[key] = _rehearse(parts, key, first_batch(data, **few), _gpu(parts), halves)
+            for batch in batches:
+                found[key] = _rehearse(parts, key, batch, _gpu(parts), partial(first_halves, data, **few))
     evaluated = {name: found[key].metrics for name in parts.evaluations() if (key := key_of(name)) in found}
     if evaluated.keys() == parts.evaluations().keys() and _is_ours(parts.task):
         _find_metrics(parts, evaluated)

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
+from multiprocessing import active_children
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from ddpforge.builtin.orders import plain
 from ddpforge.builtin.orders.permutation import permute
 from ddpforge.data import Batches, MicroBatch, RankShare, mix, open_data, seed_all, to_device
 from ddpforge.data.streams import is_stream, loader_in
-from ddpforge.errors import PluginError
+from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Order
 
 
@@ -576,11 +577,34 @@ def test_an_empty_stream_is_refused_instead_of_searched_for_ever() -> None:
         next(deal(NumberStream(1), batch=2, micro=2, drop_last=True).training(0))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_evaluation_of_no_sample_is_refused(workers: int) -> None:
+def test_an_evaluation_of_no_sample_is_refused() -> None:
     """Its means would be nowhere, without a word."""
     with pytest.raises(PluginError, match="NumberStream holds no sample"):
-        list(deal(NumberStream(0), batch=2, micro=2, workers=workers).evaluation())
+        list(deal(NumberStream(0), batch=2, micro=2).evaluation())
+
+
+class Refuses(Numbers):
+    """Data that says what is wrong with it when a sample is read."""
+
+    def __getitem__(self, index: int) -> int:
+        raise UsageError("a sample has no label", hints=["leave it out"])
+
+
+class RefusesToStream(NumberStream):
+    def __iter__(self) -> Iterator[int]:
+        yield from Refuses(1)
+
+
+@pytest.mark.parametrize("data", [Refuses(4), RefusesToStream(4)])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_data_says_in_a_loader_process_is_told_as_it_is(data: Any, workers: int) -> None:
+    """Not as a traceback; and no process is left behind."""
+    before = set(active_children())
+    with pytest.raises(UsageError, match=r"^a sample has no label$") as error:
+        list(deal(data, batch=2, micro=2, workers=workers).evaluation())
+    assert error.value.hints == ("leave it out",)
+    del error
+    assert not set(active_children()) - before
 
 
 def test_a_stream_that_can_be_read_once_is_refused_at_its_second_evaluation() -> None:

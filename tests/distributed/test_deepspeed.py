@@ -149,6 +149,7 @@ EXTRA = "\n[strategy.extra.zero_optimization]\n"
     [
         {
             "aligned": f"{ZERO[1]}{EXTRA}parameter_alignment = true\nreduce_bucket_size = 300\noverlap_comm = true",
+            "scattered": f"{ZERO[1]}{EXTRA}reduce_scatter = true",
             "groups": f"{ZERO[3]}{EXTRA}sub_group_size = 500\nstage3_param_persistence_threshold = 0",
             "host-2": f"{ZERO[2]}\n{HOST}",
         },

@@ -27,7 +27,8 @@ def test_the_configuration_says_what_the_recipe_says() -> None:
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
         "communication_data_type": "fp32",
-        "zero_optimization": {"stage": 2},
+        "prescale_gradients": True,
+        "zero_optimization": {"stage": 2, "reduce_scatter": False},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "timers": {"throughput": {"enabled": False}},
@@ -54,6 +55,27 @@ def test_the_configuration_says_what_the_recipe_says() -> None:
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
         "offload_param": {"device": "cpu"},
     }
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "scatters"),
+    [
+        (1, {}, False),
+        (2, {}, False),
+        (2, {"reduce_scatter": True}, True),
+        (2, {"use_multi_rank_bucket_allreduce": True}, False),
+        (2, {"use_multi_rank_bucket_allreduce": False}, True),  # it has no effect but where gradients are scattered
+        (3, {}, True),
+        (3, {"reduce_scatter": False}, False),
+    ],
+)
+def test_gradients_are_divided_before_they_are_added_up_whichever_way_they_go(
+    stage: Any, zero: dict[str, Any], scatters: bool
+) -> None:
+    """Scattered gradients DeepSpeed always divides first, and refuses to be told so."""
+    config = DeepSpeed(stage=stage, extra={"zero_optimization": zero}).config(train(), ranks=3)
+    assert config["zero_optimization"].get("reduce_scatter", True) is scatters
+    assert config["prescale_gradients"] is (not scatters and stage < 3)
 
 
 def test_its_micro_batch_is_that_of_a_shard() -> None:

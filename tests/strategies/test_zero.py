@@ -85,6 +85,19 @@ def test_the_mean_gradient_over_ranks_is_clipped_by_the_norm_over_all_parts(stag
         assert whole([parts for _, parts in found]) == {"w": expected, "v": expected}
 
 
+@pytest.mark.parametrize(("stage", "asked", "holds"), [(1, None, 6), (3, None, 6), (2, 4, 4), (2, 7, 7)])
+def test_the_buffer_of_gradients_holds_no_more_than_there_are(stage: int, asked: int | None, holds: int) -> None:
+    """Dot trains six elements; DeepSpeed's own buffer would hold 500 million, which are 2 GB on every rank."""
+    extra = {"zero_optimization": {"reduce_bucket_size": asked}} if asked else {}
+
+    def rank(_: int) -> Any:
+        training = Training(DeepSpeed(stage=stage, extra=extra), Dot, momentum)
+        norms = [training.step(torch.ones(3)) for _ in range(2)]
+        return training.replica.engine.optimizer.reduce_bucket_size, norms
+
+    assert in_ranks(2, rank) == [(holds, [pytest.approx(6**0.5)] * 2)] * 2
+
+
 @each_stage
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_gradient_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all(stage: int, precision: str) -> None:

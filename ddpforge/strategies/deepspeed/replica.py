@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ZeroReplica"]
 
+_BUCKET = 500_000_000  # DeepSpeed's: the most elements whose gradients are reduced together
 _GATHERED = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
@@ -85,6 +86,8 @@ class ZeroReplica(Replica):
 
     def _fit_buffers(self, zero: dict[str, Any], keys: Keys) -> None:
         """Chooses the sizes that DeepSpeed leaves to its user: too small it fails, its own are 2 GB per rank."""
+        elements = sum(parameter.numel() for parameter in self.gradients.trained)
+        zero.setdefault("reduce_bucket_size", min(_BUCKET, elements))
         if self.strategy.offload_optimizer == "nvme":
             weights_and_gradients = 2
             zero["offload_optimizer"] |= {
