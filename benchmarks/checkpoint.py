@@ -47,7 +47,7 @@ from torch import Tensor
 from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
-from ddpforge.interfaces import CanonicalState, Range, Ranks
+from ddpforge.interfaces import CanonicalState, Range, Ranks, read_all
 from ddpforge.ranks.collectives import Alone, Group
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe.schema import CheckpointSection, KeepSection
@@ -124,8 +124,7 @@ class Bench:
         saved = Reader(path).state()
         parts: dict[str, Any] = {**saved.model}
         parts |= {f"{name}/{key}": value for name, entry in saved.optimizer.items() for key, value in entry.items()}
-        for name, tensor in self.target.items():
-            parts[name].read_into(Range(0, tensor.numel()), tensor.view(-1))
+        read_all((parts[name], Range(0, tensor.numel()), tensor.view(-1)) for name, tensor in self.target.items())
 
     # -- others
     def raw(self) -> None:

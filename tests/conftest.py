@@ -117,6 +117,15 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _forks_can_compute_gradients() -> None:
+    """Autograd starts a thread per device at its first backward pass, after which forks fail; here there is no device.
+
+    Later there may be: tests imitate some.
+    """
+    torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _signals_arrive() -> None:
     """Whoever started the tests may have had signals ignored (nohup, a shell's background), which is inherited."""
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):

@@ -1,5 +1,6 @@
 """Reads any region of any tensor of a checkpoint, without loading the rest."""
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,8 +39,8 @@ class Reader:
     """An open checkpoint, of any format and layout.
 
     With `verify`, every block of a file (64 MiB) that a read touches is checked against its hash, once. Beside what
-    it fills, the reader needs memory for one block. Everything raises CheckpointError naming the file that is
-    missing, damaged, not what the manifest says, or too new. One reader is for one thread.
+    it fills, the reader needs memory for one block in each thread that reads. Everything raises CheckpointError naming
+    the file that is missing, damaged, not what the manifest says, or too new.
     """
 
     def __init__(self, path: Path, *, verify: bool = True, manifest: Manifest | None = None) -> None:
@@ -49,7 +50,8 @@ class Reader:
         self._layout = layout_of(path, self.manifest)
         self._begins: dict[str, dict[str, int]] = {}  # of each entry, in the files that were opened
         self._verified: set[tuple[str, str, int]] = set()  # file, entry, number of the block
-        self._spare = torch.empty(0, dtype=torch.uint8)
+        self._opening = threading.Lock()
+        self._spare = _Spare()
 
     # -- beside tensors
     @property
@@ -149,16 +151,17 @@ class Reader:
 
     def _open(self, file: str) -> dict[str, int]:
         """Checks a file's header; returns the offset of each entry."""
-        if file not in self._begins:
-            entry = self.manifest.files[file]
-            claims = claims_of(self._layout.get(file, {}))
-            if isinstance(entry, TensorFile):
-                self._begins[file] = untrusted.places(self.path / file, claims, entry.header_xxh3)
-            else:
-                if self._verify:
-                    check_sha256(self.path / file, entry)
-                self._begins[file] = untrusted.places(self.path / file, claims, None) if claims else {}
-        return self._begins[file]
+        with self._opening:
+            if file not in self._begins:
+                entry = self.manifest.files[file]
+                claims = claims_of(self._layout.get(file, {}))
+                if isinstance(entry, TensorFile):
+                    self._begins[file] = untrusted.places(self.path / file, claims, entry.header_xxh3)
+                else:
+                    if self._verify:
+                        check_sha256(self.path / file, entry)
+                    self._begins[file] = untrusted.places(self.path / file, claims, None) if claims else {}
+            return self._begins[file]
 
     # -- from a file into a tensor
     def _read_chunk(self, entry: TensorEntry, chunk: Chunk, region: Simple, target: Tensor) -> int:
@@ -200,10 +203,10 @@ class Reader:
         return stop - start
 
     def _load(self, block: "_Block", dtype: torch.dtype) -> Tensor:
-        """All of a block, until the next is loaded."""
-        if len(self._spare) < block.nbytes:
-            self._spare = torch.empty(block.nbytes, dtype=torch.uint8)
-        loaded = self._spare[: block.nbytes]
+        """All of a block, until this thread loads the next."""
+        if len(self._spare.memory) < block.nbytes:
+            self._spare.memory = torch.empty(block.nbytes, dtype=torch.uint8)
+        loaded = self._spare.memory[: block.nbytes]
         self._fill(block, loaded, 0)
         return loaded.view(dtype)
 
@@ -248,6 +251,13 @@ class Saved:
     def read_into(self, region: Region, target: Tensor) -> None:
         """Fills `target`, on any device, with a region of the tensor."""
         self.reader.read_into(self.section, self.name, region, target)
+
+
+class _Spare(threading.local):
+    """Memory for a block, of each thread its own."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
 
 
 class _Block(NamedTuple):

@@ -95,7 +95,7 @@ class _ToldStream(IterableDataset[Any]):
 
 
 class _Loaded(Iterable[MicroBatch]):
-    """What loader processes fetch; raises the errors that they return."""
+    """The micro-batches that loader processes fetch; raises the errors that they return."""
 
     def __init__(self, loader: Iterable[MicroBatch | ForgeError]) -> None:
         self.loader = loader

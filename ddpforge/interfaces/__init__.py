@@ -18,7 +18,7 @@ from ddpforge.interfaces.order import EpochOrder, Order
 from ddpforge.interfaces.regions import Box, Part, Pieces, Range, Region
 from ddpforge.interfaces.seeds import mix
 from ddpforge.interfaces.shown import Histogram, Show, ShownKind, Table
-from ddpforge.interfaces.state import CanonicalState, PartWeights, SavedTensor, Weights, WholeWeights
+from ddpforge.interfaces.state import CanonicalState, PartWeights, SavedTensor, Weights, WholeWeights, read_all
 from ddpforge.interfaces.strategy import (
     Compute,
     Contract,
@@ -83,4 +83,5 @@ __all__ = [
     "World",
     "lower_is_better",
     "mix",
+    "read_all",
 ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
 
     from ddpforge.interfaces.world import Ranks
 
-__all__ = ["CanonicalState", "PartWeights", "SavedTensor", "Weights", "WholeWeights"]
+__all__ = ["CanonicalState", "PartWeights", "SavedTensor", "Weights", "WholeWeights", "read_all"]
+
+_READERS = 4  # threads; more gain little where several ranks read
 
 X = TypeVar("X")
 
@@ -36,7 +40,24 @@ class SavedTensor(Protocol):
         """The whole tensor, on the CPU."""
 
     def read_into(self, region: Region, target: Tensor) -> None:
-        """Fills `target`, on any device, with a region of the tensor; it has the tensor's dtype, the region's size."""
+        """Fills `target`, on any device, with a region of the tensor; it has the tensor's dtype, the region's size.
+
+        Several threads may do so, see `read_all`.
+        """
+
+
+def read_all(reads: Iterable[tuple[SavedTensor, Region, Tensor]]) -> None:
+    """Fills each target with a region of its tensor, several at a time where this rank has several cores.
+
+    Raises the error of the first that cannot be read; the others may have been filled by then.
+    """
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    readers = ThreadPoolExecutor(max(1, min(_READERS, cores)), "reader of a checkpoint")
+    try:
+        for read in [readers.submit(saved.read_into, region, target) for saved, region, target in reads]:
+            read.result()
+    finally:
+        readers.shutdown(cancel_futures=True)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ddpforge.interfaces import Callback, Part, RunContext, StepInfo
+from ddpforge.interfaces import Callback, Part, RunContext, StepInfo, read_all
 
 __all__ = ["Probe"]
 
@@ -36,5 +36,4 @@ class Probe(Callback):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Those of another run count only where both begin with weights from a file, which this one has not read."""
         if self.inherit:
-            for name, part in self.initial.items():
-                state[name].read_into(part.region, part.tensor)
+            read_all((state[name], part.region, part.tensor) for name, part in self.initial.items())

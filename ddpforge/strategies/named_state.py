@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import CanonicalState, Part, SavedTensor
+from ddpforge.interfaces import CanonicalState, Part, Region, SavedTensor, read_all
 from ddpforge.strategies.several import members
 
 __all__ = ["capture", "match", "match_form", "restore", "tensors"]
@@ -61,12 +61,10 @@ def restore(
     """
     held, _ = tensors(model)
     match(set(held), set(state.model) - set(state.aliases), partial=partial)
-    for name, tensor in held.items():
-        if name in state.model:
-            saved = state.model[name]
-            part = part_of(name, tensor.detach())
-            match_form(name, part.shape, tensor.dtype, saved)
-            saved.read_into(part.region, part.tensor)
+    found = {name: part_of(name, tensor.detach()) for name, tensor in held.items() if name in state.model}
+    for name, part in found.items():
+        match_form(name, part.shape, held[name].dtype, state.model[name])
+    read_all((state.model[name], part.region, part.tensor) for name, part in found.items())
 
     trained = {name for _, member in members(optimizer) for name, _ in _indices(member, _names(model))}
     if unknown := sorted(set(state.optimizer) - trained):
@@ -74,25 +72,26 @@ def restore(
     if partial and not state.optimizer:
         return
 
-    def read(value: Any, name: str) -> Any:
-        if isinstance(value, Tensor) or not hasattr(value, "read_into"):
-            return value
-        part = part_of(name, held[name].detach())
-        if tuple(value.shape) != part.shape:
-            return value.read()
-        mine = torch.empty_like(part.tensor, dtype=value.dtype)
-        value.read_into(part.region, mine)
-        return like(mine, held[name])
-
     for _, member in members(optimizer):
         # torch's own loader moves each tensor to its parameter's device and gives `step` the form the optimizer wants.
         packed = member.state_dict()
-        packed["state"] = {
-            index: {key: read(value, name) for key, value in state.optimizer[name].items()}
-            for name, index in _indices(member, _names(model))
-            if name in state.optimizer
-        }
-        member.load_state_dict(packed)
+        entries: dict[int, dict[str, Any]] = {}
+        reads: dict[tuple[int, str], tuple[SavedTensor, Region, Tensor]] = {}
+        owners = {index: name for name, index in _indices(member, _names(model)) if name in state.optimizer}
+        for index, name in owners.items():
+            part = part_of(name, held[name].detach())
+            entries[index] = dict(state.optimizer[name])
+            for key, value in entries[index].items():
+                if isinstance(value, Tensor) or not hasattr(value, "read_into"):
+                    continue
+                if tuple(value.shape) != part.shape:
+                    entries[index][key] = value.read()
+                else:
+                    reads[index, key] = value, part.region, torch.empty_like(part.tensor, dtype=value.dtype)
+        read_all(reads.values())
+        for (index, key), (_, _, mine) in reads.items():
+            entries[index][key] = like(mine, held[owners[index]])
+        member.load_state_dict(packed | {"state": entries})
 
 
 def _names(model: nn.Module) -> dict[int, str]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddpforge.errors import CheckpointError, PluginError, StrategyError, UsageError
 from ddpforge.exchange.initial import load_initial
-from ddpforge.interfaces import Beside, Callback, Part, Replica, StepInfo, Strategy, Task, World
+from ddpforge.interfaces import Beside, Callback, Part, Replica, StepInfo, Strategy, Task, World, read_all
 from ddpforge.strategies.buffers import equalise_buffers
 from ddpforge.strategies.named_state import match, match_form, tensors
 from ddpforge.training.blocks import find_blocks
@@ -203,8 +203,8 @@ class BesideModule(Callback):
         return {name: parts.get(name, tensor.detach()) for name, tensor in found.items()}
 
     def _take(self, saved: Mapping[str, Any]) -> None:
-        for name, held in self._held().items():
-            part = held if isinstance(held, Part) else Part.whole(held)
+        parts = {name: held if isinstance(held, Part) else Part.whole(held) for name, held in self._held().items()}
+        for name, part in parts.items():
             match_form(f"{name} of {self.name}", part.shape, part.tensor.dtype, saved[name])
-            saved[name].read_into(part.region, part.tensor)
+        read_all((saved[name], part.region, part.tensor) for name, part in parts.items())
         self._weights.changed()

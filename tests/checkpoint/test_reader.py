@@ -6,6 +6,7 @@ import os
 import pickle
 import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -150,6 +151,18 @@ def test_only_the_blocks_that_a_read_touches_are_read_and_each_is_verified_once(
     assert torch.equal(Reader(path, verify=False).read("model", "w")[:30], counted(40, 16)[:30])
 
 
+def test_several_threads_read_from_one_reader(folder: Path, small_blocks: int) -> None:
+    """Columns lie in all blocks, each of which goes through the memory that a thread has for it."""
+    tensors = {f"w{number}": counted(64, 16) + number for number in range(8)}
+    reader = Reader(saved(folder, [RankState(model=tensors)]))
+    state, targets = reader.state(), {name: torch.zeros(64, 3) for name in tensors}
+    with ThreadPoolExecutor(8) as threads:
+        box = Box((0, 5), (64, 3))
+        for read_one in [threads.submit(state.model[name].read_into, box, target) for name, target in targets.items()]:
+            read_one.result()
+    assert all(torch.equal(targets[name], tensor[:, 5:8]) for name, tensor in tensors.items())
+
+
 def test_a_reader_takes_no_more_than_a_block_of_memory(
     folder: Path, small_blocks: int, reads: list[tuple[str, int, int]]
 ) -> None:
@@ -161,7 +174,7 @@ def test_a_reader_takes_no_more_than_a_block_of_memory(
     reader.read_into("model", "w", Range(5, 4000), torch.empty(3995))
 
     assert max(count for file, start, count in reads if start > 8) <= small_blocks
-    assert len(reader._spare) <= small_blocks
+    assert len(reader._spare.memory) <= small_blocks
 
 
 def test_the_target_may_be_a_parameter_or_a_part_of_something_larger(folder: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, Part, RunContext, StepInfo
+from ddpforge.interfaces import Callback, Part, RunContext, StepInfo, read_all
 
 logger = logging.getLogger("ddpforge")
 
@@ -88,8 +88,7 @@ class EMA(Callback):
                 f"the averaged weights in the checkpoint are not of this model: {', '.join(names)} differ",
                 hints=["resume with the model and the ema callback that the checkpoint was made with"],
             )
-        for (name, part), average in self._pairs():
-            state[name].read_into(part.region, average)
+        read_all((state[name], part.region, average) for (name, part), average in self._pairs())
         self._begun = True
 
     def _pairs(self) -> Iterator[tuple[tuple[str, Part], Tensor]]:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ddpforge.components.installed import version
 from ddpforge.errors import CheckpointError, StrategyError
-from ddpforge.interfaces import CanonicalState, Part, Range, Ranks, Region, SavedTensor, Weights, World
+from ddpforge.interfaces import CanonicalState, Part, Range, Ranks, Region, SavedTensor, Weights, World, read_all
 from ddpforge.strategies import named_state
 from ddpforge.strategies.deepspeed.nvme import SwapFiles
 from ddpforge.strategies.trial import tried
@@ -408,12 +408,11 @@ class ZeroWeights(Weights):
         """
         tensors, _ = named_state.tensors(self._model)
         named_state.match(set(tensors), set(state.model) - set(state.aliases), partial=partial)
-        held = self._parts | self._frozen
-        for name, tensor in tensors.items():
-            if name in state.model:
-                part = held.get(name) or Part.whole(tensor.detach())
-                named_state.match_form(name, part.shape, part.tensor.dtype, state.model[name])
-                state.model[name].read_into(part.region, part.tensor)
+        whole = {name: Part.whole(tensor.detach()) for name, tensor in tensors.items()}
+        held = {name: part for name, part in (whole | self._parts | self._frozen).items() if name in state.model}
+        for name, part in held.items():
+            named_state.match_form(name, part.shape, part.tensor.dtype, state.model[name])
+        read_all((state.model[name], part.region, part.tensor) for name, part in held.items())
         self.changed()
         if state.optimizer or not partial:
             self._restore_optimizer(optimizer, state.optimizer)
@@ -480,6 +479,7 @@ class ZeroWeights(Weights):
     ) -> dict[str, Tensor]:
         """The optimizer's state for each element of a flat tensor, put together from that of its parameters."""
         found: dict[str, Tensor] = {}
+        reads: list[tuple[SavedTensor, Region, Tensor]] = []
         for name in names:
             for key, value in state.get(name, {}).items():
                 if self._is_per_element(key, value):
@@ -488,7 +488,8 @@ class ZeroWeights(Weights):
                     if isinstance(value, Tensor):  # 0-d tensors of 0-d parameters may have been saved as numbers
                         target.fill_(value)
                     else:
-                        value.read_into(self._parts[name].region, target)
+                        reads.append((value, self._parts[name].region, target))
+        read_all(reads)
         return found
 
     def _is_per_element(self, key: str, value: Any) -> bool:

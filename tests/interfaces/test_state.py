@@ -1,0 +1,71 @@
+"""What belongs to the state of a model, and reading much of it at once."""
+
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from saved import Saved
+from torch import Tensor
+
+from ddpforge.interfaces import Range, Region, read_all
+
+ALL = Range(0, 3)
+
+
+@dataclass(frozen=True)
+class Meets(Saved):
+    """Is read once another thread reads, too; gives up after `seconds`."""
+
+    gate: threading.Barrier = field(default_factory=lambda: threading.Barrier(2))
+    seconds: float = 30.0
+
+    def read_into(self, region: Region, target: Tensor) -> None:
+        self.gate.wait(self.seconds)
+        super().read_into(region, target)
+
+
+class Unreadable(Saved):
+    def read_into(self, region: Region, target: Tensor) -> None:
+        raise OSError(f"{self.tensor[0]:g} cannot be read")
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets a machine have so many, for so many ranks."""
+
+    def set_cores(number: int, *, ranks: int) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(number)))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+
+    return set_cores
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_cores_of_a_rank_read_two_tensors_at_a_time(cores: Any, ranks: int) -> None:
+    cores(2 * ranks, ranks=ranks)
+    gate = threading.Barrier(2)
+    saved = [Meets(torch.arange(3.0) + n, gate) for n in range(4)]
+    targets = [torch.zeros(3) for _ in saved]
+    read_all((one, ALL, target) for one, target in zip(saved, targets, strict=True))
+    assert [target.tolist() for target in targets] == [[n, n + 1, n + 2] for n in range(4)]
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_rank_with_one_core_reads_one_after_the_other(cores: Any, number: int) -> None:
+    cores(number, ranks=3)
+    with pytest.raises(threading.BrokenBarrierError):
+        read_all([(Meets(torch.ones(3), seconds=0.2), ALL, torch.zeros(3))] * 2)
+
+
+def test_the_error_of_the_first_that_cannot_be_read_is_raised(cores: Any) -> None:
+    cores(2, ranks=1)
+    saved = [Saved(torch.zeros(3)), Unreadable(torch.ones(3)), Unreadable(torch.full((3,), 2.0))]
+    with pytest.raises(OSError, match=r"^1 cannot be read$"):
+        read_all((one, ALL, torch.ones(3)) for one in saved)
+
+
+def test_nothing_to_read_is_read() -> None:
+    read_all([])
