@@ -9,7 +9,7 @@ ddpforge. Weights, optimizer state and DeepSpeed's master weights are those afte
 are the most that lay between two backward passes of that step, or between the last one and the update. The script exits
 with 1 when anything is more than 5 % off. Not in that sum, but in the peak RSS beside it: activations, weights while
 they are gathered, and buffers for communication. DeepSpeed's are as large as this model unless --bucket makes them
-smaller: by default they hold 5e8 elements, and ZeRO-3 leaves up to 1e9 gathered.
+smaller: that of gradients holds 5e8 elements at most, and ZeRO-3 leaves up to 1e9 gathered.
 """
 
 from __future__ import annotations

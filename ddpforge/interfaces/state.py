@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CanonicalState", "PartWeights", "SavedTensor", "Weights", "WholeWeights", "read_all"]
 
-_READERS = 4  # threads; more gain little where several ranks read
+_READERS = 4  # threads at most, of a rank
 
 X = TypeVar("X")
 
