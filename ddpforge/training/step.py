@@ -104,7 +104,7 @@ class Stepper:
         if self._task.count(first.data) is None:
             return micro_batches, first.step_samples
         batches = [micro._replace(items=self._meter.items(micro)) for micro in micro_batches]
-        mine = torch.as_tensor(sum(_exact(micro.items) for micro in batches), dtype=torch.float64)
+        mine = torch.as_tensor(sum(torch.as_tensor(micro.items, dtype=torch.float64) for micro in batches))
         if mine.device.type == "cpu" and not 0 <= mine.item() < math.inf:
             raise PluginError(
                 f"{name_of(self._task)}.count gave {mine.item():g} for a step",
@@ -181,8 +181,3 @@ class Stepper:
         if not math.isfinite(norm.item()):  # there was no update, after which forward passes would use what is restored
             self._replica.weights.changed()
         return norm
-
-
-def _exact(items: Any) -> Any:
-    """A number of items, in float64 where it is a tensor."""
-    return items.double() if isinstance(items, Tensor) else items

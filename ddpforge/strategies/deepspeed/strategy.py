@@ -111,9 +111,6 @@ class DeepSpeed(Strategy):
         epoch may have fewer. The strategy tells it which micro-batch is a step's last.
         """
         zero: dict[str, Any] = {"stage": self.stage}
-        if self.stage < 3 and self._reduces_to_all:
-            # Below stage 3 its "scatter" is an all-reduce of a copy, whose slices are then copied back.
-            zero["reduce_scatter"] = False
         if self.offload_optimizer != "none":
             zero["offload_optimizer"] = self._offload(self.offload_optimizer)
         if self.offload_parameters != "none":
@@ -136,15 +133,13 @@ class DeepSpeed(Strategy):
             dtype = {"bf16": "bfloat16", "fp16": "float16"}[train.precision]
             config["torch_autocast"] = {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}
         merged = merge(config, self.extra)
+        zero = merged["zero_optimization"]
+        if self.stage < 3 and zero.get("use_multi_rank_bucket_allreduce", True):
+            # Its "scatter" is then an all-reduce of a copy, whose slices are copied back.
+            zero.setdefault("reduce_scatter", False)
         # Means are made alike on every way: gradients are divided first, then added up.
-        merged["prescale_gradients"] = self.stage < 3 and not merged["zero_optimization"].get("reduce_scatter", True)
+        merged["prescale_gradients"] = self.stage < 3 and not zero.get("reduce_scatter", True)
         return merged
-
-    @property
-    def _reduces_to_all(self) -> bool:
-        """True unless each part of a gradient is to be sent only to the rank that keeps it."""
-        asked: bool = self.extra.get("zero_optimization", {}).get("use_multi_rank_bucket_allreduce", True)
-        return asked
 
     def _offload(self, device: Offload) -> dict[str, Any]:
         return {"device": device, "nvme_path": str(self.nvme_path)} if device == "nvme" else {"device": device}
