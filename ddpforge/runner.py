@@ -27,12 +27,12 @@ from ddpforge.launchers.verdict import has_begun, record_begun
 from ddpforge.plan import Window
 from ddpforge.planned import Room
 from ddpforge.ranks import leaving
-from ddpforge.ranks.arithmetic import restored
 from ddpforge.ranks.halt import seconds_of
 from ddpforge.ranks.join import join, leave
 from ddpforge.ranks.logs import setup_logging
 from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.ranks.signals import StopRequests
+from ddpforge.ranks.switches import restored
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe, load_recipe
 from ddpforge.recipe.load import refuse_text

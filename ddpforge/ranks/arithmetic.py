@@ -14,7 +14,7 @@ from ddpforge.errors import StrategyError
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
 
-__all__ = ["restored", "set_arithmetic", "told_of_determinism"]
+__all__ = ["arithmetic_restored", "set_arithmetic", "told_of_determinism"]
 
 _WITHOUT = ("does not have a deterministic implementation", "Deterministic behavior was enabled")  # torch's words
 
@@ -36,8 +36,8 @@ def set_arithmetic(train: TrainSection) -> None:
 
 
 @contextmanager
-def restored() -> Iterator[None]:
-    """Sets torch's switches back in the end: the process may be somebody's notebook."""
+def arithmetic_restored() -> Iterator[None]:
+    """Sets torch's switches back in the end."""
     matmul, convolutions = _matmul(), torch.backends.cudnn.allow_tf32
     benchmark, deterministic = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()

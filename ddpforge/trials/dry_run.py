@@ -16,7 +16,7 @@ from ddpforge.data import Batches
 from ddpforge.errors import Postponed
 from ddpforge.interfaces import StepInfo
 from ddpforge.ranks import leaving, phases
-from ddpforge.ranks.arithmetic import restored
+from ddpforge.ranks.switches import restored
 from ddpforge.training.parts import Parts
 from ddpforge.trials.opening import FirstBatches, Trial, opened
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ddpforge.errors import Diverged, UsageError
 from ddpforge.ranks import leaving
-from ddpforge.ranks.arithmetic import restored
+from ddpforge.ranks.switches import restored
 from ddpforge.trials.opening import opened, without_the_rest
 
 __all__ = ["RangeTest", "lr_range", "smoothed", "suggested"]

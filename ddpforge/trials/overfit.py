@@ -11,7 +11,7 @@ from typing import Any, cast
 from ddpforge.data import Batches
 from ddpforge.errors import Diverged, Postponed
 from ddpforge.ranks import leaving
-from ddpforge.ranks.arithmetic import restored
+from ddpforge.ranks.switches import restored
 from ddpforge.training.parts import Parts
 from ddpforge.trials.opening import Repeated, opened, without_the_rest
 
