@@ -17,6 +17,9 @@ clip the gradient to norm 1, and print the loss every 10 steps. One rank by hand
 group. ddpforge runs a recipe, with metrics.jsonl, console and all checks on. After the first turn, which is not timed,
 the models' losses must agree.
 
+Gloo's threads are those of all contenders. Each finds them scheduled as its own process would have its own: by
+ddpforge as SCHED_BATCH, by the others as Linux does by itself.
+
 For all alike glibc keeps freed memory, as its habits else decide several per cent. Writes steps.json, with every turn,
 and steps.png.
 """
@@ -39,7 +42,7 @@ from typing import Any, NamedTuple
 from work import MODELS
 
 HAND = "by hand"
-OTHERS = ("by hand again", "by hand, fused", "Accelerate", "Fabric", "Lightning", "HF Trainer")
+OTHERS = ("by hand again", "by hand, tuned", "Accelerate", "Fabric", "Lightning", "HF Trainer")
 SHARDED = ("fsdp", "zero1", "zero2", "zero3")  # against their loops by hand, for the GPT on several ranks
 PACKAGES = ("ddpforge", "torch", "torchvision", "accelerate", "lightning", "transformers", "deepspeed")
 AGREE = 0.05  # how far losses after the first turn may be apart: samples come in different orders
