@@ -1,7 +1,8 @@
 """What saving and loading a checkpoint costs: ddpforge beside a raw write, safetensors, torch.save and torch's DCP.
 
     python benchmarks/checkpoint.py                      a state of 512 MiB, in /dev/shm
-    python benchmarks/checkpoint.py --folder /scratch    on a disk
+    python benchmarks/checkpoint.py --folder /scratch    on a disk, loading what is still in the page cache
+    python benchmarks/checkpoint.py --folder /scratch --cold    the same, loading from the disk itself
     python benchmarks/checkpoint.py --ranks 2            what each of two ranks does with a state that both hold alike
 
 The state is a model with AdamW's two moments, in fp32. All sides take turns in one process per rank, in an order that
@@ -207,7 +208,15 @@ class Bench:
         action()
         return time.perf_counter() - began
 
-    def lines(self, repeats: int) -> tuple[list[Line], float]:
+    def forget(self) -> None:
+        """Drops every file from the page cache; they are on the disk already."""
+        for file in self.folder.rglob("*"):
+            if file.is_file():
+                sync(file)
+                with file.open("rb") as opened:
+                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def lines(self, repeats: int, *, cold: bool) -> tuple[list[Line], float]:
         """The table, and the memory ratio."""
         _, memory = self.stall()  # the first one, which makes the buffers
         saves = [self.raw, self.overwrite, self.blocking, self.safetensors_save, self.torch_save, self.dcp_save]
@@ -218,6 +227,9 @@ class Bench:
         for _ in range(repeats):
             # What ran before decides what is in caches, and which memory the machine has at hand.
             for action in (*draw.sample(saves, len(saves)), *draw.sample(loads, len(loads))):
+                if cold and action in loads:
+                    self.ranks.barrier()
+                    self.forget()
                 times.setdefault(action.__name__, []).append(self.timed(action))
             times.setdefault("stall", []).append(self.stall()[0])
             self.next_turn()
@@ -231,8 +243,8 @@ class Bench:
         return [
             line("write  raw bytes and fsync", "raw"),
             line("       the same over an old file", "overwrite"),
-            line("       ddpforge, blocking", "blocking", "raw", "raw"),
-            line("       the same", "blocking", "overwrite", "over an old file", WRITE),
+            line("       ddpforge, blocking", "blocking", "raw", "raw", WRITE),
+            line("       the same", "blocking", "overwrite", "over an old file"),
             line("       ddpforge, stall", "stall", "blocking", "blocking", STALL),
             line("       safetensors", "safetensors_save", "raw", "raw"),
             line("       torch.save", "torch_save", "raw", "raw"),
@@ -274,6 +286,7 @@ def anonymous() -> int:
 
 def run_rank(rank: int, options: argparse.Namespace, folder: str, port: int) -> None:
     torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(options.ranks)  # as launchers say, by which a rank knows its share of cores
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     ranks: Ranks = Alone()
     if options.ranks > 1:
@@ -282,7 +295,7 @@ def run_rank(rank: int, options: argparse.Namespace, folder: str, port: int) -> 
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=options.ranks)
         ranks = Group(dist.group.WORLD)
     bench = Bench(ranks, Peers.of(ranks, timedelta(minutes=5)), Path(folder), options.mb)
-    lines, memory = bench.lines(options.repeats)
+    lines, memory = bench.lines(options.repeats, cold=options.cold)
     missed = False
     if rank == 0:
         print(f"{bench.bytes / 2**20:.0f} MiB, {options.ranks} rank(s), {options.folder}, medians of {options.repeats}")
@@ -305,6 +318,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", default="/dev/shm")
+    parser.add_argument("--cold", action="store_true", help="drop files from the page cache before each load")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         if options.ranks == 1:

@@ -74,7 +74,7 @@ class Side:
 
 
 def _schedule_gloo() -> None:
-    """Gives gloo's threads, which all contenders share, the policy that this one's own process would give to its own."""
+    """Gives gloo's threads, which all share, the policy that this contender's own process would give to its own."""
     policy, threads = os.sched_getscheduler(0), 0
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
