@@ -25,6 +25,7 @@ from ddpforge.launchers.verdict import record_halt
 from ddpforge.plan import Plan
 from ddpforge.ranks import phases
 from ddpforge.ranks.halt import Halt, NoHalt
+from ddpforge.ranks.scheduling import look_for_others
 from ddpforge.ranks.signals import StopRequests
 from ddpforge.recipe.schema import Recipe
 from ddpforge.strategies.several import InTurns
@@ -388,6 +389,7 @@ class Trainer:
         return self._count(self.world.all.average(ballot))
 
     def _count(self, means: dict[str, float]) -> Agreement:
+        look_for_others()
         self._agreed = self._ballot.count(means)
         if HALT in self._agreed.wanted:
             record_halt()
