@@ -1,4 +1,4 @@
-"""How the kernel shares the cores among the threads of ranks that talk over gloo."""
+"""The policy by which the kernel shares the cores among the threads of ranks that talk over gloo."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def policy_restored() -> Iterator[None]:
 
 
 class _Sharing:
-    """Which policy the threads have, once this module has chosen one."""
+    """The policy of the threads, once this module has chosen one."""
 
     def __init__(self) -> None:
         self.end()

@@ -1,4 +1,4 @@
-"""What a run sets for its whole process, which may be somebody's notebook."""
+"""The settings that a run changes for its whole process, which may be somebody's notebook."""
 
 from __future__ import annotations
 
