@@ -39,14 +39,14 @@ def look_for_others() -> None:
 
 @contextmanager
 def policy_restored() -> Iterator[None]:
-    """Sets the policy of this thread back in the end."""
+    """Sets the policy of this thread back in the end, and of those that have it since."""
     before = os.sched_getscheduler(0)
     try:
         yield
     finally:
         _sharing.end()
-        if os.sched_getscheduler(0) != before:
-            _choose(0, before)
+        if (now := os.sched_getscheduler(0)) != before:
+            _exchange(now, before)
 
 
 class _Sharing:
@@ -95,10 +95,10 @@ def _spent() -> dict[int, tuple[int, int]]:
 
 def _exchange(old: int, new: int) -> None:
     """Gives the new policy to every thread of this process that has the old one."""
-    for thread in _spent():
+    for task in _TASKS.iterdir():
         with suppress(OSError):  # it has ended
-            if os.sched_getscheduler(thread) == old:
-                _choose(thread, new)
+            if os.sched_getscheduler(int(task.name)) == old:
+                _choose(int(task.name), new)
 
 
 def _choose(thread: int, policy: int) -> None:

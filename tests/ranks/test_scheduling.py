@@ -60,7 +60,7 @@ def test_a_thread_and_those_it_starts_run_in_batches_until_the_run_ends(second: 
         run_as_batch()
         second.start()
         assert second.policies() == (BATCH, BATCH)
-    assert os.sched_getscheduler(0) == OTHER
+    assert second.policies() == (OTHER, OTHER)
 
 
 def test_where_threads_wait_longer_than_they_run_they_are_as_by_default_for_a_minute(
