@@ -389,7 +389,7 @@ class Trainer:
         return self._count(self.world.all.average(ballot))
 
     def _count(self, means: dict[str, float]) -> Agreement:
-        look_for_others()
+        look_for_others()  # ranks agree about once a second, in training and in evaluations
         self._agreed = self._ballot.count(means)
         if HALT in self._agreed.wanted:
             record_halt()

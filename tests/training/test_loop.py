@@ -276,6 +276,14 @@ def test_a_request_to_stop_saves_and_does_not_wait_for_an_evaluation() -> None:
     assert loop.checkpoints.steps() == [4]
 
 
+def test_whenever_ranks_agree_they_look_whether_others_hold_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    loop = Loop(steps=9)
+    monkeypatch.setattr("ddpforge.training.loop.look_for_others", lambda: looks.append(loop.trainer.progress.step))
+    loop.fit()
+    assert (looks[0], looks[-1]) == (0, 9)
+
+
 def test_a_request_that_came_while_the_run_started_is_met_before_its_first_step() -> None:
     loop = Loop(steps=9)
     loop.trainer.stop.requested = True
