@@ -6,11 +6,11 @@
     python benchmarks/gpu.py --ranks 8               on several; 0 is all there are
     python benchmarks/gpu.py --tiny [--ranks 2]      on CPUs, with the smallest models: whether it runs at all
 
-Each side trains in processes of its own, by turns, twice: the same model, samples, batch, precision, fused AdamW and
-clipping. ddpforge runs a recipe, with metrics.jsonl, console and all checks on. Timed are the steps after a warm-up,
-between two synchronisations of the device. The expectations are ratios, which hold on any machine, and alarms, which
-are for an H100; none has been measured yet. Writes build/gpu/report.md and report.json, with --ranks report-N; the exit
-code is 1 where something is not as expected, or does not run.
+Each side trains in processes of its own, by turns, twice where nothing is compiled: the same model, samples, batch,
+precision, fused AdamW and clipping. ddpforge runs a recipe, with metrics.jsonl, console and all checks on. Timed are the
+steps after a warm-up, between two synchronisations of the device. The expectations are ratios, which hold on any
+machine, and alarms, which are for an H100; none has been measured yet. Writes build/gpu/report.md and report.json, with
+--ranks report-N; the exit code is 1 where something is not as expected, or does not run.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Case:
 
 LARGE = {
     "mlp": Case('use = "mlp"\ninputs = 64\nhidden = [64]\noutputs = 10', 64, precision="fp32", steps=2000),
-    "gpt-124m": Case(GPT.format(50304, 1024, 12, 12, 768), 16, compile=True),
-    "gpt-350m": Case(GPT.format(50304, 1024, 24, 16, 1024), 8, compile=True, steps=60),
+    "gpt-124m": Case(GPT.format(50304, 1024, 12, 12, 768), 16, compile=True, turns=1),
+    "gpt-350m": Case(GPT.format(50304, 1024, 24, 16, 1024), 8, compile=True, turns=1, steps=60),
     "gpt-1.3b": Case(GPT.format(50304, 2048, 24, 16, 2048), 4, strategy="fsdp", steps=40),
     "resnet50": Case('use = "torchvision"\narch = "resnet50"\nclasses = 1000', 256, channels_last=True, steps=60),
 }
@@ -525,14 +525,15 @@ class Outcome(NamedTuple):
     noted: dict[str, str]
 
 
-def outcomes(file: Path) -> list[Outcome]:
-    """The tests in a JUnit file."""
-    found = []
+def outcomes(file: Path) -> tuple[list[Outcome], float]:
+    """The tests in a JUnit file, and the seconds that they took together."""
+    found, seconds = [], 0.0
     for case in ElementTree.parse(file).iter("testcase"):
+        seconds += float(case.get("time", "0"))
         told = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
         noted = {one.get("name", ""): one.get("value", "") for one in case.iter("property")}
         found.append(Outcome(f"{case.get('classname')}::{case.get('name')}", told[0] if told else "passed", noted))
-    return found
+    return found, seconds
 
 
 def report(rows: list[Row], failures: list[str], tests: list[Outcome], facts: dict[str, Any]) -> str:
@@ -568,7 +569,8 @@ def main() -> int:
     ranks = options.ranks or there
     if not options.tiny and not 0 < ranks <= there:
         parser.error(f"there are {there} GPUs; --tiny tries the script on CPUs")
-    tests = outcomes(options.tests) if options.tests else []
+    began = time.monotonic()
+    tests, tested = outcomes(options.tests) if options.tests else ([], 0.0)
 
     rows: list[Row] = []
     failures: list[str] = []
@@ -580,6 +582,8 @@ def main() -> int:
         except Failed as failure:
             failures.append(str(failure))
             print(failure, flush=True)
+    if ranks == 1:
+        rows.append(most("tests and measurements together, minutes", (tested + time.monotonic() - began) / 60, 10))
 
     from ddpforge.runs.environment import describe_environment
 

@@ -26,7 +26,7 @@ from ddpforge.checkpoint.schema import (
     TensorEntry,
     position_flaw,
 )
-from ddpforge.checkpoint.untrusted import BLOCK, DTYPES, Claim, damaged
+from ddpforge.checkpoint.untrusted import BLOCK, DTYPES, Claim, PlainFile, damaged
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces.regions import flaw, held_shape, normal, whole
 from ddpforge.recipe.toml import loads
@@ -121,7 +121,7 @@ def read_text(path: Path) -> bytearray:
     """The contents of a JSON file that may be anything."""
     if (size := untrusted.size_of(path)) > MOST_TEXT:
         raise damaged(path, f"it has {size} bytes, more than any file of its kind")
-    return untrusted.read(path, 0, size)
+    return PlainFile(path).read(0, size)
 
 
 def parse(model: type[_Model], path: Path, content: bytes | bytearray) -> _Model:
@@ -233,12 +233,13 @@ def verify_file(path: Path, entry: FileEntry, placed: Mapping[str, Placed], bloc
     if isinstance(entry, OtherFile):
         check_sha256(path, entry)
         return
-    begins = untrusted.places(path, claims_of(placed), entry.header_xxh3)
+    file = PlainFile(path)
+    begins = untrusted.places(file, claims_of(placed), entry.header_xxh3)
     buffer = memoryview(bytearray(min(BLOCK, entry.bytes)))
     first = 0
     for name, chunk in placed.items():
         numbers = [number for number in range(len(chunk.chunk.hashes)) if first + number in blocks]
-        _verify_blocks(path, begins[name], chunk, numbers, buffer)
+        _verify_blocks(file, begins[name], chunk, numbers, buffer)
         first += len(chunk.chunk.hashes)
 
 
@@ -257,17 +258,17 @@ def check_sha256(path: Path, entry: OtherFile) -> None:
         raise damaged(path, "its sha256 is not the one in the manifest")
 
 
-def _verify_blocks(path: Path, begin: int, placed: Placed, numbers: Iterable[int], buffer: memoryview) -> None:
+def _verify_blocks(file: PlainFile, begin: int, placed: Placed, numbers: Iterable[int], buffer: memoryview) -> None:
     for number in numbers:
         start = number * BLOCK
         block = buffer[: min(BLOCK, placed.nbytes - start)]
-        read_block(path, begin + start, placed.chunk, number, block)
+        read_block(file, begin + start, placed.chunk, number, block)
         disk.proceed()
 
 
-def read_block(path: Path, begin: int, chunk: Chunk, number: int, buffer: memoryview) -> None:
+def read_block(file: PlainFile, begin: int, chunk: Chunk, number: int, buffer: memoryview) -> None:
     """Fills `buffer` with a chunk's block; raises CheckpointError unless it has the hash that the manifest says."""
     digest = disk.xxh3()
-    untrusted.read_into(path, begin, buffer, digest.update)
+    file.read_into(begin, buffer, digest.update)
     if digest.hexdigest() != chunk.hashes[number]:
-        raise damaged(path, f"the contents of {chunk.entry} are not those that were written (block {number})")
+        raise damaged(file.path, f"the contents of {chunk.entry} are not those that were written (block {number})")

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
@@ -14,7 +15,7 @@ from ddpforge.checkpoint.contents import CALLBACKS, OPTIMIZER, SHARED, Facts, Pl
 from ddpforge.checkpoint.manifest import check_sha256, claims_of, layout_of, read_block, read_manifest
 from ddpforge.checkpoint.safetensors_writer import dtype_name, line
 from ddpforge.checkpoint.schema import MANIFEST, Chunk, Manifest, OtherFile, Section, TensorEntry, TensorFile
-from ddpforge.checkpoint.untrusted import BLOCK, damaged
+from ddpforge.checkpoint.untrusted import BLOCK, PlainFile, damaged
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState, SavedTensor
 from ddpforge.interfaces.regions import (
@@ -31,6 +32,8 @@ from ddpforge.interfaces.regions import (
     split,
     whole,
 )
+
+_MOST_OPEN = 64  # files: a checkpoint may have more than a process may open
 
 T = TypeVar("T")
 
@@ -51,6 +54,7 @@ class Reader:
         self._begins: dict[str, dict[str, int]] = {}  # of each entry, in the files that were opened
         self._verified: set[tuple[str, str, int]] = set()  # file, entry, number of the block
         self._opening = threading.Lock()
+        self._files = lru_cache(_MOST_OPEN)(PlainFile)  # one that is dropped is closed after the last read of it
         self._spare = _Spare()
 
     # -- beside tensors
@@ -138,10 +142,18 @@ class Reader:
             raise damaged(self.path / MANIFEST, f"{filled} of {region.numel} numbers of {name} ({section}) are there")
 
     def finish(self) -> None:
-        """Verifies the files that no tensor was read from; after every tensor was read, every byte is verified."""
+        """Verifies the files that no tensor was read from, and closes all.
+
+        After every tensor was read, every byte is verified.
+        """
         if self._verify:
             for file in self.manifest.files.keys() - self._begins.keys():
                 self._open(file)
+        self.close()
+
+    def close(self) -> None:
+        """Closes all files, which take their place on the disk until then, removed or not; reads open them again."""
+        self._files.cache_clear()
 
     def _entry(self, section: Section, name: str) -> TensorEntry:
         try:
@@ -156,12 +168,15 @@ class Reader:
                 entry = self.manifest.files[file]
                 claims = claims_of(self._layout.get(file, {}))
                 if isinstance(entry, TensorFile):
-                    self._begins[file] = untrusted.places(self.path / file, claims, entry.header_xxh3)
+                    self._begins[file] = untrusted.places(self._file(file), claims, entry.header_xxh3)
                 else:
                     if self._verify:
                         check_sha256(self.path / file, entry)
-                    self._begins[file] = untrusted.places(self.path / file, claims, None) if claims else {}
+                    self._begins[file] = untrusted.places(self._file(file), claims, None) if claims else {}
             return self._begins[file]
+
+    def _file(self, name: str) -> PlainFile:
+        return self._files(self.path / name)
 
     # -- from a file into a tensor
     def _read_chunk(self, entry: TensorEntry, chunk: Chunk, region: Simple, target: Tensor) -> int:
@@ -213,11 +228,11 @@ class Reader:
     def _fill(self, block: "_Block", memory: Tensor, skip: int) -> None:
         """Fills memory with the bytes of a block behind the first `skip`."""
         view = memoryview(memory.view(torch.uint8).numpy().data)
-        path = self.path / block.chunk.file
+        file = self._file(block.chunk.file)
         if self._known(block):
-            untrusted.read_into(path, block.begin + skip, view)
+            file.read_into(block.begin + skip, view)
         else:
-            read_block(path, block.begin, block.chunk, block.number, view)
+            read_block(file, block.begin, block.chunk, block.number, view)
             self._verified.add(block.key)
 
     def _known(self, block: "_Block") -> bool:

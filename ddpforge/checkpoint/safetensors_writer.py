@@ -104,8 +104,8 @@ def line(tensor: Tensor) -> Tensor:
 
 
 def _order(sources: Mapping[str, LazyTensor]) -> list[str]:
-    """Wide types first, so that all are aligned."""
-    return sorted(sources, key=lambda name: (-DTYPES[sources[name].dtype].itemsize, name))
+    """Wide types first, so that all are aligned; else in the order given, in which they will be read."""
+    return sorted(sources, key=lambda name: -DTYPES[sources[name].dtype].itemsize)
 
 
 def _header(sources: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> bytes:

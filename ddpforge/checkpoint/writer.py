@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -198,8 +198,8 @@ def _merged(draft: Path, manifest: Manifest, ranks: int) -> Manifest:
 
 def _with_model(draft: Path, manifest: Manifest) -> Manifest:
     """Writes the whole model from the shards, one tensor at a time; returns the manifest with that file."""
-    reader = Reader(draft, manifest=manifest)
-    size, digest = write_weights(draft / MODEL, sources(reader, "model"), reader.aliases)
+    with closing(Reader(draft, manifest=manifest)) as reader:
+        size, digest = write_weights(draft / MODEL, sources(reader, "model"), reader.aliases)
     return manifest.model_copy(update={"files": {**manifest.files, MODEL: OtherFile(bytes=size, sha256=digest)}})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -49,15 +50,25 @@ class SavedTensor(Protocol):
 def read_all(reads: Iterable[tuple[SavedTensor, Region, Tensor]]) -> None:
     """Fills each target with a region of its tensor, several at a time where this rank has several cores.
 
-    Raises the error of the first that cannot be read; the others may have been filled by then.
+    Raises the error of one that cannot be read; some of the others have been filled by then.
     """
+    left = iter(list(reads))  # shared: whichever thread is free takes the next
+
+    def fill() -> None:
+        try:
+            for saved, region, target in left:
+                saved.read_into(region, target)
+        except BaseException:
+            deque(left, maxlen=0)  # what is left need not be read
+            raise
+
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    readers = ThreadPoolExecutor(max(1, min(_READERS, cores)), "reader of a checkpoint")
-    try:
-        for read in [readers.submit(saved.read_into, region, target) for saved, region, target in reads]:
-            read.result()
-    finally:
-        readers.shutdown(cancel_futures=True)
+    helpers = max(1, min(_READERS, cores)) - 1
+    with ThreadPoolExecutor(max(1, helpers), "reader of a checkpoint") as pool:
+        others = [pool.submit(fill) for _ in range(helpers)]
+        fill()
+        for other in others:
+            other.result()
 
 
 @dataclass

@@ -162,7 +162,7 @@ def test_a_file_holds_its_tensors_aligned(folder: Path) -> None:
 
     assert (8 + length) % 8 == 0
     assert header["norm.num_batches_tracked"]["data_offsets"] == [0, 8]
-    assert header["layer.weight"]["data_offsets"] == [80, 140]
+    assert header["layer.weight"]["data_offsets"] == [8, 68]
     assert header["layer.bias"]["data_offsets"] == [200, 206]
 
 

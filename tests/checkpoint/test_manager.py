@@ -23,6 +23,7 @@ from ddpforge.checkpoint import manager, manifest, retention, staging, writer
 from ddpforge.checkpoint.contents import Held, RankState
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.retention import committed
+from ddpforge.checkpoint.untrusted import PlainFile
 from ddpforge.errors import CheckpointError, ExitCode, PeerFailed
 from ddpforge.interfaces import CanonicalState
 from ddpforge.interfaces.regions import Box, Part
@@ -550,9 +551,9 @@ def test_each_rank_verifies_its_share_of_a_checkpoint(folder: Path, monkeypatch:
     seen: dict[str, list[tuple[str, int]]] = defaultdict(list)
     read = manifest.read_block
 
-    def noting(path: Path, begin: int, chunk: Any, number: int, buffer: memoryview) -> None:
+    def noting(file: PlainFile, begin: int, chunk: Any, number: int, buffer: memoryview) -> None:
         seen[threading.current_thread().name].append((chunk.entry, number))
-        read(path, begin, chunk, number, buffer)
+        read(file, begin, chunk, number, buffer)
 
     monkeypatch.setattr(manifest, "read_block", noting)
     alone(folder).open()
@@ -590,7 +591,8 @@ def test_each_of_several_ranks_verifies_what_it_reads_for_it_may_see_another_dis
         shard = next(path.glob("shard*"))
         content = bytearray(shard.read_bytes())
         if peers.rank == peers.size - 1:
-            content[len(content) - 100 :] = bytes(100)
+            begin = 8 + int.from_bytes(content[:8], "little")
+            content[begin:] = bytes(len(content) - begin)
             shard.write_bytes(content)
         peers.ranks.everyone(None)
         return float(reader.read("model", "layer.weight").sum())

@@ -338,16 +338,16 @@ def lie(**claims: Any) -> Callable[[dict[str, Any]], object]:
 
 
 HEADERS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lie(data_offsets=[80, 1 << 40]), r"layer.weight lies in the bytes 80 to \d+ of the data"),
+    (lie(data_offsets=[8, 1 << 40]), r"layer.weight lies in the bytes 8 to \d+ of the data"),
     (lie(data_offsets=[0, 60]), "lies in the bytes"),
-    (lie(data_offsets=[84, 144]), "lies in the bytes"),
-    (lie(data_offsets=[80, 136]), "lies in the bytes"),
-    (lie(data_offsets=[140, 80]), "lies in the bytes"),
-    (lie(data_offsets=[-8, 140]), "data_offsets"),
-    (lie(data_offsets=[80, 140, 142]), "data_offsets"),
-    (lie(data_offsets=[80.0, 140.5]), "data_offsets"),
+    (lie(data_offsets=[12, 72]), "lies in the bytes"),
+    (lie(data_offsets=[8, 64]), "lies in the bytes"),
+    (lie(data_offsets=[68, 8]), "lies in the bytes"),
+    (lie(data_offsets=[-8, 68]), "data_offsets"),
+    (lie(data_offsets=[8, 68, 70]), "data_offsets"),
+    (lie(data_offsets=[8.0, 68.5]), "data_offsets"),
     (lie(shape=[1 << 40, 5]), r"layer.weight is F32 \[1099511627776, 5\], and the manifest says float32 \[3, 5\]"),
-    (lie(data_offsets=["80", "140"]), "data_offsets"),
+    (lie(data_offsets=["8", "68"]), "data_offsets"),
     (lie(shape=["3", "5"]), "shape"),
     (lie(shape=[-3, -5]), "shape"),
     (lie(shape=[5, 3]), r"layer.weight is F32 \[5, 3\]"),
@@ -399,11 +399,58 @@ def test_a_link_that_takes_a_file_s_place_while_it_is_read_is_refused(folder: Pa
     path = saved(folder, [RankState(model={"w": counted(100), "x": counted(3)})])
     reader = Reader(path)
     reader.read("model", "x")
+    reader.close()
     (path / "shard-00000-of-00001.safetensors").rename(folder / "elsewhere")
     (path / "shard-00000-of-00001.safetensors").symlink_to(folder / "elsewhere")
 
     with pytest.raises(CheckpointError, match=r"shard-00000-of-00001.safetensors is damaged: it cannot be read"):
         reader.read("model", "w")
+
+
+def test_a_file_that_was_opened_is_read_to_its_end_whatever_becomes_of_its_name(folder: Path) -> None:
+    path = saved(folder, [RankState(model={"w": counted(100), "x": counted(3)})])
+    reader = Reader(path)
+    reader.read("model", "x")
+    (path / "shard-00000-of-00001.safetensors").unlink()
+
+    assert reader.read("model", "w").equal(counted(100))
+
+
+def test_a_reader_keeps_few_files_open_and_none_once_it_is_finished(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddpforge.checkpoint.reader._MOST_OPEN", 2)
+    path = saved(folder, [RankState(model={"w": parts}) for parts in cuts(counted(12), 4, "flat")])
+
+    def still_open() -> int:
+        return sum(os.path.realpath(link).startswith(str(path)) for link in Path("/proc/self/fd").iterdir())
+
+    reader = Reader(path)
+    assert reader.read("model", "w").equal(counted(12))
+    assert still_open() == 2
+    reader.finish()
+    assert still_open() == 0
+    assert reader.read("model", "w").equal(counted(12)), "files are opened again"
+    del reader
+    assert still_open() == 0
+
+
+def test_tensors_lie_in_the_order_in_which_they_are_read(folder: Path, reads: list[tuple[str, int, int]]) -> None:
+    """A file that is read from its begin to its end is read ahead: the model, then what the optimizer keeps of it."""
+    names = [f"layers.{number}.weight" for number in (2, 10, 1)]
+    model = {name: counted(5, 5) for name in names}
+    optimizer = {name: {"exp_avg": counted(5, 5), "exp_avg_sq": counted(5, 5)} for name in names}
+    reader = Reader(saved(folder, [RankState(model=model, optimizer=optimizer)]))
+    reads.clear()
+    state = reader.state()
+    for name in names:
+        state.model[name].read()
+    for entry in state.optimizer.values():
+        for value in entry.values():
+            value.read()  # type: ignore[union-attr]
+    begins = [start for _, start, _ in reads]
+    assert begins == sorted(begins)
+    assert sum(size for *_, size in reads[-9:]) == 9 * 100
 
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["as it is", "with all hashes right"])

@@ -60,11 +60,29 @@ def test_a_rank_with_one_core_reads_one_after_the_other(cores: Any, number: int)
         read_all([(Meets(torch.ones(3), seconds=0.2), ALL, torch.zeros(3))] * 2)
 
 
-def test_the_error_of_the_first_that_cannot_be_read_is_raised(cores: Any) -> None:
-    cores(2, ranks=1)
-    saved = [Saved(torch.zeros(3)), Unreadable(torch.ones(3)), Unreadable(torch.full((3,), 2.0))]
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_error_ends_the_reading_and_is_raised(cores: Any, threads: int) -> None:
+    cores(threads, ranks=1)
+    saved = [Saved(torch.zeros(3)), Unreadable(torch.ones(3)), *[Saved(torch.zeros(3))] * 10_000]
+    targets = [torch.ones(3) for _ in saved]
     with pytest.raises(OSError, match=r"^1 cannot be read$"):
-        read_all((one, ALL, torch.ones(3)) for one in saved)
+        read_all((one, ALL, target) for one, target in zip(saved, targets, strict=True))
+    assert targets[-1].tolist() == [1, 1, 1], "what was left is not read"
+
+
+def test_an_error_in_another_thread_is_raised(cores: Any) -> None:
+    """Whichever of the two fails, the other has begun to read and goes on to its end."""
+    cores(2, ranks=1)
+    gate = threading.Barrier(2)
+
+    class Fails(Meets):
+        def read_into(self, region: Region, target: Tensor) -> None:
+            super().read_into(region, target)
+            if threading.current_thread() is not threading.main_thread():
+                raise OSError("cannot be read")
+
+    with pytest.raises(OSError, match=r"^cannot be read$"):
+        read_all([(Fails(torch.ones(3), gate), ALL, torch.zeros(3))] * 2)
 
 
 def test_nothing_to_read_is_read() -> None:
