@@ -7,10 +7,10 @@
     python benchmarks/gpu.py --tiny [--ranks 2]      on CPUs, with the smallest models: whether it runs at all
 
 Each side trains in processes of its own, by turns, twice where nothing is compiled: the same model, samples, batch,
-precision, fused AdamW and clipping. ddpforge runs a recipe, with metrics.jsonl, console and all checks on. Timed are the
-steps after a warm-up, between two synchronisations of the device. The expectations are ratios, which hold on any
-machine, and alarms, which are for an H100; none has been measured yet. Writes build/gpu/report.md and report.json, with
---ranks report-N; the exit code is 1 where something is not as expected, or does not run.
+precision, fused AdamW and clipping. ddpforge runs a recipe, with metrics.jsonl, console and all checks on. Timed are
+the steps after a warm-up, between two synchronisations of the device. The expectations are ratios, which hold on any
+machine, and alarms, which are for an H100; none has been measured yet. Writes build/gpu/report.md and report.json,
+with --ranks report-N; the exit code is 1 where something is not as expected, or does not run.
 """
 
 from __future__ import annotations
