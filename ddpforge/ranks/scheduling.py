@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["look_for_others", "policy_restored", "run_as_batch"]
+__all__ = ["look_for_others", "may_run_as_batch", "policy_restored", "run_as_batch"]
 
 _TASKS = Path("/proc/self/task")
 _WINDOW, _PAUSE = 1.0, 60.0  # seconds: over which waiting is measured, and for which threads then run as by default
@@ -23,9 +23,15 @@ def run_as_batch() -> None:
     sched(7), it waits until the holder is done. A policy that somebody has chosen stays, and so does that of a machine
     that allows no other.
     """
-    if os.sched_getscheduler(0) == os.SCHED_OTHER:
-        _choose(0, os.SCHED_BATCH)
+    if os.sched_getscheduler(0) == os.SCHED_OTHER and _choose(0, os.SCHED_BATCH):
         _sharing.begin()
+
+
+def may_run_as_batch() -> bool:
+    """True where `run_as_batch` finds what it asks for, or a policy that somebody has chosen."""
+    if os.sched_getscheduler(0) != os.SCHED_OTHER:
+        return True
+    return _choose(0, os.SCHED_BATCH) and _choose(0, os.SCHED_OTHER)
 
 
 def look_for_others() -> None:
@@ -101,6 +107,9 @@ def _exchange(old: int, new: int) -> None:
                 _choose(int(task.name), new)
 
 
-def _choose(thread: int, policy: int) -> None:
-    with suppress(OSError):  # some sandboxes let nobody choose; only speed depends on it
+def _choose(thread: int, policy: int) -> bool:
+    try:
         os.sched_setscheduler(thread, policy, os.sched_param(0))
+    except OSError:  # some sandboxes let nobody choose; only speed depends on it
+        return False
+    return True

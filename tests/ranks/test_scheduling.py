@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ddpforge.ranks import scheduling
-from ddpforge.ranks.scheduling import look_for_others, policy_restored, run_as_batch
+from ddpforge.ranks.scheduling import look_for_others, may_run_as_batch, policy_restored, run_as_batch
 
 OTHER, BATCH, IDLE = os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_IDLE
 
@@ -104,14 +104,22 @@ def test_nothing_is_changed_after_the_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert os.sched_getscheduler(0) == OTHER
 
 
-def test_where_nobody_may_choose_a_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nobody_may_choose_a_run_goes_on_and_looks_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError
 
+    machine = Machine(monkeypatch)
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    assert not may_run_as_batch()
     with policy_restored():
         run_as_batch()
-        look_for_others()
+        monkeypatch.setattr(scheduling, "_spent", lambda: pytest.fail("looks at its threads"))
+        machine.passes(2, ran=1, waited=2)
+    assert os.sched_getscheduler(0) == OTHER
+
+
+def test_whether_it_may_be_chosen_is_tried_and_leaves_nothing() -> None:
+    assert may_run_as_batch()
     assert os.sched_getscheduler(0) == OTHER
 
 
