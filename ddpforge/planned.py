@@ -19,6 +19,7 @@ import torch
 from pydantic import ByteSize
 
 from ddpforge import disk
+from ddpforge.cores import ranks_here
 from ddpforge.errors import OutOfMemory
 from ddpforge.interfaces import World
 from ddpforge.ranks import phases
@@ -160,7 +161,7 @@ class Room:
             free, _ = torch.cuda.mem_get_info(device)
             return int((free + torch.cuda.memory_reserved(device)) / (1 + _FRAGMENTS))
         now = psutil.Process().memory_info()
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        ranks = ranks_here()
         there: list[int] = [now.rss - self._before.rss + psutil.virtual_memory().available // ranks]
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         if limit != resource.RLIM_INFINITY:

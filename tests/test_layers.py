@@ -39,7 +39,7 @@ LAYERS = [
     {"components"},
     {"builtin"},
     {"interfaces"},
-    {"confidential", "direction", "disk", "importing"},
+    {"confidential", "cores", "direction", "disk", "importing"},
     {"errors"},
     {""},  # ddpforge itself: the version, and names that are imported when they are used
 ]
@@ -48,6 +48,7 @@ LIGHT = {
     "cli",
     "components",
     "confidential",
+    "cores",
     "direction",
     "disk",
     "errors",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpforge.components.registry import Registry
+from ddpforge.cores import ranks_here
 from ddpforge.doctor import machine
 from ddpforge.doctor.devices import devices
 from ddpforge.doctor.findings import Finding, error, merged
@@ -43,7 +44,7 @@ def _alone(loaded: LoadedRecipe | None, registry: Registry, place: Path) -> Iter
     """This machine by itself: the first of its ranks looks."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    here = ranks_here()
     workers = loaded.recipe.data.workers if loaded else None
     workers = 0 if workers == "auto" else workers  # which takes the cores and the memory that are there
     yield from machine.packages()

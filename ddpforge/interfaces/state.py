@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -11,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from ddpforge.cores import ranks_here, share_of_cores
 from ddpforge.interfaces.regions import Part, Region
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ def read_all(reads: Iterable[tuple[SavedTensor, Region, Tensor]]) -> None:
             deque(left, maxlen=0)  # what is left need not be read
             raise
 
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    helpers = max(1, min(_READERS, cores)) - 1
+    helpers = min(_READERS, share_of_cores(ranks_here())) - 1
     with ThreadPoolExecutor(max(1, helpers), "reader of a checkpoint") as pool:
         others = [pool.submit(fill) for _ in range(helpers)]
         fill()

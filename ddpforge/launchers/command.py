@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
-__all__ = ["NO_GPUS", "names_rendezvous", "threads_per_process", "torchrun_command", "variables_for"]
+from ddpforge.cores import share_of_cores
+
+__all__ = ["NO_GPUS", "names_rendezvous", "torchrun_command", "variables_for"]
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # for ranks that are to compute on the CPU whatever the recipe's parts think
 
@@ -31,13 +32,8 @@ def names_rendezvous(flags: Sequence[str]) -> bool:
 def variables_for(nproc: int) -> dict[str, str]:
     """The variables that `nproc` ranks on this machine get where the environment does not say otherwise."""
     return {
-        "OMP_NUM_THREADS": str(threads_per_process(nproc)),
+        "OMP_NUM_THREADS": str(share_of_cores(nproc)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds for the last checkpoint; torchrun's own 30 are short for it
         # The store that torchrun would share keeps the addresses of dead ranks: those restarted would wait for them.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-
-
-def threads_per_process(nproc: int) -> int:
-    """CPU threads for each of `nproc` processes, so that together they have one per core."""
-    return max(1, len(os.sched_getaffinity(0)) // nproc)

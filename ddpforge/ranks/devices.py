@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ddpforge.cores import ranks_here
 from ddpforge.errors import StrategyError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def choose_device(kind: str, *, asked: bool) -> torch.device:
         raise StrategyError(f'train.device = "cuda", and torch cannot use a GPU: {_why_not()}', hints=[_ON_CPU])
 
     count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
-    ranks = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    ranks = max(local + 1, ranks_here())
     if ranks > count > 1:  # one GPU may be another one for each rank
         raise StrategyError(
             f"{ranks} processes are to share {count} GPUs, and each needs one of its own",

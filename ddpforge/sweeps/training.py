@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from ddpforge.cores import share_of_cores
 from ddpforge.errors import ExitCode
-from ddpforge.launchers.command import threads_per_process
 from ddpforge.launchers.requests import heard
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.overview import Standing, standing
@@ -56,7 +56,7 @@ class Commands:
 
     def variables(self, slot: int) -> dict[str, str]:
         """The environment of the run in one of the `jobs` places."""
-        found = {"OMP_NUM_THREADS": str(threads_per_process(self.jobs * self.nproc)), **os.environ}
+        found = {"OMP_NUM_THREADS": str(share_of_cores(self.jobs * self.nproc)), **os.environ}
         if self.devices:
             found["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices[slot * self.nproc : (slot + 1) * self.nproc])
         return found

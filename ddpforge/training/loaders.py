@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
+from ddpforge.cores import ranks_here, share_of_cores
 from ddpforge.data import Batches
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.data.streams import is_stream
@@ -63,7 +63,6 @@ def _most(batch: int, prefetch: int) -> int:
 
     A rank itself has a core, and half of the shared memory is left to others.
     """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = len(os.sched_getaffinity(0)) // ranks - 1
+    ranks = ranks_here()
     free = shutil.disk_usage(_SHM).free if _SHM.is_dir() else 0
-    return max(0, min(_MOST, cores, free // 2 // (ranks * prefetch * max(1, batch))))
+    return max(0, min(_MOST, share_of_cores(ranks) - 1, free // 2 // (ranks * prefetch * max(1, batch))))

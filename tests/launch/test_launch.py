@@ -17,7 +17,7 @@ import pytest
 from launched import Zygote
 
 from ddpforge.errors import ExitCode
-from ddpforge.launchers.command import threads_per_process, torchrun_command
+from ddpforge.launchers.command import torchrun_command
 from ddpforge.launchers.nursery import FORK
 from ddpforge.launchers.process import launch
 from ddpforge.launchers.process import start as begin
@@ -619,10 +619,3 @@ def test_torchrun_stands_alone_unless_a_rendezvous_is_named() -> None:
         command = torchrun_command(["r.toml"], nproc=2, flags=[flag])
         assert flag in command
         assert "--standalone" not in command
-
-
-def test_processes_share_the_cores() -> None:
-    cores = len(os.sched_getaffinity(0))
-    assert threads_per_process(1) == cores
-    assert threads_per_process(cores) == 1
-    assert threads_per_process(1000 * cores) == 1

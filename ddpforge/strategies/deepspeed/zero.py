@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.components.installed import version
+from ddpforge.cores import ranks_here
 from ddpforge.errors import CheckpointError, StrategyError
 from ddpforge.interfaces import CanonicalState, Part, Range, Ranks, Region, SavedTensor, Weights, World, read_all
 from ddpforge.strategies import named_state
@@ -119,7 +120,7 @@ def start(
     # DeepSpeed takes it for the number of the GPU, stage 3 at every pass; but ranks may see one GPU each.
     os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
     # On CPUs it would start a process (numactl) to count them whenever it reduces gradients.
-    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    os.environ.setdefault("LOCAL_SIZE", str(ranks_here()))
     with _sharing_ourselves(world.all):
         deepspeed.init_distributed(dist_init_required=False)
         if config["zero_optimization"]["stage"] == 3:
