@@ -119,9 +119,10 @@ def parse_manifest(path: Path, content: bytes | bytearray) -> Manifest:
 
 def read_text(path: Path) -> bytearray:
     """The contents of a JSON file that may be anything."""
-    if (size := untrusted.size_of(path)) > MOST_TEXT:
-        raise damaged(path, f"it has {size} bytes, more than any file of its kind")
-    return PlainFile(path).read(0, size)
+    file = PlainFile(path)
+    if file.size > MOST_TEXT:
+        raise damaged(path, f"it has {file.size} bytes, more than any file of its kind")
+    return file.read(0, file.size)
 
 
 def parse(model: type[_Model], path: Path, content: bytes | bytearray) -> _Model:

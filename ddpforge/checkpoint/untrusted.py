@@ -74,14 +74,14 @@ def size_of(path: Path) -> int:
 
 
 class PlainFile:
-    """A file of a checkpoint, open for reading as long as somebody holds this object.
+    """A regular file of a checkpoint, open for reading as long as somebody holds this object; `size` is in bytes.
 
     All reads share one descriptor: the kernel then sees that they follow each other and reads ahead of them, in large
     pieces, which are also copied faster once they are in memory.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.size = path, size_of(path)
         with self._reading():
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
@@ -165,7 +165,7 @@ def places(file: PlainFile, claims: Mapping[str, Claim], hashed: str | None) -> 
     ones, and they fill the file from the header's end to the last byte: then whoever checks all of them has checked
     the whole file.
     """
-    path, size = file.path, size_of(file.path)
+    path, size = file.path, file.size
     length = int.from_bytes(file.read(0, 8), "little") if size >= 8 else size
     if length > min(size - 8, _LIMIT):
         raise damaged(path, f"it begins with a header of {length} bytes, and the file has {size}")

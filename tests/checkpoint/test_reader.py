@@ -403,7 +403,7 @@ def test_a_link_that_takes_a_file_s_place_while_it_is_read_is_refused(folder: Pa
     (path / "shard-00000-of-00001.safetensors").rename(folder / "elsewhere")
     (path / "shard-00000-of-00001.safetensors").symlink_to(folder / "elsewhere")
 
-    with pytest.raises(CheckpointError, match=r"shard-00000-of-00001.safetensors is damaged: it cannot be read"):
+    with pytest.raises(CheckpointError, match=r"shard-00000-of-00001.safetensors is damaged: it is a link"):
         reader.read("model", "w")
 
 
@@ -451,6 +451,21 @@ def test_tensors_lie_in_the_order_in_which_they_are_read(folder: Path, reads: li
     begins = [start for _, start, _ in reads]
     assert begins == sorted(begins)
     assert sum(size for *_, size in reads[-9:]) == 9 * 100
+
+
+@pytest.mark.parametrize("name", ["COMMIT", "manifest.json", ALONE])
+def test_a_pipe_in_a_file_s_place_is_refused_and_not_waited_for(folder: Path, name: str) -> None:
+    path = write(folder, checkpoint_of(7))
+    reader = Reader(path)
+    (path / name).unlink()
+    os.mkfifo(path / name)
+
+    for action in (lambda: read(path), lambda: read_manifest(path, verify=True)):
+        with pytest.raises(CheckpointError, match=f"{name} is damaged: it is a link or a special file"):
+            action()
+    if name == ALONE:
+        with pytest.raises(CheckpointError, match=f"{name} is damaged: it is a link or a special file"):
+            reader.read("model", "layer.weight")
 
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["as it is", "with all hashes right"])
