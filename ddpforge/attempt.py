@@ -29,13 +29,8 @@ from ddpforge.ranks.logs import setup_logging
 from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe
-from ddpforge.runs.folder import (
-    RecipeSnapshot,
-    RunFolder,
-    State,
-    Status,
-    refuse_finished,
-)
+from ddpforge.runs.changes import refuse_finished
+from ddpforge.runs.folder import RecipeSnapshot, RunFolder, State, Status
 from ddpforge.runs.mirror import Mirror
 from ddpforge.runs.opening import Opened, mention_what_is_lost
 from ddpforge.runs.shown import ShownFiles

@@ -22,7 +22,8 @@ from ddpforge.errors import EnvironmentProblem, ExitCode, PeerFailed
 from ddpforge.interfaces import Ranks
 from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.recipe.layers import kind_at
-from ddpforge.runs.folder import Change, local_code, recipe_changes
+from ddpforge.runs.changes import Change, recipe_changes
+from ddpforge.runs.folder import local_code
 
 if TYPE_CHECKING:
     from ddpforge.recipe import LoadedRecipe

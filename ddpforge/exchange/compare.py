@@ -14,7 +14,7 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.schema import SECTIONS, Manifest, Section
 from ddpforge.errors import CheckpointError
 from ddpforge.recipe.toml import loads
-from ddpforge.runs.folder import Change, recipe_changes
+from ddpforge.runs.changes import Change, recipe_changes
 from ddpforge.runs.listing import metrics, plain
 
 _STRIDE = 1 << 22  # elements that are compared at a time, in float64

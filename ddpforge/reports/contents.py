@@ -15,9 +15,10 @@ import tomlkit
 
 from ddpforge import __version__
 from ddpforge.reports.charts import Chart, charts, skipped
+from ddpforge.runs.changes import flattened
 from ddpforge.runs.checkpoints import CheckpointFolder
 from ddpforge.runs.comparison import Comparison, compare
-from ddpforge.runs.folder import RunFolder, flattened
+from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.listing import Row as Checkpoint
 from ddpforge.runs.listing import rows as checkpoints_of
 from ddpforge.runs.metrics import Row, read_metrics

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from ddpforge.direction import lower_is_better
 from ddpforge.errors import UsageError
-from ddpforge.runs.folder import RunFolder, flattened
+from ddpforge.runs.changes import flattened
+from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.metrics import Row, read_metrics
 
 __all__ = ["Comparison", "Point", "compare", "curves", "thinned"]

@@ -1,4 +1,4 @@
-"""A run is a folder: the names of what is in it, how it stands, and whether a recipe may continue in it.
+"""A run is a folder: the names of what is in it, and how it stands.
 
 runs/<name>/
   recipe.toml              as it was given          recipe.resolved.toml     with every default; runs as it is
@@ -18,7 +18,7 @@ import math
 import os
 import secrets
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -478,92 +478,3 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise EnvironmentProblem(f"the run's folder {path} cannot be written: {error}") from error
-
-
-# ---------------------------------------------------------------------------------------------- changes
-@dataclass(frozen=True)
-class Change:
-    """A key whose value differs between two resolved recipes; None where one of them lacks it.
-
-    "fixed" keys decide what the run computes; "tunable" ones may change from a step on; "free" ones do not
-    matter for the result.
-    """
-
-    path: str
-    old: Any
-    new: Any
-    policy: Literal["fixed", "tunable", "free"]
-
-    def __str__(self) -> str:
-        old, new = (
-            "absent" if x is None else json.dumps(x, ensure_ascii=False, default=str) for x in (self.old, self.new)
-        )
-        return f"{self.path}: {old} → {new}"
-
-
-def recipe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """Every key that differs between two resolved recipes, in the order of the recipe."""
-    before, after = flattened(old), flattened(new)
-    paths = [path for path in {**before, **after} if before.get(path) != after.get(path)]
-    return [Change(path, before.get(path), after.get(path), _policy(path)) for path in paths]
-
-
-def refuse_fixed(changes: Sequence[Change], allowed: Sequence[str]) -> None:
-    """Raises UsageError, with old and new values, when a fixed key changed that `allowed` does not cover.
-
-    `allowed` holds keys ("model.depth") and whole tables ("model").
-    """
-    refused = [change for change in changes if change.policy == "fixed" and not _under(change.path, allowed)]
-    if refused:
-        raise UsageError(
-            "the recipe no longer describes the run it would resume:\n"
-            + "\n".join(f"  {change}" for change in refused),
-            hints=[
-                "start from scratch with --fresh; the earlier run is kept under another name",
-                "or resume all the same: " + " ".join(f"--allow-change {change.path}" for change in refused),
-            ],
-        )
-
-
-def refuse_finished(folder: Path, changes: Sequence[Change], edited: Sequence[str]) -> None:
-    """Raises UsageError when a run that is finished is not the one that is asked for now.
-
-    `edited` are the names of local files whose code has changed.
-    """
-    from ddpforge.recipe.schema import Resume, resume_policy
-
-    named = [str(x) for x in changes if resume_policy(x.path) is not Resume.OUTSIDE]
-    named += [f"the code in {name}" for name in edited]
-    if named:
-        raise UsageError(
-            f"{folder} is finished, with another recipe:\n" + "\n".join(f"  {each}" for each in named),
-            hints=[
-                "give the new one another name: --set name=NAME",
-                "or train it in place of the old one with --fresh; the earlier run is kept under another name",
-                "or continue from the end of the old one, with a longer train.length",
-            ],
-        )
-
-
-def flattened(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of nested tables by dotted keys."""
-    return dict(_leaves(table))
-
-
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _policy(path: str) -> Literal["fixed", "tunable", "free"]:
-    from ddpforge.recipe.schema import Resume, resume_policy
-
-    policy = resume_policy(path)
-    return "free" if policy in (Resume.FREE, Resume.OUTSIDE) else "fixed" if policy is Resume.FIXED else "tunable"
-
-
-def _under(path: str, tables: Sequence[str]) -> bool:
-    return any(path == table or path.startswith(f"{table}.") for table in tables)

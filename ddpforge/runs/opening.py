@@ -14,15 +14,8 @@ from ddpforge import disk
 from ddpforge.checkpoint.retention import check_folder
 from ddpforge.errors import CheckpointError
 from ddpforge.ranks.failures import Failures
-from ddpforge.runs.folder import (
-    Change,
-    RecipeSnapshot,
-    RunFolder,
-    Status,
-    recipe_changes,
-    refuse_finished,
-    refuse_fixed,
-)
+from ddpforge.runs.changes import Change, recipe_changes, refuse_finished, refuse_fixed
+from ddpforge.runs.folder import RecipeSnapshot, RunFolder, Status
 
 __all__ = ["Opened", "is_finished", "mention_what_is_lost", "open_folder"]
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from ddpforge.direction import lower_is_better
 from ddpforge.errors import EnvironmentProblem, UsageError
-from ddpforge.runs.folder import RunFolder, Status, flattened
+from ddpforge.runs.changes import flattened
+from ddpforge.runs.folder import RunFolder, Status
 from ddpforge.runs.metrics import Row, latest_rows
 
 __all__ = ["STATES", "Standing", "chosen", "differences", "find_runs", "named_runs", "notable", "sorted_by", "standing"]

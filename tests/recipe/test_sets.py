@@ -9,7 +9,7 @@ import pytest
 from ddpforge.components.registry import Registry
 from ddpforge.errors import RecipeError
 from ddpforge.recipe import LoadedRecipe, load_recipe, render
-from ddpforge.runs.folder import recipe_changes
+from ddpforge.runs.changes import recipe_changes
 
 Load = Callable[..., LoadedRecipe]
 

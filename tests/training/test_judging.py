@@ -8,7 +8,7 @@ import pytest
 from ddpforge.components.registry import Registry
 from ddpforge.errors import RecipeError
 from ddpforge.recipe import load_recipe
-from ddpforge.runs.folder import recipe_changes
+from ddpforge.runs.changes import recipe_changes
 from ddpforge.training.foreseeing import foresee
 from ddpforge.training.parts import Parts
 

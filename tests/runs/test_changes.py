@@ -1,0 +1,132 @@
+"""Which changed recipes may go on in a run."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from ddpforge.errors import UsageError
+from ddpforge.recipe.schema import Recipe, Resume, Section, declared, resume_policy
+from ddpforge.runs.changes import recipe_changes, refuse_fixed
+
+OLD = {
+    "name": "digits",
+    "model": {"use": "cnn", "depth": 4},
+    "data": {"train": {"use": "digits"}, "workers": 2},
+    "optimizer": {"use": "adamw", "lr": 1e-3, "no_decay": ["bias"]},
+    "train": {"seed": 0, "length": "5ep", "eval_every": "1ep"},
+    "callbacks": {},
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    new: dict[str, Any] = json.loads(json.dumps(OLD))
+    *tables, key = path.split(".")
+    inner = new
+    for table in tables:
+        inner = inner.setdefault(table, {})
+    inner[key] = value
+    return new
+
+
+def keys(section: type[BaseModel], at: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key of a recipe that holds a value or names components."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from keys(field.annotation, f"{at}{name}.")
+        else:
+            yield f"{at}{name}", field
+
+
+@pytest.mark.parametrize(("path", "field"), [*keys(Recipe)])
+def test_every_key_of_a_recipe_says_whether_a_run_may_go_on_with_another_value(path: str, field: FieldInfo) -> None:
+    assert declared(field) is not None, f"declare `{path}` in recipe/schema.py: Annotated[…, Resume.…]"
+    assert resume_policy(path) is declared(field)
+
+
+@pytest.mark.parametrize(
+    ("path", "policy"),
+    [
+        ("data.train.workers", Resume.FIXED),  # an option of the dataset, not of [data]
+        ("data.eval.split", Resume.FIXED),
+        ("optimizer.momentum", Resume.TUNABLE),
+        ("callbacks.ema.use", Resume.TUNABLE),
+        ("track.wandb.every", Resume.OUTSIDE),
+        ("checkpoint.keep.last", Resume.OUTSIDE),
+        ("checkpoint.init_from", Resume.FREE),
+        ("strategy.stage", Resume.FREE),
+        ("train.long_gone", Resume.TUNABLE),
+        ("long_gone.key", Resume.TUNABLE),
+    ],
+)
+def test_an_option_is_judged_as_its_components_table(path: str, policy: Resume) -> None:
+    assert resume_policy(path) is policy
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "policy"),
+    [
+        ("model.depth", 6, "fixed"),
+        ("model.use", "mlp", "fixed"),
+        ("data.train.split", "test", "fixed"),
+        ("data.eval.use", "digits", "fixed"),
+        ("task.use", "regression", "fixed"),
+        ("optimizer.use", "sgd", "fixed"),
+        ("train.seed", 1, "fixed"),
+        ("train.global_batch", 64, "fixed"),
+        ("train.last_batch", "drop", "fixed"),
+        ("train.elastic_shards", 4, "fixed"),
+        ("optimizer.lr", 1e-4, "tunable"),
+        ("optimizer.no_decay", [], "tunable"),
+        ("schedule.use", "cosine", "tunable"),
+        ("train.length", "9ep", "tunable"),
+        ("train.precision", "bf16", "tunable"),
+        ("train.micro_batch", 8, "tunable"),
+        ("callbacks.ema.decay", 0.9, "tunable"),
+        ("name", "other", "free"),
+        ("output_dir", "other", "free"),
+        ("track.every", "5st", "free"),
+        ("data.workers", 0, "free"),
+        ("data.prefetch", 4, "free"),
+        ("strategy.use", "ddp", "free"),
+        ("checkpoint.keep.last", 1, "free"),
+        ("train.timeout", "1m", "free"),
+        ("train.compile", "default", "free"),
+        ("train.eval_every", "2ep", "free"),
+        ("train.eval_batch", 9, "free"),
+    ],
+)
+def test_every_changed_key_has_a_policy(path: str, value: Any, policy: str) -> None:
+    (change,) = recipe_changes(OLD, changed(path, value))
+
+    assert (change.path, change.new, change.policy) == (path, value, policy)
+    (back,) = recipe_changes(changed(path, value), OLD)
+    assert (back.path, back.old, back.policy) == (path, value, policy)
+
+
+def test_equal_recipes_have_no_changes() -> None:
+    assert recipe_changes(OLD, json.loads(json.dumps(OLD))) == []
+
+
+def test_a_fixed_change_is_refused_with_the_difference_and_the_way_out() -> None:
+    new = changed("model.depth", 6) | {"name": "other", "task": {"use": "regression"}}
+
+    with pytest.raises(UsageError) as caught:
+        refuse_fixed(recipe_changes(OLD, new), allowed=[])
+
+    assert "model.depth: 4 → 6" in caught.value.message
+    assert 'task.use: absent → "regression"' in caught.value.message
+    assert "name" not in caught.value.message
+    assert caught.value.hints[-1].endswith("--allow-change model.depth --allow-change task.use")
+
+
+@pytest.mark.parametrize("allowed", ["model.depth", "model"])
+def test_a_fixed_change_may_be_allowed_by_key_or_by_table(allowed: str) -> None:
+    changes = recipe_changes(OLD, changed("model.depth", 6))
+
+    refuse_fixed(changes, [allowed])
+    with pytest.raises(UsageError):
+        refuse_fixed(changes, ["model.dep"])
