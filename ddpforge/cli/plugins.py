@@ -14,8 +14,9 @@ import click
 
 from ddpforge.cli.options import json_option
 from ddpforge.cli.tables import print_table
+from ddpforge.components.errors import UnknownComponent
 from ddpforge.components.kinds import KINDS
-from ddpforge.components.registry import Registry, UnknownComponent
+from ddpforge.components.registry import Registry
 from ddpforge.components.stand_ins import look
 from ddpforge.errors import UsageError
 

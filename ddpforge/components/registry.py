@@ -6,42 +6,40 @@ import importlib
 import importlib.util
 import inspect
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
+from ddpforge.components.errors import (
+    AmbiguousComponent,
+    BrokenComponent,
+    BuildFailed,
+    NotImported,
+    RefusedOptions,
+    UnknownComponent,
+    on_purpose,
+    where_raised,
+)
 from ddpforge.components.installed import Entry, entries, normalised
 from ddpforge.components.kinds import KINDS
-from ddpforge.components.local_code import PREFIX, import_file, module_name
+from ddpforge.components.loading import importing, is_file, local_file
+from ddpforge.components.local_code import import_file
 from ddpforge.components.stand_ins import need_libraries
 from ddpforge.confidential import SECRET, redact, reveal
-from ddpforge.errors import ExitCode, PluginError
+from ddpforge.errors import PluginError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-__all__ = [
-    "PLUGIN_API",
-    "AmbiguousComponent",
-    "BrokenComponent",
-    "BuildFailed",
-    "Chosen",
-    "NotImported",
-    "RefusedOptions",
-    "Registry",
-    "UnknownComponent",
-    "located",
-    "where_raised",
-]
+__all__ = ["PLUGIN_API", "Chosen", "Registry"]
 
 PLUGIN_API = 2
 """The newest version of the component contracts that this ddpforge keeps."""
+
+_ABSENT = object()
 
 
 class Chosen(Protocol):
@@ -60,132 +58,6 @@ class Chosen(Protocol):
         """The folder of the recipe."""
 
 
-# ----------------------------------------------------------------------------------------------------- errors
-class UnknownComponent(PluginError):
-    """No installed distribution registers this name; `known` are the names of this kind."""
-
-    def __init__(self, kind: str, use: str, known: Sequence[str]) -> None:
-        near = get_close_matches(use.rpartition(":")[2], known, n=1)
-        super().__init__(
-            f"there is no {KINDS[kind].noun or kind} named `{use}`",
-            hints=[
-                *_elsewhere(kind, use),
-                *(f"did you mean `{name}`?" for name in near),
-                f"known names: {', '.join(known) or 'none'}",
-                "unregistered code is named by `package.module:Name` or `./file.py:Name`",
-            ],
-        )
-        self.kind = kind
-        self.use = use
-        self.known = tuple(known)
-
-
-_TORCH_OPTIMIZERS = (
-    *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop"),
-    "SparseAdam",
-)
-
-
-def located(use: str) -> str:
-    """`package.module.Name` as a recipe locates it, `package.module:Name`; anything else as it is."""
-    if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", use) and not use.endswith(".py"):
-        capital = re.search(r"\.(?=[A-Z])", use)
-        cut = capital.start() if capital else use.rindex(".")
-        return f"{use[:cut]}:{use[cut + 1 :]}"
-    return use
-
-
-def _elsewhere(kind: str, use: str) -> Iterator[str]:
-    """Yields hints for a name that people probably know from elsewhere: the name by which the thing is found here."""
-    name = use.lower().replace("-", "").replace("_", "")
-    if located(use) != use:
-        yield f"did you mean `{located(use)}`?"
-    elif kind == "strategy" and (stage := re.fullmatch(r"(?:deepspeed)?(?:zero|stage)+([123])", name)):
-        yield f'write use = "deepspeed" and stage = {stage[1]}'
-    elif kind == "strategy" and name in ("hsdp", "hybridshard"):
-        yield 'write use = "fsdp" and replicas = 2, or how many groups of ranks there are'
-    elif kind == "optimizer" and (found := next((one for one in _TORCH_OPTIMIZERS if one.lower() == name), None)):
-        yield f"torch has it: `torch.optim:{found}`"
-    elif kind == "model" and re.fullmatch(r"(resnet|vit|convnext|efficientnet|densenet|vgg|swin|mobilenet)\w*", name):
-        yield f'write use = "torchvision" and arch = "{use}", or install ddpforge-timm for timm\'s models'
-    elif kind == "model" and re.fullmatch(r"(bert|gpt2|llama|roberta|t5|qwen|mistral|distilbert)\w*", name):
-        yield "install ddpforge-transformers for the models of transformers"
-    elif kind == "data" and name in ("hf", "huggingface", "datasets", "hfdatasets"):
-        yield 'datasets of Hugging Face: use = "hugging_face" with path, split and columns'
-    elif kind == "tracker" and name in ("tensorboard", "mlflow", "comet", "aim", "clearml", "neptune", "csv"):
-        yield f"no tracker for {use} is installed; `ddpforge plugins new` begins one; metrics.jsonl is always written"
-    elif kind == "optimizer" and name in ("lion", "adam8bit", "adamw8bit", "sophia", "lamb", "adan", "prodigy"):
-        yield "any class of an installed package will do, e.g. `lion_pytorch:Lion` or `bitsandbytes.optim:AdamW8bit`"
-
-
-class AmbiguousComponent(PluginError):
-    """Several installed distributions register this name; `providers` are their entries."""
-
-    def __init__(self, kind: str, use: str, providers: Sequence[Entry]) -> None:
-        super().__init__(
-            f"{kind} `{use}` is provided by {' and by '.join(entry.source for entry in providers)}",
-            hints=[f'to choose this one: use = "{entry.distribution}:{entry.name}"' for entry in providers],
-        )
-        self.kind = kind
-        self.use = use
-        self.providers = tuple(providers)
-
-
-class BrokenComponent(PluginError):
-    """A component that is there and cannot be used.
-
-    `where` is "file:line" of the plugin's own statement that failed, `missing` the module that it did not
-    find, `cause` the exception behind it; each is None where there is none.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        use: str,
-        problem: str,
-        *,
-        entry: Entry | None = None,
-        cause: BaseException | None = None,
-        where: str | None = None,
-        missing: str | None = None,
-        hints: Sequence[str] = (),
-    ) -> None:
-        source = f" of {entry.source}" if entry else ""
-        super().__init__(f"{kind} `{use}`{source} {problem}", hints=hints)
-        self.kind = kind
-        self.use = use
-        self.entry = entry
-        self.cause = cause
-        self.where = where
-        self.missing = missing
-
-
-class NotImported(PluginError):
-    """Code that the recipe locates, by a file or a module, and that is not to be imported."""
-
-    def __init__(self, kind: str, use: str) -> None:
-        super().__init__(f"{kind} `{use}` is not imported")
-        self.use = use
-
-
-class RefusedOptions(PluginError):
-    """A component does not take its options, although each of them alone is of the right form: the recipe's fault."""
-
-    exit_code = ExitCode.USAGE
-
-
-class BuildFailed(PluginError):
-    """The code of a component failed while it was built, and did not say so on purpose; `trace` shows where."""
-
-    def __init__(self, kind: str, use: str, error: BaseException) -> None:
-        super().__init__(
-            f"{kind} `{use}` raised {type(error).__name__} while it was built: {redact(str(error))}",
-            hints=where_raised(error),
-        )
-        self.trace = _trace(error)
-
-
-# --------------------------------------------------------------------------------------------------- registry
 class Registry:
     """The components that can be named in a recipe.
 
@@ -233,7 +105,7 @@ class Registry:
             raise AmbiguousComponent(kind, use, providers)
         if providers:
             return providers[0]
-        if _is_file(use) or (colon and all(part.isidentifier() for part in owner.split("."))):
+        if is_file(use) or (colon and all(part.isidentifier() for part in owner.split("."))):
             return None
         raise UnknownComponent(kind, use, self.names(kind))
 
@@ -256,8 +128,8 @@ class Registry:
         if not attribute:
             raise broken("names a module, not what to use of it", hints=[f"write `{location}:Name`"])
 
-        file = _local_file(location, base, broken) if _is_file(location) else None
-        with _importing(location, file, None if entry else base, broken):
+        file = local_file(location, base, broken) if is_file(location) else None
+        with importing(location, file, None if entry else base, broken):
             module = import_file(file) if file else importlib.import_module(location)
             component: object = module
             for name in attribute.split("."):
@@ -331,7 +203,7 @@ class Registry:
         except SystemExit as error:  # would end the process with an exit code of its own
             raise BuildFailed(kind, component.use, error) from error
         except (TypeError, ValueError) as error:
-            if not _on_purpose(error, function):
+            if not on_purpose(error, function):
                 raise BuildFailed(kind, component.use, error) from error
             message = f"{kind} `{component.use}` cannot be built: {redact(str(error))}"
             raise RefusedOptions(message, hints=where_raised(error)) from error
@@ -357,136 +229,7 @@ class Registry:
                 return value
 
 
-# ------------------------------------------------------------------------------------- errors of constructors
-def _on_purpose(error: Exception, component: Callable[..., Any]) -> bool:
-    """True if a component refuses its arguments with this error: its own package raised it, by `raise`.
-
-    An error that a call into other code brings up, or an operation on values, is a mistake that only its traceback
-    explains. What does not even fit the signature never came to the component's code.
-    """
-    import dis
-
-    frames = _frames(error)
-    if not frames:
-        return True
-    frame, _, instruction = frames[-1]
-    package = getattr(component, "__module__", "").partition(".")[0]
-    if frame.f_globals.get("__name__", "").partition(".")[0] != package:
-        return False
-    return dis.opname[frame.f_code.co_code[instruction]] == "RAISE_VARARGS"
-
-
-def _frames(error: BaseException) -> list[tuple[FrameType, int, int]]:
-    """The frames below `Registry.build` that an error came through, with the line and the instruction in each."""
-    found, trace = [], error.__traceback__
-    while trace:
-        found.append((trace.tb_frame, trace.tb_lineno, trace.tb_lasti))
-        trace = trace.tb_next
-    begins = max((n for n, (frame, *_) in enumerate(found, 1) if frame.f_code is Registry.build.__code__), default=0)
-    return found[begins:]
-
-
-def where_raised(error: BaseException) -> list[str]:
-    """A hint with the innermost line of code that neither ddpforge nor an installed library has; or none."""
-    lines = [
-        f"raised at {os.path.relpath(frame.f_code.co_filename)}:{line}, in {frame.f_code.co_qualname}"
-        for frame, line, _ in _frames(error)
-        if frame.f_globals.get("__name__", "").startswith(PREFIX)
-    ]
-    return lines[-1:]
-
-
-def _trace(error: BaseException) -> str:
-    import traceback
-
-    skipped = len(list(traceback.walk_tb(error.__traceback__))) - len(_frames(error))
-    trace = error.__traceback__
-    for _ in range(skipped):
-        trace = trace.tb_next if trace else None
-    return redact("".join(traceback.format_exception(type(error), error, trace)))
-
-
 @cache
 def _installed(path: tuple[str, ...], disabled: str) -> Registry:
     left_out = {normalised(name) for name in disabled.split(",")}
     return Registry(entry for entry in entries(path) if normalised(entry.distribution) not in left_out)
-
-
-# -------------------------------------------------------------------------------------------------- importing
-_ABSENT = object()
-
-
-@contextmanager
-def _importing(
-    location: str, file: Path | None, base: Path | None, broken: Callable[..., BrokenComponent]
-) -> Iterator[None]:
-    """Turns whatever a plugin's code raises while it is imported into a BrokenComponent that says where.
-
-    `base` is the folder of the recipe, if that gives the location itself.
-    """
-    try:
-        yield
-    except (Exception, SystemExit) as cause:  # a script without a main guard exits
-        where = _innermost(cause, (module_name(file) if file else location).partition(".")[0])
-        missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
-        if missing and "." in missing:
-            missing = None  # the requirement is there, in a version without this module
-        raise broken(
-            f"cannot be imported: {type(cause).__name__}: {cause}" + (f" ({where})" if where else ""),
-            cause=cause,
-            where=where,
-            missing=missing,
-            hints=_ways_to_provide(missing, location, file, base) if missing else (),
-        ) from cause
-
-
-def _innermost(cause: BaseException, package: str) -> str | None:
-    """The plugin's own line that `cause` came through last, as "file:line"."""
-    import traceback  # here and below: lists of plugins are to be quick
-
-    if isinstance(cause, SyntaxError) and cause.filename:
-        return f"{cause.filename}:{cause.lineno}"
-    lines = [
-        f"{frame.f_code.co_filename}:{line}"
-        for frame, line in traceback.walk_tb(cause.__traceback__)
-        if frame.f_globals.get("__name__", "").partition(".")[0] == package
-    ]
-    return lines[-1] if lines else None
-
-
-_EXTRAS = {"torchmetrics": "metrics"}  # modules that recipes locate, and the extra that brings each
-
-
-def _ways_to_provide(missing: str, location: str, file: Path | None, base: Path | None) -> list[str]:
-    path = location.replace(".", "/") + ".py"
-    if base and missing == location.partition(".")[0] and (base / path).is_file():
-        return [f'a file beside the recipe is named by its path: use = "./{path}:…"']
-    if file and (file.parent / f"{missing}.py").exists():
-        return [f"a file beside a recipe imports its neighbours by a dot: `from .{missing} import …`"]
-    if extra := _EXTRAS.get(missing):
-        return [f"pip install 'ddpforge[{extra}]'"]
-    return [f"install what provides the module `{missing}`"]
-
-
-# ------------------------------------------------------------------------------------------------ local files
-def _is_file(location: str) -> bool:
-    return "/" in location or location.partition(":")[0].endswith(".py")
-
-
-def _local_file(location: str, base: Path, broken: Callable[..., BrokenComponent]) -> Path:
-    """The file that a recipe in `base` names; it must lie there, also after following links."""
-    try:
-        folder = base.resolve()
-        file = (folder / location).resolve()
-        there, is_file = file.exists(), file.is_file()
-    except (OSError, RuntimeError, ValueError) as cause:  # a name too long, a loop of links, a null character
-        raise broken(f"cannot be loaded: {cause}", cause=cause) from cause
-
-    if not file.is_relative_to(folder):
-        raise broken(
-            f"leaves the recipe's folder {folder}",
-            hints=["move the file next to the recipe, or install it as a package: `package.module:Name`"],
-        )
-    if not is_file or file.suffix != ".py":
-        raise broken(f"cannot be loaded: {file} is not {'a Python file' if there else 'there'}")
-    return file

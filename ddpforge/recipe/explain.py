@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from pydantic_core import ErrorDetails
 
-from ddpforge.components.registry import Registry, located
+from ddpforge.components.errors import located
+from ddpforge.components.registry import Registry
 from ddpforge.errors import Place, PluginError, Problem
 from ddpforge.interfaces.durations import Duration
 from ddpforge.recipe.layers import SETS, Layers, Table, Value, inside, kind_at, used_name

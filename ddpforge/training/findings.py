@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ddpforge.components.registry import NotImported
+from ddpforge.components.errors import NotImported
 from ddpforge.errors import (
     EnvironmentProblem,
     ExitCode,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.forms import described, holds_text
+from ddpforge.components.errors import where_raised
 from ddpforge.components.local_code import PREFIX
-from ddpforge.components.registry import where_raised
 from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.interfaces import Rows, Task, Total
 from ddpforge.training.one_turn import OneTurn

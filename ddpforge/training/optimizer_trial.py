@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ddpforge.components.registry import NotImported
+from ddpforge.components.errors import NotImported
 from ddpforge.errors import PluginError, RecipeError
 from ddpforge.recipe.report import dotted
 from ddpforge.training.optimizers import settings_of

@@ -11,8 +11,8 @@ from traceback import walk_tb
 import torch
 from torch import nn
 
+from ddpforge.components.errors import where_raised
 from ddpforge.components.local_code import PREFIX
-from ddpforge.components.registry import where_raised
 from ddpforge.data import MicroBatch
 from ddpforge.data.nests import take
 from ddpforge.data.randomness import own_random_numbers

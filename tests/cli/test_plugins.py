@@ -14,7 +14,8 @@ from fake_distributions import forgetting_modules_below, install
 
 from ddpforge.cli.plugins import plugins
 from ddpforge.cli.tables import print_table
-from ddpforge.components.registry import AmbiguousComponent, BrokenComponent, Registry
+from ddpforge.components.errors import AmbiguousComponent, BrokenComponent
+from ddpforge.components.registry import Registry
 from ddpforge.errors import PluginError, UsageError
 
 NETS = """

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor, nn
 
+from ddpforge.components.errors import BrokenComponent, UnknownComponent
 from ddpforge.components.installed import Entry
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.options import OptionRow, options_model, options_table
-from ddpforge.components.registry import BrokenComponent, Registry, UnknownComponent
+from ddpforge.components.registry import Registry
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Callback, Data, Duration, Metric, Task, Total
 from ddpforge.recipe.schema import Component

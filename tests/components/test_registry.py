@@ -14,16 +14,16 @@ import torch
 from fake_distributions import forgetting_modules_below, install
 from torch import nn
 
-from ddpforge.components.installed import Entry
-from ddpforge.components.kinds import KINDS
-from ddpforge.components.registry import (
+from ddpforge.components.errors import (
     AmbiguousComponent,
     BrokenComponent,
     BuildFailed,
     RefusedOptions,
-    Registry,
     UnknownComponent,
 )
+from ddpforge.components.installed import Entry
+from ddpforge.components.kinds import KINDS
+from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, PluginError
 from ddpforge.recipe.report import render
 from ddpforge.recipe.schema import Component

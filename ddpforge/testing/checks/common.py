@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ddpforge.components.errors import RefusedOptions
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.options import options_table
-from ddpforge.components.registry import RefusedOptions
 from ddpforge.errors import PluginError
 from ddpforge.testing.cases import Case
 from ddpforge.testing.register import check

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from ddpforge.builtin.metrics.calibration import CalibrationError
 from ddpforge.builtin.metrics.confusion import F1, MeanIoU
 from ddpforge.builtin.tasks.classification import Classification
+from ddpforge.components.errors import RefusedOptions
 from ddpforge.components.options import Nested
-from ddpforge.components.registry import RefusedOptions, Registry
+from ddpforge.components.registry import Registry
 from ddpforge.data import RankShare, open_data
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Metric, Ranks, Rows, Total, World
