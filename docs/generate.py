@@ -20,7 +20,7 @@ from pydantic import BaseModel, create_model
 
 import ddpforge.cli
 from ddpforge.components.kinds import KINDS
-from ddpforge.components.options import OptionRow, options_table
+from ddpforge.components.options_table import OptionRow, options_table
 from ddpforge.components.registry import Registry
 from ddpforge.recipe.layers import NAMED_SLOTS, SETS, SLOTS, VARIATIONS
 from ddpforge.recipe.report import dotted

@@ -21,7 +21,7 @@ from ddpforge.components.stand_ins import look
 from ddpforge.errors import UsageError
 
 if TYPE_CHECKING:
-    from ddpforge.components.options import OptionRow
+    from ddpforge.components.options_table import OptionRow
     from ddpforge.testing.report import Result
 
 
@@ -105,7 +105,7 @@ def show(name: str, kind: str | None, as_json: bool) -> None:
 
 def _described(registry: Registry, kind: str, name: str) -> "tuple[str, list[OptionRow], bool]":
     """Reads what a component says of itself, and its options; True if it takes more than these."""
-    from ddpforge.components.options import options_table  # with pydantic, which listing does without
+    from ddpforge.components.options_table import options_table  # with pydantic, which listing does without
 
     component = registry.load(kind, name)
     documentation = inspect.getdoc(component.func if isinstance(component, partial) else component) or ""

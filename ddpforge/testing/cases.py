@@ -135,7 +135,7 @@ class Case:
         )
 
     def _example(self, kind: str | None) -> str:
-        from ddpforge.components.options import options_table
+        from ddpforge.components.options_table import options_table
 
         if kind:
             return f'`{kind} = {{ use = "…", … }}`'

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from ddpforge.components.errors import BrokenComponent, UnknownComponent
 from ddpforge.components.installed import Entry
 from ddpforge.components.kinds import KINDS
-from ddpforge.components.options import OptionRow, options_model, options_table
+from ddpforge.components.options import options_model
+from ddpforge.components.options_table import OptionRow, options_table
 from ddpforge.components.registry import Registry
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Callback, Data, Duration, Metric, Task, Total

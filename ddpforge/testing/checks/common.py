@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from ddpforge.components.errors import RefusedOptions
 from ddpforge.components.kinds import KINDS
-from ddpforge.components.options import options_table
+from ddpforge.components.options_table import options_table
 from ddpforge.errors import PluginError
 from ddpforge.testing.cases import Case
 from ddpforge.testing.register import check

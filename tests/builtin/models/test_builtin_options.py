@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from ddpforge.components.options import options_table
+from ddpforge.components.options_table import options_table
 from ddpforge.components.registry import Registry
 
 REGISTRY = Registry.installed()
