@@ -106,10 +106,10 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(folder: Path, ddpforge: Calla
     assert "passed over" in said.stderr
 
 
-def test_a_checkpoint_that_is_asked_for_must_be_whole(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
+def test_weights_that_are_asked_for_must_be_whole(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
     weights = next(folder.glob("runs/tiny/checkpoints/step-000000006-*/shard-00000-*"))
     data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
+    data[8 + int.from_bytes(data[:8], "little")] ^= 1  # of the first tensor
     weights.write_bytes(data)
 
     refused = ddpforge("eval", "tiny", "--step", "6", nproc=2, fails=True)
