@@ -23,7 +23,8 @@ def tried(
     """Steps a double of `optimizer`, with the options of `group`, on one weight for each of `values`.
 
     Each begins with its first value and gets the others as gradients. Returns the weights, and the state that the
-    double keeps of the first. The optimizer's own counters stay as they are.
+    double keeps of the first. The optimizer's own counters stay as they are. Raises StrategyError for an optimizer that
+    needs what its constructor kept of each weight, and whatever it raises itself.
     """
     weights = [start.clone().requires_grad_() for start, *_ in values]
     own = OwnState(optimizer)
@@ -37,6 +38,13 @@ def tried(
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.grad = gradient.clone()
             double.step()
+    except Exception as error:
+        if not any(weight in optimizer.state for one in optimizer.param_groups for weight in one["params"]):
+            raise
+        raise StrategyError(
+            f"{type(optimizer).__name__} needs what its constructor keeps of each weight, and weights are split later",
+            hints=["let it make the state of a weight in `step`, where there is none", 'or set strategy.use = "ddp"'],
+        ) from error
     finally:
         own.reset()  # what the double shares with the optimizer
     return [weight.detach() for weight in weights], double.state[weights[0]]
@@ -60,7 +68,10 @@ def refuse_sparse(optimizer: Optimizer, model: nn.Module, *, sharded: bool) -> N
             torch.tensor([[0, 2]]), torch.ones(2, 3), (4, 3), device=module.weight.device, check_invariants=True
         )
         try:
-            _, state = tried(owner, group, [torch.zeros(4, 3, device=gradient.device), gradient, gradient])
+            try:
+                _, state = tried(owner, group, [torch.zeros(4, 3, device=gradient.device), gradient, gradient])
+            except StrategyError:  # it steps with the state that it has
+                state = owner.state[module.weight]
             kept = [key for key, value in state.items() if isinstance(value, Tensor) and value.is_sparse]
             reason = f"keeps its `{kept[0]}` sparse, which no checkpoint can hold" if kept else None
         except RuntimeError as error:

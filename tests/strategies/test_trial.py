@@ -58,6 +58,29 @@ def test_the_optimizers_own_counters_stay_as_they_are_also_where_it_fails() -> N
     assert (failing.count, float(failing.factor), failing.seen) == (0, 1.0, {})
 
 
+class Prefilled(Optimizer):
+    """Keeps a sum of squares of each weight from its constructor on, as torch's Adagrad did before torch 2.12."""
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, {"lr": 0.1})
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["sum"] = torch.zeros_like(weight)
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["sum"] += weight.grad.to_dense() ** 2
+
+
+def test_one_that_needs_what_its_constructor_keeps_is_refused_by_name() -> None:
+    optimizer = Prefilled([nn.Parameter(torch.ones(2))])
+    with pytest.raises(StrategyError) as caught:
+        tried(optimizer, optimizer.param_groups[0], [ones(1.0), ones(1.0)])
+    assert caught.value.message.startswith("Prefilled needs what its constructor keeps of each weight")
+    assert 'or set strategy.use = "ddp"' in caught.value.hints
+
+
 # ---------------------------------------------------------------------------------------------- sparse gradients
 class Looks(nn.Module):
     """An embedding, which may be of another class, and a linear layer."""
@@ -99,7 +122,7 @@ def test_an_optimizer_that_cannot_take_or_save_sparse_gradients_is_refused(kind:
     assert "leave out `sparse = True` of the embedding" in said
 
 
-@pytest.mark.parametrize("build", [lambda w: SGD(w, lr=0.1), lambda w: Adagrad(w)])
+@pytest.mark.parametrize("build", [lambda w: SGD(w, lr=0.1), lambda w: Adagrad(w), lambda w: Prefilled(w)])
 def test_one_that_can_will_do(build: Any) -> None:
     model = Looks()
     refuse_sparse(build(model.parameters()), model, sharded=False)
