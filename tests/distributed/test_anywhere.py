@@ -10,6 +10,7 @@ import pytest
 import torch
 from launched import Ranks, Zygote
 from sharding import CNN, DDP, FSDP, HSDP, RECIPE, ZERO, Bench
+from torch_versions import needs_pipelines
 
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import ExitCode
@@ -111,7 +112,9 @@ def test_a_run_goes_on_anywhere(written: Callable[..., Bench], bench: Bench, sou
     "layouts",
     [
         pytest.param(("zero3@2", "hsdp@4", "ddp@1", "zero1@2", "zero2@4", "fsdp@2"), marks=pytest.mark.full),
-        ("tensor@4", "zero3@2", "pipeline+fsdp@4", "ddp@1", "pipeline+tensor@4", "fsdp@2"),
+        pytest.param(
+            ("tensor@4", "zero3@2", "pipeline+fsdp@4", "ddp@1", "pipeline+tensor@4", "fsdp@2"), marks=needs_pipelines
+        ),
     ],
     ids=", ".join,
 )

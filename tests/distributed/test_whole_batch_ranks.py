@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from launched import Ranks
+from torch_versions import needs_pipelines
 
 SMALL = (
     *("data.train.of.split=test", "train.last_batch=keep", "train.length=7st", "train.eval_every=7st"),
@@ -20,6 +21,7 @@ def rows(name: str, key: str) -> list[Any]:
     return [line[key] for line in lines if key in line]
 
 
+@needs_pipelines
 def test_one_curve_on_any_number_of_ranks_under_fsdp_and_in_two_pipelines(
     ddpforge: Callable[..., Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

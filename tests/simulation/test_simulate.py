@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from apart import apart
 from torch.nn.parallel import DistributedDataParallel
+from torch_versions import needs_pipelines
 
 from ddpforge.components.registry import Registry
 from ddpforge.parity.specs import parse
@@ -189,6 +190,7 @@ def test_recomputing_takes_less_memory_and_more_work(plan: Plan) -> None:
     assert 1.15 < again.flops / kept.flops < 4 / 3  # the head is not computed again
 
 
+@needs_pipelines
 def test_the_stage_that_needs_most_is_told_of_a_pipeline(plan: Plan) -> None:
     whole, staged = plan("ddp", ranks=1), plan("pipeline", "train.micro_batch=16", ranks=2)
     assert not staged.unsimulated
@@ -199,6 +201,7 @@ def test_the_stage_that_needs_most_is_told_of_a_pipeline(plan: Plan) -> None:
     assert staged.all_flops == pytest.approx(whole.flops, rel=0.01)
 
 
+@needs_pipelines
 @pytest.mark.parametrize("schedule", ["1F1B", pytest.param("GPipe", marks=pytest.mark.full), "ZBVZeroBubble"])
 def test_a_long_step_of_a_pipeline_is_reckoned_from_two_short_ones(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, schedule: str
@@ -211,6 +214,7 @@ def test_a_long_step_of_a_pipeline_is_reckoned_from_two_short_ones(
     assert reckoned.as_dict() == simulated.as_dict()
 
 
+@needs_pipelines
 @pytest.mark.parametrize(
     "strategy",
     [

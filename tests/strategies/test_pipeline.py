@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 from small_gpt import BLOCK, BOTH, DDP, PIPELINE, RECIPE, SHARDED, shared, train
+from torch_versions import needs_pipelines
 from trained import Trained, trained
+
+pytestmark = needs_pipelines
 
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 HELD = {"ZBVZeroBubble": [384 + 2 * BLOCK + 32, 2 * BLOCK]}

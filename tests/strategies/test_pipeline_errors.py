@@ -10,11 +10,14 @@ import torch.distributed.pipelining
 from forked import in_ranks, refused, set_up
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch_versions import needs_pipelines
 
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Pass
 from ddpforge.ranks.phases import here
 from ddpforge.strategies.pipeline import Pipeline
+
+pytestmark = needs_pipelines
 
 _Loss = Callable[[Any, Tensor], Tensor]
 

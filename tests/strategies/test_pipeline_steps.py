@@ -4,6 +4,7 @@ import pytest
 import torch
 from forked import refused, train
 from torch import Tensor, nn
+from torch_versions import needs_pipelines
 
 from ddpforge.builtin.models.cnn import CNN
 from ddpforge.builtin.models.gpt import GPT
@@ -14,6 +15,8 @@ from ddpforge.errors import StrategyError
 from ddpforge.strategies.pipeline import Pipeline
 from ddpforge.strategies.pipeline.schedules import SCHEDULES, Layout
 from ddpforge.strategies.pipeline.steps import cut_evenly, cut_where, declared_steps, held_by
+
+pytestmark = needs_pipelines
 
 
 class Tower(nn.Module):
@@ -178,6 +181,16 @@ def test_what_cannot_be_done_is_refused_by_its_key(
     options: dict[str, object], ranks: int, settings: dict[str, object], key: str
 ) -> None:
     assert [each.key for each in Pipeline(**options).refusals(train(**settings), ranks, "cpu")] == [key]  # type: ignore[arg-type]
+
+
+def test_an_older_torch_is_refused_with_the_version_that_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Older:
+        def step(self, *args: object) -> None: ...
+
+    monkeypatch.setattr("ddpforge.strategies.pipeline.strategy.ScheduleGPipe", Older)
+    (found,) = Pipeline(stages=2).refusals(train(), 2, "cpu")
+    assert (found.key, found.hints[0]) == ("strategy.use", "pip install 'torch>=2.14'")
+    assert found.message == f"pipelines need torch 2.14 or newer, and this is torch {torch.__version__}"
 
 
 def test_ranks_that_see_different_data_are_counted() -> None:

@@ -155,8 +155,8 @@ class Pipeline(Strategy):
         yield from self._refusals_of_ranks(ranks)
         yield from self.sharing.refusals(train)
         if "arg_mbs" not in inspect.signature(ScheduleGPipe.step).parameters:
-            message = f"torch {torch.__version__} cannot run a pipeline on micro-batches that are already cut"
-            yield Refusal("strategy.use", message, ("pip install --upgrade torch", 'or set strategy.use = "fsdp"'))
+            message = f"pipelines need torch 2.14 or newer, and this is torch {torch.__version__}"
+            yield Refusal("strategy.use", message, ("pip install 'torch>=2.14'", 'or set strategy.use = "fsdp"'))
         if train.precision == "fp16":
             yield Refusal(
                 "train.precision",

@@ -8,6 +8,8 @@ from trained import Trained, trained
 
 pytest.importorskip("torchvision")
 
+from torch_versions import needs_pipelines
+
 from ddpforge.builtin.models.vision import torchvision_model
 
 
@@ -67,6 +69,7 @@ class Pictures(torch.utils.data.Dataset):
 """
 
 
+@needs_pipelines
 def test_a_resnet_trains_in_stages_what_it_trains_in_one_process(tmp_path: Path) -> None:
     def under(strategy: str, ranks: int) -> list[Trained]:
         folder = tmp_path / strategy
