@@ -5,4 +5,10 @@ from importlib.metadata import version
 import pytest
 from packaging.version import Version
 
-needs_pipelines = pytest.mark.skipif(Version(version("torch")) < Version("2.14"), reason="pipelines need torch 2.14")
+
+def needs_torch(least: str) -> pytest.MarkDecorator:
+    """Leaves a test out where torch is older."""
+    return pytest.mark.skipif(Version(version("torch")) < Version(least), reason=f"needs torch {least}")
+
+
+needs_pipelines = needs_torch("2.14")

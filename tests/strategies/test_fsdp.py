@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
+from torch_versions import needs_torch
 
 from ddpforge.errors import CheckpointError, StrategyError
 from ddpforge.interfaces import CanonicalState, Part, Range
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
+from ddpforge.strategies.fsdp.units import refuse_form
 from ddpforge.training.refusals import general_refusals
 
 
@@ -493,7 +495,13 @@ def test_every_rank_compares_the_rows_that_it_holds() -> None:
     assert in_ranks(2, rank) == ["", "Trying updates a sharded weight otherwise than a whole one"]
 
 
-@pytest.mark.parametrize("kind", [AdamW, SGD, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(AdamW, SGD, torch.optim.Adam, torch.optim.RMSprop),
+        pytest.param(torch.optim.Adagrad, marks=needs_torch("2.12")),  # before, its constructor alone made its state
+    ],
+)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_element_wise_optimizers_will_do(kind: type[Optimizer], replicas: int) -> None:
     def rank(number: int) -> Any:
@@ -513,6 +521,22 @@ def test_an_optimizer_that_keeps_rows_and_columns_is_refused() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- refused by name
+@pytest.mark.parametrize(("version", "refuses"), [("2.11.0+cu130", True), ("2.12.0", False)])
+def test_integers_are_refused_where_torch_cannot_shard_them(
+    monkeypatch: pytest.MonkeyPatch, version: str, refuses: bool
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    refuse_form("weight", nn.Parameter(torch.ones(2)))
+    codes = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+    if not refuses:
+        refuse_form("codes", codes)
+        return
+    message = refused(StrategyError, lambda: refuse_form("codes", codes))
+    assert message.startswith(
+        f"parameter `codes` holds integers, which torch shards from 2.12 on, and this is {version}"
+    )
+
+
 class Given(nn.Module):
     def __init__(self, **parameters: nn.Parameter) -> None:
         super().__init__()

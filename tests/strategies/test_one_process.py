@@ -9,6 +9,7 @@ from forked import Training, in_ranks, refused, saved, train
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import AdamW
+from torch_versions import needs_torch
 
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.errors import StrategyError
@@ -124,6 +125,7 @@ def test_devices_hold_equal_shares_and_inputs_follow_the_blocks(devices: Any, ou
         assert model(torch.ones(2, 1, device="cpu:0")).device == torch.device("cpu:0")
 
 
+@needs_torch("2.14")  # those before imitate the error of two devices otherwise
 def test_what_is_computed_between_blocks_on_two_devices_is_an_error_that_names_the_mend(devices: Any) -> None:
     def mixes() -> None:
         with devices, Training(NaiveSplit(), gpt, blocks=lambda model: model.blocks).replica.autocast():

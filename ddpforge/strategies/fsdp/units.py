@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -10,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from ddpforge.errors import StrategyError
 
 __all__ = ["check_sharded", "policy", "reduced", "refuse_form", "refuse_ties", "ties"]
+
+_INTEGERS = Version("2.12")
 
 
 def refuse_form(name: str, parameter: nn.Parameter) -> None:
@@ -23,6 +26,11 @@ def refuse_form(name: str, parameter: nn.Parameter) -> None:
         raise StrategyError(
             f"parameter `{name}` has no elements, and FSDP cannot shard it",
             hints=["remove it from the model, or set requires_grad = False"],
+        )
+    if not (parameter.is_floating_point() or parameter.is_complex()) and Version(torch.__version__) < _INTEGERS:
+        raise StrategyError(
+            f"parameter `{name}` holds integers, which torch {torch.__version__} cannot shard",
+            hints=[f"pip install 'torch>={_INTEGERS}'", "or make it a buffer"],
         )
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise StrategyError(
