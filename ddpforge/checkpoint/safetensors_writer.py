@@ -1,7 +1,7 @@
 """Tensors as the bytes of safetensors files, and numbers as JSON: neither can run code when it is read.
 
 Writing is done here, because the safetensors library copies all tensors to the host before it writes the first, and
-neither hashes nor fsyncs what it wrote. For reading see `stored` and `reader`.
+neither hashes nor fsyncs what it wrote. For reading see `untrusted` and `reader`.
 """
 
 import json
