@@ -176,7 +176,7 @@ class Pass:
     seed: Callable[[], None]  # gives all generators the numbers of this pass
     scale: Callable[[], Tensor | float] = lambda: 1.0
     last: bool = True  # of its step
-    measured: bool = True  # whether anybody reads the outputs
+    measured: bool = True  # whether what `compute` returns beside the loss is read
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # to be entered for all of the pass, or each part
 
 

@@ -150,10 +150,16 @@ class _Counted(Stepper):
 
     seen: Any = staticmethod(lambda outputs: None)
 
-    def _compute(self, module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
-        loss, outputs = super()._compute(module, one)
-        self.seen(outputs)
-        return loss, outputs
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        compute = self._meter.compute
+
+        def seeing(module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
+            loss, outputs = compute(module, one)
+            self.seen(outputs)
+            return loss, outputs
+
+        self._meter.compute = seeing  # type: ignore[method-assign]
 
     def _count(self, first: MicroBatch, micro_batches: Any) -> tuple[list[MicroBatch], int]:
         return list(micro_batches), first.step_samples

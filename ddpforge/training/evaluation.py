@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ __all__ = ["Evaluator", "prefix"]
 
 _EVALUATION = 0xE7A1  # keeps the random numbers of evaluation apart from all others
 _CALLBACKS = -1  # stands where a batch has its number
+_COUNTED = "?counted"  # the items of a set, on a rank
 
 
 def prefix(name: str) -> str:
@@ -69,7 +70,7 @@ class Evaluator:
         with self.evaluating():
             try:
                 for name, batches in self.sets.items():
-                    means = self._means(batches.evaluation(), step)
+                    means = self._means(name, batches.evaluation(), step)
                     found |= {f"{prefix(name)}{metric}": value for metric, value in means.items()}
                 for name, callback in self.callbacks.items():
                     self._ask(name, callback, step, found)
@@ -94,15 +95,28 @@ class Evaluator:
         seed_all(mix(self._seed, _EVALUATION, _CALLBACKS, self._world.data.rank), self._world.device)
         add_numbers(found, name, "while_evaluating", callback.while_evaluating(step), prefix="eval/")
 
-    def _means(self, micro_batches: Iterable[MicroBatch], step: int) -> dict[str, float]:
-        """Evaluates one set; returns its means over all ranks, finished by the task."""
+    def _means(self, name: str, micro_batches: Iterable[MicroBatch], step: int) -> dict[str, float]:
+        """Evaluates the set `name`; returns its means over all ranks, finished by the task.
+
+        Raises UsageError for a set in which no target counts, as a mean over none is not a number.
+        """
         read = Fingerprint()
         quantities: dict[str, Total | Rows] = {}
+        counted: Tensor | float = 0.0
         for turn in self._meters:
             found = self.quantities(read.noted(micro_batches), turn)
-            quantities |= {of_turn(name, turn): quantity for name, quantity in found.items()}
-        means = self._world.all.mean({**quantities, **read.totals()}, reports_of(self._task))
+            if "loss" in found:
+                counted = counted + cast(Total, found["loss"]).count
+            quantities |= {of_turn(one, turn): quantity for one, quantity in found.items()}
+        size = {_COUNTED: Total(torch.as_tensor(counted, dtype=torch.float64), 1)}
+        means = self._world.all.mean({**quantities, **size, **read.totals()}, reports_of(self._task))
         read.refuse_another(means, step=step)
+        if not means.pop(_COUNTED):
+            raise UsageError(
+                f"no target of [{'.'.join(('data', 'eval', *([name] if name else [])))}] counts: its loss is not a "
+                "number",
+                hints=["look at the targets that the dataset gives (`ddpforge data show`): all are the ignored one"],
+            )
         return finished(self._task, means)
 
     def quantities(self, micro_batches: Iterable[MicroBatch], turn: str = "") -> dict[str, Total | Rows]:
@@ -110,7 +124,7 @@ class Evaluator:
         meter = self._meters[turn]
         found: dict[str, Total | Rows] = {}
         for micro, batch, result in self.results(self._whole(micro_batches), meter.compute):
-            add(found, meter.quantities(micro, batch, result, metrics=True))
+            add(found, meter.quantities(micro, batch, result))
         return found
 
     def _whole(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.data import Batches, MicroBatch
-from ddpforge.errors import Diverged, PluginError
+from ddpforge.errors import Diverged, PluginError, UsageError
 from ddpforge.interfaces import Callback, GoBack, Replica, Schedule, StepInfo, Task, Total, Tracker, World
 from ddpforge.launchers.verdict import record_halt
 from ddpforge.plan import Plan
@@ -55,6 +55,8 @@ log = logging.getLogger("ddpforge")
 _MOST_SKIPS = 100  # steps in a row without a finite gradient, after which skipping is no longer training
 _MOST_ROLLBACKS = 10
 _FACTOR = "callbacks/lr_factor"
+_EMPTY = "?empty"  # the steps since the last row in which no target counted
+_MANY_EMPTY = 100  # steps, all of them so, after which nothing will ever be learnt
 
 
 class Around(Protocol):
@@ -141,10 +143,11 @@ class Trainer:
         self._norms = GradientNorms()
         self._stopwatch = Stopwatch()
         self._pace = Stopwatch()  # since ranks agreed last; what callbacks do counts, so that slow ones delay no stop
-        self._spending = Spending(counts=type(task).count is not Task.count)
+        self._spending = Spending()
         self._shares: Mapping[str, float] = {}  # of wall time since the row before the newest, by phase
         self._items: float | None = None  # that a rank has in the step of the newest row; None where they are samples
         self._read = Fingerprint()
+        self._empty, self._first_step = 0.0, 0  # steps in which no target counted, of those after `_first_step`
 
         # what ranks agree on
         self.stop = StopRequests()
@@ -237,7 +240,13 @@ class Trainer:
                     raise
             self.saving.settle(last=True)
 
+    @property
+    def _epoch(self) -> float:
+        """The number of steps of an epoch, where it is known."""
+        return self.plan.horizon.steps_per_epoch or math.inf
+
     def _train(self) -> Iterator[StepInfo]:
+        self._empty, self._first_step = 0.0, self.progress.step
         source = self.training.training(self.progress.step * self._turns.draws)
         alarms = self._alarms()
         self.replica.module.train()
@@ -363,8 +372,10 @@ class Trainer:
         rates = {_FACTOR: self._factor} if self._setting_rates else {}
         said = {**ballot, **self._read.totals(), **rates}
         if logs:
-            spent = self._spending.totals(totals) if totals else {}
-            means = self.world.all.mean({**totals, **said, **spent}, reports_of(self.task))
+            spent = self._spending.totals(totals, counts=self._turns.counts) if totals else {}
+            empty = {_EMPTY: Total(torch.as_tensor(self._turns.take_empty()), 1)} if self._turns.counts else {}
+            means = self.world.all.mean({**totals, **said, **spent, **empty}, reports_of(self.task))
+            self._look_at_targets(means.pop(_EMPTY, 0.0))
             if spent:
                 self._shares, self._items = self._spending.taken(means)
         else:
@@ -376,6 +387,31 @@ class Trainer:
             self.saving.settle()
         self._agree_every = self._agreed.every
         return means
+
+    def _look_at_targets(self, empty: float) -> None:
+        """Logs in how many steps since the last row no target counted; raises UsageError if none ever did."""
+        if not empty:
+            return
+        before, self._empty = self._empty, self._empty + empty
+        steps = self.progress.step - self._first_step
+        if self._empty >= steps * len(self._turns.updates) and (
+            steps >= _MANY_EMPTY or (self._first_step == 0 and self.progress.step >= min(self.end, self._epoch))
+        ):
+            raise UsageError(
+                f"no target has counted in {steps} steps: nothing is learnt",
+                hints=[
+                    "look at the targets that the dataset gives (`ddpforge data show`): all are the ignored one, or "
+                    "truncation has cut them off"
+                ],
+            )
+        if before == 0 or int(self._empty).bit_length() > int(before).bit_length():
+            log.warning(
+                "by step %d no target counted in %d of %d steps: their gradient is zero, and the optimizer's momentum "
+                "and weight decay act alone",
+                self.progress.step,
+                self._empty,
+                steps,
+            )
 
     def _wishes(self, alarms: Iterable[Alarm] = ()) -> set[str]:
         """This rank's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -25,6 +26,8 @@ from ddpforge.training.sums import Halves, refuse_mean
 from ddpforge.training.totals import add
 
 __all__ = ["FEW", "Rehearsal", "first_batch", "first_halves", "rehearse", "try_before_model"]
+
+log = logging.getLogger("ddpforge")
 
 FEW = 8  # samples
 _DTYPES = {"bf16": torch.bfloat16}  # CPUs have few kernels for fp16
@@ -137,6 +140,8 @@ def _rehearse(
         refuse_mean(model, task, batch, micro.samples, halves and (lambda: to_device(halves(), place)))
     counted = task.count(batch)
     items = micro.samples if counted is None else float(counted)
+    if not items:
+        log.warning("no target counts among the first %d samples for %s", micro.samples, use)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # so few samples may well lack a class
         means = alone.mean({"loss": Total(loss.detach(), max(items, 1e-12)), **found}, task.reports)

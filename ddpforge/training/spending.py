@@ -21,17 +21,19 @@ class Spending:
     It is the time of the host: one that waits for a GPU waits where it reads a number, in `step` or `reduce`.
     """
 
-    def __init__(self, *, counts: bool) -> None:
-        """`counts` says that the task counts items which are no samples."""
-        self._counts, self._advised = counts, False
+    def __init__(self) -> None:
+        self._advised = False
         self.restart()
 
     def restart(self) -> None:
         """Begins a new window."""
         self._began = phases.spent()
 
-    def totals(self, totals: Mapping[str, Total]) -> dict[str, float]:
-        """This rank's shares, and the items that it has counted in the step of these `totals`; restarts."""
+    def totals(self, totals: Mapping[str, Total], *, counts: bool) -> dict[str, float]:
+        """Returns this rank's shares, and restarts.
+
+        `counts` says that the task counts items which are not samples: then also those in the step of these `totals`.
+        """
         passed = [now - before for now, before in zip(phases.spent(), self._began, strict=True)]
         self.restart()
         whole = sum(passed) or 1.0
@@ -40,7 +42,7 @@ class Spending:
             for phase, name in enumerate(phases.NAMES)
             if phases.DATA <= phase < phases.END and (passed[phase] or phase not in _BETWEEN)
         }
-        if self._counts and "loss" in totals:
+        if counts and "loss" in totals:
             found[_ITEMS] = float(totals["loss"].count)
         return found
 

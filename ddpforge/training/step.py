@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -59,6 +59,8 @@ class Stepper:
         self._seed, self._skips, self._compares, self._update = seed, skips, compares, 0
         self._meter, self._before_update = Meter(task, "training"), before_update
         self._passes: int = getattr(optimizer, "passes", 1)
+        self.counts = False  # whether the task counts items that are not samples; known after the first step
+        self._empty: Tensor | float = 0.0
         if self._passes > 1 and not isinstance(replica, Explores):
             raise StrategyError(
                 f"{type(optimizer).__name__} makes {self._passes} passes per step, and the strategy is for optimizers "
@@ -87,12 +89,19 @@ class Stepper:
         if self._passes > 1:
             micro_batches = list(micro_batches)
         totals = self._forward_backward(step, micro_batches, items, measure=measure)
+        if not isinstance(items, int):
+            self._empty = self._empty + (items() <= 0)  # on the device: nothing waits for it
         self._statistics.leave()
         phases.mark(phases.STEP)
         self._before_update()
         if self._passes > 1:
             return totals, self._explore(step, cast(list[MicroBatch], micro_batches), items)
         return totals, self._replica.step()
+
+    def take_empty(self) -> Tensor | float:
+        """Returns how many steps had no item on any rank since this was last called (0-d, on the device)."""
+        empty, self._empty = self._empty, 0.0
+        return empty
 
     # -- one step
     def _count(self, first: MicroBatch, micro_batches: Iterable[MicroBatch]) -> tuple[Iterable[MicroBatch], _Items]:
@@ -103,6 +112,7 @@ class Stepper:
         """
         if self._task.count(first.data) is None:
             return micro_batches, first.step_samples
+        self.counts = True
         batches = [micro._replace(items=self._meter.items(micro)) for micro in micro_batches]
         mine = torch.as_tensor(sum(torch.as_tensor(micro.items, dtype=torch.float64) for micro in batches))
         if mine.device.type == "cpu" and not 0 <= mine.item() < math.inf:
@@ -110,30 +120,32 @@ class Stepper:
                 f"{name_of(self._task)}.count gave {mine.item():g} for a step",
                 hints=["count how many items the loss sums over, or add up their weights: 0 or more"],
             )
-        return batches, self._world.data.begin_sum(mine)
+        return batches, cache(self._world.data.begin_sum(mine))
 
     def _forward_backward(
         self, step: int, micro_batches: Iterable[MicroBatch], items: _Items, *, measure: bool
     ) -> dict[str, Total]:
         """All passes of a step, in the replica's order; this rank's totals."""
         found: dict[str, Total] = {}
-        running: deque[tuple[MicroBatch, Any]] = deque()
+        running: deque[MicroBatch] = deque()
 
         def passes() -> Iterator[Pass]:
             for micro in micro_batches:
                 batch = self._replica.own_part(to_device(micro.data, self._world.device))
-                running.append((micro, batch))
+                running.append(micro)
                 yield self._pass(step, micro, batch, items, measure)
 
         for result in self._replica.passes(passes(), self._compute, trains=True):
-            add(found, self._meter.totals(*running.popleft(), result, metrics=measure))
+            add(found, self._meter.totals(running.popleft(), result))
         return found
 
     def _compute(self, module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
         phases.mark(phases.FORWARD)
-        found = self._meter.compute(module, one)
+        loss, outputs = self._meter.compute(module, one)
+        # Outputs that are kept through the backward pass are a fifth of a language model's peak memory.
+        measured = self._meter.measure(outputs, one.batch) if one.measured else {}
         phases.mark(phases.BACKWARD)
-        return found
+        return loss, measured
 
     def _pass(self, step: int, micro: MicroBatch, batch: Any, items: _Items, measured: bool) -> Pass:
         check_whole(self._task, micro)
@@ -147,7 +159,7 @@ class Stepper:
             seed=partial(seed_all, mix(self._seed, _FORWARD, *self._numbers(step, micro)), self._world.device),
             scale=partial(self._scale, items) if micro.samples else lambda: 0.0,
             last=micro.last,
-            measured=measured,
+            measured=measured and micro.samples > 0,
             # A stand-in is no data: statistics must not count it.
             around=nullcontext if micro.samples else partial(unchanged, self._stateful),
         )

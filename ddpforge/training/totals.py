@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -30,31 +31,32 @@ class Meter:
         one.seed()
         return self._look.loss(module, one.batch, self._use)
 
+    def measure(self, outputs: Any, batch: Any) -> dict[str, Total | Rows]:
+        """Computes the task's metrics of a batch, without gradients and in the outputs' own precision."""
+        with torch.no_grad(), suspended_autocast():
+            more = self._look.metrics(outputs, batch, self._use)
+        return {name: _exact(name, quantity) for name, quantity in more.items()}
+
     def totals(
-        self, micro: MicroBatch, batch: Any, result: tuple[Tensor, Any] | None, *, metrics: bool
+        self, micro: MicroBatch, result: tuple[Tensor, Mapping[str, Total | Rows] | None] | None
     ) -> dict[str, Total]:
-        """The totals that a micro-batch adds, without rows: training has no time to gather them."""
-        found: Any = self.quantities(micro, batch, result, metrics=metrics)
-        return {name: one for name, one in found.items() if isinstance(one, Total)} if metrics else found
+        """Returns the totals that a micro-batch adds, given its loss and what `measure` made of its outputs.
 
-    def quantities(
-        self, micro: MicroBatch, batch: Any, result: tuple[Tensor, Any] | None, *, metrics: bool
-    ) -> dict[str, Total | Rows]:
-        """The totals and rows that a micro-batch adds; a stand-in adds nothing, and no metric is asked about it.
-
-        Where another rank has the loss, that rank counts it.
+        Rows are left out, as training has no time to gather them. A stand-in adds nothing. Where another rank has the
+        loss (`result` is None), that rank counts it.
         """
         if result is None:
             return {}
-        loss, outputs = result
+        loss, measured = result
         if not micro.samples:
             return {"loss": Total(torch.zeros((), dtype=torch.float64), 0)}
-        found: dict[str, Total | Rows] = {"loss": _exact("loss", Total(loss, self.items(micro)))}
-        if metrics:
-            with torch.no_grad():
-                more = self._look.metrics(outputs, batch, self._use)
-            found |= {name: _exact(name, quantity) for name, quantity in more.items()}
-        return found
+        found = {name: one for name, one in (measured or {}).items() if isinstance(one, Total)}
+        return {"loss": _exact("loss", Total(loss, self.items(micro))), **found}
+
+    def quantities(self, micro: MicroBatch, batch: Any, result: tuple[Tensor, Any] | None) -> dict[str, Total | Rows]:
+        """Returns the totals and rows that a micro-batch adds, given its loss and outputs; see `totals`."""
+        measured = self.measure(result[1], batch) if result and micro.samples else {}
+        return {**self.totals(micro, result and (result[0], {})), **measured}
 
     def items(self, micro: MicroBatch) -> Tensor | int:
         """The number of items that the micro-batch's loss sums over, which is counted once."""
@@ -62,6 +64,16 @@ class Meter:
             return 0
         counted = self._task.count(micro.data) if micro.items is None else micro.items
         return micro.samples if counted is None else counted
+
+
+@contextmanager
+def suspended_autocast() -> Iterator[None]:
+    """Lets what is computed within be computed in the dtypes of its inputs."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def add(quantities: dict[str, Q], more: Mapping[str, Q]) -> None:
@@ -90,6 +102,10 @@ def _described(quantity: Total | Rows) -> str:
     return f"a Total of shape {shapes}" if isinstance(quantity, Total) else f"Rows of shape {shapes}"
 
 
+@overload
+def _exact(name: str, quantity: Total) -> Total: ...
+@overload
+def _exact(name: str, quantity: Total | Rows) -> Total | Rows: ...
 def _exact(name: str, quantity: Total | Rows) -> Total | Rows:
     """A copy, totals in float64, for adding up: 256 + 1 is 256 in bfloat16. CUDA graphs reuse outputs, copies stay."""
     checked_quantity(name, quantity)

@@ -51,8 +51,8 @@ class Turns:
     """
 
     def __init__(self, replica: Replica, steppers: Mapping[str, Stepper], turns: Mapping[str, TurnComponent]) -> None:
-        self._steppers, self._updates = steppers, updates_of(turns)
-        self.draws = sum(update.draws for update in self._updates)
+        self._steppers, self.updates = steppers, updates_of(turns)
+        self.draws = sum(update.draws for update in self.updates)
         self._replica, self._alone = cast(TakesTurns, replica), steppers.get("")
         if turns and not isinstance(replica, TakesTurns):
             raise StrategyError(
@@ -60,13 +60,22 @@ class Turns:
                 hints=['set strategy.use = "ddp" or "fsdp"'],
             )
 
+    @property
+    def counts(self) -> bool:
+        """True if the task counts items that are not samples; known after the first step."""
+        return any(stepper.counts for stepper in self._steppers.values())
+
+    def take_empty(self) -> Tensor | float:
+        """Returns how many updates had no item on any rank since this was last called."""
+        return sum((stepper.take_empty() for stepper in self._steppers.values()), start=0.0)
+
     def train(self, step: int, draws: Draws, *, measure: bool) -> tuple[dict[str, Total], Tensor]:
         """One step on what `draws` gives; also returns the norm of its gradient (0-d), over all parameters."""
         if self._alone:
             return self._alone.train(step, *next(draws), measure=measure)
         found: dict[str, Total] = {}
         norms: dict[str, list[Tensor]] = {}
-        for number, update in enumerate(self._updates):
+        for number, update in enumerate(self.updates):
             if update.draws:
                 first, micro_batches = next(draws)
             if update.shared:

@@ -267,7 +267,8 @@ def test_the_largest_tensors_have_their_makers_names(plan: Plan) -> None:
     assert [one["bytes"] for one in found.largest] == sorted((one["bytes"] for one in found.largest), reverse=True)
     makers = " ".join(one["made_by"] for one in found.largest)
     assert "blocks.0.mlp" in makers
-    assert "head" in makers
+    assert "_log_softmax" in makers
+    assert "head" not in makers, "logits are kept through the backward pass"
 
 
 # ---------------------------------------------------------------------------------------------- work

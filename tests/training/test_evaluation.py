@@ -52,6 +52,16 @@ def test_every_sample_counts_once_and_stand_ins_do_not() -> None:
     assert found == {"eval/loss": 1.5, "eval/x": 1.5}
 
 
+@pytest.mark.parametrize("name", ["", "other"])
+def test_a_set_in_which_no_target_counts_is_refused(name: str) -> None:
+    class NoTargets(Sums):
+        def count(self, batch: Any) -> Tensor:
+            return torch.zeros(())
+
+    with pytest.raises(UsageError, match=rf"no target of \[data\.eval{'.' * bool(name)}{name}\] counts"):
+        evaluator(Plain().holding(Line(), IDLE), NoTargets(), {name: Batched([1.0])}).evaluate(0)
+
+
 def test_sums_are_added_up_in_float64() -> None:
     """In bfloat16 256 + 1 is 256: six hundred ones would have a mean of 0.43."""
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import Loop, Numbers, Plain, Saved, noting
+from doubles import Loop, Numbers, Plain, Saved, Sums, noting
+from torch import Tensor
 
 import ddpforge.training.loop
 from ddpforge.checkpoint.contents import Facts, RankState
-from ddpforge.errors import CheckpointError, Diverged, PluginError
+from ddpforge.errors import CheckpointError, Diverged, PluginError, UsageError
 from ddpforge.interfaces import Callback, StepInfo
 from ddpforge.launchers.verdict import Words
 from ddpforge.ranks.halt import NoHalt
@@ -737,3 +738,41 @@ def test_ranks_whose_callbacks_want_other_rates_are_told_so(factor: float) -> No
         return
     with pytest.raises(PluginError, match=r"callbacks rates multiply .* step 1 with 0.5 on this rank and 0.75 on"):
         loop.fit()
+
+
+# ---------------------------------------------------------------------------------------------- targets
+class Above(Sums):
+    """Only samples of at least `least` count."""
+
+    def __init__(self, least: float) -> None:
+        self.least = least
+
+    def count(self, batch: Any) -> Tensor:
+        return (batch >= self.least).sum()
+
+
+def test_a_run_in_which_no_target_counts_is_refused_when_its_data_has_been_seen() -> None:
+    loop = Loop(steps=6, task=Above(1e9), evaluation=False)
+    with pytest.raises(UsageError, match="no target has counted in 6 steps"):
+        loop.fit()
+    assert loop.tracker.steps() == [1, 2, 3, 4, 5], "the rows before are logged"
+
+
+def test_endless_steps_without_a_target_end_after_a_hundred() -> None:
+    loop = Loop(steps=300, task=Above(1e9), evaluation=False, track="50st")
+    with pytest.raises(UsageError, match="no target has counted in 100 steps"):
+        loop.fit()
+
+
+def test_steps_without_a_target_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(steps=6, task=Above(3), evaluation=False, track="6st")
+    assert loop.fit() == "done"
+    assert [record.message for record in caplog.records if "no target" in record.message][-1].startswith(
+        "by step 6 no target counted in 3 of 6 steps"
+    )
+
+
+def test_the_last_steps_of_a_resumed_run_may_have_no_target() -> None:
+    loop = Loop(steps=6, task=Above(1e9), evaluation=False)
+    loop.trainer.progress.step = 4
+    assert loop.fit() == "done"

@@ -29,16 +29,16 @@ def stay(clock: Clock, phase: int, seconds: float) -> None:
 
 def test_shares_are_those_of_the_time_since_the_last_row(clock: Clock) -> None:
     stay(clock, phases.EVAL, 100.0)
-    spending = Spending(counts=False)
+    spending = Spending()
     for phase, seconds in ((phases.DATA, 3.0), (phases.FORWARD, 2.0), (phases.DATA, 1.0), (phases.BACKWARD, 4.0)):
         stay(clock, phase, seconds)
-    found, items = Spending.taken(spending.totals({}))
+    found, items = Spending.taken(spending.totals({}, counts=False))
     shares = {"data": 0.4, "forward": 0.2, "backward": 0.4, "step": 0.0, "reduce": 0.0, "callbacks": 0.0}
     assert found == pytest.approx(shares)
     assert items is None
 
     stay(clock, phases.SAVE, 1.0)
-    again, _ = Spending.taken(spending.totals({}))
+    again, _ = Spending.taken(spending.totals({}, counts=False))
     assert again == pytest.approx({**dict.fromkeys(shares, 0.0), "save": 1.0})
 
 
@@ -109,7 +109,7 @@ def test_a_run_that_waits_for_data_is_told_once_what_to_do(clock: Clock, caplog:
 
 @pytest.mark.parametrize(("waited", "seconds"), [(0.2, 60.0), (0.9, 1.0)])
 def test_short_waits_are_not_worth_a_word(waited: float, seconds: float) -> None:
-    assert Spending(counts=False).advice(waited, seconds, workers=0) == ""
+    assert Spending().advice(waited, seconds, workers=0) == ""
 
 
 class Words(Sums):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -123,6 +124,46 @@ def test_a_count_is_not_waited_for_before_the_forward_pass(monkeypatch: pytest.M
 def test_a_count_that_cannot_be_one_is_refused(weight: float) -> None:
     with pytest.raises(PluginError, match=r"Weighed\.count gave (-1|nan|inf) for a step"):
         run(Line(), Weighed(), [micro([3.0], [weight])])
+
+
+def test_steps_without_items_are_counted_over_updates() -> None:
+    replica = Plain().holding(Line(), IDLE)
+    stepper = Stepper(replica.world, replica, Weighed(), IDLE, BatchNormAverager(None), seed=0, skips=False)
+    for step, weight in enumerate([0.0, 1.0, 0.0], start=1):
+        batch = micro([3.0], [weight])
+        stepper.train(step, batch, [batch], measure=False)
+    assert (stepper.counts, float(stepper.take_empty()), float(stepper.take_empty())) == (True, 2.0, 0.0)
+
+
+@pytest.mark.parametrize("measure", [True, False])
+def test_outputs_are_kept_through_no_backward_pass(measure: bool) -> None:
+    """Of a language model they are logits: a fifth of its peak memory."""
+    kept: list[bool] = []
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.square()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            kept.append(outputs() is not None)
+            return gradient
+
+    def outputs() -> Tensor | None:
+        raise NotImplementedError
+
+    class Squares(Plainly):
+        def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+            nonlocal outputs
+            found = Square.apply(model(batch[0]))
+            outputs = ref(found)
+            return found.sum(), found
+
+    replica, batch = Plain().holding(Line(), IDLE), micro([1.0, 2.0])
+    stepper = Stepper(replica.world, replica, Squares(), IDLE, BatchNormAverager(None), seed=0, skips=False)
+    stepper.train(1, batch, [batch], measure=measure)
+    assert kept == [False]
 
 
 # ---------------------------------------------------------------------------------------------- totals

@@ -7,7 +7,16 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.forms import beside_targets, by_name, one_tensor, pair, parts_of, refuse_targets
+from ddpforge.builtin.tasks.forms import (
+    IGNORED,
+    beside_targets,
+    by_name,
+    one_tensor,
+    pair,
+    parts_of,
+    refuse_no_class,
+    refuse_targets,
+)
 from ddpforge.interfaces import Data, Metric, Rows, Task, Total
 
 Batch = tuple[Tensor, Tensor]
@@ -17,9 +26,11 @@ class Classification(Task):
     """Cross-entropy of logits [B, C] and int64 classes [B]; a batch is (inputs, classes).
 
     The loss is computed in float32 whatever the model's precision. It alone is reported unless the recipe
-    names metrics, e.g. ["accuracy", "top5"].
+    names metrics, e.g. ["accuracy", "top5"]. Classes that are `ignore_index` count neither in the loss nor in metrics;
+    without it every class counts, and one that is negative is refused.
     """
 
+    task_name = "classification"  # in errors
     compiles = ("sum_of_losses",)
 
     def __init__(
@@ -28,28 +39,57 @@ class Classification(Task):
         label_smoothing: Annotated[
             float, Field(ge=0, lt=1, description="Probability spread evenly over all classes.")
         ] = 0.0,
+        ignore_index: Annotated[
+            int | None, Field(ge=-(2**31), lt=2**31, description="The class that is not counted; absent: none.")
+        ] = None,
         metrics: Annotated[Sequence[Metric], Field(description="What to report beside the loss.")] = (),
     ) -> None:
-        self.label_smoothing = label_smoothing
+        self.label_smoothing, self.ignore_index = label_smoothing, ignore_index
+        self.items = "samples" if ignore_index is None else "targets"
         self.reports = by_name(metrics)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """The summed cross-entropy, and the logits."""
         inputs, classes = pair(batch, "classification", "(inputs, classes)")
         logits = one_tensor(model(inputs), "classification")
+        return self.cross_entropy(logits, classes), logits
+
+    def cross_entropy(self, logits: Tensor, classes: Tensor) -> Tensor:
+        """Returns the cross-entropy, summed; raises UsageError for classes that the logits do not have."""
         try:
-            loss = self.sum_of_losses(logits, classes)
+            return self.sum_of_losses(logits, classes)
         except (IndexError, RuntimeError, ValueError) as error:
-            refuse_targets(error, "classification", logits, classes)
-        return loss, logits
+            refuse_targets(error, self.task_name, logits, classes)
 
     def sum_of_losses(self, logits: Tensor, classes: Tensor) -> Tensor:
         """The cross-entropy, in float32."""
-        return F.cross_entropy(logits.float(), classes, reduction="sum", label_smoothing=self.label_smoothing)
+        return F.cross_entropy(
+            logits.float(),
+            classes,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+            ignore_index=IGNORED if self.ignore_index is None else self.ignore_index,
+        )
 
-    def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | Rows]:
-        """The metrics that the recipe names."""
-        return {name: metric(outputs, batch[1]) for name, metric in self.reports.items()}
+    def classes_of(self, batch: Any) -> Tensor:
+        """Returns the classes of a batch."""
+        return pair(batch, self.task_name, "(inputs, classes)")[1]
+
+    def count(self, batch: Any) -> Tensor | None:
+        """Counts the classes that are not `ignore_index`; without it, raises UsageError for a negative class."""
+        if self.ignore_index is not None:
+            return (self.classes_of(batch) != self.ignore_index).sum()
+        if (classes := parts_of(batch)[1]) is not None:  # a subclass may take batches of another form
+            refuse_no_class(classes, self.task_name)
+        return None
+
+    def metrics(self, outputs: Tensor, batch: Any) -> Mapping[str, Total | Rows]:
+        """The metrics that the recipe names, of the classes that count."""
+        classes = self.classes_of(batch)
+        if self.ignore_index is not None and self.reports:
+            counted = classes != self.ignore_index
+            outputs, classes = outputs[counted], classes[counted]
+        return {name: metric(outputs, classes) for name, metric in self.reports.items()}
 
     def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         """The most probable `class`, its `probability`, and where the batch has it the true class, `target`."""

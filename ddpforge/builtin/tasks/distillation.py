@@ -17,9 +17,12 @@ class Distillation(Classification):
     """Classification in which a frozen teacher's probabilities count beside the true classes.
 
     The loss of a sample is `(1 - alpha)` times the cross-entropy of its class, plus `alpha * temperature²` times the
-    divergence KL(teacher ‖ model) between probabilities of logits that are divided by `temperature`. See Hinton et al.,
+    divergence KL(teacher ‖ model) between probabilities of logits that are divided by `temperature`. A sample whose
+    class is `ignore_index` counts in neither. See Hinton et al.,
     "Distilling the Knowledge in a Neural Network" (2015).
     """
+
+    task_name = "distillation"
 
     def __init__(
         self,
@@ -31,9 +34,12 @@ class Distillation(Classification):
         ] = None,
         temperature: Annotated[float, Field(gt=0, le=1000, description="By which logits are divided.")] = 4.0,
         alpha: Annotated[float, Field(ge=0, le=1, description="Weight of the teacher; classes have the rest.")] = 0.9,
+        ignore_index: Annotated[
+            int | None, Field(ge=-(2**31), lt=2**31, description="The class that is not counted; absent: none.")
+        ] = None,
         metrics: Annotated[Sequence[Metric], Field(description="What to report beside the loss.")] = (),
     ) -> None:
-        super().__init__(metrics=metrics)
+        super().__init__(ignore_index=ignore_index, metrics=metrics)
         self.teacher, self.weights = teacher, weights
         self.temperature, self.alpha = temperature, alpha
 
@@ -49,5 +55,7 @@ class Distillation(Classification):
         if wanted.shape != logits.shape:
             raise ValueError(f"the teacher gives {list(wanted.shape)} for a batch, and the model {list(logits.shape)}")
         mine, theirs = (F.log_softmax(each.float() / self.temperature, dim=-1) for each in (logits, wanted))
-        divergence = F.kl_div(mine, theirs, reduction="sum", log_target=True)
-        return (1 - self.alpha) * true + self.alpha * self.temperature**2 * divergence, logits
+        divergence = F.kl_div(mine, theirs, reduction="none", log_target=True)
+        if self.ignore_index is not None:
+            divergence = divergence.masked_fill((self.classes_of(batch) == self.ignore_index).unsqueeze(-1), 0)
+        return (1 - self.alpha) * true + self.alpha * self.temperature**2 * divergence.sum(), logits

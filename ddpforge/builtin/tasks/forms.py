@@ -4,12 +4,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ddpforge.errors import UsageError, says_memory_is_full
 from ddpforge.interfaces import Metric
 
-__all__ = ["beside_targets", "by_name", "described", "holds_text", "one_tensor", "pair", "parts_of", "refuse_targets"]
+__all__ = [
+    "IGNORED",
+    "beside_targets",
+    "by_name",
+    "cross_entropy",
+    "described",
+    "holds_text",
+    "one_tensor",
+    "pair",
+    "parts_of",
+    "refuse_no_class",
+    "refuse_targets",
+]
+
+IGNORED = -100  # the target that torch's losses leave out unless they are given another
 
 _MOST = 6  # parts of a batch that are described
 _OWN = "or write a task of your own: `ddpforge plugins new`"
@@ -62,6 +78,18 @@ def one_tensor(outputs: Any, task: str) -> Tensor:
     )
 
 
+def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORED, reduction: str = "sum") -> Tensor:
+    """Returns the cross-entropy of logits [N, C, ...] and int64 classes [N, ...], in float32 whatever their precision.
+
+    It is what `torch.nn.functional.cross_entropy` makes of `logits.float()`, to the bit.
+    """
+    if hasattr(logits, "full_tensor"):  # torch's loss over split logits takes float32 only
+        return F.cross_entropy(logits.float(), targets, reduction=reduction, ignore_index=ignore_index)
+    # On a GPU the kernel reads bf16 and writes float32: a copy of all logits in float32 is never in memory.
+    probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)
+    return F.nll_loss(probabilities, targets, reduction=reduction, ignore_index=ignore_index)
+
+
 def refuse_targets(error: Exception, task: str, outputs: Tensor, targets: Tensor) -> NoReturn:
     """Raises UsageError for targets that the loss does not take; `error` is what torch said, and stays if of memory."""
     if says_memory_is_full(error):
@@ -73,6 +101,17 @@ def refuse_targets(error: Exception, task: str, outputs: Tensor, targets: Tensor
         f"task {task}: the model's outputs {described(outputs)} and the {about} do not fit together: {error}",
         hints=[f"there are {outputs.shape[-1]} classes, from 0 to {outputs.shape[-1] - 1}"] if outputs.ndim else [],
     ) from error
+
+
+def refuse_no_class(classes: Tensor, task: str) -> None:
+    """Raises UsageError for a negative class, which torch's losses leave out or refuse; waits for no device."""
+    if classes.device.type != "cpu" or classes.is_floating_point() or not classes.numel():
+        return
+    if (least := int(classes.min())) < 0:
+        raise UsageError(
+            f"task {task}: a class is {least}, and classes begin with 0",
+            hints=[f"set task.ignore_index = {least}: samples of it then count neither in the loss nor in metrics"],
+        )
 
 
 def holds_text(batch: Any) -> bool:

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated
 
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.forms import one_tensor, pair, refuse_targets
+from ddpforge.builtin.tasks.forms import IGNORED, cross_entropy, one_tensor, pair, refuse_targets
 from ddpforge.interfaces import Data, Task
 
 Batch = tuple[Tensor, Tensor]
@@ -38,7 +37,7 @@ class LanguageModelling(Task):
         *,
         ignore_index: Annotated[
             int, Field(ge=-(2**31), lt=2**31, description="The target that is not counted, e.g. padding.")
-        ] = -100,
+        ] = IGNORED,
         loss_chunk: Annotated[
             int | None,
             Field(
@@ -78,19 +77,17 @@ class LanguageModelling(Task):
 
     def sum_of_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The cross-entropy, in float32."""
-        return F.cross_entropy(
-            logits.flatten(0, -2).float(), targets.flatten(), reduction="sum", ignore_index=self.ignore_index
-        )
+        return cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=self.ignore_index)
 
     def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """The mean `loss` of a sample, how many of its `tokens` count, and their `losses` [T], 0 for others."""
         tokens, targets = pair(batch, "language_modelling", "(tokens, targets)")
         outputs = model(tokens)
         logits = one_tensor(getattr(outputs, "logits", outputs), "language_modelling")
-        losses = F.cross_entropy(
-            logits.flatten(0, -2).float(), targets.flatten(), reduction="none", ignore_index=self.ignore_index
-        ).view_as(targets)
-        return of_sequences(losses, targets != self.ignore_index)
+        losses = cross_entropy(
+            logits.flatten(0, -2), targets.flatten(), ignore_index=self.ignore_index, reduction="none"
+        )
+        return of_sequences(losses.view_as(targets), targets != self.ignore_index)
 
     def count(self, batch: Batch) -> Tensor:
         """The targets that are not ignored."""

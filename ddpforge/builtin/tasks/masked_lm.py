@@ -4,16 +4,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.forms import by_name
+from ddpforge.builtin.tasks.forms import IGNORED, by_name, cross_entropy
 from ddpforge.builtin.tasks.language_modelling import of_sequences
 from ddpforge.builtin.tasks.sequences import check_sizes, lengths_of, logits_of, tokens_of
 from ddpforge.interfaces import Data, Metric, Rows, Task, Total
-
-_IGNORED = -100
 
 
 class MaskedLM(Task):
@@ -48,19 +45,19 @@ class MaskedLM(Task):
         rank = draws.argsort(dim=1).argsort(dim=1)
         chosen = rank < self._chosen(tokens, mask)[:, None]
         hidden = chosen & (self.draws.rand(*tokens.shape, device=tokens.device) >= self.keep)
-        targets = tokens.masked_fill(~chosen, _IGNORED)
+        targets = tokens.masked_fill(~chosen, IGNORED)
         logits = logits_of(model, tokens.masked_fill(hidden, self.mask_token), mask, "masked_lm")
         return self.sum_of_losses(logits, targets), (logits, targets)
 
     def sum_of_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The cross-entropy, in float32."""
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=_IGNORED)
+        return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         """The mean `loss` of a sample's chosen tokens, their number, `tokens`, and `losses` [T]: 0 for the others."""
         _, (logits, targets) = self.loss(model, batch)
-        flat = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none", ignore_index=_IGNORED)
-        return of_sequences(flat.view_as(targets), targets != _IGNORED)
+        flat = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return of_sequences(flat.view_as(targets), targets != IGNORED)
 
     def _chosen(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         """The number of chosen tokens of each sample: a function of its length, so that `count` knows it too."""
@@ -75,7 +72,7 @@ class MaskedLM(Task):
         if not self.reports:
             return {}
         logits, targets = outputs
-        counted = targets != _IGNORED
+        counted = targets != IGNORED
         return {name: metric(logits[counted], targets[counted]) for name, metric in self.reports.items()}
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:

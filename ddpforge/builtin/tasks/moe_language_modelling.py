@@ -6,7 +6,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.forms import pair
+from ddpforge.builtin.tasks.forms import IGNORED, pair
 from ddpforge.builtin.tasks.language_modelling import Batch, LanguageModelling
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Total
@@ -33,7 +33,7 @@ class MoELanguageModelling(LanguageModelling):
         *,
         ignore_index: Annotated[
             int, Field(ge=-(2**31), lt=2**31, description="The target that is not counted, e.g. padding.")
-        ] = -100,
+        ] = IGNORED,
         balance: Annotated[
             float, Field(ge=0, le=100, description="Weight of the measure of balance in the loss.")
         ] = 0.01,

@@ -3,11 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
+import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.forms import beside_targets, by_name, one_tensor, pair, parts_of
+from ddpforge.builtin.tasks.forms import beside_targets, by_name, described, one_tensor, pair, parts_of
+from ddpforge.errors import UsageError
 from ddpforge.interfaces import Metric, Rows, Task, Total
 
 Batch = tuple[Tensor, Tensor]
@@ -19,6 +21,8 @@ class Multilabel(Task):
     It is averaged over the labels of a sample, and computed in float32 whatever the model's precision. Beside it are
     reported `accuracy`, the share of labels that are right, and the metrics that the recipe names.
     """
+
+    items = "samples"
 
     def __init__(
         self,
@@ -35,6 +39,19 @@ class Multilabel(Task):
             raise ValueError(f"there are logits {list(logits.shape)} for labels {list(labels.shape)}")
         losses = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
         return losses.mean(dim=1).sum(), logits
+
+    def count(self, batch: Batch) -> None:
+        """Returns None, one item per sample; raises UsageError for labels below 0 or above 1, such as a filler."""
+        labels = pair(batch, "multilabel", "(inputs, labels)")[1]
+        if labels.device.type != "cpu" or not labels.numel() or labels.dtype == torch.bool:
+            return
+        least, most = (float(end) for end in labels.aminmax())
+        if least < 0 or most > 1:
+            raise UsageError(
+                f"task multilabel takes labels from 0 to 1; the data gives {described(labels)} from {least:g} to "
+                f"{most:g}",
+                hints=["give each sample's labels as 0 or 1, and leave out the samples that have none"],
+            )
 
     def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | Rows]:
         """The share of right labels, and the metrics that the recipe names."""

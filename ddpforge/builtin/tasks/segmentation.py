@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from ddpforge.builtin.metrics.confusion import MeanIoU
-from ddpforge.builtin.tasks.forms import by_name, one_tensor, pair, parts_of, refuse_targets
+from ddpforge.builtin.tasks.forms import by_name, cross_entropy, one_tensor, pair, parts_of, refuse_targets
 from ddpforge.interfaces import Metric, Rows, Task, Total
 
 Batch = tuple[Tensor, Tensor]
@@ -19,7 +18,7 @@ class Segmentation(Task):
 
     Every pixel weighs the same, whichever image it is of; those of the class `ignore_index` weigh nothing. The loss is
     computed in float32 whatever the model's precision. Beside it are reported `iou`, the mean intersection over union,
-    and the metrics that the recipe names.
+    and the metrics that the recipe names, which leave the same pixels out where they have an `ignore_index`.
     """
 
     items = "pixels"
@@ -34,6 +33,9 @@ class Segmentation(Task):
         metrics: Annotated[Sequence[Metric], Field(description="What to report beside loss and iou.")] = (),
     ) -> None:
         self.ignore_index = ignore_index
+        for metric in metrics:
+            if getattr(metric, "ignore_index", ignore_index) is None:  # it would count these pixels as misses
+                metric.ignore_index = ignore_index  # type: ignore[attr-defined]
         self.reports = by_name([MeanIoU(ignore_index=ignore_index), *metrics])
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -48,7 +50,7 @@ class Segmentation(Task):
 
     def sum_of_losses(self, logits: Tensor, classes: Tensor) -> Tensor:
         """The cross-entropy, in float32."""
-        return F.cross_entropy(logits.float(), classes, reduction="sum", ignore_index=self.ignore_index)
+        return cross_entropy(logits, classes, ignore_index=self.ignore_index)
 
     def count(self, batch: Batch) -> Tensor:
         """The pixels that are counted."""

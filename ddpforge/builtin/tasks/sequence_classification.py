@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.classification import Classification, chosen
-from ddpforge.builtin.tasks.forms import beside_targets, pair, parts_of, refuse_targets
+from ddpforge.builtin.tasks.forms import beside_targets, pair, parts_of
 from ddpforge.builtin.tasks.sequences import check_sizes, logits_of, tokens_of
-from ddpforge.interfaces import Data, Rows, Total
+from ddpforge.interfaces import Data
 
 
 class SequenceClassification(Classification):
@@ -17,19 +17,23 @@ class SequenceClassification(Classification):
     For a model of transformers it is {input_ids, attention_mask, labels [B]}.
     """
 
+    task_name = "sequence_classification"
+
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """The summed cross-entropy, and the logits [B, C]."""
         logits = logits_of(model, *tokens_of(batch, "sequence_classification"), "sequence_classification")
-        classes = _classes(batch)
-        try:
-            loss = self.sum_of_losses(logits, classes)
-        except (IndexError, RuntimeError, ValueError) as error:
-            refuse_targets(error, "sequence_classification", logits, classes)
-        return loss, logits
+        return self.cross_entropy(logits, self.classes_of(batch)), logits
 
-    def metrics(self, outputs: Tensor, batch: Any) -> Mapping[str, Total | Rows]:
-        """The metrics that the recipe names."""
-        return super().metrics(outputs, (outputs, _classes(batch)))
+    def classes_of(self, batch: Any) -> Tensor:
+        """Returns the classes of a batch, which are the `labels` of one for a model of transformers."""
+        if isinstance(batch, Mapping):
+            classes: Tensor = batch["labels"]
+            return classes
+        return pair(batch, "sequence_classification", "(tokens, classes)")[1]
+
+    def count(self, batch: Any) -> Tensor | None:
+        """As for `classification`, of either form of a batch."""
+        return super().count((None, self.classes_of(batch)))
 
     def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         """The most probable `class`, its `probability`, and where the batch has it the true class, `target`."""
@@ -49,10 +53,3 @@ class SequenceClassification(Classification):
             )
         if tokenizer is not None and getattr(data, "classes", None) is None:
             raise ValueError("the data has no classes; set data.train.classes (and data.eval.classes)")
-
-
-def _classes(batch: Any) -> Tensor:
-    if isinstance(batch, Mapping):
-        classes: Tensor = batch["labels"]
-        return classes
-    return pair(batch, "sequence_classification", "(tokens, classes)")[1]

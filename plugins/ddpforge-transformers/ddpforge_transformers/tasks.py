@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import torch.nn.functional as F
+from ddpforge.builtin.tasks.forms import IGNORED, cross_entropy
 from ddpforge.builtin.tasks.language_modelling import of_sequences
 from ddpforge.interfaces import Metric, Task, Total
 from pydantic import Field
@@ -15,7 +15,6 @@ __all__ = ["CausalLM"]
 ddpforge_plugin_api = 2
 
 Batch = Mapping[str, Tensor]
-_IGNORED = -100
 _Metrics = Annotated[Sequence[Metric], Field(description="What to report beside the loss.")]
 
 
@@ -39,26 +38,25 @@ class CausalLM(Task):
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         logits = model(**inputs, use_cache=False).logits[:, :-1]
         targets = batch["labels"][:, 1:]
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=_IGNORED)
-        return loss, logits
+        return cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
 
     def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """The mean `loss` of a sample, how many of its `tokens` count, and their `losses` [T - 1], 0 for others."""
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         logits, targets = model(**inputs, use_cache=False).logits[:, :-1], batch["labels"][:, 1:]
-        flat = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none", ignore_index=_IGNORED)
-        return of_sequences(flat.view_as(targets), targets != _IGNORED)
+        flat = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return of_sequences(flat.view_as(targets), targets != IGNORED)
 
     def count(self, batch: Batch) -> Tensor:
         """The labels that are not ignored."""
-        return (batch["labels"][:, 1:] != _IGNORED).sum()
+        return (batch["labels"][:, 1:] != IGNORED).sum()
 
     def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total]:
         """The metrics that the recipe names, of counted tokens only."""
         if not self._metrics:
             return {}
         targets = batch["labels"][:, 1:]
-        counted = targets != _IGNORED
+        counted = targets != IGNORED
         return {name: metric(outputs[counted], targets[counted]) for name, metric in self._metrics.items()}
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:

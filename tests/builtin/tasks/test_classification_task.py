@@ -11,8 +11,12 @@ from ddpforge.builtin.datasets.digits import Digits
 from ddpforge.builtin.metrics.classification import Accuracy, TopK
 from ddpforge.builtin.models.cnn import CNN
 from ddpforge.builtin.tasks.classification import Classification
+from ddpforge.builtin.tasks.distillation import Distillation
 from ddpforge.builtin.tasks.masked_lm import MaskedLM
 from ddpforge.builtin.tasks.multilabel import Multilabel
+from ddpforge.builtin.tasks.sequence_classification import SequenceClassification
+from ddpforge.errors import UsageError
+from ddpforge.interfaces import Total
 
 BATCH = (torch.tensor([[0.0, math.log(3)], [math.log(3), 0.0]]), torch.tensor([1, 1]))  # probabilities 1/4, 3/4
 
@@ -36,6 +40,61 @@ def test_the_loss_of_half_precision_logits_is_computed_in_float32() -> None:
     loss, _ = Classification().loss(nn.Identity(), (logits, torch.zeros(1000, dtype=torch.int64)))
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(1000 * math.log(10), rel=1e-6)
+
+
+HALF = (torch.zeros(4, 2), torch.tensor([0, 1, -100, -100]))
+"""Four samples without preference, two of them without a class."""
+
+
+def test_classes_that_are_ignored_count_neither_in_the_loss_nor_in_metrics() -> None:
+    task = Classification(ignore_index=-100, metrics=[Accuracy()])
+    loss, outputs = task.loss(nn.Identity(), HALF)
+    count = task.count(HALF)
+    assert count is not None
+    assert (loss / count).item() == pytest.approx(math.log(2))
+    (accuracy,) = task.metrics(outputs, HALF).values()
+    assert isinstance(accuracy, Total)
+    assert (float(accuracy.sum), accuracy.count) == (1, 2)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_another_class_may_be_the_ignored_one(smoothing: float) -> None:
+    batch = (torch.randn(6, 3), torch.tensor([0, 1, 2, 2, 1, 0]))
+    task = Classification(ignore_index=2, label_smoothing=smoothing)
+    kept = tuple(part[batch[1] != 2] for part in batch)
+    whole = Classification(label_smoothing=smoothing).loss(nn.Identity(), kept)[0]  # type: ignore[arg-type]
+    assert task.loss(nn.Identity(), batch)[0].item() == pytest.approx(whole.item())
+    assert int(task.count(batch)) == 4  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("task", "batch"),
+    [
+        (Classification(), HALF),
+        (SequenceClassification(), (HALF[0].long(), HALF[1])),
+        (SequenceClassification(), {"input_ids": HALF[0].long(), "labels": HALF[1]}),
+        (Distillation(teacher=nn.Identity()), HALF),
+    ],
+)
+def test_a_negative_class_is_refused_with_the_option_that_ignores_it(task: Classification, batch: Any) -> None:
+    with pytest.raises(UsageError, match=f"task {task.task_name}: a class is -100") as refused:
+        task.count(batch)
+    assert "task.ignore_index = -100" in refused.value.hints[0]
+
+
+def test_a_teacher_does_not_teach_samples_whose_class_is_ignored() -> None:
+    options: dict[str, Any] = {"teacher": nn.Linear(2, 2), "alpha": 0.5}
+    inputs, classes = torch.randn(4, 2), HALF[1]
+    loss, _ = Distillation(ignore_index=-100, **options).loss(nn.Identity(), (inputs, classes))
+    alone, _ = Distillation(**options).loss(nn.Identity(), (inputs[:2], classes[:2]))
+    assert loss.item() == pytest.approx(alone.item())
+
+
+@pytest.mark.parametrize("filler", [-1, -100, 2])
+def test_labels_outside_of_0_to_1_are_refused(filler: int) -> None:
+    with pytest.raises(UsageError, match="task multilabel takes labels from 0 to 1"):
+        Multilabel().count((torch.zeros(2, 2), torch.tensor([[0, 1], [filler, 1]])))
+    assert Multilabel().count((torch.zeros(1, 2), torch.tensor([[0.5, 1]]))) is None  # type: ignore[func-returns-value]
 
 
 def test_it_reports_the_metrics_that_it_is_given_by_name() -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from ddpforge.builtin.datasets.digits import Digits
 from ddpforge.builtin.datasets.views import TwoViews
+from ddpforge.builtin.metrics.confusion import F1
 from ddpforge.builtin.models.unet import UNet
 from ddpforge.builtin.tasks.multilabel import Multilabel
 from ddpforge.builtin.tasks.segmentation import Segmentation
@@ -38,6 +39,16 @@ def test_pixels_weigh_the_same_and_ignored_ones_nothing() -> None:
     assert task.count((logits, classes)) == 5
     iou: Any = task.metrics(outputs, (logits, classes))["iou"]
     assert task.reports["iou"].finish(iou.sum, iou.count) == pytest.approx((1 / 5 + 0 + 0 + 0 + 0) / 5)
+
+
+def test_metrics_of_pixels_leave_out_what_the_loss_leaves_out() -> None:
+    """One pixel of two is ignored, the other one is right."""
+    task = Segmentation(metrics=[F1(), F1(average="micro", ignore_index=7)])
+    logits = torch.tensor([[[[9.0, 9.0]], [[0.0, 0.0]]]])
+    classes = torch.tensor([[[0, 255]]])
+    found: Any = task.metrics(logits, (logits, classes))
+    assert task.reports["f1"].finish(found["f1"].sum, found["f1"].count) == 1.0
+    assert found["f1_micro"].count == 2, "an option of the metric's own stays"
 
 
 def test_traits_of_digits() -> None:
