@@ -92,6 +92,7 @@ def options_model(
 ) -> type[BaseModel]:
     """The keyword parameters of `component` as a strict model, without those that ddpforge hands over.
 
+    These are the parameters named in `given` that have no default: one that has is an option of the component's own.
     `registry` and `base` resolve nested components. Raises PluginError when the signature breaks the
     contract, with a message that continues the component's name.
     """
@@ -134,7 +135,7 @@ def _fields(
         if parameter.kind is parameter.VAR_KEYWORD:
             extra = "allow"
             continue
-        if name in given:
+        if name in given and parameter.default is parameter.empty:
             continue
 
         required = parameter.default is parameter.empty

@@ -183,23 +183,25 @@ class Registry:
             ) from breach
 
     def build(self, kind: str, component: Chosen, **given: Any) -> Any:
-        """Calls the component with its validated options, and with those of `given` that its signature names.
+        """Calls the component with its validated options, and with those of `given` that its signature asks for.
 
-        Raises RefusedOptions when the component refuses its options, with a TypeError or ValueError that it raises
+        A signature asks for a value with a parameter of that name and no default. Raises RefusedOptions when the component refuses its options, with a TypeError or ValueError that it raises
         itself, and BuildFailed for such an error from elsewhere and for a sys.exit; any other exception of its own
         passes.
         """
         function = self.load(kind, component.use, component.base)
-        if taken := sorted(component.options.keys() & KINDS[kind].given.keys()):
+        parameters = inspect.signature(function).parameters
+        own = {name for name, parameter in parameters.items() if parameter.default is not parameter.empty}
+        if taken := sorted((component.options.keys() & KINDS[kind].given.keys()) - own):
             raise PluginError(
                 f"`{taken[0]}` is not an option of {kind} `{component.use}`: ddpforge hands it over",
                 hints=[f"remove `{taken[0]}` from the recipe"],
             )
 
         options = {name: self._build_nested(value, given) for name, value in component.options.items()}
-        accepted = inspect.signature(function).parameters
+        handed = {name: value for name, value in given.items() if name in parameters and name not in own}
         try:
-            return function(**options, **{name: value for name, value in given.items() if name in accepted})
+            return function(**options, **handed)
         except SystemExit as error:  # would end the process with an exit code of its own
             raise BuildFailed(kind, component.use, error) from error
         except (TypeError, ValueError) as error:

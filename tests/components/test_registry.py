@@ -1,5 +1,6 @@
 """How names become components: the index, the four ways to name one, what is wrong with broken ones, building."""
 
+import json
 import os
 import pickle
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fake_distributions import forgetting_modules_below, install
+from pydantic import ValidationError
 from torch import nn
 
 from ddpforge.components.errors import (
@@ -501,6 +503,33 @@ def test_what_ddpforge_hands_over_is_refused_as_an_option(folder: Path, kind: st
 
     with pytest.raises(PluginError, match=f"`{name}` is not an option of {kind} `./parts.py:part`"):
         Registry().build(kind, component, **{name: 2})
+
+
+@pytest.mark.parametrize("kind", ["data", "order"])
+def test_a_parameter_with_a_default_is_the_components_own_and_nothing_is_handed_over_for_it(
+    folder: Path, kind: str
+) -> None:
+    """A dataset with `seed: int = 42` once got train.seed, for training and evaluation alike."""
+    write(
+        folder / "parts.py",
+        """
+        class Own:
+            epoch_order = None
+            def __init__(self, *, seed: int = 42): self.seed = seed
+            def __len__(self): return 1
+            def __getitem__(self, i): return self.seed
+        class Asks(Own):
+            def __init__(self, *, seed: int): self.seed = seed
+        """,
+    )
+
+    def built(name: str, **options: Any) -> Any:
+        table = Registry().options_model(kind, f"./parts.py:{name}", folder).model_validate_json(json.dumps(options))
+        return Registry().build(kind, Component(use=f"./parts.py:{name}", options=dict(table), base=folder), seed=7)
+
+    assert [built("Own").seed, built("Own", seed=3).seed, built("Asks").seed] == [42, 3, 7]
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        built("Asks", seed=3)
 
 
 def test_options_that_the_component_refuses_itself() -> None:

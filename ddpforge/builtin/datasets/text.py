@@ -72,7 +72,7 @@ class Text:
             bool,
             Field(description="Begin each sample at a random place of its block, another one in every epoch."),
         ] = False,
-        seed: int = 0,
+        seed: int,
     ) -> None:
         self.block_size, self.level = block_size, level
         self._random_offsets, self._seed = random_offsets, seed

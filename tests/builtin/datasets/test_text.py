@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 # ---------------------------------------------------------------------------------------------- samples
 def test_targets_are_the_inputs_one_token_later_and_samples_follow_one_another(file: Path) -> None:
-    data = Text(path=file, split="train", block_size=8)  # 90 bytes: 11 blocks and a target
+    data = Text(path=file, split="train", block_size=8, seed=0)  # 90 bytes: 11 blocks and a target
     assert len(data) == 11
     inputs, targets = data[1]
     assert inputs.tolist() == [8, 9, 10, 11, 12, 13, 14, 15]
@@ -39,13 +39,13 @@ def test_targets_are_the_inputs_one_token_later_and_samples_follow_one_another(f
 
 
 def test_every_token_but_the_first_is_predicted_exactly_once(file: Path) -> None:
-    data = Text(path=file, split="train", block_size=8)
+    data = Text(path=file, split="train", block_size=8, seed=0)
     _, targets = data.__getitems__(list(range(len(data))))
     assert targets.flatten().tolist() == list(range(1, 89))
 
 
 def test_a_batch_is_what_fetching_its_samples_one_by_one_gives(file: Path) -> None:
-    data, ids = Text(path=file, split="train", block_size=8), [3, 0, 10, 3]
+    data, ids = Text(path=file, split="train", block_size=8, seed=0), [3, 0, 10, 3]
     batch = data.collate(data.__getitems__(ids))
     for part, tensor in enumerate(batch):
         assert (tensor.shape, tensor.dtype) == ((4, 8), torch.int64)
@@ -71,7 +71,7 @@ def test_random_offsets_move_samples_within_their_blocks_anew_every_epoch(file: 
 
 def test_it_survives_pickling_at_the_cost_of_one_byte_per_token(folder: Path) -> None:
     (folder / "large.txt").write_bytes(bytes(1_000_000))
-    data = Text(path=folder, split="train", block_size=8)
+    data = Text(path=folder, split="train", block_size=8, seed=0)
     pickled = pickle.dumps(data)
     assert 1_000_000 < len(pickled) < 1_010_000
     assert torch.equal(pickle.loads(pickled)[0][0], data[0][0])
@@ -80,8 +80,8 @@ def test_it_survives_pickling_at_the_cost_of_one_byte_per_token(folder: Path) ->
 # ---------------------------------------------------------------------------------------------- splits
 @pytest.mark.parametrize(("fraction", "cut"), [(0.1, 90), (0.5, 50)])
 def test_of_one_file_the_tail_is_held_out(file: Path, fraction: float, cut: int) -> None:
-    train = Text(path=file, split="train", block_size=1, eval_fraction=fraction)
-    held_out = Text(path=file, split="eval", block_size=1, eval_fraction=fraction)
+    train = Text(path=file, split="train", block_size=1, eval_fraction=fraction, seed=0)
+    held_out = Text(path=file, split="eval", block_size=1, eval_fraction=fraction, seed=0)
     assert tokens(train) == list(range(cut))
     assert tokens(held_out) == list(range(cut, 100))
 
@@ -93,7 +93,7 @@ def test_of_a_folder_whole_files_are_held_out_evenly_spread(folder: Path, fracti
     parts = {}
     split: Literal["train", "eval"]
     for split in ("train", "eval"):
-        found = tokens(Text(path=folder, split=split, block_size=1, eval_fraction=fraction))
+        found = tokens(Text(path=folder, split=split, block_size=1, eval_fraction=fraction, seed=0))
         assert found == sorted(found)
         parts[split] = sorted(set(found))
         assert len(found) == 20 * len(parts[split])
@@ -102,23 +102,23 @@ def test_of_a_folder_whole_files_are_held_out_evenly_spread(folder: Path, fracti
 
 def test_suffixes_choose_among_the_files_of_a_folder(folder: Path) -> None:
     (folder / "notes.md").write_bytes(bytes([77] * 20))
-    assert 77 in tokens(Text(path=folder, split="train", block_size=1))
-    assert 77 not in tokens(Text(path=folder, split="train", block_size=1, suffixes=[".txt"]))
+    assert 77 in tokens(Text(path=folder, split="train", block_size=1, seed=0))
+    assert 77 not in tokens(Text(path=folder, split="train", block_size=1, suffixes=[".txt"], seed=0))
 
 
 def test_without_a_path_it_is_the_source_of_the_standard_library() -> None:
-    train, held_out = Text(split="train"), Text(split="eval")
+    train, held_out = Text(split="train", seed=0), Text(split="eval", seed=0)
     assert 5_000_000 < (len(train) + len(held_out)) * 256 < 50_000_000
     assert 0.05 < len(held_out) / (len(train) + len(held_out)) < 0.2
-    assert torch.equal(train[1000][0], Text(split="train")[1000][0])
+    assert torch.equal(train[1000][0], Text(split="train", seed=0)[1000][0])
 
 
 # ---------------------------------------------------------------------------------------------- tokens
 def test_characters_are_numbered_in_order_over_both_splits(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("abcabcab\nß", encoding="utf-8")
-    train = Text(path=file, split="train", block_size=1, level="characters", eval_fraction=0.2)
-    held_out = Text(path=file, split="eval", block_size=1, level="characters", eval_fraction=0.2)
+    train = Text(path=file, split="train", block_size=1, level="characters", eval_fraction=0.2, seed=0)
+    held_out = Text(path=file, split="eval", block_size=1, level="characters", eval_fraction=0.2, seed=0)
     assert train.alphabet == held_out.alphabet == "\nabcß"
     assert train.vocab_size == held_out.vocab_size == 5
     assert tokens(train) == [1, 2, 3, 1, 2, 3, 1, 2]
@@ -128,49 +128,49 @@ def test_characters_are_numbered_in_order_over_both_splits(tmp_path: Path) -> No
 def test_more_than_256_characters_keep_their_numbers(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("".join(map(chr, range(0x4E00, 0x4E00 + 500))), encoding="utf-8")
-    data = Text(path=file, split="train", block_size=1, level="characters")
+    data = Text(path=file, split="train", block_size=1, level="characters", seed=0)
     assert data.vocab_size == 500
     assert tokens(data) == list(range(450))
 
 
 def test_bytes_have_a_vocabulary_of_256_whatever_occurs(file: Path) -> None:
-    data = Text(path=file, split="train", block_size=8)
+    data = Text(path=file, split="train", block_size=8, seed=0)
     assert (data.vocab_size, data.block_size, data.level, data.random) == (256, 8, "bytes", False)
 
 
 # ---------------------------------------------------------------------------------------------- refusals
 def test_too_little_text_says_how_much_there_is_and_how_much_is_needed(file: Path) -> None:
     with pytest.raises(ValueError, match=r"the eval part of .* holds 10 bytes; .*block_size = 10 needs 11"):
-        Text(path=file, split="eval", block_size=10)
-    assert len(Text(path=file, split="eval", block_size=9)) == 1
+        Text(path=file, split="eval", block_size=10, seed=0)
+    assert len(Text(path=file, split="eval", block_size=9, seed=0)) == 1
 
 
 def test_an_empty_file_is_too_little_text(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     with pytest.raises(ValueError, match="holds 0 characters"):
-        Text(path=tmp_path / "empty.txt", split="train", level="characters")
+        Text(path=tmp_path / "empty.txt", split="train", level="characters", seed=0)
 
 
 def test_a_missing_path_is_named(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match=r"no such file or folder: .*nowhere"):
-        Text(path=tmp_path / "nowhere", split="train")
+        Text(path=tmp_path / "nowhere", split="train", seed=0)
 
 
 def test_no_file_with_the_suffix_is_named(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no files ending in \['\.rst'\]"):
-        Text(path=folder, split="train", suffixes=[".rst"])
+        Text(path=folder, split="train", suffixes=[".rst"], seed=0)
 
 
 def test_suffixes_without_a_folder_are_refused(file: Path) -> None:
     for path in (file, None):
         with pytest.raises(ValueError, match="suffixes chooses among the files of a folder"):
-            Text(path=path, split="train", suffixes=[".txt"])
+            Text(path=path, split="train", suffixes=[".txt"], seed=0)
 
 
 def test_characters_of_a_file_that_is_not_utf8_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("straße".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin.txt is not UTF-8: .* position 4.*level = \"bytes\""):
-        Text(path=tmp_path / "latin.txt", split="train", level="characters")
+        Text(path=tmp_path / "latin.txt", split="train", level="characters", seed=0)
 
 
 # ---------------------------------------------------------------------------------------------- streams
@@ -179,7 +179,7 @@ def test_a_stream_has_the_samples_of_the_text_in_memory(tmp_path: Path, block_si
     content = bytes(range(250)) * 4
     (tmp_path / "whole.txt").write_bytes(content)
     (tmp_path / "head.txt").write_bytes(content[:900])
-    memory = Text(path=tmp_path / "whole.txt", split="train", block_size=block_size)
+    memory = Text(path=tmp_path / "whole.txt", split="train", block_size=block_size, seed=0)
     stream = StreamedText(path=tmp_path / "head.txt", block_size=block_size)
 
     streamed = stream.collate(list(stream))

@@ -80,13 +80,13 @@ def test_bits_are_per_byte_when_tokens_are_bytes(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text " * 100)
     model, task = GPT(layers=1, width=8, heads=1, block_size=8), LanguageModelling()
     for level, name in (("bytes", "bits_per_byte"), ("characters", "bits_per_token")):
-        data = Text(path=tmp_path / "text.txt", split="train", block_size=8, level=level)  # type: ignore[arg-type]
+        data = Text(path=tmp_path / "text.txt", split="train", block_size=8, level=level, seed=0)  # type: ignore[arg-type]
         task.check(model, data)
         assert task.finish({"loss": math.log(2)})[name] == 1.0
 
 
 def test_data_that_the_model_cannot_hold_is_refused_with_the_option_to_change() -> None:
-    data, task = Text(split="eval", block_size=64), LanguageModelling()
+    data, task = Text(split="eval", block_size=64, seed=0), LanguageModelling()
     task.check(nn.Identity(), data)
     with pytest.raises(ValueError, match=r"256 different tokens, but the model takes 100; set model.vocab_size = 256"):
         task.check(GPT(vocab_size=100, layers=1, width=8), data)
