@@ -75,7 +75,7 @@ def foreseen(recipe: str, sets: Sequence[str], ranks: int, device: str | None, *
 
 
 def _build(parts: "Parts") -> str:
-    from ddpforge.training.building import build_data_and_model, shares_of
+    from ddpforge.training.building import build_data_and_model, shares_of, short_steps
     from ddpforge.training.trying import try_out
 
     build_data_and_model(parts, meta=True)
@@ -86,6 +86,7 @@ def _build(parts: "Parts") -> str:
         f"{parts.size.all:,} parameters, {parts.size.trainable:,} of them trainable",
         f"{steps:,} steps" if steps is not None else f"{parts.recipe.train.length} of training",
     ]
+    lines += [note] if (note := short_steps(parts)) else []
     lines += [f"optimizer of {share}" for share in shares_of(parts)]
     for key, rehearsal in tried.items():
         numbers = "".join(f", {name} {value:.4g}" for name, value in rehearsal.metrics.items())

@@ -185,7 +185,9 @@ class Registry:
     def build(self, kind: str, component: Chosen, **given: Any) -> Any:
         """Calls the component with its validated options, and with those of `given` that its signature asks for.
 
-        A signature asks for a value with a parameter of that name and no default. Raises RefusedOptions when the component refuses its options, with a TypeError or ValueError that it raises
+        A signature asks for a value with a parameter of that name and no default.
+
+        Raises RefusedOptions when the component refuses its options, with a TypeError or ValueError that it raises
         itself, and BuildFailed for such an error from elsewhere and for a sys.exit; any other exception of its own
         passes.
         """

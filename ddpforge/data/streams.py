@@ -91,10 +91,12 @@ class Stream(IterableDataset[MicroBatch]):
         for epoch in count():
             stream, empty = _Pass(self.data, epoch, mix(self.terms.seed, _PASS, epoch)), True
             while samples := stream.read(self.terms.global_batch):
+                stream.refuse_another_length()
                 if len(samples) < self.terms.global_batch and self.terms.drop_last:
                     break
                 empty = False
                 yield samples
+            stream.refuse_another_length(ended=True)
             if empty:
                 too_few = "less than one batch" if self.terms.drop_last else "no sample"
                 raise PluginError(
@@ -111,16 +113,40 @@ class _Pass:
     def __init__(self, data: Any, epoch: int, seed: int) -> None:
         if hasattr(data, "set_epoch"):
             data.set_epoch(epoch)
+        self._data, self._epoch, self._count = data, epoch, 0
+        self._length: int | None = len(data) if hasattr(data, "__len__") else None
         self._state = RandomState(seed) if getattr(data, "random", True) else None
         self._samples = iter(data)
         if self._state:
             self._state.keep()
 
     def read(self, number: int) -> list[Any]:
-        """The next samples, fewer at the end."""
+        """Returns the next samples, fewer at the end."""
         if self._state is None:
-            return list(islice(self._samples, number))
-        self._state.resume()
-        samples = list(islice(self._samples, number))
-        self._state.keep()
+            samples = list(islice(self._samples, number))
+        else:
+            self._state.resume()
+            samples = list(islice(self._samples, number))
+            self._state.keep()
+        self._count += len(samples)
         return samples
+
+    def refuse_another_length(self, *, ended: bool = False) -> None:
+        """Raises PluginError where the data has another number of samples than its `__len__` promises.
+
+        The run's length is counted by that promise: another number would train another number of epochs. At the last
+        sample that was promised it asks for one more, as a run may end there.
+        """
+        if self._length is None or (self._count < self._length and not ended):
+            return
+        if self._count == self._length and not self.read(1):
+            return
+        found = f"{self._count} of them came" if self._count < self._length else "there are more"
+        raise PluginError(
+            f"the iterable dataset {type(self._data).__name__} promises {self._length} samples by its `__len__`, and "
+            f"in epoch {self._epoch} (0 is the first) {found}",
+            hints=[
+                "let `__len__` be the number of samples of a pass, over all ranks and loader processes, or leave it "
+                "out and give train.length in steps"
+            ],
+        )

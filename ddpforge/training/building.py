@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -33,7 +34,9 @@ from ddpforge.training.sums import SMALL
 from ddpforge.training.turns import draws_of
 from ddpforge.training.whole_batch import Even, refusal_of_end, refusal_of_order
 
-__all__ = ["WEIGHTS", "build_data_and_model", "deal_out", "own_order", "plan_steps", "shares_of"]
+__all__ = ["WEIGHTS", "build_data_and_model", "deal_out", "own_order", "plan_steps", "shares_of", "short_steps"]
+
+log = logging.getLogger("ddpforge")
 
 WEIGHTS = 0x1217  # keeps the random numbers of initial weights apart from all others
 
@@ -271,7 +274,17 @@ def deal_out(parts: Parts, world: World) -> None:
     }
     if workers == "auto":
         _serve(parts, world.device)
+    if parts.trains and world.is_main and (note := short_steps(parts)):
+        log.warning("%s", note)
     parts.is_open = True
+
+
+def short_steps(parts: Parts) -> str:
+    """Describes steps that are all smaller than the recipe asks for, as the data has fewer samples; empty otherwise."""
+    order, batch = parts.order, parts.recipe.train.global_batch
+    if not isinstance(order, EpochOrder) or order.places >= batch:
+        return ""
+    return f"every step has {order.places} samples, not train.global_batch = {batch}: an epoch has no more"
 
 
 def _serve(parts: Parts, device: torch.device) -> None:

@@ -691,3 +691,40 @@ def test_loader_processes_of_an_evaluation_wait_for_the_next_also_after_one_that
     assert os.getpid() not in first
     next(iter(batches.evaluation()))
     assert evaluated() == (samples, first)
+
+
+# ---------------------------------------------------------------------------------------------- promises
+class Promising:
+    """A stream that promises `length` samples and gives `samples`."""
+
+    def __init__(self, samples: int, length: int) -> None:
+        self.samples, self.length = samples, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.samples))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("length", "found"), [(4, "there are more"), (8, "there are more"), (16, "10 of them came")])
+def test_a_stream_whose_length_is_not_what_it_promises_is_refused(length: int, found: str, workers: int) -> None:
+    """Counted by 4, "3 epochs" of 10 samples were 18."""
+    batches = deal(Promising(10, length), batch=4, micro=2, shuffle=False, workers=workers)
+    with pytest.raises(PluginError, match=f"Promising promises {length} samples .* {found}") as refused:
+        steps(batches, 4)
+    assert "leave it out" in refused.value.hints[0]
+
+
+def test_a_length_that_is_too_small_is_found_at_its_last_sample_as_a_run_may_end_there() -> None:
+    with pytest.raises(PluginError, match="promises 8 samples"):
+        steps(deal(Promising(10, 8), batch=4, micro=4, shuffle=False), 2)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_stream_that_keeps_its_promise_is_read_in_epochs_of_it(drop_last: bool) -> None:
+    batches = deal(Promising(10, 10), batch=4, micro=4, shuffle=False, drop_last=drop_last)
+    per_epoch = [[0, 1, 2, 3], [4, 5, 6, 7], *([] if drop_last else [[8, 9]])]
+    assert steps(batches, 2 * len(per_epoch)) == per_epoch * 2
+    assert [ids(micro) for micro in batches.evaluation()][-1] in ([8, 9], [4, 5, 6, 7])

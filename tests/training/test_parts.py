@@ -6,17 +6,20 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from doubles import Plain
 
+from ddpforge.builtin.orders.plain import Shuffled
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ForgeError, RecipeError, UsageError
 from ddpforge.interfaces import World
 from ddpforge.ranks.collectives import Alone
 from ddpforge.recipe import load_recipe
-from ddpforge.training.building import build_data_and_model, deal_out
+from ddpforge.training.building import build_data_and_model, deal_out, short_steps
 from ddpforge.training.foreseeing import foresee
 from ddpforge.training.parts import Parts
 from ddpforge.training.trying import rehearse_training, try_out
@@ -657,3 +660,11 @@ def test_the_first_micro_batch_is_that_of_training() -> None:
     batches.first()
     assert next(batches.training(1)).data.tolist() == wanted[1]
     assert next(batches.training(0)).data.tolist() == wanted[0]
+
+
+@pytest.mark.parametrize(("samples", "note"), [(3, "every step has 3 samples, not train.global_batch = 8"), (8, "")])
+def test_steps_that_the_data_cannot_fill_are_described(samples: int, note: str) -> None:
+    order = Shuffled(range(samples), 0, 8, False)
+    parts: Any = SimpleNamespace(order=order, recipe=SimpleNamespace(train=SimpleNamespace(global_batch=8)))
+    assert short_steps(parts).startswith(note)
+    assert bool(short_steps(parts)) == bool(note)

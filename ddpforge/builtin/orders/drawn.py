@@ -21,7 +21,8 @@ _STEPS, _CLASSES, _MEMBERS, _OFFSET = 0x57E9, 0xC1A5, 0x3E3B, 0x0FF5  # keep the
 class Balanced(EpochOrder):
     """All classes equally often: their numbers in a step, and in an epoch, differ by one at most.
 
-    Classes take turns from step to step; within a step their order is random.
+    Classes take turns from step to step; within a step their order is random. All samples of a class come before one
+    of them comes again, also where an epoch ends in between. With `epoch = "smallest"` each epoch draws anew.
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class Balanced(EpochOrder):
         self._counts = counts.astype(np.uint64)
         self._first = np.cumsum(self._counts) - self._counts
         self._replacement, self._seed = replacement, seed
+        self._goes_on = epoch == "all"
+        self._used = min(places, self.steps_per_epoch * global_batch)  # of an epoch's places
 
     def at(self, epochs: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
         """For each place the class, and the member of it."""
@@ -66,6 +69,8 @@ class Balanced(EpochOrder):
         begins = steps * np.uint64(self.global_batch)
         sizes = np.minimum(np.uint64(self.global_batch), np.uint64(self.places) - begins)
         places = begins + permute(within, key(epochs, steps), sizes, mix(self._seed, _STEPS))
+        if self._goes_on:  # one row of places over all epochs
+            places, epochs = epochs * np.uint64(self._used) + places, np.zeros_like(epochs)
         turns, within = np.divmod(places, np.uint64(len(self._counts)))
         chosen = permute(within, epochs, len(self._counts), mix(self._seed, _CLASSES))
         counts, seed = self._counts[chosen], mix(self._seed, _MEMBERS)
