@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from os import getpid
 from pathlib import Path
 from socket import gethostname
 from typing import Any
 
 from ddpforge.checkpoint.manager import Checkpoints
+from ddpforge.checkpoint.reader import Reader
 from ddpforge.confidential import redacted
-from ddpforge.errors import Diverged, ExitCode, ForgeError, PeerFailed, UsageError
+from ddpforge.errors import CheckpointError, Diverged, ExitCode, ForgeError, PeerFailed, UsageError
 from ddpforge.interfaces import Tracker, World
 from ddpforge.launchers.verdict import is_launched
 from ddpforge.plan import Window
@@ -31,6 +33,7 @@ from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe
 from ddpforge.runs.changes import refuse_finished
 from ddpforge.runs.folder import RecipeSnapshot, RunFolder, State, Status
+from ddpforge.runs.metrics import JSONLTracker
 from ddpforge.runs.mirror import Mirror
 from ddpforge.runs.opening import Opened, mention_what_is_lost
 from ddpforge.runs.shown import ShownFiles
@@ -38,6 +41,7 @@ from ddpforge.training.assemble import assemble, ending
 from ddpforge.training.building import build_data_and_model, deal_out
 from ddpforge.training.callbacks import refuse_state
 from ddpforge.training.contract import contract_of
+from ddpforge.training.fingerprint import DataPrint, compare_built, refuse_changed_data
 from ddpforge.training.left_out import has_left_out
 from ddpforge.training.loop import Around, Trainer
 from ddpforge.training.memory import explained, held
@@ -102,7 +106,8 @@ class Attempt:
         peers: Peers,
         *,
         claims: ExitStack,
-        is_built: bool,
+        prints: Mapping[str, DataPrint] | None,
+        allow_change: Sequence[str],
         room: Room,
         mirror: Mirror | None = None,
         max_time: str | None = None,
@@ -110,13 +115,16 @@ class Attempt:
     ) -> None:
         """`claims` holds the folder; the attempt takes it over when it runs, and ends the `mirror`, on rank 0.
 
-        Steps of a `window` are profiled.
+        `prints` are the fingerprints of the data, where data and model are built. `allow_change` names what may differ
+        from the run that is resumed. Steps of a `window` are profiled.
         """
         self.folder, self.opened = folder, opened
         self.parts, self.loaded, self.recipe, self.snapshot = parts, parts.loaded, parts.recipe, snapshot
-        self.world, self._peers, self._claims, self._is_built = world, peers, claims, is_built
+        self.world, self._peers, self._claims = world, peers, claims
+        self._prints, self._allow_change = prints, allow_change
         self._mirror, self._room = mirror, room
-        self.tracker = trackers_of(parts, mirror) if world.is_main else Tracker()
+        self._record = JSONLTracker()
+        self.tracker = trackers_of(parts, mirror, self._record) if world.is_main else Tracker()
         self.trainer: Trainer | None = None
         self._halt = Halt(folder.path, max_time) if world.is_main else NoHalt()
         self._state: State = "failed"
@@ -157,12 +165,15 @@ class Attempt:
     # -- up to the first step
     def _prepare(self, life: ExitStack) -> Trainer:
         """A trainer that stands where the run has come to, when everybody is told that training begins."""
-        if not self._is_built:
+        if self._prints is None:
             build_parts(self.parts, self.world, rehearses=False)
+            self._prints = compare_built(self.parts, self.world)
         checkpoints = checkpoints_of(self.folder, self.recipe, self.world, self._peers)
         checkpoint = checkpoints.open()
         if checkpoint is None and self.world.is_main:
             mention_what_is_lost(self.folder)
+        if checkpoint:
+            on_rank_zero(self.world.all, partial(self._refuse_another_run, checkpoint, self._prints))
         initial = checkpoint is None or has_left_out(checkpoint.facts.loop)
         init_from = self.recipe.checkpoint.init_from if initial else None
         trainer = self.trainer = assemble(
@@ -183,8 +194,34 @@ class Attempt:
             self._window.refuse_after(trainer.plan.horizon.total)
         refuse_state(trainer.callbacks)
         trainer.saving.origin = on_rank_zero(self.world.all, lambda: self._begin(trainer))
+        if self.world.is_main:
+            self._follow_rows(trainer, checkpoint)
         self._begun = True
         return trainer
+
+    def _refuse_another_run(self, checkpoint: Reader, prints: Mapping[str, DataPrint]) -> None:
+        """Raises for a checkpoint that another run wrote, and for data that is no longer what it was trained on."""
+        run = checkpoint.facts.run
+        if run and run != self.folder.id:
+            raise CheckpointError(
+                f"{checkpoint.path} is a checkpoint of another run ({run}), and {self.folder.path} is the run "
+                f"{self.folder.id}",
+                hints=[
+                    "move it out of the folder; a new run begins with its weights by checkpoint.init_from",
+                ],
+            )
+        refuse_changed_data(prints, checkpoint.facts.data, self._allow_change)
+
+    def _follow_rows(self, trainer: Trainer, checkpoint: Reader | None) -> None:
+        """Has checkpoints count the rows of metrics.jsonl; logs a warning where some have gone since the last one."""
+        record = self._record
+        trainer.saving.rows = lambda: record.rows
+        before = checkpoint.facts.rows if checkpoint else None
+        if before is not None and record.rows < before:
+            log.warning(
+                "%s has %d rows up to step %d, and had %d when the checkpoint of that step was saved: rows were lost",
+                *(self.folder.metrics, record.rows, trainer.progress.step, before),
+            )
 
     def _around(self) -> Iterator[Around]:
         if self._window:
@@ -236,6 +273,8 @@ class Attempt:
         self.folder.write_status(self._status("running", begun=True))
         return {
             "recipe": self.snapshot["resolved"],
+            "run": self.folder.id,
+            "data": {key: one.as_json() for key, one in (self._prints or {}).items()},
             "lineage": self.folder.lineage(),
             "strategy": strategy,
             "world_size": self.world.all.size,
@@ -428,9 +467,9 @@ def checkpoints_of(folder: RunFolder, recipe: Recipe, world: World, peers: Peers
     )
 
 
-def trackers_of(parts: Parts, mirror: Mirror | None) -> Tracker:
+def trackers_of(parts: Parts, mirror: Mirror | None, record: JSONLTracker) -> Tracker:
     """The run's own record, the console, the mirror, and what the recipe asks for."""
-    ours: dict[str, Any] = {name: parts.registry.load("tracker", name)() for name in ("jsonl", "console")}
+    ours: dict[str, Any] = {"jsonl": record, "console": parts.registry.load("tracker", "console")()}
     ours["console"].where = where
     ours["shown"] = ShownFiles()
     if mirror:

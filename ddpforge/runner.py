@@ -45,6 +45,7 @@ from ddpforge.runs.opening import open_folder
 from ddpforge.training.assemble import evaluating
 from ddpforge.training.building import build_data_and_model
 from ddpforge.training.callbacks import overriding
+from ddpforge.training.fingerprint import compare_built
 from ddpforge.training.foreseeing import foresee
 from ddpforge.training.parts import Parts, key_of
 from ddpforge.training.prediction import INDEX, Predicted, in_order, predictions, refuse_turns
@@ -93,6 +94,7 @@ def run(
         is_new = fresh or not folder.exists()
         if is_new:
             on_every_rank(peers, lambda: build_parts(parts, world, rehearses=True))
+        prints = compare_built(parts, world) if is_new else None
         taken = snapshot(parts.loaded)
         opened = on_rank_zero(
             world.all,
@@ -104,7 +106,8 @@ def run(
                 mirror.complete()
             return Outcome(folder.path, opened.result, world.is_main)
         asked: dict[str, Any] = {"room": room, "mirror": mirror, "max_time": max_time, "window": window}
-        return Attempt(folder, opened, parts, taken, world, peers, claims=claims, is_built=is_new, **asked).run()
+        asked |= {"claims": claims, "prints": prints, "allow_change": allow_change}
+        return Attempt(folder, opened, parts, taken, world, peers, **asked).run()
 
 
 def _leave_if_asked(stop: StopRequests, world: World, peers: Peers) -> None:

@@ -32,7 +32,8 @@ class Facts:
     """A checkpoint's facts about its run, beside the state of the model, of the optimizer and of callbacks.
 
     `position` (in the data) and `loop` (loss scale, skipped steps) are JSON. `recipe` is the resolved recipe's text;
-    `lineage` tells which recipes led here.
+    `lineage` tells which recipes led here. `run` is the run's id, `data` has the fingerprints of its datasets, and
+    `rows` are those that its metrics.jsonl had; earlier versions wrote none of these.
     """
 
     step: int
@@ -44,6 +45,9 @@ class Facts:
     position: dict[str, JsonValue] = field(default_factory=dict)
     loop: dict[str, JsonValue] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    run: str = ""
+    data: dict[str, JsonValue] = field(default_factory=dict)
+    rows: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -210,4 +214,7 @@ def facts_of(manifest: Manifest) -> Facts:
         position=manifest.position,
         loop=manifest.loop,
         metrics={name: manifest.metric(name) for name in manifest.metrics},
+        run=manifest.run,
+        data=manifest.data,
+        rows=manifest.rows,
     )

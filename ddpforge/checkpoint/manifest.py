@@ -59,7 +59,7 @@ def read_manifest(path: Path, *, verify: bool = False) -> Manifest:
 def check_meaning(path: Path, manifest: Manifest) -> None:
     """Raises CheckpointError for what no run writes, though its form is right: a manifest may come from anybody."""
     flaw = position_flaw(manifest.position)
-    for name in ("position", "loop", "lineage"):
+    for name in ("position", "loop", "lineage", "data"):
         if flaw is None and _depth(getattr(manifest, name)) > _DEEPEST:
             flaw = f"{name} is nested too deeply"
     for name, value in manifest.loop.items():

@@ -141,6 +141,9 @@ class Manifest(_Facts):
     version: Literal[2] = 2
     files: dict[FileName, FileEntry]
     tensors: Tensors
+    run: str = ""
+    data: dict[str, JsonValue] = {}
+    rows: Natural | None = None
 
     def dumps(self) -> bytes:
         """The manifest as JSON."""

@@ -1,6 +1,6 @@
 """From a dataset to the micro-batches of one rank: their order, how they are fetched and moved to the device."""
 
-from ddpforge.data.fetching import Batches, check_data, open_data
+from ddpforge.data.fetching import Batches, check_data, fetch_some, open_data
 from ddpforge.data.nests import to_device
 from ddpforge.data.order import MicroBatch, RankShare, end_of_epochs
 from ddpforge.data.randomness import seed_all
@@ -12,6 +12,7 @@ __all__ = [
     "RankShare",
     "check_data",
     "end_of_epochs",
+    "fetch_some",
     "mix",
     "open_data",
     "seed_all",

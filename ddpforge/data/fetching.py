@@ -21,7 +21,7 @@ from ddpforge.errors import ForgeError, PluginError
 from ddpforge.interfaces import Order, PartedData, mix
 from ddpforge.ranks.signals import leave_stopping_to_the_rank
 
-__all__ = ["Batches", "check_data", "open_data"]
+__all__ = ["Batches", "check_data", "fetch_some", "open_data"]
 
 
 class _Fetcher(Dataset[MicroBatch]):
@@ -232,6 +232,25 @@ def open_data(
         )
     terms = Terms(global_batch=global_batch, share=share, seed=seed, drop_last=drop_last)
     return Batches(steps, data, terms, order, workers, prefetch, pin)
+
+
+def fetch_some(data: Any, places: Iterable[int], *, seed: int, workers: int) -> Iterator[tuple[int, Any]]:
+    """Fetches single samples of a dataset with a length, each as a batch of one, as training fetches them.
+
+    Where `workers` fetch in training, a loader process does so here: what a dataset opens at its first sample must not
+    be open before such processes are forked.
+    """
+    requests = [Request([place], 0, 0, 1, 1, True, 0, 0) for place in places]
+    fetcher = _Fetcher(data, seed, once=True, tells_steps=True)
+    if not workers:
+        found: Iterable[MicroBatch] = map(fetcher.__getitem__, requests)
+    else:
+        told = leave_stopping_to_the_rank()
+        found = _Loaded(
+            DataLoader(_Told(fetcher), sampler=requests, batch_size=None, num_workers=1, worker_init_fn=told)
+        )
+    for request, micro in zip(requests, found, strict=False):
+        yield request.ids[0], micro.data
 
 
 def check_data(data: Any) -> None:

@@ -36,6 +36,7 @@ class JSONLTracker(Tracker):
     Unlike other trackers this one raises EnvironmentProblem when it cannot write.
     """
 
+    rows = 0  # in the file
     _kept: FileIO
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
@@ -61,6 +62,7 @@ class JSONLTracker(Tracker):
             while left:  # a full disk takes a part, and then says so
                 left = left[self._kept.write(left) :]
             self._size = self._kept.tell()
+        self.rows += 1
 
     def rewind(self, step: int) -> None:
         """Supersedes the rows after `step`; those before are not looked at."""
@@ -75,6 +77,7 @@ class JSONLTracker(Tracker):
             _append(self._superseded, drop)  # first, so that a crash loses none
         with _explained(self._path):
             _cut(self._path, begin)
+            self.rows = _count_lines(self._path)
         self._keep()
 
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
@@ -192,6 +195,11 @@ def _sync(file: BinaryIO) -> None:
 # ---------------------------------------------------------------------------------------------- all of it
 def _attempts(*paths: Path) -> int:
     return max((row["attempt"] for path in paths for row in _parse(path)), default=0)
+
+
+def _count_lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
 
 
 def _has_zeros(path: Path) -> bool:

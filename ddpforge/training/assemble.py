@@ -23,6 +23,7 @@ from ddpforge.training.building import deal_out
 from ddpforge.training.compiling import compile_losses
 from ddpforge.training.contract import contract_of, prove
 from ddpforge.training.evaluation import Evaluator
+from ddpforge.training.fingerprint import compare_built, refuse_other_groups
 from ddpforge.training.fitness import watch_batchnorm
 from ddpforge.training.float8 import put_float8
 from ddpforge.training.freezing import hold_statistics
@@ -70,6 +71,7 @@ def assemble(
         watch_batchnorm(model, *parts.training.fewest(_batches(parts)))
         turns, blocks = list(parts.turns), recipe.train.blocks
         optimizer = build_optimizer(parts.registry, recipe.optimizer, model, turns, blocks)
+    refuse_other_groups(world.all, model, optimizer)
     replica = _prepared(parts, world, model, optimizer)
     if init_from:
         _initialise(replica, init_from, world, skip=recipe.checkpoint.init_skip)
@@ -110,6 +112,7 @@ def evaluating(
     started hear how it ended. Raises what `assemble` raises, and CheckpointError where the checkpoint does not fit.
     """
     deal_out(parts, world)
+    compare_built(parts, world)
     with ExitStack() as life:
         model = _spread(parts)
         with _recipes_fault():

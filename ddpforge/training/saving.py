@@ -41,6 +41,7 @@ class Saving:
         self.checkpoints = checkpoints
         self.settings = settings
         self.origin: Mapping[str, Any] = {}
+        self.rows: Callable[[], int | None] = lambda: None  # of metrics.jsonl, where this rank writes it
         self.step: int | None = None  # the newest that is in a checkpoint, or on its way there
         self._replica = replica
         self._callbacks, self._tracker = callbacks, tracker
@@ -68,6 +69,7 @@ class Saving:
             loop=dict(state.numbers),
             position=progress.to_json(),
             metrics=dict(metrics),
+            rows=self.rows(),
             **self.origin,
         )
         self.checkpoints.save(facts, self._own(state))

@@ -21,6 +21,7 @@ from ddpforge.ranks.join import leave
 from ddpforge.ranks.writers import Peers
 from ddpforge.runner import join_ranks, load_parts, peers_of
 from ddpforge.training.assemble import assemble
+from ddpforge.training.fingerprint import compare_built
 from ddpforge.training.loop import Trainer
 from ddpforge.training.memory import explained
 from ddpforge.training.parts import Parts
@@ -60,6 +61,7 @@ def opened(
     world = join_ranks(parts)
     peers = peers_of(parts.recipe, world)
     on_every_rank(peers, lambda: build_parts(parts, world, rehearses=True))
+    compare_built(parts, world)
     change(parts)
     try:
         with TemporaryDirectory(prefix="ddpforge-trial-") as folder, ExitStack() as life:

@@ -1,0 +1,270 @@
+"""Ranks that have built different models or data, and a resume with other data, are refused; the same are not."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpforge.errors import ForgeError, UsageError
+from ddpforge.interfaces import Ranks
+from ddpforge.ranks.collectives import Alone
+from ddpforge.testing.doubles import in_threads
+from ddpforge.training.fingerprint import (
+    DataPrint,
+    difference,
+    refuse_changed_data,
+    refuse_other_data,
+    refuse_other_groups,
+    refuse_other_models,
+)
+
+
+class Numbers:
+    """Samples are pairs of a row of numbers and a class; `number` of them, less `short`, in the order of `ids`."""
+
+    random = False
+
+    def __init__(self, ids: list[int], *, noise: float = 0.0) -> None:
+        self.ids, self.noise = ids, noise
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+        return torch.full((4,), float(self.ids[place])) * (1 + self.noise), self.ids[place] % 3
+
+
+def printed(data: Any, workers: int = 0) -> DataPrint:
+    return DataPrint(data, seed=0, workers=workers)
+
+
+def told_by_two(action: Callable[[Ranks, int], None]) -> list[str]:
+    """The errors of two ranks, empty where there is none."""
+
+    def run(ranks: Ranks) -> str:
+        try:
+            action(ranks, ranks.rank)
+        except ForgeError as error:
+            return error.message or type(error).__name__
+        return ""
+
+    return in_threads(2, run)
+
+
+# ---------------------------------------------------------------------------------------------- over ranks
+def layers(*names: str, width: int = 2, frozen: str = "") -> nn.Module:
+    model = nn.ModuleDict(OrderedDict((name, nn.Linear(width, 1, bias=False)) for name in names))
+    if frozen:
+        model[frozen].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "told"),
+    [
+        (layers("a", "b"), layers("b", "a"), "as number 0 rank 0 has parameter `a.weight`.* rank 1 has .*`b.weight`"),
+        (layers("a"), layers("a", "b"), "as number 1 rank 0 has nothing, and rank 1 has parameter `b.weight`"),
+        (
+            layers("a"),
+            layers("a", width=3),
+            r"float32 \[1, 2\]\), and rank 1 has parameter `a.weight` \(float32 \[1, 3",
+        ),
+        (layers("a"), layers("a").double(), "float64"),
+        (layers("a", "b"), layers("a", "b", frozen="b"), "rank 1 has parameter `b.weight` .*frozen"),
+        (nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False), "rank 0 has buffer `running_mean`"),
+    ],
+)
+def test_ranks_with_different_models_are_refused(one: nn.Module, other: nn.Module, told: str) -> None:
+    said = told_by_two(lambda ranks, rank: refuse_other_models(ranks, other if rank else one))
+    assert re.search(told, said[0])
+    assert said[1], "every rank ends"
+
+
+def test_ranks_with_different_groups_of_parameters_are_refused_and_stages_of_a_pipeline_are_not() -> None:
+    model = layers("a", "b")
+    parameters = list(model.parameters())
+
+    def groups(ranks: Ranks, rank: int) -> None:
+        rates = (0.1, 0.2) if rank == 0 else (0.2, 0.1)
+        optimizer = torch.optim.SGD([{"params": [p], "lr": lr} for p, lr in zip(parameters, rates, strict=True)])
+        refuse_other_groups(ranks, model, optimizer)
+
+    def stages(ranks: Ranks, rank: int) -> None:
+        stage = layers("ab"[rank])
+        refuse_other_groups(ranks, stage, torch.optim.SGD(stage.parameters(), lr=0.1 * (1 + rank)))
+
+    assert (
+        "ranks have built the optimizer differently: as number 0 rank 0 has parameter group 0" in told_by_two(groups)[0]
+    )
+    assert told_by_two(stages) == ["", ""]
+
+
+class Dice(Numbers):
+    """Samples that nobody can tell in advance."""
+
+    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+        import secrets
+
+        return torch.tensor(float(secrets.randbelow(1 << 30))), 0
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "told"),
+    [
+        (Numbers([*range(16)]), Numbers([*range(15, -1, -1)]), "sample 0 is another one"),
+        (Numbers([*range(16)]), Numbers([*range(15)]), "16 samples → 15 samples"),
+        (Numbers([*range(16)]), Numbers([*range(16)], noise=1e-7), ""),
+        (Numbers([*range(16)]), Numbers([*range(16)], noise=1e-3), "sample"),
+        (Dice([*range(16)]), Dice([*range(16)]), ""),
+        (Dice([*range(16)]), Dice([*range(15)]), "16 samples → 15 samples"),
+    ],
+)
+def test_ranks_with_different_data_are_refused(one: Any, other: Any, told: str) -> None:
+    prints = [{"train": printed(one)}, {"train": printed(other)}]
+    said = told_by_two(lambda ranks, rank: refuse_other_data(ranks, prints[rank]))
+    if told:
+        assert said[0].startswith("ranks have different data: [data.train] on rank 0 and on rank 1: ")
+        assert told in said[0]
+    assert [bool(each) for each in said] == [bool(told)] * 2
+
+
+def test_one_rank_has_none_to_be_compared_with() -> None:
+    refuse_other_models(Alone(), layers("a"))
+    refuse_other_data(Alone(), {"train": printed(Numbers([1]))})
+
+
+# ---------------------------------------------------------------------------------------------- over a resume
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_checkpoint_has_of_the_data_tells_it_from_other_data(workers: int) -> None:
+    saved = printed(Numbers([*range(32)]), workers).as_json()
+    for ids, told in (
+        ([*range(32)], ""),
+        ([*range(64)], "32 samples → 64 samples"),
+        ([*range(31), 99], "sample 31 is another one"),
+        ([*range(16), 99, *range(17, 32)], "sample 16 is another one"),
+    ):
+        assert difference(saved, printed(Numbers(ids)).as_json()) == told
+
+
+class Files(Numbers):
+    """Opens its file at the first sample, as datasets do that are to be read by loader processes."""
+
+    opened_by: ClassVar[list[int]] = []
+
+    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+        import os
+
+        self.opened_by.append(os.getpid())
+        return super().__getitem__(place)
+
+
+def test_a_dataset_that_loader_processes_read_is_not_read_in_the_process_that_forks_them() -> None:
+    data = Files([*range(8)])
+    assert len(printed(data, workers=2).samples) == 8
+    assert data.opened_by == []
+
+
+class Nested:
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, place: int) -> Mapping[str, Any]:
+        return {"text": f"line {place}", "ids": torch.arange(place), "parts": [1.5 * place, {"nan": float("nan")}]}
+
+
+def test_samples_of_any_form_are_known_again() -> None:
+    saved = printed(Nested()).as_json()
+    assert len(saved["samples"]) == 3
+    assert difference(saved, printed(Nested()).as_json()) == ""
+    assert saved["samples"]["0"] != saved["samples"]["1"]
+
+
+class Broken(Numbers):
+    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+        raise OSError("no such file")
+
+
+def test_data_that_cannot_be_read_is_left_to_training_which_says_what_is_wrong() -> None:
+    assert printed(Broken([1, 2])).as_json() == {"length": 2, "samples": {}}
+
+
+def test_a_resume_with_other_data_is_refused_unless_that_is_allowed() -> None:
+    saved = {"train": printed(Numbers([*range(4)])).as_json(), "eval": printed(Numbers([1])).as_json()}
+    now = {"train": printed(Numbers([*range(5)])), "eval": printed(Numbers([1]))}
+    with pytest.raises(UsageError, match=r"data\.train: 4 samples → 5 samples") as refused:
+        refuse_changed_data(now, saved, ["model"])
+    assert "--allow-change data.train" in refused.value.hints[1]
+    for allowed in ("data.train", "data", "data.train.path"):
+        refuse_changed_data(now, saved, [allowed])
+    refuse_changed_data(now, {}, [])  # of a checkpoint of an earlier version
+
+
+RECIPE = """
+recipe = 1
+name = "run"
+[model]
+use = "mlp"
+inputs = 1
+outputs = 1
+hidden = []
+[data.train]
+use = "./parts.py:Lines"
+[task]
+use = "regression"
+[optimizer]
+use = "sgd"
+lr = 1e-4
+[train]
+length = "3st"
+global_batch = 8
+[checkpoint]
+every = "1st"
+[track]
+every = "1st"
+"""
+CODE = """
+import torch
+from pathlib import Path
+
+class Lines:
+    random = False
+    def __init__(self): self.values = [float(line) for line in Path("data.txt").read_text().split()]
+    def __len__(self): return len(self.values)
+    def __getitem__(self, i): return torch.tensor([self.values[i]]), torch.tensor([self.values[i]])
+"""
+
+
+def test_a_file_that_grew_a_checkpoint_of_another_run_and_rows_that_were_lost_are_noticed(
+    ddpforge: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text(RECIPE)
+    (tmp_path / "parts.py").write_text(CODE)
+    lines = "\n".join(map(str, range(32)))
+    (tmp_path / "data.txt").write_text(lines)
+    ddpforge("run", "run.toml")
+    ddpforge("run", "run.toml", "name=other")
+
+    (tmp_path / "data.txt").write_text(lines + "\n40\n41\n")
+    refused = ddpforge("run", "run.toml", "train.length=5st", fails=True)
+    assert refused.codes == [2]
+    assert "data.train: 32 samples → 34 samples" in refused.stderr
+    assert ddpforge("run", "run.toml", "train.length=6st", "--allow-change", "data.train").stderr
+    (tmp_path / "data.txt").write_text(lines)
+
+    run, other = tmp_path / "runs" / "run", tmp_path / "runs" / "other"
+    rows = (other / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (other / "metrics.jsonl").write_text("".join(rows[1:]))
+    resumed = ddpforge("run", "run.toml", "name=other", "train.length=4st")
+    assert "metrics.jsonl has 2 rows up to step 3, and had 3" in resumed.stderr
+
+    (stranger,) = (run / "checkpoints").glob("step-000000006-*")
+    stranger.rename(other / "checkpoints" / stranger.name)
+    refused = ddpforge("run", "run.toml", "name=other", "train.length=20st", fails=True)
+    assert f"{stranger.name} is a checkpoint of another run" in refused.stderr
