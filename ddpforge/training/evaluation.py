@@ -6,16 +6,17 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
-from ddpforge.errors import UsageError
+from ddpforge.errors import ExitCode, PeerFailed, UsageError
 from ddpforge.interfaces import Callback, Compute, Draws, Pass, Replica, Rows, Task, Total, World
 from ddpforge.ranks import phases
-from ddpforge.training.agreement import Interrupted, Looks
+from ddpforge.training.agreement import Looks
 from ddpforge.training.callbacks import add_numbers
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.one_turn import finished, of_turn, of_turns, reports_of
@@ -26,6 +27,8 @@ __all__ = ["Evaluator", "prefix"]
 
 _EVALUATION = 0xE7A1  # keeps the random numbers of evaluation apart from all others
 _CALLBACKS = -1  # stands where a batch has its number
+_Result = tuple[MicroBatch, Any, tuple[Tensor, Any] | None]
+"""A micro-batch, the part of it that is this rank's, and its loss and outputs; None where another rank has those."""
 _COUNTED = "?counted"  # the items of a set, on a rank
 
 
@@ -55,17 +58,20 @@ class Evaluator:
         self._world, self._replica, self._task = world, replica, task
         self._seed = seed
         self.looks = Looks()  # whether to continue
+        self.failed_together = False  # whether all ranks know that the newest evaluation has failed
+        self._has_begun = False  # whether a batch has ever been evaluated
         self._meters = {turn: Meter(one, "evaluation") for turn, one in of_turns(task).items()}
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Means over each set, as of the weights after `step`; called on every rank. `prefix` begins their names.
 
-        Raises Interrupted where `looks` finds that ranks are to stop.
+        Raises Interrupted where `looks` finds that ranks are to stop. Whatever else it raises, callbacks have given
+        back the weights that they evaluate with, and `failed_together` is true if no rank waits for another.
         """
         if not self.sets:
             raise UsageError("the recipe has no [data.eval] to evaluate on")
         found: dict[str, float] = {}
-        interrupted: Interrupted | None = None
+        failure: Exception | None = None
         self.looks.restart()
         with self.evaluating():
             try:
@@ -74,10 +80,11 @@ class Evaluator:
                     found |= {f"{prefix(name)}{metric}": value for metric, value in means.items()}
                 for name, callback in self.callbacks.items():
                     self._ask(name, callback, step, found)
-            except Interrupted as error:
-                interrupted = error  # callbacks are left as if all went well: they give weights back
-        if interrupted:
-            raise interrupted
+            except Exception as error:
+                failure = error  # callbacks are left as if all went well: they give weights back
+        if failure:
+            self.failed_together |= self._world.all.size == 1
+            raise failure
         return found
 
     @contextmanager
@@ -112,6 +119,7 @@ class Evaluator:
         means = self._world.all.mean({**quantities, **size, **read.totals()}, reports_of(self._task))
         read.refuse_another(means, step=step)
         if not means.pop(_COUNTED):
+            self.failed_together = True
             raise UsageError(
                 f"no target of [{'.'.join(('data', 'eval', *([name] if name else [])))}] counts: its loss is not a "
                 "number",
@@ -123,9 +131,27 @@ class Evaluator:
         """This rank's sums and counts, and rows, with the losses of a turn; stand-ins at the end count nothing."""
         meter = self._meters[turn]
         found: dict[str, Total | Rows] = {}
-        for micro, batch, result in self.results(self._whole(micro_batches), meter.compute):
+        results = self.results(self._whole(micro_batches), meter.compute)
+        for micro, batch, result in results if self._has_begun else self._begun(results):
             add(found, meter.quantities(micro, batch, result))
         return found
+
+    def _begun(self, results: Iterator[_Result]) -> Iterator[_Result]:
+        """Yields `results`, once all ranks know that none has failed at the first of all.
+
+        A loss that cannot be evaluated fails there, on all ranks, after all that has been trained so far. Where one has
+        failed, every rank raises: what was trained can still be saved.
+        """
+        self._has_begun, failure = True, None
+        first: list[_Result] = []
+        try:
+            first.append(next(results))
+        except Exception as error:
+            failure = error
+        if any(self._world.all.everyone(failure is not None)):
+            self.failed_together = True
+            raise failure or PeerFailed(ExitCode.FAILED, "the evaluation has failed on another rank")
+        yield from chain(first, results)
 
     def _whole(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """The micro-batches, each looked at when its turn comes; raises what `check_whole` raises."""
@@ -133,9 +159,7 @@ class Evaluator:
             check_whole(self._task, micro)
             yield micro
 
-    def results(
-        self, micro_batches: Iterable[MicroBatch], compute: Compute
-    ) -> Iterator[tuple[MicroBatch, Any, tuple[Tensor, Any] | None]]:
+    def results(self, micro_batches: Iterable[MicroBatch], compute: Compute) -> Iterator[_Result]:
         """Runs forward passes: yields each micro-batch, what of it is this rank's, and what `compute` made of that.
 
         Where another rank has that, it is None.

@@ -64,6 +64,8 @@ def explain(error: Exception, task: Task, batch: Any, use: str) -> None:
     if isinstance(error, ForgeError):
         return
     error.add_note(f"in the first forward pass of {use} ({name_of(task)}.loss), of a batch of {described(batch)}")
+    if use == "evaluation" and isinstance(error, RuntimeError) and "does not require grad" in str(error):
+        error.add_note(_DERIVATIVES)
     if holds_text(batch):
         error.add_note(_TEXT)
 
@@ -137,6 +139,10 @@ def _wrong(sum: Any, count: Any) -> str | None:
     return None
 
 
+_DERIVATIVES = (
+    "an evaluation calls the loss without gradients; one that needs derivatives computes them within "
+    "`with torch.enable_grad():`, of inputs that require them: `x = x.clone().requires_grad_()`"
+)
 _ROWS = "return a row for each sample: Rows(scores, targets)"
 _TEXT = "the batch holds text; if the model was given it, make tensors of it in the dataset or its `collate(samples)`"
 _TOTAL = "return Total(values.sum(), len(values)): means are taken once, over all batches and ranks"

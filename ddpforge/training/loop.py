@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.data import Batches, MicroBatch
-from ddpforge.errors import Diverged, PluginError, UsageError
+from ddpforge.errors import CheckpointError, Diverged, PluginError, UsageError
 from ddpforge.interfaces import Callback, GoBack, Replica, Schedule, StepInfo, Task, Total, Tracker, World
 from ddpforge.launchers.verdict import record_halt
 from ddpforge.plan import Plan
@@ -558,6 +558,10 @@ class Trainer:
         except Interrupted:  # the next attempt evaluates
             self._interrupted = True
             return True
+        except Exception:
+            if self.evaluator.failed_together:
+                self._rescue()
+            raise
         self._evaluated = step
         self._log(step, row)
         keep = self._recipe.checkpoint.keep
@@ -568,6 +572,15 @@ class Trainer:
             wishes = [callback.on_eval(step, row) for callback in self.callbacks.values()]
         self._stopwatch.resume()
         return any(wishes)
+
+    def _rescue(self) -> None:
+        """Saves what was trained before an error ends the run, on all ranks; logs why where it cannot be saved."""
+        try:
+            self._save(last=True)
+            self.saving.settle(last=True)
+            log.warning("the evaluation of step %d failed; what was trained is saved", self.progress.step)
+        except CheckpointError as error:
+            log.warning("the evaluation of step %d failed, and so did saving: %s", self.progress.step, error.message)
 
     def _is_best(self, step: int) -> bool:
         return self._evaluated == step and self.saving.is_best(self.metrics)

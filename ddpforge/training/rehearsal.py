@@ -125,7 +125,8 @@ def _rehearse(
     alone = Alone(place)
     try:
         task.start(model, World(all=alone, data=alone, device=place, local_rank=0))
-        with _autocast(precision, place.type), own_random_numbers():
+        # As it is run: an evaluation computes no gradients.
+        with torch.set_grad_enabled(use == "training"), _autocast(precision, place.type), own_random_numbers():
             loss, outputs = checked_loss(task, task.loss(model, batch), gradients=use == "training")
             with torch.no_grad():
                 found = checked_metrics(task, first_metrics(task, outputs, batch))

@@ -740,6 +740,24 @@ def test_ranks_whose_callbacks_want_other_rates_are_told_so(factor: float) -> No
         loop.fit()
 
 
+# ---------------------------------------------------------------------------------------------- failing evaluations
+class Derives(Sums):
+    """A loss that needs gradients, as those of physics-informed networks do."""
+
+    def loss(self, model: Any, batch: Any) -> tuple[Tensor, Any]:
+        x = batch.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return (slope * batch).sum(), slope.detach()
+
+
+def test_an_evaluation_that_fails_ends_the_run_with_what_was_trained_saved() -> None:
+    loop = Loop(steps=6, train={"eval_every": "3st"}, task=Derives())
+    with pytest.raises(RuntimeError, match="does not require grad") as failed:
+        loop.fit()
+    assert loop.checkpoints.steps() == [3]
+    assert any("with torch.enable_grad()" in note for note in failed.value.__notes__)
+
+
 # ---------------------------------------------------------------------------------------------- targets
 class Above(Sums):
     """Only samples of at least `least` count."""

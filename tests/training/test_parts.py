@@ -77,6 +77,8 @@ class Odd(Task):
     def loss(self, model, batch):
         y = model(batch[0])
         losses = nn.functional.cross_entropy(y, batch[1], reduction="none")
+        if self.how == "derives":
+            torch.autograd.grad(losses.sum(), y, create_graph=True)
         found = {"mean": losses.mean(), "unreduced": losses, "detached": losses.sum().detach()}.get(self.how)
         found = losses.sum() if found is None else found
         return found if self.how == "alone" else (found.item(), y) if self.how == "float" else (found, y)
@@ -669,3 +671,15 @@ def test_steps_that_the_data_cannot_fill_are_described(samples: int, note: str) 
     parts: Any = SimpleNamespace(order=order, recipe=SimpleNamespace(train=SimpleNamespace(global_batch=8)))
     assert short_steps(parts).startswith(note)
     assert bool(short_steps(parts)) == bool(note)
+
+
+def test_a_loss_that_needs_gradients_is_tried_as_evaluations_call_it(parts: Callable[..., Parts]) -> None:
+    built = parts("task={use='./mine.py:Odd', how='derives'}", "data.eval={use='./mine.py:Data'}")
+    try_out(built)
+    with pytest.raises(ForgeError) as caught:
+        built.report()
+    told = str(caught.value) + " ".join(getattr(caught.value, "hints", ()))
+    problems = getattr(caught.value, "problems", [])
+    told += " ".join(f"{one.message} {' '.join(one.hints)}" for one in problems)
+    assert "a batch of [data.eval] cannot be evaluated" in told
+    assert "with torch.enable_grad()" in told
