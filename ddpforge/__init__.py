@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ddpforge.runner import Prediction as Prediction
     from ddpforge.runner import run as run
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 _LAZY = {
     **dict.fromkeys(("Recipe", "load_recipe"), "ddpforge.recipe"),
     **dict.fromkeys(("Evaluation", "Outcome", "Prediction", "run"), "ddpforge.runner"),
