@@ -311,7 +311,8 @@ class TrainSection(Section):
     )
     freeze: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.TUNABLE] = Field(
         default=(),
-        description='Parameters that are not trained, as globs over full names, e.g. "blocks.*". A BatchNorm whose'
+        description='Parameters that are not trained, as globs over full names, e.g. "blocks.*"; one with "!" takes'
+        ' parameters out again: ["*", "!head.*"] trains the head alone. A BatchNorm whose'
         " parameters are all among them keeps its statistics, too, and normalises by them.",
     )
     sync_batchnorm: Annotated[bool, Resume.TUNABLE] = Field(
