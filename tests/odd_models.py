@@ -141,6 +141,46 @@ class NormedBlocks(nn.Module):
         return self.head(x)
 
 
+class Attending(nn.Module):
+    """Works on [B, 4, 8], with biases that are not zero, and changes products in place."""
+
+    pipeline = (("enter", "rise"), "blocks", ("leave", "head"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rise = nn.Linear(1, 8)
+        self.blocks = nn.ModuleList([_Attention(bias=True), _Attention(bias=False)])
+        self.head = nn.Linear(8, 1)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.normal_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return self.rise(x[..., None])
+
+    def leave(self, x: Tensor) -> Tensor:
+        return self.head(x).mean(1)
+
+
+class _Attention(nn.Module):
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, bias=bias) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm(x)
+        q, k, v = self.q(n), self.k(n), self.v(n)
+        q *= 0.5
+        return x + self.o((q @ k.transpose(1, 2)).softmax(-1) @ v).tanh()
+
+
 class Hungry(nn.Module):
     """From the fourth training pass on it needs more memory than any machine has."""
 

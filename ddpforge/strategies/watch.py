@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpforge.errors import StrategyError, UsageError
 
-__all__ = ["Guard", "refuse_loss", "watched"]
+__all__ = ["Guard", "refuse_loss", "watched", "written"]
 
 _SHARDING = ("torch.distributed.", "deepspeed.")
 _BETWEEN = ("torch.", f"{__name__}.")  # modules through which a call comes here
@@ -104,7 +104,7 @@ class _Memory:
         return None
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors that an operator writes into."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -131,7 +131,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable and not _is_mover(sys._getframe(1)):
-            for tensor in _written(func, args, kwargs):
+            for tensor in written(func, args, kwargs):
                 if hasattr(tensor, "_local_tensor") or not (tensor.numel() or self._empty):
                     continue
                 if name := self._found().owner(tensor):
