@@ -231,6 +231,34 @@ class Odd(nn.Module):
         return self.head(y.tanh()) + sum(buffer.mean() for buffer in odd)
 
 
+class Gapped(nn.Module):
+    """Weights that are slices of larger ones or lie in other orders, two names for one of them, expanded buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(5)
+
+        def some(*size: int) -> Tensor:
+            return torch.randn(size, generator=draw) / 3
+
+        wide = some(4, 12)
+        self.left, self.right = nn.Parameter(wide[:, :3]), nn.Parameter(wide[:, 3::3])
+        self.rows = nn.Parameter(some(6, 8)[::2])
+        self.turned = nn.Parameter(some(8, 14).t()[::2])
+        self.turned_again = self.turned
+        self.column = nn.Parameter(some(8, 3)[:, :1])
+        self.frozen = nn.Parameter(some(8, 3)[:, 0], requires_grad=False)
+        self.conv = nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last)
+        self.conv.weight = nn.Parameter(self.conv.weight.detach()[:, :1])
+        self.register_buffer("scale", torch.ones(1).expand(8))
+        self.register_buffer("shift", torch.zeros(1, 8).expand(3, 8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = ((x @ self.left).tanh() @ self.rows + x @ self.right @ self.rows + self.shift.mean(0)) * self.scale
+        y = y + (y[:, :7] @ self.turned_again * self.frozen).tanh()
+        return y @ self.column + self.conv(x.view(-1, 1, 2, 2)).sum((1, 2, 3))[:, None]
+
+
 class Double(nn.Module):
     """Weights in float64."""
 

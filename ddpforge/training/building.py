@@ -27,6 +27,7 @@ from ddpforge.training.fitness import check_model
 from ddpforge.training.float8 import check_float8
 from ddpforge.training.freezing import freeze
 from ddpforge.training.loaders import served
+from ddpforge.training.memory_format import make_dense
 from ddpforge.training.optimizers import build_optimizer, check_parameters, shares
 from ddpforge.training.parameter_groups import parameter_groups
 from ddpforge.training.parts import Parts, key_of
@@ -66,6 +67,7 @@ def build_data_and_model(parts: Parts, *, meta: bool = False) -> None:
     with parts.noting("model"):
         parts.built.model = _on_meta(parts) if meta else _model(parts)
         check_model(parts.model)
+        make_dense(parts.model)
         with parts.noting("train", "freeze", faults=(ValueError,)):
             freeze(parts.model, recipe.train.freeze)
         parts.built.size = count_parameters(parts.model)
@@ -96,6 +98,7 @@ def _put_beside(parts: Parts) -> None:
         parts.beside = declared(parts.task, parts.model) if parts.built.task is not None else {}
         for name, beside in parts.beside.items():
             check_model(beside.module)
+            make_dense(beside.module)
             if f"{OWNER}{name}" in parts.recipe.callbacks:
                 raise UsageError(f"callbacks.{OWNER}{name} has the name of a module of the task", hints=["rename it"])
             if beside.weights is not None and not beside.is_saved:
