@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpforge.interfaces import Task
+from ddpforge.interfaces import Task, World
 
 
 class _Block(nn.Module):
@@ -315,6 +315,51 @@ class Hollow(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x) + self.nothing.sum()
+
+
+class Remembers(Task):
+    """A regression whose loss depends on a running mean, a bank and a counter, which `state` returns."""
+
+    keeps, apart = True, False
+
+    def __init__(self) -> None:
+        self.mean, self.bank, self.calls = torch.zeros(()), [torch.zeros(())], 0
+
+    def start(self, model: nn.Module, world: World) -> None:
+        self.ranks = world.data
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        outputs = model(batch[0])
+        scale = 1 + self.mean + sum(self.bank) / 9 + self.calls / 99
+        loss = (outputs - batch[1]).square().sum() * scale
+        if model.training:
+            mean = outputs.detach().mean()
+            mean = mean if self.apart else self.ranks.sum(mean) / self.ranks.size
+            self.mean = 0.9 * self.mean + 0.1 * mean
+            self.bank = [*self.bank, mean][-3:]
+            self.calls += 1
+        return loss, None
+
+    def state(self) -> dict[str, Any]:
+        return {"mean": self.mean, "bank": torch.stack(self.bank), "calls": self.calls} if self.keeps else {}
+
+    def load_state(self, state: Any) -> None:
+        self.mean, self.bank, self.calls = state["mean"], list(state["bank"]), state["calls"]
+
+
+class Forgets(Remembers):
+    """The same, and nothing of it is saved."""
+
+    keeps = False
+
+    def load_state(self, state: Any) -> None:
+        pass
+
+
+class Apart(Remembers):
+    """The same, of the samples of each rank."""
+
+    apart = True
 
 
 class Penalty(Task):

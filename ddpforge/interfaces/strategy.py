@@ -197,6 +197,7 @@ class Replica(ABC):
     module: nn.Module  # what forward passes call
     bare: nn.Module  # the same as the recipe's component built it, for names and buffers
     weights: Weights
+    computes_loss: bool = True  # False on ranks that pass their outputs on to others, which call the task's `loss`
 
     # -- one step
     def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:

@@ -32,6 +32,7 @@ from ddpforge.training.optimizers import build_optimizer, check_parameters, shar
 from ddpforge.training.parameter_groups import parameter_groups
 from ddpforge.training.parts import Parts, key_of
 from ddpforge.training.sums import SMALL
+from ddpforge.training.task_state import NAME, has_state, refuse_parameters
 from ddpforge.training.turns import draws_of
 from ddpforge.training.whole_batch import Even, refusal_of_end, refusal_of_order
 
@@ -95,7 +96,15 @@ def _put_beside(parts: Parts) -> None:
     """Asks the task for the modules beside the model, and whether they will do."""
     parts.beside = {}
     with parts.noting("task"):
-        parts.beside = declared(parts.task, parts.model) if parts.built.task is not None else {}
+        if parts.built.task is None:
+            return
+        parts.beside = declared(parts.task, parts.model)
+        if parts.trains:
+            refuse_parameters(parts.task, parts.model, parts.beside.values())
+        if has_state(parts.task) and NAME in parts.recipe.callbacks:
+            raise UsageError(
+                f"callbacks.{NAME} has the name under which the task's state is saved", hints=["rename it"]
+            )
         for name, beside in parts.beside.items():
             check_model(beside.module)
             make_dense(beside.module)
