@@ -134,7 +134,7 @@ def evaluating(
 
 # ---------------------------------------------------------------------------------------------- what both are made of
 def _beside(parts: Parts, world: World, replica: Replica, *, begins: bool) -> dict[str, Callback]:
-    """What a checkpoint holds of the task: modules beside the model, and its own state, by their names there."""
+    """Returns what checkpoints hold of the task, by name: modules beside the model, and its own state."""
     found: dict[str, Callback] = {**place(parts.beside, parts.strategy, replica, world, begins=begins)}
     return {**found, NAME: TaskState(parts.task, replica, world.all)} if has_state(parts.task) else found
 
