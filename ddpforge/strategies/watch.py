@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
@@ -214,7 +214,39 @@ class _Gradients(TorchFunctionMode):
         if self._sharded and func in _EMBEDDINGS and kwargs.get("sparse"):
             for tensor in args[:2]:  # the weight is the first or the second
                 self._refuse_sparse(tensor)
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if "DTensor" in str(error):
+                self._refuse_parts(func, (*args, *kwargs.values()), error)
+            raise
+
+    def _refuse_parts(self, func: Any, given: Iterable[Any], error: RuntimeError) -> None:
+        """Raises StrategyError for a tensor of which ranks have parts, where torch takes whole ones only."""
+        parts = [x for each in given for x in (each if isinstance(each, list | tuple) else (each,))]
+        parts = [x for x in parts if isinstance(x, Tensor) and hasattr(x, "_local_tensor")]
+        what = f"`{getattr(func, '__name__', func)}`"
+        for name, parameter in self._model.named_parameters():
+            if any(x is parameter for x in parts):
+                raise StrategyError(
+                    f"{what} uses parameter `{name}` where this rank has a part of it: sharded weights are whole only "
+                    "within the forward of the block that they belong to",
+                    hints=[
+                        "call the module that has the parameter, or use it in the forward of its block",
+                        "or name in train.blocks a class that has both the parameter and what uses it",
+                        'or set strategy.use = "ddp"',
+                    ],
+                ) from error
+        if parts:
+            raise StrategyError(
+                f"{what} mixes whole tensors with one of which each rank has a part: logits that strategy.loss = "
+                '"vocabulary" leaves cut, or what is computed of a sharded weight outside of its block',
+                hints=[
+                    "give such logits to torch.nn.functional.cross_entropy alone, without label_smoothing and weight, "
+                    "or leave strategy.loss out",
+                    'or set strategy.use = "ddp"',
+                ],
+            ) from error
 
     def _refuse_sparse(self, weight: Tensor) -> None:
         if name := _Memory(self._model).owner(weight):
