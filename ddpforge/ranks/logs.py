@@ -5,9 +5,12 @@ import os
 import socket
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 
+from ddpforge import disk
 from ddpforge.confidential import redact
+from ddpforge.errors import EnvironmentProblem
 
 logger = logging.getLogger("ddpforge")
 
@@ -33,7 +36,10 @@ def setup_logging(rank: int, folder: Path | None = None, level: int = logging.IN
     if folder is not None:
         path = folder / "logs" / f"rank-{rank}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = _File(path, encoding="utf-8")
+        try:
+            file = _File(path, encoding="utf-8")
+        except OSError as error:
+            raise EnvironmentProblem(f"{path} cannot be written: {error.strerror or error}") from error
         file.setFormatter(_Redacting("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(file)
 
@@ -42,6 +48,9 @@ class _File(logging.FileHandler):
     """Says once, in a line, that it cannot be written: a disk that is full is no reason for a traceback a record."""
 
     _said = False
+
+    def _open(self) -> TextIOWrapper:
+        return TextIOWrapper(disk.open_plain(Path(self.baseFilename), "ab"), encoding="utf-8")
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._said:

@@ -8,14 +8,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
+from ddpforge import disk
 from ddpforge.watch.rows import Row
 
 __all__ = ["Board", "within"]
 
 T = TypeVar("T")
 _WAIT = 2.0  # seconds that a store, or a disk, may take
+_MOST = 1 << 20  # bytes of a row
 _AGAIN = 5.0  # seconds for which a store that did not answer is left alone
 
 
@@ -90,11 +93,10 @@ class Board:
         for name in os.listdir(self._logs):
             if name.startswith("phase-rank-") and name.endswith(".json"):
                 try:
-                    with open(self._path(name)) as file:
-                        written = json.load(file)
+                    written = json.loads(disk.read_plain(Path(self._path(name)), _MOST))
                     if written["attempt"] == self._attempt:
                         found.append(written["row"])
-                except (OSError, ValueError, KeyError, TypeError):
+                except (OSError, ValueError, KeyError, TypeError, RecursionError):
                     continue
         return found
 

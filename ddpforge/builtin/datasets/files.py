@@ -120,8 +120,9 @@ def _expanded(text: str) -> Iterator[str]:
 
 
 def _closing(text: str, begin: int) -> tuple[int, list[int]]:
-    """Where a brace is closed, and the commas between its alternatives."""
-    depth, commas = 0, []
+    """The place of the brace that closes this one, and of the commas between its alternatives."""
+    depth = 0
+    commas: list[int] = []
     for place in range(begin, len(text)):
         depth += (text[place] == "{") - (text[place] == "}")
         if not depth:
