@@ -88,6 +88,11 @@ class Strategy(ABC):
         """
         return ()
 
+    @property
+    def cuts_model(self) -> bool:
+        """True where a model must be made so that it can be cut: then `ddpforge check` builds it, without memory."""
+        return False
+
     def check(self, model: nn.Module, task: Task, blocks: Sequence[nn.Module]) -> None:
         """Raises StrategyError or UsageError for a model or a task that it cannot train, as far as known without ranks.
 

@@ -138,7 +138,9 @@ class TurnComponent(Component):
         default=(),
         description='What it trains, written as for a group; absent: "NAME.*", after the turn.',
     )
-    repeats: Annotated[Count, Resume.FIXED] = Field(default=1, description="Updates in every step, one after another.")
+    repeats: Annotated[int, Resume.FIXED] = Field(
+        default=1, ge=1, le=10_000, description="Updates in every step, one after another."
+    )
     fresh: Annotated[bool, Resume.FIXED] = Field(
         default=False,
         description="Draw a global batch for each of these updates; else they use that of the update before them.",

@@ -36,7 +36,10 @@ from ddpforge.training.task_state import NAME, has_state, refuse_parameters
 from ddpforge.training.turns import draws_of
 from ddpforge.training.whole_batch import Even, refusal_of_end, refusal_of_order
 
-__all__ = ["WEIGHTS", "build_data_and_model", "deal_out", "own_order", "plan_steps", "shares_of", "short_steps"]
+__all__ = [
+    *("WEIGHTS", "build_data_and_model", "check_cut", "deal_out", "own_order", "plan_steps", "shares_of"),
+    "short_steps",
+]
 
 log = logging.getLogger("ddpforge")
 
@@ -76,6 +79,16 @@ def build_data_and_model(parts: Parts, *, meta: bool = False) -> None:
         _fit(parts)
     if meta and parts.trains and parts.built.model is not None and not parts.found:
         _try_optimizer(parts)
+
+
+def check_cut(parts: Parts) -> None:
+    """Builds the model without memory, and asks whether the strategy can cut it; without data."""
+    with parts.noting("model"):
+        model = _on_meta(parts)
+        with parts.noting("train", "blocks", faults=(ValueError,)):
+            found = find_blocks(model, parts.recipe.train.blocks)
+            with parts.noting("strategy"):
+                parts.strategy.check(model, parts.task, found)
 
 
 def _try_optimizer(parts: Parts) -> None:

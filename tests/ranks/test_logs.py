@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -78,10 +79,14 @@ def test_the_level_is_that_of_stderr_and_the_file_holds_everything(
     assert levels == ["DEBUG", "INFO", "WARNING", "ERROR"] * 2
 
 
+def _full(*_: object) -> BinaryIO:
+    return Path("/dev/full").open("ab")
+
+
 def test_a_log_that_cannot_be_written_is_named_once_and_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpforge.disk.open_plain", lambda *_: Path("/dev/full").open("ab"))
+    monkeypatch.setattr("ddpforge.disk.open_plain", _full)
     setup_logging(0, tmp_path)
     say_all()
     err = capsys.readouterr().err
