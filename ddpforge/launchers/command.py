@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from ddpforge.cores import share_of_cores
 
-__all__ = ["NO_GPUS", "names_rendezvous", "torchrun_command", "variables_for"]
+__all__ = ["NO_GPUS", "RANK", "names_rendezvous", "torchrun_command", "variables_for"]
 
+RANK = ("-P", "-u", "-m", "ddpforge")  # how the words of a rank begin, after Python's own name
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # for ranks that are to compute on the CPU whatever the recipe's parts think
 
 
@@ -19,8 +20,10 @@ def torchrun_command(arguments: Sequence[str], *, nproc: int, flags: Sequence[st
     machine stands alone.
     """
     alone = [] if names_rendezvous(flags) else ["--standalone"]
-    torchrun = [sys.executable, "-u", "-m", "ddpforge.launchers.torchrun", *alone, f"--nproc-per-node={nproc}", *flags]
-    return [*torchrun, "-m", "ddpforge", "run", *arguments]
+    # -P: a file random.py in the current folder is not the standard library's.
+    torchrun = [sys.executable, "-P", "-u", "-m", "ddpforge.launchers.torchrun"]
+    torchrun += [*alone, f"--nproc-per-node={nproc}", *flags, "--no-python"]
+    return [*torchrun, sys.executable, *RANK, "run", *arguments]
 
 
 def names_rendezvous(flags: Sequence[str]) -> bool:

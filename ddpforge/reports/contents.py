@@ -187,7 +187,7 @@ def _shown_files(folder: RunFolder) -> list[Path]:
 
 
 def _value(path: Path, run: Path) -> Any:
-    """The form in which a page shows a file; raises ValueError, TypeError or KeyError for contents that no run has written."""
+    """The form in which a page shows a file; raises ValueError, TypeError or KeyError for what no run has written."""
     content = disk.read_plain(path, _SHOWN_BYTES, within=run)
     if path.suffix == ".png":
         if not content.startswith(_PNG):

@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -54,6 +55,8 @@ log = logging.getLogger("ddpforge")
 
 _Kind = TypeVar("_Kind")
 
+# Bytes that were no text, as earlier versions wrote them: half of a pair, which no reader takes.
+_NO_TEXT = re.compile(rb"(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][cC][89a-fA-F][0-9a-fA-F]")
 _FLOCK = "hhqqi0q"  # Linux's struct flock with 64 bits: type, whence, start, length, process
 
 # Bytes of a file that is read whole: a run writes less, and who sends a folder may have put anything there.
@@ -142,7 +145,7 @@ class Lineage(TypedDict):
 
 @_open
 class _Environment(TypedDict, total=False):
-    """What is read of `env.json`."""
+    """The keys of `env.json` that are read."""
 
     command: list[str]
     packages: dict[str, str | None]
@@ -158,7 +161,7 @@ class _Commit(TypedDict):
 
 @_open
 class _Failure(TypedDict):
-    """What is read of `failure.json`."""
+    """The keys of `failure.json` that are read."""
 
     rank: _Count
     error: str
@@ -545,7 +548,8 @@ def _inside(name: str) -> PurePosixPath:
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, indent=1, allow_nan=False).encode()
+    # What names of files and arguments hold that is no text becomes "?": no reader could take it.
+    return json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False).encode(errors="replace")
 
 
 def _is_odd(value: float | None) -> bool:
@@ -557,7 +561,7 @@ def _read(path: Path, kind: type[_Kind]) -> _Kind:
     from pydantic import ValidationError
 
     with _reading(path):
-        content = disk.read_plain(path, _MOST)
+        content = _NO_TEXT.sub(rb"\\ufffd", disk.read_plain(path, _MOST))
         try:
             adapter: TypeAdapter[_Kind] = _adapter(kind)  # type: ignore[arg-type]  # mypy: a protocol of functions
             return adapter.validate_json(content)  # which nests only so deep

@@ -12,6 +12,7 @@ from ddpforge import disk
 from ddpforge.errors import ExitCode, ForgeError
 from ddpforge.launchers.verdict import is_launched, record_verdict
 from ddpforge.ranks.failures import Failures, Report
+from ddpforge.ranks.logs import keep_output
 from ddpforge.runs.folder import RunFolder, Status
 from ddpforge.watch.blame import Blame
 from ddpforge.watch.rows import Row, described
@@ -88,4 +89,5 @@ def told_by(settings: Mapping[str, str], rank: int, size: int) -> Told:
         error=None,
     )
     os.environ["RANK"] = str(rank)
+    keep_output()
     return Told(folder, Failures(folder.logs, settings["attempt"], rank, size), status)

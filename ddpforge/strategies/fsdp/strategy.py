@@ -191,7 +191,7 @@ class FSDP(Strategy):
 
     @property
     def cuts_model(self) -> bool:
-        """Where ranks share layers, sequences or experts."""
+        """True if ranks share layers, sequences or experts."""
         return self.sharing.tensor > 1 or self.context > 1 or self.experts > 1
 
     def check(self, model: nn.Module, task: Task, blocks: Sequence[nn.Module]) -> None:

@@ -121,7 +121,7 @@ class Pipeline(Strategy):
     # -- before the loop
     @property
     def cuts_model(self) -> bool:
-        """Always: into stages."""
+        """Always true: into stages."""
         return True
 
     def evaluating(self, ranks: int) -> tuple[Strategy, str]:
