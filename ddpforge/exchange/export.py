@@ -30,6 +30,7 @@ _DTYPES: Mapping[Precision, torch.dtype] = {
     "fp16": torch.float16,
 }
 INDEX = f"{MODEL}.index.json"
+_OF_TASK = "task."  # begins the names of modules that a task has beside the model
 _OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # what a folder of weights consists of
 
 
@@ -153,10 +154,13 @@ def _chosen(
     base: Mapping[str, Tensor] | None,
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """The weights to be written, in the order of the model, and the further names of tied ones."""
-    chosen, aliases = chosen_weights(reader, weights), dict(reader.aliases)
-    if base is not None:
-        others, ties = _unsaved(base)
-        chosen, aliases = others | chosen, ties | aliases
+    if weights.startswith(_OF_TASK) and not _fits_model(own := sources(reader, "callbacks", weights), reader):
+        chosen, aliases = own, {}  # a module beside the model: a part of it, or another one, by its own names
+    else:
+        chosen, aliases = chosen_weights(reader, weights), dict(reader.aliases)
+        if base is not None:
+            others, ties = _unsaved(base)
+            chosen, aliases = others | chosen, ties | aliases
     if merge:
         chosen, aliases = merged(chosen, aliases)
     if only:
@@ -240,6 +244,12 @@ def _staging(out: Path, replaced: Sequence[Path]) -> Iterator[Path]:
         disk.remove(stage)
 
 
+def _fits_model(tensors: Mapping[str, LazyTensor], reader: Reader) -> bool:
+    """True where there are none, or all of them are of the model, by name and shape."""
+    model = sources(reader, "model")
+    return all(name in model and model[name].shape == kept.shape for name, kept in tensors.items())
+
+
 def _kept_by(callback: str, reader: Reader, model: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The callback's tensors, provided that they are weights of this model."""
     mine = sources(reader, "callbacks", callback)
@@ -247,7 +257,11 @@ def _kept_by(callback: str, reader: Reader, model: Mapping[str, LazyTensor]) -> 
         others = ", ".join(sorted({name.partition("/")[0] for name in reader.names("callbacks")})) or "none"
         raise UsageError(
             f"the checkpoint {reader.path} holds no weights called {callback!r}",
-            hints=[f"callbacks that saved tensors: {others}"],
+            hints=[
+                f"`{callback}` is a module beside the model, with names of its own: `ddpforge export` writes it alone"
+                if mine and callback.startswith(_OF_TASK)
+                else f"callbacks that saved tensors: {others}"
+            ],
         )
     return mine
 
