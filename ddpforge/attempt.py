@@ -29,6 +29,7 @@ from ddpforge.ranks.halt import Halt, NoHalt
 from ddpforge.ranks.join import leave
 from ddpforge.ranks.logs import setup_logging
 from ddpforge.ranks.rank_zero import on_rank_zero
+from ddpforge.ranks.signals import training_begins
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe
 from ddpforge.runs.changes import refuse_finished
@@ -193,6 +194,7 @@ class Attempt:
         if self._window:
             self._window.refuse_after(trainer.plan.horizon.total)
         refuse_state(trainer.callbacks)
+        training_begins()
         trainer.saving.origin = on_rank_zero(self.world.all, lambda: self._begin(trainer))
         if self.world.is_main:
             self._follow_rows(trainer, checkpoint)
@@ -435,10 +437,10 @@ def on_every_rank(peers: Peers, action: Callable[[], None]) -> None:
         mine = error
     try:
         told = peers.ranks.everyone(None if mine is None else (phrase(mine), exit_code_of(mine)))
-    except RuntimeError as error:
+    except RuntimeError:
         told = []
         if mine is None:
-            raise ForgeError("another rank ended before training began: it was killed, or crashed") from error
+            raise  # `beginning` finds out what became of the other one
     if mine is not None:
         raise mine
     for rank, word in enumerate(told):

@@ -9,7 +9,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from types import FrameType
 from typing import Any, ClassVar
@@ -17,9 +18,13 @@ from typing import Any, ClassVar
 from ddpforge.launchers.requests import insists, listen, listened
 from ddpforge.launchers.verdict import is_launched
 
-__all__ = ["StopRequests", "leave_stopping_to_the_rank"]
+__all__ = ["StopRequests", "asked_to_stop", "leave_stopping_to_the_rank", "stopping_early", "training_begins"]
 
 log = logging.getLogger("ddpforge")
+
+_EARLY = 3.0  # seconds in which ranks that are asked to stop while they start come to agree on it by themselves
+_began = threading.Event()  # set once there may be something to be saved
+_began.set()
 
 
 class StopRequests:
@@ -68,7 +73,7 @@ class StopRequests:
         if insists(number, since=None if before is None else now - before) and not self._over:
             raise KeyboardInterrupt
         is_first, self.requested = not self.requested, True
-        if is_first:
+        if is_first and _began.is_set():  # before that, the end says it
             # A launcher passes every request on as SIGTERM, whatever it was.
             asked = "asked to stop" if number == signal.SIGTERM and is_launched() else signal.Signals(number).name
             words = "%s: finishing this step, then saving a checkpoint", asked
@@ -76,6 +81,51 @@ class StopRequests:
                 log.info(*words)
             except RuntimeError:  # the signal came within a write to the same stream, which a thread waits for
                 threading.Thread(target=log.info, args=words).start()
+
+
+def asked_to_stop() -> bool:
+    """True once a signal has asked this process to stop."""
+    return any(one.requested for one in StopRequests._entered)
+
+
+@contextmanager
+def stopping_early(leave: Callable[[], None], patience: float = _EARLY) -> Iterator[None]:
+    """Until `training_begins`, calls `leave` where this process still starts `patience` seconds after it was asked to.
+
+    A thread calls it, which hears of signals through a pipe: in the main thread, handlers do not run while it waits in
+    C++, as for other ranks, and where it hangs in somebody's code nothing looks at a flag.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _began.clear()
+    heard, said = os.pipe()
+    os.set_blocking(said, False)
+    before = signal.set_wakeup_fd(said, warn_on_full_buffer=False)
+    threading.Thread(target=_leave_early, args=(heard, leave, patience), name="early stop", daemon=True).start()
+    try:
+        yield
+    finally:
+        training_begins()
+        signal.set_wakeup_fd(before)
+        os.close(said)
+
+
+def training_begins() -> None:
+    """From now on a request to stop waits for a checkpoint, see `StopRequests`."""
+    _began.set()
+
+
+def _leave_early(heard: int, leave: Callable[[], None], patience: float) -> None:
+    with os.fdopen(heard, "rb", buffering=0) as file:
+        while number := file.read(1):
+            if number[0] in listened() and not _began.wait(patience):
+                leave()
+                return
+
+
+# A forked process would write what it is sent into its parent's pipe.
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def leave_stopping_to_the_rank() -> Callable[[int], None]:

@@ -7,7 +7,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ddpforge.watch.rows import Row
@@ -17,6 +18,7 @@ __all__ = ["Board", "within"]
 T = TypeVar("T")
 _WAIT = 2.0  # seconds that a store, or a disk, may take
 _AGAIN = 5.0  # seconds for which a store that did not answer is left alone
+_FIRST = "failure-first"  # the file that says what failed first
 
 
 class Board:
@@ -29,6 +31,7 @@ class Board:
     def __init__(
         self, logs: str, attempt: str, store: str, seldom: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        # Without a folder there are no files.
         self._logs, self._attempt, self._store, self._seldom, self._clock = logs, attempt, store, seldom, clock
         self._talk: Any = None
         self._asks_again = clock()  # when, after the store was out of reach
@@ -36,6 +39,12 @@ class Board:
         self._reached: float | None = None
         self._shown: tuple[int, int] | None = None
         self._alarm = False
+        self._cause: Any = None
+
+    @property
+    def place(self) -> str | None:
+        """The folder of rows and words, where there is no store."""
+        return None if self._store else self._logs
 
     @property
     def cut_off(self) -> float:
@@ -49,23 +58,23 @@ class Board:
         now, new = self._clock(), (row.step, row.marks) != self._shown
         if row.answers or (new and (row.seconds > 1 or now - self._written > self._seldom)):
             self._shown, self._written = (row.step, row.marks), now
-            within(_WAIT, lambda: self._write(row))
+            self._on_disk(lambda: self._write(row))
 
     def call(self) -> None:
         """Calls everybody to show where they stand."""
         self._alarm = True
         self._ask(alarm=True)
-        within(_WAIT, lambda: open(self._path("failure-alarm"), "a").close())
+        self._on_disk(lambda: open(self._path("failure-alarm"), "a").close())
 
     def called(self) -> bool:
         """True when somebody has."""
-        return self._alarm or bool(within(_WAIT, lambda: os.path.exists(self._path("failure-alarm"))))
+        return self._alarm or bool(self._on_disk(lambda: os.path.exists(self._path("failure-alarm"))))
 
     def rows(self) -> dict[int, Row]:
         """The newest row of every rank that has shown one."""
         found: dict[int, Row] = {}
         asked = self._ask(ask=True) or {}
-        for row in [*asked.get("rows", ()), *(within(_WAIT, self._files) or ())]:
+        for row in [*asked.get("rows", ()), *(self._on_disk(self._files) or ())]:
             try:
                 one = Row.read(row).as_of(time.time())
             except (TypeError, ValueError):
@@ -75,7 +84,32 @@ class Board:
                 found[one.rank] = one
         return found
 
+    def tell(self, cause: Mapping[str, Any]) -> bool:
+        """Tells everybody what failed first; False where that was another one, or could not be told."""
+        self._ask(cause=cause)
+        if not self._store:
+            self._on_disk(lambda: self._leave_word(cause))
+        return bool(self.cause() == cause)
+
+    def cause(self) -> Any:
+        """Returns the first failure, as `tell` was given it; None before one is known."""
+        if self._cause is None and not self._store:
+            self._cause = self._on_disk(lambda: json.loads(Path(self._path(_FIRST)).read_bytes()))
+        return self._cause
+
     # -- files
+    def _leave_word(self, cause: Mapping[str, Any]) -> None:
+        part = self._path(f"{_FIRST}-{os.getpid()}")
+        with open(part, "w") as file:
+            json.dump(cause, file)
+        try:
+            os.link(part, self._path(_FIRST))  # complete, and only if there is none
+        finally:
+            os.unlink(part)
+
+    def _on_disk(self, action: Callable[[], T]) -> T | None:
+        return within(_WAIT, action) if self._logs else None
+
     def _path(self, name: str) -> str:
         return os.path.join(self._logs, name)
 
@@ -115,6 +149,7 @@ class Board:
             return None
         self._reached = self._clock()
         self._alarm = self._alarm or bool(answer.get("alarm"))
+        self._cause = answer.get("cause") or self._cause
         return answer
 
 
@@ -125,7 +160,7 @@ def within(seconds: float, action: Callable[[], T]) -> T | None:
     def run() -> None:
         try:
             found.append(action())
-        except OSError:
+        except (OSError, ValueError):
             return
 
     thread = threading.Thread(target=run, daemon=True)

@@ -13,7 +13,7 @@ from ddpforge.watch.rows import Row
 
 __all__ = ["Limits", "Sentry", "Teller", "Watched"]
 
-_GRACE = 10.0  # seconds that a rank has to notice by itself that another one has failed
+_GRACE = 10.0  # seconds
 _MULTIPLES = {START: 6, EVAL: 3, SAVE: 6, END: 6}
 
 
@@ -22,6 +22,7 @@ class Limits(NamedTuple):
 
     stall: float
     compiles: bool = False
+    grace: float = _GRACE  # for a rank to notice by itself that another one has failed
 
     def of(self, phase: int, *, first: bool) -> float:
         """The limit in a phase, and in the first step of an attempt, which may have to compile."""
@@ -120,11 +121,11 @@ class Sentry:
     def look(self) -> bool:
         """True when this was the last look."""
         place, now = self._process.place(), self._clock()
-        if place != self._place:
-            self._place, self._since = place, now
+        if place[:3] != self._place[:3]:
+            self._since = now
         elif (gap := now - self._looked) > 3 * self._limits.look + 2:
             self._since += gap  # nobody ran, this process neither: a job that was suspended
-        self._looked = now
+        self._place, self._looked = place, now
         row = self._row()
         self._board.show(row)
         if self._board.called() or (self._is_late() and not self._others_get_on(row)):
@@ -160,7 +161,8 @@ class Sentry:
 
     def _is_late(self) -> bool:
         first = self._place.step <= max(self._place.first, 1)
-        return self._clock() - self._since > self._limits.of(self._place.phase, first=first)
+        limits = self._limits._replace(stall=self._place.stall or self._limits.stall)
+        return self._clock() - self._since > limits.of(self._place.phase, first=first)
 
     def _others_get_on(self, mine: Row) -> bool:
         """True while this rank waits for one that may still be where it is."""
@@ -180,7 +182,7 @@ class Sentry:
         if self._failed is None or self._process.place().left:
             return False
         frozen = self._process.frozen()
-        if not frozen and self._clock() - self._failed < _GRACE:
+        if not frozen and self._clock() - self._failed < self._limits.grace:
             return False
         stacks = self._process.stacks()
         self._teller.keep_stacks(stacks)

@@ -44,6 +44,30 @@ def test_what_one_shows_the_others_see(tmp_path: Path, stored: bool) -> None:
         assert two.cut_off == 0.0
 
 
+@pytest.mark.parametrize("stored", [True, False], ids=["store", "files"])
+def test_of_two_failures_all_know_the_first(tmp_path: Path, stored: bool) -> None:
+    with serving() as port:
+        store = f"127.0.0.1:{port}" if stored else ""
+        one, two, earlier = boards(tmp_path / "logs", store, "now", "now", "before")
+        assert two.cause() is None
+        assert one.tell({"rank": 0, "error": "first"})
+        assert not two.tell({"rank": 1, "error": "second"})
+        one.rows()
+        assert [one.cause(), two.cause()] == [{"rank": 0, "error": "first"}] * 2
+        earlier.rows()
+        if stored:
+            assert earlier.cause() is None
+
+
+def test_without_store_and_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    board = Board("", "now", "", seldom=0.0)
+    board.show(row(0, answers=True))
+    board.call()
+    assert not board.tell({"rank": 0})
+    assert (board.called(), board.rows(), board.cause(), list(tmp_path.iterdir())) == (True, {}, None, [])
+
+
 def test_a_call_reaches_those_that_only_see_files_and_those_that_only_see_the_store(tmp_path: Path) -> None:
     with serving() as port:
         store = f"127.0.0.1:{port}"
