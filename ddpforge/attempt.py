@@ -29,7 +29,7 @@ from ddpforge.ranks.halt import Halt, NoHalt
 from ddpforge.ranks.join import leave
 from ddpforge.ranks.logs import setup_logging
 from ddpforge.ranks.rank_zero import on_rank_zero
-from ddpforge.ranks.signals import training_begins
+from ddpforge.ranks.signals import NoData, training_begins
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe
 from ddpforge.runs.changes import refuse_finished
@@ -327,6 +327,8 @@ class Attempt:
         phases.say_goodbye()
         cause = self._failures.explain(self._watch.call) if report.symptom and not is_peers else None
         self._state = "diverged" if isinstance(error, Diverged) else "failed"
+        if isinstance(error, NoData):
+            self._state = "stopped"
         speaks = not is_peers and self._write_failure(self._state, cause or report)
         self._failed = _Failed(error, cause or report, speaks=speaks, by_another=cause is not None)
         return self._failed

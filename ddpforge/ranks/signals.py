@@ -15,16 +15,74 @@ from functools import cache, partial
 from types import FrameType
 from typing import Any, ClassVar
 
+from ddpforge.errors import Postponed
 from ddpforge.launchers.requests import insists, listen, listened
 from ddpforge.launchers.verdict import is_launched
 
-__all__ = ["StopRequests", "asked_to_stop", "leave_stopping_to_the_rank", "stopping_early", "training_begins"]
+__all__ = ["StopRequests", "asked_to_stop", "leave_stopping_to_the_rank", "stopping_early"]
+__all__ += ["NoData", "training_begins", "waiting_for_data"]
 
 log = logging.getLogger("ddpforge")
 
 _EARLY = 3.0  # seconds in which ranks that are asked to stop while they start come to agree on it by themselves
+_NO_DATA = 5.0  # seconds that a process which was asked to stop waits for data
 _began = threading.Event()  # set once there may be something to be saved
 _began.set()
+
+
+class NoData(Postponed):
+    """This process was asked to stop, and waits for data that does not come."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "asked to stop while no data came",
+            hints=["see what the dataset waits for", "the same command continues from the last checkpoint"],
+        )
+
+
+class _WaitingForData:
+    """While entered, the main thread waits for data; a request to stop then ends that where nothing else would.
+
+    Raises NoData in there some seconds after the request. Only in a process that is the only rank: several ranks agree
+    on how they stop, and those beside them see one stand still.
+    """
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        self._over = False
+
+    def __enter__(self) -> None:
+        self.since = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self.since = None
+
+    def ends(self) -> bool:
+        """Called by the handler of signals: raises NoData where `watch` has sent one; True where that came too late."""
+        if not self._over:
+            return False
+        self._over = False
+        if self.since is not None:
+            raise NoData
+        return True
+
+    def watch(self, asked: StopRequests, number: int, patience: float) -> None:
+        """Starts to watch the main thread, which was asked to stop by the signal `number`, while `asked` is entered."""
+        main = threading.main_thread().ident
+        if main is not None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            threading.Thread(target=self._watch, args=(asked, main, number, patience), daemon=True).start()
+
+    def _watch(self, asked: StopRequests, main: int, number: int, patience: float) -> None:
+        begin = time.monotonic()
+        while asked in StopRequests._entered:
+            time.sleep(patience / 10)
+            since = self.since
+            if since is not None and time.monotonic() - max(since, begin) > patience:
+                self._over, begin = True, time.monotonic()
+                signal.pthread_kill(main, number)
+
+
+waiting_for_data = _WaitingForData()
 
 
 class StopRequests:
@@ -68,11 +126,15 @@ class StopRequests:
         self._over = True
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if waiting_for_data.ends():
+            return
         now, before = self._clock(), self._heard.get(number)
         self._heard.setdefault(number, now)
         if insists(number, since=None if before is None else now - before) and not self._over:
             raise KeyboardInterrupt
         is_first, self.requested = not self.requested, True
+        if is_first:
+            waiting_for_data.watch(self, number, _NO_DATA)
         if is_first and _began.is_set():  # before that, the end says it
             # A launcher passes every request on as SIGTERM, whatever it was.
             asked = "asked to stop" if number == signal.SIGTERM and is_launched() else signal.Signals(number).name

@@ -26,7 +26,7 @@ from ddpforge.plan import Plan
 from ddpforge.ranks import phases
 from ddpforge.ranks.halt import Halt, NoHalt
 from ddpforge.ranks.scheduling import look_for_others
-from ddpforge.ranks.signals import StopRequests
+from ddpforge.ranks.signals import NoData, StopRequests, waiting_for_data
 from ddpforge.recipe.schema import Recipe
 from ddpforge.strategies.several import InTurns
 from ddpforge.training.agreement import HALT, STOP, Agreement, Ballot, Interrupted, Looks
@@ -157,6 +157,7 @@ class Trainer:
         self._agree_every = 1
         evaluator.looks = Looks(self._look)
         self._interrupted = False  # whether an evaluation was
+        self._drawn: list[MicroBatch] = []  # the first micro-batches of the global batches of this step
 
         stateful = with_statistics(replica.bare, callbacks.values())
         statistics = BatchNormAverager(stateful if recipe.train.elastic_shards else None)
@@ -267,7 +268,14 @@ class Trainer:
             step = self.progress.step + 1
             logs = step == 1 or step == self.end or step % self.log_every == 0
             agrees = logs or step % self._agree_every == 0
-            totals = self._step(step, source, measure=logs)
+            try:
+                totals = self._step(step, source, measure=logs)
+            except NoData:
+                if self._drawn or self.progress.step == 0:
+                    raise  # in the middle of a step, or with nothing to be saved
+                self._agreed = Agreement(frozenset((STOP,)))
+                self._save(last=True)
+                return
             if not looks_are_free:
                 self.saving.reserve()
 
@@ -307,7 +315,7 @@ class Trainer:
         self._factor = self._wanted_factor()
         self._rates.set(step - 1, self._factor)
 
-        drawn: list[MicroBatch] = []
+        drawn = self._drawn = list[MicroBatch]()
         draws = self._draws(source, drawn)
         totals: dict[str, Total] = {}
         if step in self.progress.left_out:
@@ -355,7 +363,8 @@ class Trainer:
         """The global batches of a step, each to be used up before the next; the first of each goes into `drawn`."""
         for _ in range(self._turns.draws):
             phases.mark(phases.DATA)
-            drawn.append(next(source))
+            with waiting_for_data:
+                drawn.append(next(source))
             yield drawn[-1], _until_last(drawn[-1], source)
 
     # ------------------------------------------------------------------------------------------ agreement
@@ -557,6 +566,8 @@ class Trainer:
             row = self.evaluator.evaluate(step)
         except Interrupted:  # the next attempt evaluates
             self._interrupted = True
+            if not self._agreed.stops:  # no data came
+                self._agreed = Agreement(frozenset((STOP,)))
             return True
         except Exception:
             if self.evaluator.failed_together:
@@ -612,5 +623,6 @@ def _until_last(first: MicroBatch, source: Iterator[MicroBatch]) -> Iterator[Mic
     while not micro.last:
         yield micro
         phases.mark(phases.DATA)
-        micro = next(source)
+        with waiting_for_data:
+            micro = next(source)
     yield micro

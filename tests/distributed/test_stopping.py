@@ -127,3 +127,31 @@ def test_a_request_before_ranks_have_met_ends_all_of_them_and_nothing_has_begun(
 
     assert in_ranks(2, rank) == [ExitCode.STOPPED] * 2
     assert not Path("runs").exists()
+
+
+HANGING = """
+import os, signal, time
+from ddpforge.builtin.datasets.digits import Digits
+
+
+class Hanging(Digits):
+    \"""Comes to no third step: its process is asked to stop in there, as by a scheduler.\"""
+
+    def set_step(self, step):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1000)
+
+    def __init__(self):
+        super().__init__(split="test")
+"""
+
+
+def test_one_process_that_waits_for_data_saves_and_stops(ddpforge: Callable[..., Ranks]) -> None:
+    Path("hanging.py").write_text(HANGING)
+    sets = ("data.train.use=./hanging.py:Hanging", "~data.eval", "~train.eval_every")
+    ended = ddpforge("run", "run.toml", *(f"--set={one}" for one in sets), nproc=1, fails=True)
+    assert ended.codes == [ExitCode.STOPPED], ended.stderr
+    found = status()
+    assert (found["state"], found["exit_code"], found["step"]) == ("stopped", ExitCode.STOPPED, 2)
+    assert len([*Path("runs/run/checkpoints").glob("step-000000002-*")]) == 1

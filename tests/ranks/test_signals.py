@@ -12,7 +12,14 @@ import pytest
 from doubles import Clock
 
 from ddpforge.launchers.verdict import VERDICT
-from ddpforge.ranks.signals import StopRequests, asked_to_stop, stopping_early, training_begins
+from ddpforge.ranks.signals import (
+    NoData,
+    StopRequests,
+    asked_to_stop,
+    stopping_early,
+    training_begins,
+    waiting_for_data,
+)
 
 ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -80,6 +87,24 @@ def test_a_forked_process_that_is_signalled_does_not_stop_its_parent() -> None:
             os._exit(0)
         os.waitpid(child, 0)
         assert not left.wait(0.1)
+
+
+def test_a_request_to_stop_ends_the_wait_for_data_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpforge.ranks.signals._NO_DATA", 0.05)
+    with StopRequests() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(0.2)  # anything else is not interrupted
+        with pytest.raises(NoData), waiting_for_data:
+            threading.Event().wait(60)
+        assert stop.requested
+
+
+def test_of_several_ranks_none_gives_up_waiting_for_data_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpforge.ranks.signals._NO_DATA", 0.01)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with StopRequests(), waiting_for_data:
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(0.2)
 
 
 def test_a_request_that_was_held_back_while_python_started_is_heard() -> None:
