@@ -14,6 +14,7 @@ from ddpforge.watch.rows import Row
 __all__ = ["Limits", "Sentry", "Teller", "Watched"]
 
 _GRACE = 10.0  # seconds
+_TRIES = 3  # to find the stacks and the place of a rank in one moment
 _MULTIPLES = {START: 6, EVAL: 3, SAVE: 6, END: 6}
 
 
@@ -128,7 +129,7 @@ class Sentry:
         self._place, self._looked = place, now
         row = self._row()
         self._board.show(row)
-        if self._board.called() or (self._is_late() and not self._others_get_on(row)):
+        if self._board.called() or (self._is_late() and not self._others_get_on(row) and self._stands_still(place)):
             self._answer()
             return True
         return self._outlives_another()
@@ -175,6 +176,12 @@ class Sentry:
         limits = {row: self._limits.of(NAMES.index(row.phase), first=row.step <= max(first, 1)) for row in behind}
         return any(row.seconds < limit for row, limit in limits.items())
 
+    def _stands_still(self, place: Place) -> bool:
+        """True where this rank has not moved on while its stacks were written: others are not called in vain."""
+        if not self._process.place().left:
+            self._process.stacks()
+        return self._process.place()[:3] == place[:3]
+
     def _outlives_another(self) -> bool:
         """Ends the rank where it has not noticed, in time, that another one has failed."""
         if self._failed is None and self._teller.someone_failed():
@@ -195,9 +202,9 @@ class Sentry:
         """Calls everybody; says where this rank stands and, if nobody has, who the others wait for; ends the rank."""
         self._board.call()
         left, frozen = self._process.place().left, self._process.frozen()
-        stacks = "" if left else self._process.stacks()
+        stacks, at = ("", "") if left else self._line()
         self._teller.keep_stacks(stacks)
-        mine = self._row(at=self._process.line(stacks), frozen=frozen, answers=True)
+        mine = self._row(at=at, frozen=frozen, answers=True)
         self._board.show(mine)
         rows = self._gather(mine)
         found = blame(rows, self._size)
@@ -209,6 +216,16 @@ class Sentry:
         self._sleep(0.5 if self._rank in found.ranks else 0.0)  # nobody may take the others' end for the cause
         self._teller.tell_end(str(mine))
         self._process.end()
+
+    def _line(self) -> tuple[str, str]:
+        """The stacks, and the line on which the rank stands, both of one moment; no line of one that gets on."""
+        for _ in range(_TRIES):
+            place = self._process.place()
+            stacks = self._process.stacks()
+            if self._process.place()[:3] == place[:3]:
+                return stacks, self._process.line(stacks)
+        self._place, self._since = self._process.place(), self._clock()
+        return stacks, ""
 
     def _gather(self, mine: Row) -> dict[int, Row]:
         """Waits a moment for the answers of all ranks."""

@@ -85,6 +85,17 @@ class Fault(Callback):
 
     def aborts(self):
         os.abort()
+
+    def full(self):
+        from ddpforge import planned
+
+        def plan(recipe, ranks, budget):
+            told = recipe.parent / "logs/failure-rank-1.json"
+            (recipe.parent / "told").write_text(str(told.exists()))
+            return {"peak": 10**12, "remedies": []}
+
+        planned._planned = plan
+        raise MemoryError
 '''
 
 Faulty = Callable[..., tuple[Ranks, dict[str, Any]]]
@@ -126,6 +137,17 @@ def test_all_ranks_end_with_the_exit_code_of_the_first(faulty: Faulty) -> None:
     assert status["error"] == "rank 1: EnvironmentProblem: the disk of this rank is gone"
     assert "[rank 1] error: the disk of this rank is gone" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_the_others_learn_that_memory_is_full_before_a_plan_says_what_fits(tmp_path: Path, faulty: Faulty) -> None:
+    ended, status = faulty("full")
+    assert ended.codes == [1, 1]
+    assert (tmp_path / "runs/run/told").read_text() == "True"
+    assert "by the plan a step needs 1.0 TB" in status["error"]
+    assert "by the plan a step needs 1.0 TB" in ended.stderr
+    failure = json.loads((tmp_path / "runs/run/failure.json").read_text())
+    assert (failure["rank"], failure["told_by"]) == (1, "rank")
+    assert "by the plan" in failure["error"]
 
 
 DIED = r"was killed by signal \d+ \(SIG\w+\)|ended without a word: killed, or crashed"

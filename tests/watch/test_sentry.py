@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 from doubles import Clock
@@ -55,6 +55,7 @@ class Rank:
         self.stopped = False
         self.cut_off = 0.0
         self.code = ""
+        self.written: Callable[[], None] = lambda: None
 
     def go(self, phase: int, step: int = 5, *, first: int = 1, left: bool = False) -> None:
         self.at = Place(phase, step, self.at.marks + 1, first, left)
@@ -73,6 +74,7 @@ class Rank:
         return "was killed by signal 9 (SIGKILL)"
 
     def stacks(self) -> str:
+        self.written()
         return "stacks"
 
     def line(self, stacks: str) -> str:
@@ -140,6 +142,37 @@ def test_without_a_limit_a_rank_may_stand_for_ever() -> None:
     job = Job(1, stall=float("inf"))
     job.run(5_000)
     assert not job.alarm
+
+
+def test_a_rank_that_moves_on_while_its_stacks_are_written_is_not_condemned() -> None:
+    job = Job(2)
+    slow = job.ranks[1]
+    slow.go(DATA)
+    job.ranks[0].go(BACKWARD)
+    slow.written = lambda: slow.go(BACKWARD)
+    job.run(83)
+    slow.written = lambda: None
+    assert not job.alarm
+    job.ranks[0].go(BACKWARD)
+    job.run(70)
+    assert not job.alarm
+    job.run(20)
+    assert job.alarm
+
+
+def test_place_and_line_of_a_rank_are_of_one_moment() -> None:
+    job = Job(2)
+    late, other = job.ranks
+    other.go(DATA)
+    late.go(BACKWARD)
+    job.run(30)
+    other.written = lambda: other.go(FORWARD)  # whenever it is looked at
+    job.alarm = True
+    job.run(1)
+    row = job.rows[1]
+    assert (row.phase, row.at, row.answers) == ("forward", "", True)
+    assert row.seconds < 2
+    assert job.rows[0].at == "x.py:1 in x"
 
 
 def test_every_mark_begins_a_new_stay() -> None:
