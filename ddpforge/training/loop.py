@@ -33,7 +33,7 @@ from ddpforge.training.agreement import HALT, STOP, Agreement, Ballot, Interrupt
 from ddpforge.training.batchnorm import BatchNormAverager
 from ddpforge.training.beside import with_statistics
 from ddpforge.training.cadence import Alarm, Cadence, Stopwatch
-from ddpforge.training.callbacks import add_numbers, overriding, reads_gradients
+from ddpforge.training.callbacks import add_numbers, may_end, overriding, reads_gradients
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.left_out import complete, without_state_of_frozen
@@ -119,6 +119,7 @@ class Trainer:
         self.saving = Saving(checkpoints, recipe.checkpoint, replica, lambda: self.callbacks, tracker, world.all)
         self._shows = shows or Shows(tracker, is_main=world.is_main)
         self._shown_gradient: int | None = None  # the step whose gradient callbacks were shown last
+        self._ending = {method: may_end(callbacks, method) for method in ("on_step", "on_eval")}
         self._reads_gradients = reads_gradients(callbacks)
         if self._reads_gradients:
             replica.on_gradient = self._show_gradient
@@ -510,10 +511,10 @@ class Trainer:
     def _report(self, info: StepInfo) -> bool:
         """Tells callbacks and tracker about the step; True when a callback wants the run to end."""
         phases.mark(phases.CALLBACKS)
-        wishes: list[bool | GoBack | None] = []
+        wishes: dict[str, bool | GoBack | None] = {}
         if self.callbacks:
             with self.replica.weights.observing():
-                wishes = [callback.on_step(info) for callback in self.callbacks.values()]
+                wishes = {name: callback.on_step(info) for name, callback in self.callbacks.items()}
         if info.metrics:
             row = {**info.metrics}
             for name in self._adding_columns:
@@ -523,10 +524,30 @@ class Trainer:
             if advice := self._spending.advice(waited, self._stopwatch.seconds, workers=self._workers):
                 log.warning("step %d: %s", info.step, advice)
             self._stopwatch.restart()
-        for wish in wishes:
+        found = self._wanted_by_callbacks("on_step", wishes)
+        for wish in found:
             if isinstance(wish, GoBack):
                 raise _GoBack(wish.steps, wish.why)
-        return any(wishes)
+        return any(found)
+
+    def _wanted_by_callbacks(
+        self, method: str, wishes: Mapping[str, bool | GoBack | None]
+    ) -> Sequence[bool | GoBack | None]:
+        """The wishes of callbacks on all ranks: one that decides by what its rank alone knows ends all of them.
+
+        They are exchanged on the host, where there are callbacks that may have any: see `may_end`.
+        """
+        asking = self._ending[method]
+        for name, wish in wishes.items():
+            if wish and name not in asking and self.world.all.size > 1:
+                raise PluginError(
+                    f"callback `{name}` returned {wish!r} from `{method}`, which is declared to return None",
+                    hints=[f"declare it: def {method}(...) -> bool | None"],
+                )
+        mine = [wishes[name] for name in asking if wishes.get(name)]
+        if self.world.all.size == 1 or not asking:
+            return [wish for wish in wishes.values() if wish]
+        return [wish for told in self.world.all.everyone(mine) for wish in told]
 
     def _row(self, means: dict[str, float], lr: float) -> dict[str, float]:
         row = {f"train/{name}": value for name, value in finished(self.task, means).items()}
@@ -580,9 +601,9 @@ class Trainer:
             known = ", ".join(sorted(self.metrics))
             log.warning("checkpoint.keep.by: no metric is called %s, so none is best; there are %s", keep.by, known)
         with self.replica.weights.observing():
-            wishes = [callback.on_eval(step, row) for callback in self.callbacks.values()]
+            wishes = {name: callback.on_eval(step, row) for name, callback in self.callbacks.items()}
         self._stopwatch.resume()
-        return any(wishes)
+        return any(self._wanted_by_callbacks("on_eval", wishes))
 
     def _rescue(self) -> None:
         """Saves what was trained before an error ends the run, on all ranks; logs why where it cannot be saved."""

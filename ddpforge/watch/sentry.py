@@ -14,7 +14,6 @@ from ddpforge.watch.rows import Row
 __all__ = ["Limits", "Sentry", "Teller", "Watched"]
 
 _GRACE = 10.0  # seconds
-_TRIES = 3  # to find the stacks and the place of a rank in one moment
 _MULTIPLES = {START: 6, EVAL: 3, SAVE: 6, END: 6}
 
 
@@ -178,9 +177,14 @@ class Sentry:
 
     def _stands_still(self, place: Place) -> bool:
         """True where this rank has not moved on while its stacks were written: others are not called in vain."""
-        if not self._process.place().left:
+        if not place.left:
             self._process.stacks()
-        return self._process.place()[:3] == place[:3]
+        now = self._process.place()
+        if now[:3] == place[:3]:
+            return True
+        self._place, self._since = now, self._clock()
+        self._board.show(self._row())
+        return False
 
     def _outlives_another(self) -> bool:
         """Ends the rank where it has not noticed, in time, that another one has failed."""
@@ -202,9 +206,11 @@ class Sentry:
         """Calls everybody; says where this rank stands and, if nobody has, who the others wait for; ends the rank."""
         self._board.call()
         left, frozen = self._process.place().left, self._process.frozen()
-        stacks, at = ("", "") if left else self._line()
+        mine = self._row(frozen=frozen, answers=True)
+        stacks = "" if left else self._process.stacks()
         self._teller.keep_stacks(stacks)
-        mine = self._row(at=at, frozen=frozen, answers=True)
+        if self._process.place()[:3] == (NAMES.index(mine.phase), mine.step, mine.marks):
+            mine = mine._replace(at=self._process.line(stacks))  # else that would be the line of another moment
         self._board.show(mine)
         rows = self._gather(mine)
         found = blame(rows, self._size)
@@ -216,16 +222,6 @@ class Sentry:
         self._sleep(0.5 if self._rank in found.ranks else 0.0)  # nobody may take the others' end for the cause
         self._teller.tell_end(str(mine))
         self._process.end()
-
-    def _line(self) -> tuple[str, str]:
-        """The stacks, and the line on which the rank stands, both of one moment; no line of one that gets on."""
-        for _ in range(_TRIES):
-            place = self._process.place()
-            stacks = self._process.stacks()
-            if self._process.place()[:3] == place[:3]:
-                return stacks, self._process.line(stacks)
-        self._place, self._since = self._process.place(), self._clock()
-        return stacks, ""
 
     def _gather(self, mine: Row) -> dict[int, Row]:
         """Waits a moment for the answers of all ranks."""

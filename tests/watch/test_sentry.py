@@ -146,33 +146,32 @@ def test_without_a_limit_a_rank_may_stand_for_ever() -> None:
 
 def test_a_rank_that_moves_on_while_its_stacks_are_written_is_not_condemned() -> None:
     job = Job(2)
-    slow = job.ranks[1]
+    slow, waits = job.ranks
     slow.go(DATA)
-    job.ranks[0].go(BACKWARD)
-    slow.written = lambda: slow.go(BACKWARD)
-    job.run(83)
+    waits.at = waits.at._replace(marks=9)
+    waits.go(BACKWARD)
+    job.run(80)
+    slow.written = lambda: slow.go(FORWARD)
+    job.run(2)
     slow.written = lambda: None
-    assert not job.alarm
-    job.ranks[0].go(BACKWARD)
+    waits.go(BACKWARD)
     job.run(70)
     assert not job.alarm
     job.run(20)
-    assert job.alarm
+    assert job.told[0][1].ranks == [0]
 
 
 def test_place_and_line_of_a_rank_are_of_one_moment() -> None:
     job = Job(2)
-    late, other = job.ranks
-    other.go(DATA)
-    late.go(BACKWARD)
+    moves = job.ranks[0]
+    for rank in job.ranks:
+        rank.go(DATA)
     job.run(30)
-    other.written = lambda: other.go(FORWARD)  # whenever it is looked at
+    moves.written = lambda: moves.go(FORWARD)
     job.alarm = True
     job.run(1)
-    row = job.rows[1]
-    assert (row.phase, row.at, row.answers) == ("forward", "", True)
-    assert row.seconds < 2
-    assert job.rows[0].at == "x.py:1 in x"
+    assert (job.rows[0].phase, int(job.rows[0].seconds), job.rows[0].at) == ("data", 30, "")
+    assert (job.rows[1].phase, int(job.rows[1].seconds), job.rows[1].at) == ("data", 30, "x.py:1 in x")
 
 
 def test_every_mark_begins_a_new_stay() -> None:
