@@ -8,8 +8,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote, unquote
 
 from ddpforge.watch.rows import Row
 
@@ -19,6 +21,9 @@ T = TypeVar("T")
 _WAIT = 2.0  # seconds that a store, or a disk, may take
 _AGAIN = 5.0  # seconds for which a store that did not answer is left alone
 _FIRST = "failure-first"  # the file that says what failed first
+_IN_NAME = "phase-rank-name-"  # begins the name of a file that has a row in its name
+_PLAIN = ' ,[]":'  # what needs no quoting in a name
+_LONGEST = 255
 
 
 class Board:
@@ -115,9 +120,12 @@ class Board:
 
     def _write(self, row: Row) -> None:
         path = self._path(f"phase-rank-{row.rank}.json")
-        with open(f"{path}.tmp", "w") as file:
-            json.dump({"attempt": self._attempt, "row": row._asdict()}, file)
-        os.replace(f"{path}.tmp", path)
+        try:
+            with open(f"{path}.tmp", "w") as file:
+                json.dump({"attempt": self._attempt, "row": row._asdict()}, file)
+            os.replace(f"{path}.tmp", path)
+        except OSError:  # on a full disk there still is room for a name
+            open(self._path(self._as_name(row)), "w").close()
 
     def _files(self) -> list[Any]:
         found = []
@@ -130,7 +138,24 @@ class Board:
                         found.append(written["row"])
                 except (OSError, ValueError, KeyError, TypeError):
                     continue
+            elif name.startswith(_IN_NAME):
+                with suppress(ValueError):
+                    found.append(self._of_name(name))
         return found
+
+    def _as_name(self, row: Row) -> str:
+        """A row as the name of a file, without a host, and with the end of the line."""
+        short = row._replace(host="", at=row.at[-80:], seconds=int(row.seconds), time=int(row.time))
+        values = [self._attempt, *(int(x) if isinstance(x, bool) else x for x in short)]
+        return f"{_IN_NAME}{quote(json.dumps(values, separators=(',', ':')), safe=_PLAIN)}"[:_LONGEST]
+
+    def _of_name(self, name: str) -> dict[str, Any]:
+        attempt, *values = json.loads(unquote(name.removeprefix(_IN_NAME)))
+        if attempt != self._attempt:
+            raise ValueError("of an earlier attempt")
+        row = Row(*values)
+        flags = {"frozen": bool(row.frozen), "answers": bool(row.answers), "left": bool(row.left)}
+        return {**row._asdict(), **flags}
 
     # -- the store
     def _ask(self, **question: Any) -> Any:
