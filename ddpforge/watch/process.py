@@ -17,6 +17,7 @@ __all__ = ["STACKS", "Process"]
 STACKS = signal.SIGRTMIN + 7  # has faulthandler write stacks; one that nobody else uses
 _DUMP = 1.5  # seconds in which a process, and what it has forked, write their stacks
 _LOOK = 0.03  # seconds between two looks at what they have written
+_FATAL = "Fatal Python error: "  # with which faulthandler begins
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
@@ -77,6 +78,11 @@ class Process:
         while time.monotonic() < deadline and (size == before or size != os.fstat(self._stacks).st_size):
             size = os.fstat(self._stacks).st_size
             time.sleep(_LOOK)
+
+    def last_stacks(self) -> str:
+        """The stacks that it wrote when it aborted or crashed; empty where it did neither."""
+        found = os.pread(self._stacks, 1 << 24, 0).decode(errors="replace")
+        return found[found.rfind(_FATAL) :] if _FATAL in found else ""
 
     def line(self, stacks: str) -> str:
         """The line on which the main thread stands, e.g. "faults.py:12 in load"."""

@@ -54,6 +54,9 @@ class Watched(Protocol):
     def stacks(self) -> str:
         """The stacks of all its threads."""
 
+    def last_stacks(self) -> str:
+        """The stacks that it wrote when it crashed."""
+
     def line(self, stacks: str) -> str:
         """The line on which its main thread stands."""
 
@@ -136,8 +139,11 @@ class Sentry:
     def died(self) -> None:
         """Its process has ended; where it could not say why, that is said now."""
         if not self._process.place().left and not self._teller.someone_failed():
-            row = self._row()
-            sentence = f"{self._process.death()} in {row.place()} (process {row.pid} on {row.host})"
+            stacks = self._process.last_stacks()
+            self._teller.keep_stacks(stacks)
+            row = self._row(at=self._process.line(stacks) if stacks else "")
+            at = f" at {row.at}" if row.at else ""
+            sentence = f"{self._process.death()} in {row.place()}{at} (process {row.pid} on {row.host})"
             self._teller.tell(Blame([self._rank], sentence), {self._rank: row})
 
     # -- one look

@@ -107,6 +107,9 @@ class _Beside:
         os.truncate(self._words, phases.WORDS * 8)
         phases.share(memoryview(mmap.mmap(self._words, phases.WORDS * 8)).cast("q"))
         faulthandler.register(STACKS, file=self._stacks, all_threads=True)
+        self._keeps_last = not faulthandler.is_enabled()  # else the user has said where they go
+        if self._keeps_last:
+            faulthandler.enable(file=self._stacks, all_threads=True)  # at SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL
         mine = {"pid": os.getpid(), "main": threading.get_ident(), "path": sys.path}
         told = {**settings, **mine, "words": self._words, "stacks": self._stacks}
         command = [sys.executable, "-S", "-E", sidecar.__file__, json.dumps(told)]
@@ -121,6 +124,8 @@ class _Beside:
         self._process.kill()
         self._process.wait()
         faulthandler.unregister(STACKS)
+        if self._keeps_last:
+            faulthandler.disable()
         os.close(self._words)
         os.close(self._stacks)
 

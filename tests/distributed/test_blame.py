@@ -164,7 +164,7 @@ DIED = r"was killed by signal \d+ \(SIG\w+\)|ended without a word: killed, or cr
     ],
 )
 def test_a_rank_that_cannot_speak_is_named_by_the_others(
-    faulty: Faulty, kind: str, rank: int, nproc: int, said: str
+    tmp_path: Path, faulty: Faulty, kind: str, rank: int, nproc: int, said: str
 ) -> None:
     """Of one that has ended they know it at once, of others when a collective has waited for `train.timeout`."""
     more = [WAITS_LITTLE] if kind in ("stopped", "hangs") else []
@@ -175,6 +175,9 @@ def test_a_rank_that_cannot_speak_is_named_by_the_others(
     assert ended.stderr.count(f"error: {status['error']}") == 1, ended.stderr
     assert "Traceback" not in ended.stderr
     assert "gloo" not in ended.stderr
+    if kind == "aborts":
+        assert re.search(r"in callbacks of step 3 at .*faults.py:\d+ in aborts", status["error"]), status["error"]
+        assert "Fatal Python error: Aborted" in (tmp_path / f"runs/run/logs/stacks-rank-{rank}.txt").read_text()
     if kind == "stopped":
         assert ended.codes[rank] == -signal.SIGKILL
 

@@ -23,6 +23,7 @@ class Job:
         self.told: list[tuple[int, Blame]] = []
         self.ended: list[int] = []
         self.late: list[int] = []
+        self.dead: set[int] = set()
         limits = Limits(stall, compiles)
         self.ranks = [Rank(self, rank) for rank in range(ranks)]
         self.sentries = [
@@ -77,6 +78,9 @@ class Rank:
         self.written()
         return "stacks"
 
+    def last_stacks(self) -> str:
+        return self.code
+
     def line(self, stacks: str) -> str:
         return "x.py:1 in x"
 
@@ -104,7 +108,7 @@ class Rank:
         return self.job.failed
 
     def keep_stacks(self, stacks: str) -> None:
-        assert stacks == ("" if self.at.left else "stacks")
+        assert stacks == (self.code or ("" if self.at.left or self.rank in self.job.dead else "stacks"))
 
     def tell(self, found: Blame, rows: Mapping[int, Row]) -> None:
         if not self.job.failed:
@@ -247,6 +251,7 @@ def test_one_that_died_is_named_by_the_process_beside_it_unless_it_has_spoken() 
     job = Job()
     job.ranks[1].go(FORWARD)
     job.run(1)
+    job.dead = {0, 1}
     job.sentries[1].died()
     ((rank, found),) = job.told
     assert (rank, found.ranks) == (1, [1])
@@ -258,6 +263,15 @@ def test_one_that_died_is_named_by_the_process_beside_it_unless_it_has_spoken() 
     spoken.ranks[0].go(END, left=True)
     spoken.sentries[0].died()
     assert spoken.told == []
+
+
+def test_one_that_crashed_is_named_with_its_line() -> None:
+    job = Job()
+    job.ranks[1].go(BACKWARD)
+    job.ranks[1].code = "Fatal Python error: Aborted"
+    job.run(1)
+    job.sentries[1].died()
+    assert " in backward of step 5 at x.py:1 in x (process 101 on " in job.told[0][1].sentence
 
 
 def test_a_rank_that_does_not_notice_anothers_failure_is_ended() -> None:
