@@ -281,9 +281,11 @@ def fetch_some(data: Any, places: Iterable[int], *, seed: int, workers: int) -> 
         found: Iterable[MicroBatch] = map(fetcher.__getitem__, requests)
     else:
         told = leave_stopping_to_the_rank()
-        found = _Loaded(
-            DataLoader(_Told(fetcher), sampler=requests, batch_size=None, num_workers=1, worker_init_fn=told)
-        )
+        options: dict[str, Any] = {"worker_init_fn": told, "multiprocessing_context": telling_context()}
+        refuse_missing_resources(1, 2)
+        with starting():
+            loader = DataLoader(_Told(fetcher), sampler=requests, batch_size=None, num_workers=1, **options)
+        found = _Loaded(loader, 1, 0.0)
     for request, micro in zip(requests, found, strict=False):
         yield request.ids[0], micro.data
 
