@@ -1,5 +1,6 @@
 """`python -m ddpforge`, and `python ddpforge/`, which is what `accelerate launch ddpforge` makes of the word."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -8,6 +9,15 @@ if __package__ in (None, ""):
     # would shadow the standard library's. Its parent is what belongs there.
     here = Path(__file__).resolve().parent
     sys.path[0] = str(here.parent)
+
+else:
+    # Python puts the current folder in front of sys.path, where a random.py in it would be the standard library's for
+    # every rank. Behind all else it is where components that are not installed are found. With -P it is not there.
+    current = os.getcwd()
+    if sys.path and sys.path[0] in ("", current):
+        del sys.path[0]
+    if not os.environ.get("PYTHONSAFEPATH") and current not in sys.path:
+        sys.path.append(current)
 
 from ddpforge.cli import main
 

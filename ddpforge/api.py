@@ -187,6 +187,7 @@ class TrainedRun:
     @cached_property
     def recipe(self) -> Recipe:
         """The recipe that the run's last attempt followed, with every default."""
+        self.folder.refuse_odd()
         return load_recipe(self.folder.resolved).recipe
 
     def metrics(self) -> list[dict[str, Any]]:

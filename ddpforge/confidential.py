@@ -10,7 +10,8 @@ __all__ = ["SECRET", "redact", "redacted", "reveal"]
 SECRET = re.compile(r"\$\{secret:(\w+)\}")
 """A reference to the environment variable that holds a secret."""
 
-_IN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/?#\s\"'<>]*@")
+# Of a long scheme its end is enough; without a limit, a text of a hundred thousand letters would take minutes.
+_IN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}://)[^/?#\s\"'<>]*@")
 _SHORTEST = 4  # characters of a value that is looked for in texts: shorter ones are parts of any text
 
 _revealed: dict[str, str] = {}  # value → reference

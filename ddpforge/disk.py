@@ -1,15 +1,17 @@
-"""Every operation that changes a disk, and the few sequences of them that survive a crash.
+"""Every operation that changes a disk, the few sequences of them that survive a crash, and files that may be anything.
 
 The first half is the whole vocabulary: to know what a killed process can leave behind, interrupt these seven
 functions and no others. The tests do.
 """
 
+import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import xxhash
 
@@ -129,9 +131,101 @@ def xxh3(data: bytes | bytearray | memoryview = b"") -> xxhash.xxh3_128:
 
 def sha256(path: Path) -> str:
     """The sha256 of a file's contents; raises OSError for a link."""
-    with open(path, "rb", opener=_no_links) as file:
+    with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _no_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW)
+# ---------------------------------------------------------------------------------------------- anybody's files
+_FLAGS = {
+    "rb": os.O_RDONLY,
+    "r+b": os.O_RDWR,
+    "ab": os.O_WRONLY | os.O_APPEND | os.O_CREAT,
+    "a+b": os.O_RDWR | os.O_APPEND | os.O_CREAT,
+}
+
+
+class NotPlain(OSError):
+    """There is something else than a regular file."""
+
+
+def plain_size(path: Path) -> int:
+    """Bytes of a regular file; raises NotPlain for anything else.
+
+    A link could lead anywhere, a pipe or a device could be read for ever.
+    """
+    return _refuse_odd(path.lstat())
+
+
+def is_plain(path: Path) -> bool:
+    """True for a regular file, not for a link to one."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def open_plain(
+    path: Path, mode: Literal["rb", "r+b", "ab", "a+b"] = "rb", *, within: Path | None = None, buffering: int = -1
+) -> Any:
+    """Opens a regular file; raises OSError, and does not wait, for a link, a pipe, a device or a folder.
+
+    Below `within`, folders on the way to it must not be links either.
+    """
+    if within is not None:
+        refuse_linked_folders(path.parent, within)
+    try:
+        plain_size(path)  # first: to open a device may do something
+    except FileNotFoundError:
+        if not _FLAGS[mode] & os.O_CREAT:
+            raise
+    descriptor = os.open(path, _FLAGS[mode] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    try:
+        _refuse_odd(os.fstat(descriptor))
+        return os.fdopen(descriptor, mode, buffering)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_plain(path: Path, most: int, *, within: Path | None = None) -> bytes:
+    """The contents of a regular file of at most `most` bytes; raises OSError as `open_plain` does, or for more."""
+    with open_plain(path, within=within) as file:
+        content: bytes = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes")
+    return content
+
+
+def refuse_linked_folders(folder: Path, within: Path) -> None:
+    """Raises OSError where a folder on the way from `within` to `folder` is a link or no folder; may be absent."""
+    way = within
+    for part in folder.relative_to(within).parts:
+        way = way / part
+        try:
+            mode = way.lstat().st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISDIR(mode):
+            raise OSError(errno.ENOTDIR, f"{way} is a link, or no folder")
+
+
+def odd_entries(folder: Path, *, deep: bool) -> Iterator[Path]:
+    """Finds links, pipes and devices in a folder: all but regular files and folders; with `deep`, below it too."""
+    try:
+        with os.scandir(folder) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in found:
+        if entry.is_dir(follow_symlinks=False):
+            if deep:
+                yield from odd_entries(Path(entry.path), deep=True)
+        elif not entry.is_file(follow_symlinks=False):
+            yield Path(entry.path)
+
+
+def _refuse_odd(status: os.stat_result) -> int:
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a link or a special file"
+        raise NotPlain(errno.EINVAL, f"it is {kind}, not a regular file")
+    return status.st_size

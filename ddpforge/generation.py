@@ -89,10 +89,16 @@ def generate(model: nn.Module, data: Any, prompts: Sequence[str], how: Sampling)
     for prompt, tokens in zip(prompts, encoded, strict=True):
         if not tokens:
             raise UsageError(f"the prompt {prompt!r} is empty, and a model continues a text")
-    draw = _by_itself if hasattr(model, "generate") and hasattr(model, "config") else _drawn
+    draw = _by_itself if _is_of_transformers(model) else _drawn
     device = next(model.parameters()).device
     for number, tokens in enumerate(encoded):
         yield data.decode(draw(model, torch.tensor(tokens, device=device), how, mix(how.seed, number)))
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    """True for a model that generates text as those of transformers do; others may have such a method of their own."""
+    kinds = type(model).__mro__
+    return any(kind.__name__ == "GenerationMixin" and kind.__module__.startswith("transformers.") for kind in kinds)
 
 
 def _drawn(model: nn.Module, tokens: Tensor, how: Sampling, seed: int) -> list[int]:

@@ -213,7 +213,18 @@ class _Plan:
     """A plan that is being made; it takes no GPU."""
 
     def __init__(self, recipe: Path, ranks: int, *options: str) -> None:
-        command = [sys.executable, "-m", "ddpforge", "plan", str(recipe), "--ranks", str(ranks), "--json", *options]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "ddpforge",
+            "plan",
+            str(recipe),
+            "--ranks",
+            str(ranks),
+            "--json",
+            *options,
+        ]
         alone = {name: value for name, value in os.environ.items() if not _LAUNCHERS.fullmatch(name)}
         self._process = subprocess.Popen(
             command,

@@ -152,6 +152,7 @@ def evaluate(
     Writes nothing.
     """
     adopt_slurm()
+    folder.refuse_odd()
     parts = load_parts(folder.resolved, sets, trains=False, only=only)
     world = join_ranks(parts)
     if parts.other_layout and world.is_main:
@@ -247,6 +248,7 @@ def _write(out: Path, found: Iterable[Sequence[Predicted]], world: World, files:
 def _to_predict(folder: RunFolder, data: Sequence[str], sets: Sequence[str]) -> Parts:
     """The parts of a run's recipe whose one evaluation set is the dataset that `data` means."""
     names, options = ([word for word in data if ("=" in word) == with_value] for with_value in (False, True))
+    folder.refuse_odd()
     name = _dataset(load_recipe(folder.resolved, sets=sets).recipe, names)
     parts = load_parts(
         folder.resolved,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpforge.interfaces import Task
+from ddpforge.interfaces import Task, World
 
 
 class _Block(nn.Module):
@@ -141,6 +141,46 @@ class NormedBlocks(nn.Module):
         return self.head(x)
 
 
+class Attending(nn.Module):
+    """Works on [B, 4, 8], with biases that are not zero, and changes products in place."""
+
+    pipeline = (("enter", "rise"), "blocks", ("leave", "head"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rise = nn.Linear(1, 8)
+        self.blocks = nn.ModuleList([_Attention(bias=True), _Attention(bias=False)])
+        self.head = nn.Linear(8, 1)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.normal_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return self.rise(x[..., None])
+
+    def leave(self, x: Tensor) -> Tensor:
+        return self.head(x).mean(1)
+
+
+class _Attention(nn.Module):
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, bias=bias) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm(x)
+        q, k, v = self.q(n), self.k(n), self.v(n)
+        q *= 0.5
+        return x + self.o((q @ k.transpose(1, 2)).softmax(-1) @ v).tanh()
+
+
 class Hungry(nn.Module):
     """From the fourth training pass on it needs more memory than any machine has."""
 
@@ -189,6 +229,34 @@ class Odd(nn.Module):
         y = self.conv(x.view(-1, 1, 2, 2)).flatten(1) @ self.mix + self.shift / 9
         odd = [buffer.real if buffer.is_complex() else buffer.float() for buffer in self.buffers()]
         return self.head(y.tanh()) + sum(buffer.mean() for buffer in odd)
+
+
+class Gapped(nn.Module):
+    """Weights that are slices of larger ones or lie in other orders, two names for one of them, expanded buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(5)
+
+        def some(*size: int) -> Tensor:
+            return torch.randn(size, generator=draw) / 3
+
+        wide = some(4, 12)
+        self.left, self.right = nn.Parameter(wide[:, :3]), nn.Parameter(wide[:, 3::3])
+        self.rows = nn.Parameter(some(6, 8)[::2])
+        self.turned = nn.Parameter(some(8, 14).t()[::2])
+        self.turned_again = self.turned
+        self.column = nn.Parameter(some(8, 3)[:, :1])
+        self.frozen = nn.Parameter(some(8, 3)[:, 0], requires_grad=False)
+        self.conv = nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last)
+        self.conv.weight = nn.Parameter(self.conv.weight.detach()[:, :1])
+        self.register_buffer("scale", torch.ones(1).expand(8))
+        self.register_buffer("shift", torch.zeros(1, 8).expand(3, 8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = ((x @ self.left).tanh() @ self.rows + x @ self.right @ self.rows + self.shift.mean(0)) * self.scale
+        y = y + (y[:, :7] @ self.turned_again * self.frozen).tanh()
+        return y @ self.column + self.conv(x.view(-1, 1, 2, 2)).sum((1, 2, 3))[:, None]
 
 
 class Double(nn.Module):
@@ -247,6 +315,51 @@ class Hollow(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x) + self.nothing.sum()
+
+
+class Remembers(Task):
+    """A regression whose loss depends on a running mean, a bank and a counter, which `state` returns."""
+
+    keeps, apart = True, False
+
+    def __init__(self) -> None:
+        self.mean, self.bank, self.calls = torch.zeros(()), [torch.zeros(())], 0
+
+    def start(self, model: nn.Module, world: World) -> None:
+        self.ranks = world.data
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        outputs = model(batch[0])
+        scale = 1 + self.mean + sum(self.bank) / 9 + self.calls / 99
+        loss = (outputs - batch[1]).square().sum() * scale
+        if model.training:
+            mean = outputs.detach().mean()
+            mean = mean if self.apart else self.ranks.sum(mean) / self.ranks.size
+            self.mean = 0.9 * self.mean + 0.1 * mean
+            self.bank = [*self.bank, mean][-3:]
+            self.calls += 1
+        return loss, None
+
+    def state(self) -> dict[str, Any]:
+        return {"mean": self.mean, "bank": torch.stack(self.bank), "calls": self.calls} if self.keeps else {}
+
+    def load_state(self, state: Any) -> None:
+        self.mean, self.bank, self.calls = state["mean"], list(state["bank"]), state["calls"]
+
+
+class Forgets(Remembers):
+    """The same, and nothing of it is saved."""
+
+    keeps = False
+
+    def load_state(self, state: Any) -> None:
+        pass
+
+
+class Apart(Remembers):
+    """The same, of the samples of each rank."""
+
+    apart = True
 
 
 class Penalty(Task):

@@ -18,9 +18,9 @@ ddpforge launch digits --nproc 2 --set train.device=cpu train.length=3ep
 ddpforge eval digits --json
 ddpforge recipes cp digits
 ddpforge check digits.toml --build
-ddpforge run digits.toml --set name=sam optimizer.use=sam optimizer.rho=0.05 train.device=cpu train.length=1ep
+ddpforge run digits.toml --set name=sam 'optimizer={use="sam", base="sgd", lr=0.1}' train.device=cpu train.length=2ep
 ddpforge status digits >/dev/null
 
 venv/bin/pip install --quiet --no-deps --force-reinstall "$dist"/ddpforge-*.tar.gz
-ddpforge run digits --set name=sdist train.device=cpu train.length=1ep
+ddpforge run digits --set name=sdist train.device=cpu train.length=2ep
 echo "the wheels in $dist train"

@@ -105,6 +105,18 @@ def test_the_most_probable_token_is_taken_and_the_context_is_cut_aloud(caplog: p
     ]
 
 
+def test_a_model_with_a_method_and_a_config_of_its_own_is_none_of_transformers() -> None:
+    """As nanoGPT's has them; it was called as `generate(input_ids=…, attention_mask=…)`."""
+
+    class Own(Counts):
+        config = ("layers", 1)
+
+        def generate(self, idx: torch.Tensor, max_new_tokens: int) -> None:
+            raise AssertionError
+
+    assert drawn("1", model=Own(), tokens=3, greedy=True) == drawn("1", tokens=3, greedy=True) == ["234"]
+
+
 def test_a_seed_gives_a_text_whatever_the_other_prompts() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()

@@ -177,6 +177,7 @@ COMPONENTS = {
             text='data.train = { use = "./parts.py:Lines", folder = "lines", width = 7 }',
         ),
         Recipe(text='[task]\nuse = "./parts.py:Apart"'),
+        Recipe(text='[task]\nuse = "./parts.py:Centred"'),
         Recipe(
             sets=("~checkpoint.keep",),
             text='[task]\nmetrics = [{ use = "./parts.py:NearMiss" }, { use = "./parts.py:Recalls" }]',

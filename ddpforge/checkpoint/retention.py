@@ -16,6 +16,8 @@ from ddpforge.direction import lower_is_better
 from ddpforge.errors import CheckpointError
 from ddpforge.recipe.schema import KeepSection
 
+_MOST_HINT = 1 << 16  # bytes
+
 
 class Committed(NamedTuple):
     """A committed checkpoint."""
@@ -211,6 +213,6 @@ def _lower(keep: KeepSection) -> bool | None:
 
 def _latest(folder: Path) -> str | None:
     try:
-        return str(json.loads((folder / LATEST).read_bytes())["dir"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(disk.read_plain(folder / LATEST, _MOST_HINT))["dir"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # a hint only: absent before the first save, and anyone may have edited it

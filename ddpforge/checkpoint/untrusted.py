@@ -6,7 +6,6 @@ says where in the file a tensor lies, which partial and verified reads need. Nee
 
 import gc
 import os
-import stat
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -65,12 +64,11 @@ def damaged(path: Path, reason: str) -> Damaged:
 def size_of(path: Path) -> int:
     """Bytes of a regular file. A link could lead out of the folder, a pipe could block for ever."""
     try:
-        status = path.lstat()
+        return disk.plain_size(path)
+    except disk.NotPlain as error:
+        raise damaged(path, str(error.strerror)) from error
     except OSError as error:
         raise damaged(path, f"it cannot be read ({error.strerror})") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise damaged(path, "it is a link or a special file; a checkpoint consists of regular files only")
-    return status.st_size
 
 
 class PlainFile:
@@ -81,10 +79,12 @@ class PlainFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.size = path, size_of(path)
+        self.path = path
         with self._reading():
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor)
+            file = disk.open_plain(path, buffering=0)
+        weakref.finalize(self, file.close)
+        self._descriptor = file.fileno()
+        self.size = os.fstat(self._descriptor).st_size
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def read_into(self, start: int, buffer: memoryview, seen: Callable[[memoryview], None] = lambda _: None) -> None:
@@ -112,6 +112,8 @@ class PlainFile:
     def _reading(self) -> Iterator[None]:
         try:
             yield
+        except disk.NotPlain as error:
+            raise damaged(self.path, str(error.strerror)) from error
         except OSError as error:
             raise damaged(self.path, f"it cannot be read ({error.strerror})") from error
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ddpforge.cli.options import device_option, imports_option, json_option, ranks_option, recipe_argument, sets_options
-from ddpforge.components.stand_ins import look
+from ddpforge.components.stand_ins import look, need_libraries, without_libraries
 from ddpforge.errors import ForgeError, RecipeError, UsageError
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ def check(
 ) -> None:
     """Validate RECIPE (a file or a bundled recipe's name) without starting anything.
 
-    This imports the code that the recipe names, which runs what stands at the top of it. What only data and model can
-    tell is found by --build, and by `run` before it trains.
+    This imports the code that the recipe names, which runs what stands at the top of it; a model that the strategy cuts
+    is also built, without memory for weights. What only data and model can tell is found by --build, and by `run`
+    before it trains.
     """
     if builds and not imports:
         raise UsageError("--build runs the code that --no-import is not to import", hints=["leave one of them out"])
@@ -53,6 +54,8 @@ def check(
 def _check(recipe: str, sets: Sequence[str], ranks: int, device: str | None, builds: bool, imports: bool) -> str:
     """Describes the run that the recipe amounts to; raises ForgeError when it cannot be run."""
     parts = foreseen(recipe, sets, ranks, device, imports=imports)
+    if not builds and not parts.found:
+        _check_cut(parts)
     built = _build(parts) if builds else ""
     parts.report()
     skipped = f"; not imported, nor checked: {', '.join(parts.not_imported)}" if parts.not_imported else ""
@@ -72,6 +75,18 @@ def foreseen(recipe: str, sets: Sequence[str], ranks: int, device: str | None, *
     parts = Parts(loaded, registry)
     foresee(parts, ranks=ranks, device=device, folder=RunFolder.of(loaded.recipe))
     return parts
+
+
+def _check_cut(parts: "Parts") -> None:
+    """Asks a strategy that cuts the model whether it can: that is no matter of data."""
+    known = parts.built.strategy is not None and parts.built.task is not None
+    if not known or not parts.strategy.cuts_model or parts.recipe.model.use in parts.not_imported:
+        return
+    if without_libraries():
+        need_libraries()
+    from ddpforge.training.building import check_cut
+
+    check_cut(parts)
 
 
 def _build(parts: "Parts") -> str:

@@ -18,6 +18,7 @@ from ddpforge.confidential import redact
 from ddpforge.errors import ExitCode, ForgeError, Postponed
 from ddpforge.launchers.verdict import record_verdict
 from ddpforge.ranks import leaving
+from ddpforge.ranks.logs import keep_output
 from ddpforge.watch.watch import failed, failure_of_another
 
 _WATCH = os.path.join("ddpforge", "strategies", "watch.py")
@@ -30,6 +31,7 @@ def ending(*, status: bool = False) -> Iterator[None]:
 
     With `status`, a failure is also told as one JSON object on stdout, in the form of a run's `status.json`.
     """
+    keep_output()
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:

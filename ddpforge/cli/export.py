@@ -13,6 +13,8 @@ from ddpforge.cli.tables import counted
 from ddpforge.errors import UsageError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ddpforge.exchange.export import Exported, Precision
     from ddpforge.exchange.hub import Hub
 
@@ -90,7 +92,8 @@ def export(
     if form in ("pt2", "onnx"):
         done = _program(checkpoint, Path(out or f"{default}.{form}"), form, weights, force)
     else:
-        chosen = _Weights(weights, only, merge, dtype, force)
+        base = _left_out(checkpoint) if merge else None
+        chosen = _Weights(weights, only, merge, dtype, force, base)
         done = _weights(checkpoint, out, default, chosen, max_shard_size, beside=form == "transformers")
     url = hub.push(done.paths, f"Step {done.step} of {name}") if hub else None
 
@@ -111,6 +114,16 @@ class _Weights(NamedTuple):
     merge: bool
     dtype: "Precision | None"
     force: bool
+    base: "Mapping[str, Tensor] | None" = None
+
+
+def _left_out(checkpoint: Path) -> "Mapping[str, Tensor] | None":
+    """The model's tensors, built from the recipe, where the checkpoint holds those alone that were trained."""
+    from ddpforge.api import load
+    from ddpforge.checkpoint.manifest import read_manifest
+    from ddpforge.training.left_out import has_left_out
+
+    return load(checkpoint).model().state_dict() if has_left_out(read_manifest(checkpoint).loop) else None
 
 
 def _form(form: str | None, out: str | None) -> str:

@@ -72,8 +72,10 @@ def launch(
     the exit code is the run's own. What is not said is taken from the variables of SkyPilot and Kubeflow, where there
     are any.
     """
+    from ddpforge.ranks.logs import keep_output
     from ddpforge.starting import prepare
 
+    keep_output()
     assigned, flags = before_flags(words)
     with _told_as_json(as_json), StopRequests() as stop:
         given = {"nproc": nproc, "nnodes": nnodes, "node_rank": node_rank, "endpoint": endpoint, "run_id": run_id}

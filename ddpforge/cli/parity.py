@@ -68,7 +68,9 @@ def parity(
     """
     from ddpforge.parity.runs import RunFailed
     from ddpforge.parity.runs import parity as compare
+    from ddpforge.ranks.logs import keep_output
 
+    keep_output()
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(TemporaryDirectory(prefix="ddpforge-parity-")))
         try:

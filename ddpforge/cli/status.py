@@ -80,14 +80,17 @@ def _page(run: "Standing") -> str:
     rows = [("last sign of life", f"{age(time.time() - run.changed)} ago")]
     rows += [(name, f"{value:.6g}") for name, value in run.metrics.items() if value is not None]
     if newest := _checkpoint(run):
-        since = age(time.time() - _unix(str(newest["created"])))
-        rows.append(("checkpoint", f"of step {newest['step']:,}, {since} ago"))
+        made = _unix(str(newest["created"]))
+        since = f", {age(time.time() - made)} ago" if made is not None else ""
+        rows.append(("checkpoint", f"of step {newest['step']:,}{since}"))
     else:
         rows.append(("checkpoint", "none"))
     if run.error:
         rows.append(("error", run.error))
     width = max(len(name) for name, _ in rows)
-    return "\n".join([_head(run), *(f"  {printable(name):{width}}  {printable(text)}" for name, text in rows)])
+    return "\n".join(
+        [printable(_head(run)), *(f"  {printable(name):{width}}  {printable(text)}" for name, text in rows)]
+    )
 
 
 def _head(run: "Standing") -> str:
@@ -108,7 +111,11 @@ def _told(run: "Standing") -> dict[str, float]:
     return {name: value for name in wanted if (value := run.metrics[name]) is not None}
 
 
-def _unix(created: str) -> float:
+def _unix(created: str) -> float | None:
+    """Seconds since 1970; None for text that is no time: a manifest may say anything."""
     from datetime import datetime
 
-    return datetime.fromisoformat(created).timestamp()
+    try:
+        return datetime.fromisoformat(created).timestamp()
+    except (ValueError, OverflowError):
+        return None

@@ -63,11 +63,13 @@ def sweep(
     in all runs. The same command resumes a sweep that was stopped: what is done stays, the rest is resumed. Exit
     codes: 0 all done, 1 some failed, 2 usage or recipe, 75 stopped.
     """
+    from ddpforge.ranks.logs import keep_output
     from ddpforge.sweeps.plan import Plan, mode_of
     from ddpforge.sweeps.plan import devices as share_out
     from ddpforge.sweeps.space import Space
     from ddpforge.sweeps.training import Commands
 
+    keep_output()
     _refuse(draws, trials)
     plan = Plan.of(recipe, Space.parse((*sets, *assignments(words))), out=out, nproc=nproc)
     devices = share_out(plan.base, jobs=jobs, nproc=nproc)

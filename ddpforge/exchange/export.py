@@ -30,6 +30,7 @@ _DTYPES: Mapping[Precision, torch.dtype] = {
     "fp16": torch.float16,
 }
 INDEX = f"{MODEL}.index.json"
+_OF_TASK = "task."  # begins the names of modules that a task has beside the model
 _OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # what a folder of weights consists of
 
 
@@ -63,12 +64,14 @@ def export(
     merge: bool = False,
     dtype: Precision | None = None,
     force: bool = False,
+    base: Mapping[str, Tensor] | None = None,
 ) -> Exported:
     """Writes the model of a checkpoint to the file `out`, which appears complete or not at all.
 
     `weights` is "model", or the name of a callback that keeps weights of its own (e.g. "ema"); what it does
     not keep (buffers, frozen parameters) comes from the model. With `merge` adapters are folded into the weights
-    that they adapt; `only` leaves out what none of its globs names; `dtype` converts the floating-point tensors.
+    that they adapt; `base` has those, by name, where the checkpoint has left them out. `only` leaves out what none
+    of its globs names; `dtype` converts the floating-point tensors.
 
     A tied parameter is written once and its other names become metadata, as by safetensors' own `save_model`:
     `safetensors.torch.load_model(model, out)` restores the tie.
@@ -80,7 +83,7 @@ def export(
         raise UsageError(f"{out} exists", hints=["choose another file with --out, or replace it with --force"])
 
     reader = Reader(checkpoint)
-    chosen, aliases = _chosen(reader, weights, only, dtype, merge=merge)
+    chosen, aliases = _chosen(reader, weights, only, dtype, merge=merge, base=base)
     size, digest = _write(out, chosen, aliases)
     return Exported(file=out, step=reader.facts.step, tensors=len(chosen), bytes=size, sha256=digest)
 
@@ -95,6 +98,7 @@ def export_folder(
     dtype: Precision | None = None,
     force: bool = False,
     most: int | None = None,
+    base: Mapping[str, Tensor] | None = None,
 ) -> Exported:
     """Writes the model into the folder `out`, under the names that transformers gives: all files or none appear.
 
@@ -109,7 +113,7 @@ def export_folder(
         raise UsageError(f"{there[0]} exists", hints=["choose another folder with --out, or replace it with --force"])
 
     reader = Reader(checkpoint)
-    chosen, aliases = _chosen(reader, weights, only, dtype, merge=merge)
+    chosen, aliases = _chosen(reader, weights, only, dtype, merge=merge, base=base)
     shards = _shards(chosen, most)
     with _staging(out, there) as stage:
         written: dict[str, tuple[int, str]] = {}
@@ -141,10 +145,22 @@ def chosen_weights(reader: Reader, weights: str) -> dict[str, LazyTensor]:
 
 
 def _chosen(
-    reader: Reader, weights: str, only: Sequence[str], dtype: Precision | None, *, merge: bool
+    reader: Reader,
+    weights: str,
+    only: Sequence[str],
+    dtype: Precision | None,
+    *,
+    merge: bool,
+    base: Mapping[str, Tensor] | None,
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """The weights to be written, in the order of the model, and the further names of tied ones."""
-    chosen, aliases = chosen_weights(reader, weights), dict(reader.aliases)
+    if weights.startswith(_OF_TASK) and not _fits_model(own := sources(reader, "callbacks", weights), reader):
+        chosen, aliases = own, {}  # a module beside the model: a part of it, or another one, by its own names
+    else:
+        chosen, aliases = chosen_weights(reader, weights), dict(reader.aliases)
+        if base is not None:
+            others, ties = _unsaved(base)
+            chosen, aliases = others | chosen, ties | aliases
     if merge:
         chosen, aliases = merged(chosen, aliases)
     if only:
@@ -153,6 +169,18 @@ def _chosen(
     if dtype is not None:
         chosen = {name: _converted(name, source, _DTYPES[dtype]) for name, source in chosen.items()}
     return chosen, {alias: name for alias, name in aliases.items() if name in chosen}
+
+
+def _unsaved(base: Mapping[str, Tensor]) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """The tensors of a model in memory, in its order, and the further names of tied ones."""
+    first: dict[tuple[int, torch.Size], str] = {}
+    aliases = {}
+    for name, tensor in base.items():
+        known = first.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
+        if known != name:
+            aliases[name] = known
+    kept = {name: tensor for name, tensor in base.items() if name not in aliases}
+    return {name: LazyTensor(dtype_name(x.dtype), tuple(x.shape), x.detach) for name, x in kept.items()}, aliases
 
 
 def _named(globs: Sequence[str], names: Iterable[str], aliases: Mapping[str, str]) -> set[str]:
@@ -216,6 +244,12 @@ def _staging(out: Path, replaced: Sequence[Path]) -> Iterator[Path]:
         disk.remove(stage)
 
 
+def _fits_model(tensors: Mapping[str, LazyTensor], reader: Reader) -> bool:
+    """True where there are none, or all of them are of the model, by name and shape."""
+    model = sources(reader, "model")
+    return all(name in model and model[name].shape == kept.shape for name, kept in tensors.items())
+
+
 def _kept_by(callback: str, reader: Reader, model: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The callback's tensors, provided that they are weights of this model."""
     mine = sources(reader, "callbacks", callback)
@@ -223,7 +257,11 @@ def _kept_by(callback: str, reader: Reader, model: Mapping[str, LazyTensor]) -> 
         others = ", ".join(sorted({name.partition("/")[0] for name in reader.names("callbacks")})) or "none"
         raise UsageError(
             f"the checkpoint {reader.path} holds no weights called {callback!r}",
-            hints=[f"callbacks that saved tensors: {others}"],
+            hints=[
+                f"`{callback}` is a module beside the model, with names of its own: `ddpforge export` writes it alone"
+                if mine and callback.startswith(_OF_TASK)
+                else f"callbacks that saved tensors: {others}"
+            ],
         )
     return mine
 

@@ -90,7 +90,23 @@ def _target(out: str) -> tuple[Path, RunFolder | None]:
         raise UsageError(f"{out} is a checkpoint", hints=["name a run, or a folder for the new checkpoint"])
     if Path(out).exists() and not Path(out).is_dir():
         raise UsageError(f"{out} is a file", hints=["name a run, or a folder for the new checkpoint"])
+    if _is_for_a_run(Path(out)):
+        name = Path(out).name
+        raise UsageError(
+            f"{out} is the place of a run called {name}, which could not begin in a folder of checkpoints alone",
+            hints=[
+                f"import to -o imported/{name}, and set checkpoint.init_from to what is made there",
+                "to go on from its optimizer state too, begin the run first, stop it, and import into it",
+            ],
+        )
     return Path(out), None
+
+
+def _is_for_a_run(out: Path) -> bool:
+    """True for a place among runs at which there is nothing, or an empty folder."""
+    parent = out.absolute().parent
+    among = parent == Path("runs").absolute() or any(RunFolder(path).exists() for path in parent.glob("*"))
+    return among and not any(out.glob("step-*"))
 
 
 def _made(folder: Path) -> Path:

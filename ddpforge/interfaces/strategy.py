@@ -88,6 +88,11 @@ class Strategy(ABC):
         """
         return ()
 
+    @property
+    def cuts_model(self) -> bool:
+        """True where a model must be made so that it can be cut: then `ddpforge check` builds it, without memory."""
+        return False
+
     def check(self, model: nn.Module, task: Task, blocks: Sequence[nn.Module]) -> None:
         """Raises StrategyError or UsageError for a model or a task that it cannot train, as far as known without ranks.
 
@@ -197,6 +202,7 @@ class Replica(ABC):
     module: nn.Module  # what forward passes call
     bare: nn.Module  # the same as the recipe's component built it, for names and buffers
     weights: Weights
+    computes_loss: bool = True  # False on ranks that pass their outputs on to others, which call the task's `loss`
 
     # -- one step
     def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:

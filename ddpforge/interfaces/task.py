@@ -131,5 +131,19 @@ class Task(ABC):
         Before the first step and under `ddpforge eval` nothing happens.
         """
 
+    def state(self) -> Mapping[str, Tensor | int | float | str | bool | None]:
+        """Returns what a resumed run needs of the task: a running mean, a memory bank, a counter. It is in checkpoints.
+
+        The same on every rank that computes the loss: where each counts its own samples, add up what `world.data` of
+        `start` has of all. What a model keeps in buffers and what is declared in `beside` is saved without this.
+        """
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `state` returned, after `start`: at a resume, a rollback, and before `ddpforge eval`.
+
+        Tensors are on the CPU. A run may resume on another number of ranks.
+        """
+
     def check(self, model: nn.Module, data: Any) -> None:
         """Raises ValueError when model and data cannot belong together (classes, vocabulary), before training."""

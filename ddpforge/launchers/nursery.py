@@ -22,13 +22,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from ddpforge.launchers.command import RANK
 from ddpforge.launchers.requests import stop_with_parent
 
 __all__ = ["FORK", "Brought", "Nursery", "is_safe"]
 
 FORK = "DDPFORGE_FORK"  # 0: every rank starts by itself
 _IMPORTED = ("ddpforge.runner", "ddpforge.cli.run", "torch._dynamo")  # the last by every first optimizer
-_RANK = ("-u", "-m", "ddpforge")  # how torchrun begins the words of a rank, after Python's own name
 _SUBREAPER = 36  # of <linux/prctl.h>
 _HEADER = 8  # bytes: how long a request is
 _LOOK = 0.01  # seconds
@@ -87,9 +87,9 @@ class Nursery:
         None where these are not the words of a rank, the nursery is gone, or the kernel would not give the rank to this
         process: whoever asks starts it by itself.
         """
-        if tuple(words[: 1 + len(_RANK)]) != (sys.executable, *_RANK):
+        if tuple(words[: 1 + len(RANK)]) != (sys.executable, *RANK):
             return None
-        request = json.dumps([words[len(_RANK) :], dict(environment)]).encode()
+        request = json.dumps([words[len(RANK) :], dict(environment)]).encode()
         answer, door = os.pipe()
         with os.fdopen(answer, "rb") as said:
             try:

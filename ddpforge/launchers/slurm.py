@@ -172,7 +172,7 @@ def _settings(job: Job) -> str:
 def _task(job: Job) -> str:
     """The function that each task of the step runs; it is in the environment of all of them."""
     # An environment that `setup` enters has a ddpforge of its own.
-    forge = ["ddpforge"] if job.setup.strip() else [sys.executable, "-m", "ddpforge"]
+    forge = ["ddpforge"] if job.setup.strip() else [sys.executable, "-P", "-m", "ddpforge"]
     if job.task_per_rank:
         threads = 'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}"'
         return _function(threads, f"exec {shlex.join([*forge, 'run', *job.arguments])}")

@@ -23,6 +23,7 @@ _IN_NAME = "failure-name"
 _LONGEST = 180  # bytes of an error in the name of a file, which may have 255
 _PATIENCE = 1.5  # seconds in which the rank that failed first tells why
 _ANSWER = 12.0  # seconds in which those that were called say who is at fault
+_MOST = 1 << 20  # bytes of a report
 _LOST = re.compile(r"connect|clos|reset|tim(ed|e)[ -]?out|broken pipe|abort|remote|unreachable|read error|EOF", re.I)
 _LIBRARY = re.compile(r"gloo[/\\]|nccl|TCPStore|monitoredBarrier", re.I)
 
@@ -76,8 +77,8 @@ def told_causes(logs: Path) -> list[Report]:
 
 def _reports(logs: Path) -> Iterator[Report]:
     for path in sorted(logs.glob("failure-rank-*.json")):
-        with suppress(OSError, ValueError, TypeError):
-            yield Report(**json.loads(path.read_bytes()))
+        with suppress(OSError, ValueError, TypeError, RecursionError):
+            yield _report(json.loads(disk.read_plain(path, _MOST)))
     for path in sorted(logs.glob(f"{_IN_NAME}-*")):
         with suppress(ValueError):
             token, rank, code, symptom, told, error = path.name.removeprefix(f"{_IN_NAME}-").split("-", 5)
@@ -88,6 +89,15 @@ def _as_name(report: Report) -> str:
     """The report as the name of a file, with the beginning of the error."""
     facts = (report.token, report.rank, int(report.exit_code), int(report.symptom), int(report.told))
     return "-".join([_IN_NAME, *map(str, facts), quote(report.error, safe=" :")[:_LONGEST]])
+
+
+def _report(found: dict[str, Any]) -> Report:
+    """The report in what JSON has made of it; raises TypeError, or ValueError, for anything else."""
+    report = Report(**found)
+    texts, numbers = (report.token, report.error), (report.rank, report.exit_code)
+    if not all(isinstance(one, str) for one in texts) or not all(isinstance(one, int) for one in numbers):
+        raise ValueError("not a report")
+    return report
 
 
 class Failures:

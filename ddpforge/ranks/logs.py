@@ -1,13 +1,18 @@
 """Sends the messages of many ranks to their places: rank 0's to stderr, each rank's to its file in the run folder."""
 
+import errno
 import logging
 import os
 import socket
 import sys
 from contextlib import suppress
+from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
+from typing import Any
 
+from ddpforge import disk
 from ddpforge.confidential import redact
+from ddpforge.errors import EnvironmentProblem
 
 logger = logging.getLogger("ddpforge")
 
@@ -33,15 +38,66 @@ def setup_logging(rank: int, folder: Path | None = None, level: int = logging.IN
     if folder is not None:
         path = folder / "logs" / f"rank-{rank}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = _File(path, encoding="utf-8")
+        try:
+            file = _File(path, encoding="utf-8")
+        except OSError as error:
+            raise EnvironmentProblem(f"{path} cannot be written: {error.strerror or error}") from error
         file.setFormatter(_Redacting("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(file)
+
+
+def keep_output() -> None:
+    """Lets this process go on where nobody reads what it prints any more: a pipe or a terminal that is closed, a disk.
+
+    From the first write that fails on, what is printed there is lost; the run's folder has it all the same.
+    """
+    for number in (0, 1, 2):  # else the next file that is opened would be taken for one of them
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            os.set_inheritable(number, True)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:  # as Python has it for one that was closed
+            setattr(sys, name, open(number, "w", encoding="utf-8", errors="backslashreplace", closefd=False))  # noqa: SIM115  # for good
+        stream = getattr(sys, name)
+        try:
+            real = isinstance(stream, TextIOWrapper) and stream.fileno() == number
+        except (OSError, ValueError):
+            real = False
+        if real and not isinstance(getattr(stream.buffer, "raw", stream.buffer), _Lasting):
+            with suppress(OSError):
+                stream.flush()
+            how = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": stream.line_buffering}
+            lasting = TextIOWrapper(BufferedWriter(_Lasting(number, "wb", closefd=False)), **how, write_through=True)
+            setattr(sys, name, lasting)
+
+
+class _Lasting(FileIO):
+    """A stream that takes everything: when it can no longer be written, what it leads to becomes /dev/null."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EINTR):
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())  # also for what is not Python, and for processes that are started here
+            os.close(nowhere)
+            return len(data)
 
 
 class _File(logging.FileHandler):
     """Says once, in a line, that it cannot be written: a disk that is full is no reason for a traceback a record."""
 
     _said = False
+
+    def _open(self) -> TextIOWrapper:
+        return TextIOWrapper(disk.open_plain(Path(self.baseFilename), "ab"), encoding="utf-8")
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._said:

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpforge.errors import Problem, RecipeError
+from ddpforge.errors import Place, Problem, RecipeError
 from ddpforge.recipe.bundled import bundled, require_file
 from ddpforge.recipe.layers import Layers, Table, inside, paths
 from ddpforge.recipe.origins import KeyPath, Origin, Source
@@ -17,7 +17,27 @@ from ddpforge.recipe.report import did_you_mean, dotted, kind_of, printable
 from ddpforge.recipe.toml import parse, read
 
 _TOML_FOR_SURE = re.compile(r"[\"'\[{]|[-+]?\d+$")  # a --set value that is not meant as a bare word
+_MOST_FILES = 256  # that a recipe extends, each as often as it is named: one named twice, sixteen times over, is 65,536
 _Chain = tuple[tuple[Path, str], ...]  # the files being read, outermost first, and their labels
+
+
+class _Files:
+    """The files that one recipe consists of, counted."""
+
+    def __init__(self) -> None:
+        self._read = 0
+
+    def read(self, path: Path, label: str) -> Source:
+        """The text of one more."""
+        self._read += 1
+        if self._read > _MOST_FILES:
+            message = f"this recipe extends more than {_MOST_FILES} files, counting each as often as it is extended"
+            raise _TooManyFiles([Problem(message, "extends", Place(label), ("extend each file once",))])
+        return read(path, label)
+
+
+class _TooManyFiles(RecipeError):
+    """One is enough to be told, however many files extend too many."""
 
 
 def compose(path: Path, sets: Sequence[str]) -> tuple[Layers, Source]:
@@ -27,7 +47,7 @@ def compose(path: Path, sets: Sequence[str]) -> tuple[Layers, Source]:
     """
     here = Path.cwd()
     label = str(path.relative_to(here) if path.is_relative_to(here) else path)
-    layers, source = _file(path, label, ())
+    layers, source = _file(path, label, (), _Files())
 
     own = Layers()
     problems: list[Problem] = []
@@ -45,8 +65,8 @@ def compose(path: Path, sets: Sequence[str]) -> tuple[Layers, Source]:
     return layers, source
 
 
-def _file(path: Path, label: str, chain: _Chain) -> tuple[Layers, Source]:
-    source = read(path, label)
+def _file(path: Path, label: str, chain: _Chain, files: _Files) -> tuple[Layers, Source]:
+    source = files.read(path, label)
     table = parse(source)
     extends = table.pop("extends", [])
     names = extends if isinstance(extends, list) else [extends]
@@ -56,7 +76,9 @@ def _file(path: Path, label: str, chain: _Chain) -> tuple[Layers, Source]:
     problems: list[Problem] = []
     for index, name in enumerate(names):
         try:
-            layers.merge(_base(name, Origin(source, ("extends", index)), source, chain))
+            layers.merge(_base(name, Origin(source, ("extends", index)), source, chain, files))
+        except _TooManyFiles:
+            raise
         except RecipeError as error:
             problems += error.problems
     if problems:
@@ -136,7 +158,7 @@ def _removal(text: str) -> Layers:
     return Layers.of(table, Source("--set", f"unset = [{json.dumps(text[1:], ensure_ascii=False)}]", source.folder))
 
 
-def _base(name: object, origin: Origin, source: Source, chain: _Chain) -> Layers:
+def _base(name: object, origin: Origin, source: Source, chain: _Chain, files: _Files) -> Layers:
     if not isinstance(name, str):
         message = f"`extends` must be a file name or an array of file names, not {kind_of(name)}"
         raise RecipeError([Problem(message, "extends", origin.place())])
@@ -152,7 +174,7 @@ def _base(name: object, origin: Origin, source: Source, chain: _Chain) -> Layers
         circle = [one for _, one in chain[seen.index(path.resolve()) :]]
         hint = " extends ".join([*circle, circle[0]])
         raise RecipeError([Problem("`extends` goes in a circle", "extends", origin.place(), (hint,))])
-    return _file(path, label, chain)[0]
+    return _file(path, label, chain, files)[0]
 
 
 def assigned(text: str) -> Table:

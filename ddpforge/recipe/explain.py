@@ -35,7 +35,7 @@ _LIMITS = {
     **dict.fromkeys(("string_too_long", "too_long"), "at most {max_length} long"),
     "finite_number": "a finite number",
 }
-_NUMBER = re.compile(r"[-+]?(\d[\d_]*)?\.?\d+([eE][-+]?\d+)?")
+_NUMBER = re.compile(r"[-+]?(?:\d(?:_?\d)*+(?:\.\d++)?|\.\d++)(?:[eE][-+]?\d+)?")
 
 
 class Explainer:

@@ -11,6 +11,7 @@ from ddpforge.recipe.layers import Layers, Table, Value, framework_keys, kind_at
 from ddpforge.recipe.origins import KeyPath, Origin
 from ddpforge.recipe.report import did_you_mean, dotted, kind_of, nearest
 
+_MOST = 4 << 20  # characters of a value: more than any recipe has
 _REFERENCE = re.compile(r"(?P<escaped>\$)?\$\{(?:(?P<body>[^{}]*)\})?")
 _ENV = re.compile(r"env:(?P<name>\w+)(?::-(?P<default>.*))?", re.DOTALL)
 _FORMS = (
@@ -67,6 +68,10 @@ class _Filling:
         if whole and not whole["escaped"]:
             value = self.value(path, whole, used)
         else:
+            longest = max((len(_written(one)) for one in self.variables.values()), default=0)
+            if text.count("${") * longest > _MOST:
+                self.report(path, f"`{dotted(path)}` would be longer than {_MOST:,} characters", "shorten a variable")
+                return text
             value = _REFERENCE.sub(lambda match: _written(self.value(path, match, used)), text)
 
         origin = self.layers.origin(path)

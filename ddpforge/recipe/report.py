@@ -31,7 +31,8 @@ def render(error: ForgeError | Problem) -> str:
         total = f"{count} error{'s' * (count > 1)} in the recipe; nothing was started."
         return "\n\n".join([*map(render, error.problems), total])
 
-    lines = [f"error: {printable(error.message) if isinstance(error, Problem) else error.message}"]
+    said = [error.message] if isinstance(error, Problem) else error.message.split("\n")
+    lines = ["error: " + "\n".join(map(printable, said))]
     margin = " "
     if isinstance(error, Problem) and error.place:
         margin = " " * len(str(error.place.line))

@@ -20,6 +20,7 @@ Count = Annotated[int, Field(ge=1, le=2**31)]
 
 
 _LONGEST_WAIT = 720 * 3600.0  # seconds
+_BYTES = "\0"  # begins what stands for a path whose bytes are no text; no path has it
 _LONGEST_NAME = 200  # bytes; file systems take 255, and temporary files add to the name
 
 
@@ -115,6 +116,25 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
+def written(path: Path) -> str:
+    """The path as JSON can hold it: also one whose bytes are no text, as any is under LC_ALL=C that is not ASCII."""
+    text = str(path)
+    return text if text.isascii() or _is_unicode(text) else f"{_BYTES}{os.fsencode(text).hex()}"
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _read_back(path: Path) -> Path:
+    text = str(path)
+    return Path(os.fsdecode(bytes.fromhex(text.removeprefix(_BYTES)))) if text.startswith(_BYTES) else path
+
+
 class Component(BaseModel):
     """A table that names a component and holds its options, which the component's own signature validates."""
 
@@ -123,7 +143,7 @@ class Component(BaseModel):
     use: str
     options: dict[str, Any] = {}
     # The folder that `./file.py:Name` in `use` and the options is relative to; empty where there is no such name.
-    base: Annotated[Path, Field(exclude=True)] = Path()
+    base: Annotated[Path, Field(exclude=True), AfterValidator(_read_back)] = Path()
 
 
 _Globs = tuple[Annotated[str, Field(min_length=1)], ...]
@@ -138,7 +158,9 @@ class TurnComponent(Component):
         default=(),
         description='What it trains, written as for a group; absent: "NAME.*", after the turn.',
     )
-    repeats: Annotated[Count, Resume.FIXED] = Field(default=1, description="Updates in every step, one after another.")
+    repeats: Annotated[int, Resume.FIXED] = Field(
+        default=1, ge=1, le=10_000, description="Updates in every step, one after another."
+    )
     fresh: Annotated[bool, Resume.FIXED] = Field(
         default=False,
         description="Draw a global batch for each of these updates; else they use that of the update before them.",
@@ -311,7 +333,8 @@ class TrainSection(Section):
     )
     freeze: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.TUNABLE] = Field(
         default=(),
-        description='Parameters that are not trained, as globs over full names, e.g. "blocks.*". A BatchNorm whose'
+        description='Parameters that are not trained, as globs over full names, e.g. "blocks.*"; one with "!" takes'
+        ' parameters out again: ["*", "!head.*"] trains the head alone. A BatchNorm whose'
         " parameters are all among them keeps its statistics, too, and normalises by them.",
     )
     sync_batchnorm: Annotated[bool, Resume.TUNABLE] = Field(

@@ -15,8 +15,11 @@ from ddpforge.recipe.report import dotted, kind_of, printable
 
 _DEEPEST = 16
 _MOST = 4 << 20  # characters
-# tomllib takes time with the square of a key's parts
-_TOO_DOTTED = re.compile(rf"""(?:(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){{{4 * _DEEPEST},}}""")
+# tomllib takes time with the square of a key's parts. Looked for where a part begins, and never twice: a hundred
+# thousand digits would take minutes.
+_TOO_DOTTED = re.compile(
+    rf"""(?<![A-Za-z0-9_-])(?:(?:[A-Za-z0-9_-]++|"[^"\n]*"|'[^'\n]*')[ \t]*+\.[ \t]*+){{{4 * _DEEPEST}}}"""
+)
 _TOO_DEEP = re.compile(rf"(?:[\[{{][^\[\]{{}}]*){{{_DEEPEST + 1}}}")  # brackets opened and not closed
 _WHERE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)")
 _LOWER_CASE = {"True": "true", "False": "false", "yes": "true", "no": "false", "on": "true", "off": "false"}
@@ -25,7 +28,8 @@ _LOWER_CASE = {"True": "true", "False": "false", "yes": "true", "no": "false", "
 def read(path: Path, label: str) -> Source:
     """The text of the file `path`. Raises RecipeError when it cannot be read or is not UTF-8."""
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(4 * _MOST + 1)  # of a device, say, there is no end
     except OSError as error:
         raise RecipeError([Problem(f"cannot read `{label}`: {error.strerror}", place=Place(label))]) from error
 

@@ -32,7 +32,7 @@ from ddpforge.recipe.layers import (
 )
 from ddpforge.recipe.origins import KeyPath
 from ddpforge.recipe.report import dotted, shown
-from ddpforge.recipe.schema import Recipe, TrackSection, on_one_line
+from ddpforge.recipe.schema import Recipe, TrackSection, on_one_line, written
 
 _LOCAL_CODE = re.compile(r"([^:]*\.py):[A-Za-z_][\w.]*")
 _OF_TRACK = TrackSection.model_fields.keys() - {"trackers"}  # no names of trackers
@@ -134,7 +134,7 @@ class _Validation:
             self.explainer.vocabulary.models[path] = self.registry.options_model(self._kind(path), use, base)
         except PluginError as error:
             self.explainer.add((*path, "use"), error.message, *error.hints)
-        return {"use": use, "base": str(base), **_framework_keys(path, table)}
+        return {"use": use, "base": written(base), **_framework_keys(path, table)}
 
     def _not_a_table(self, path: KeyPath, value: object) -> None:
         if path[0] == "track" and path[-1] not in self.registry.names(self._kind(path)):

@@ -50,7 +50,7 @@ class Vocabulary:
 
     def field(self, path: KeyPath) -> FieldInfo | None:
         """The declaration of the key at `path`."""
-        model = self.models.get(path[:-1])
+        model = self.models.get(path[:-1]) if path else None
         return model.model_fields.get(str(path[-1])) if model else None
 
     def takes_duration(self, path: KeyPath) -> bool:

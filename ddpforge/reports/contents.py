@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
+import os
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tomlkit
-
-from ddpforge import __version__
+from ddpforge import __version__, disk
 from ddpforge.reports.charts import Chart, charts, skipped
 from ddpforge.runs.changes import flattened
 from ddpforge.runs.checkpoints import CheckpointFolder
@@ -23,12 +23,16 @@ from ddpforge.runs.listing import Row as Checkpoint
 from ddpforge.runs.listing import rows as checkpoints_of
 from ddpforge.runs.metrics import Row, read_metrics
 from ddpforge.runs.overview import Standing, standing
+from ddpforge.runs.shown import FOLDER, step_of
 
 __all__ = ["Attempt", "Report", "Run", "Shown", "gather"]
+
+log = logging.getLogger("ddpforge")
 
 _SHOWN_BYTES = 600_000  # of pictures and the like in a page, as they are on the disk
 _SHOWN_STEPS = 4  # of one name: the newest ones
 _TABLE_ROWS = 50
+_PNG = b"\x89PNG\r\n\x1a\n"
 _KINDS = {".png": "image", ".json": "json", ".txt": "text"}
 
 
@@ -89,7 +93,7 @@ class Report:
 
 def gather(folders: Sequence[RunFolder]) -> Report:
     """Reads the folders; raises EnvironmentProblem where one is damaged."""
-    rows = [read_metrics(folder.path) if folder.metrics.exists() else [] for folder in folders]
+    rows = [read_metrics(folder.path) if os.path.lexists(folder.metrics) else [] for folder in folders]
     return Report(
         version=__version__,
         made=time.time(),
@@ -101,7 +105,7 @@ def gather(folders: Sequence[RunFolder]) -> Report:
 
 def _run(folder: RunFolder, rows: Sequence[Row], room: int) -> Run:
     environment = folder.surroundings()
-    files = sorted((folder.path / "shown").rglob("step-*"))
+    files = _shown_files(folder)
     shown = list(_shown(folder.path / "shown", files, room))
     return Run(
         folder=folder,
@@ -131,7 +135,7 @@ def _attempts(rows: Sequence[Row]) -> Iterator[Attempt]:
 # ---------------------------------------------------------------------------------------------- the recipe
 def _recipe(folder: RunFolder, command: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
     """Every key with its value, and who has set it."""
-    given = tomlkit.parse(folder.recipe.read_text(encoding="utf-8")).unwrap() if folder.recipe.exists() else {}
+    given = folder.given()
     written, others = flattened(given), "a recipe that it extends, or a default" if "extends" in given else "default"
     ordered = {word.removeprefix("--set=").partition("=")[0] for word in command if "=" in word}
     for key, value in flattened(folder.tables()).items():
@@ -142,7 +146,9 @@ def _recipe(folder: RunFolder, command: Sequence[str]) -> Iterator[tuple[str, An
 def _commands(folder: RunFolder, environment: Mapping[str, Any]) -> list[str]:
     """The commands that bring back the code and train the same again."""
     git = environment.get("git")
-    back = [f"git checkout {git['commit']}" + "  # there were changes beside" * git["dirty"]] if git else []
+    back = (
+        [shlex.join(["git", "checkout", git["commit"]]) + "  # there were changes beside" * git["dirty"]] if git else []
+    )
     packages = [f"{name}=={version}" for name, version in (environment.get("packages") or {}).items() if version]
     install = [shlex.join(["pip", "install", *packages])] if packages else []
     ranks = status["world_size"] if (status := folder.status()) else 1
@@ -159,21 +165,52 @@ def _shown(place: Path, files: Sequence[Path], room: int) -> Iterator[Shown]:
             by_name.setdefault(path.parent.relative_to(place).as_posix(), []).append(path)
     for name, paths in by_name.items():
         for path in paths[-_SHOWN_STEPS:]:
-            fits = path.stat().st_size <= room
-            room -= path.stat().st_size if fits else 0
-            value = _value(path) if fits else None
-            step = int(path.stem.removeprefix("step-"))
+            size = path.lstat().st_size
+            fits = size <= room
+            room -= size if fits else 0
+            step = step_of(path) or 0
+            try:
+                value = _value(path, place.parent) if fits else None
+            except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+                yield Shown(name=name, step=step, kind="text", path=path, value=f"{path} cannot be shown: {error}")
+                continue
             yield Shown(name=name, step=step, kind=_kind(path, value), path=path, value=value)
 
 
-def _value(path: Path) -> Any:
+def _shown_files(folder: RunFolder) -> list[Path]:
+    """The files that were shown, oldest first; nothing of a folder that is a link."""
+    place = folder.path / FOLDER
+    if place.is_symlink():
+        log.warning("%s is a link: nothing in it is shown", place)
+        return []
+    return sorted(path for path in place.rglob("step-*") if step_of(path) is not None and disk.is_plain(path))
+
+
+def _value(path: Path, run: Path) -> Any:
+    """The form in which a page shows a file; raises ValueError, TypeError or KeyError for what no run has written."""
+    content = disk.read_plain(path, _SHOWN_BYTES, within=run)
     if path.suffix == ".png":
-        return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
-    text = path.read_text(encoding="utf-8")
+        if not content.startswith(_PNG):
+            raise ValueError("it is no PNG image")
+        return f"data:image/png;base64,{base64.b64encode(content).decode()}"
     if path.suffix == ".txt":
-        return text
-    found = json.loads(text)
-    return found[:_TABLE_ROWS] if isinstance(found, list) else found
+        return content.decode(errors="replace")
+    found = json.loads(content)
+    if isinstance(found, list):
+        table = found[:_TABLE_ROWS]
+        if not all(isinstance(row, dict) for row in table):
+            raise ValueError("it is neither a table nor a histogram")
+        json.dumps(table)  # raises RecursionError for what is nested too deeply to be printed
+        return table
+    counts, edges = found["counts"], found["edges"]
+    numbers = [*counts, *edges, found.get("nonfinite") or 0]
+    if (
+        not counts
+        or len(edges) != len(counts) + 1
+        or not all(type(one) in (int, float) and abs(one) < 1e300 for one in numbers)
+    ):
+        raise ValueError("it is neither a table nor a histogram")
+    return {"counts": counts, "edges": edges, "nonfinite": found.get("nonfinite") or 0}
 
 
 def _kind(path: Path, value: Any) -> str:

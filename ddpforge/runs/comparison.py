@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -68,7 +69,7 @@ def _unlike(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 def _code(folder: RunFolder) -> dict[str, str]:
     """The hashes of the run's copies of local files, as far as people compare them."""
     copies = sorted((folder.path / "code").rglob("*.py"))
-    return {path.relative_to(folder.path).as_posix(): sha256(path.read_bytes()).hexdigest()[:12] for path in copies}
+    return {path.relative_to(folder.path).as_posix(): sha256(folder.code(path)).hexdigest()[:12] for path in copies}
 
 
 def _environment(folder: RunFolder) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def _environment(folder: RunFolder) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------------------- metrics
 def _rows(folder: RunFolder) -> list[Row]:
-    return read_metrics(folder.path) if folder.metrics.exists() else []
+    return read_metrics(folder.path) if os.path.lexists(folder.metrics) else []
 
 
 def _summary(rows: Sequence[Row]) -> dict[str, float | None]:

@@ -16,18 +16,30 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from difflib import get_close_matches
+from functools import cache
 from hashlib import sha256
 from itertools import chain, count
 from pathlib import Path, PurePosixPath
 from socket import gethostname
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, cast
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,  # which pydantic can read
+    TypeVar,
+)
+
+from annotated_types import Ge, Lt
+from typing_extensions import TypedDict
 
 from ddpforge import disk
 from ddpforge.components.local_code import neighbours
@@ -35,24 +47,48 @@ from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.runs.environment import describe_environment
 
 if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
     from ddpforge.recipe import LoadedRecipe, Recipe
 
 log = logging.getLogger("ddpforge")
 
+_Kind = TypeVar("_Kind")
+
+# Bytes that were no text, as earlier versions wrote them: half of a pair, which no reader takes.
+_NO_TEXT = re.compile(rb"(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][cC][89a-fA-F][0-9a-fA-F]")
 _FLOCK = "hhqqi0q"  # Linux's struct flock with 64 bits: type, whence, start, length, process
 
+# Bytes of a file that is read whole: a run writes less, and who sends a folder may have put anything there.
+_MOST = 16 << 20
+_MOST_RECIPE = 4 << 20
+_MOST_CODE = 64 << 20
+
+# A folder's own links would lead a run to write, and a reader to look, elsewhere. Checkpoints may be on another disk,
+# and are read without trust; what trackers put into folders of their own is theirs.
+_OWN = ("logs", "shown", "code", "profile")
+_MAY_BE_LINKED = ("checkpoints",)
+
 State = Literal["running", "done", "failed", "stopped", "diverged"]
+_Count = Annotated[int, Ge(0), Lt(2**63)]
 
 
+def _open(kind: type[_Kind]) -> type[_Kind]:
+    """Lets a TypedDict have further keys, for pydantic: another version may write more."""
+    kind.__pydantic_config__ = {"extra": "allow"}  # type: ignore[attr-defined]
+    return kind
+
+
+@_open
 class Status(TypedDict):
     """The contents of `status.json`; metrics that are not finite are null there."""
 
     state: State
     exit_code: int | None  # null while running
-    step: int
-    total_steps: NotRequired[int | None]  # null where a wall time ends the run
-    samples: int
-    world_size: int
+    step: _Count
+    total_steps: NotRequired[_Count | None]  # null where a wall time ends the run
+    samples: _Count
+    world_size: _Count
     strategy: str
     metrics: Mapping[str, float | None]
     error: str | None
@@ -103,16 +139,44 @@ def _copies(files: Iterable[Path]) -> tuple[dict[Path, str], dict[str, Path]]:
 class Lineage(TypedDict):
     """From `step` on, the run followed the resolved recipe with this sha256."""
 
-    step: int
+    step: Annotated[int, Lt(2**63)]
     recipe: str
 
 
+@_open
+class _Environment(TypedDict, total=False):
+    """The keys of `env.json` that are read."""
+
+    command: list[str]
+    packages: dict[str, str | None]
+    git: "_Commit | None"
+    environment: dict[str, str]
+
+
+@_open
+class _Commit(TypedDict):
+    commit: str
+    dirty: bool
+
+
+@_open
+class _Failure(TypedDict):
+    """The keys of `failure.json` that are read."""
+
+    rank: _Count
+    error: str
+    told_by: str
+    phase: NotRequired[str | None]
+    step: NotRequired[_Count | None]
+
+
+@_open
 class _RunFacts(TypedDict):
     """The contents of `run.json`."""
 
     id: str
     created: str
-    attempts: int
+    attempts: _Count
     lineage: list[Lineage]
 
 
@@ -292,7 +356,7 @@ class RunFolder:
         Not for a process that trains here itself: closing the file gives up what it has claimed.
         """
         try:
-            with (self.logs / "lock").open("rb") as file:
+            with disk.open_plain(self.logs / "lock", within=self.path) as file:
                 asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
                 found, *_ = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
         except FileNotFoundError:
@@ -310,13 +374,13 @@ class RunFolder:
         path = self.logs / "lock"
         with _writing(self.path):
             path.parent.mkdir(exist_ok=True)
-            file = path.open("ab+", buffering=0)
+            file = disk.open_plain(path, "a+b", within=self.path, buffering=0)
         with file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not inherited by loader processes
             except (BlockingIOError, PermissionError) as error:
                 file.seek(0)
-                who = file.read().decode(errors="replace").strip() or "another process"
+                who = file.read(200).decode("ascii", errors="replace").strip() or "another process"
                 raise EnvironmentProblem(
                     f"{self.path} is being trained in already, by {who}",
                     hints=[
@@ -339,9 +403,17 @@ class RunFolder:
 
     def tables(self) -> dict[str, Any]:
         """The resolved recipe that the last attempt followed."""
+        return self._toml(self.resolved)
+
+    def given(self) -> dict[str, Any]:
+        """The recipe as it was given; empty where the folder has none."""
+        return self._toml(self.recipe) if os.path.lexists(self.recipe) else {}
+
+    def _toml(self, path: Path) -> dict[str, Any]:
         from ddpforge.recipe.toml import loads
 
-        return _read(self.resolved, loads)
+        with _reading(path):
+            return loads(disk.read_plain(path, _MOST_RECIPE).decode("utf-8"))
 
     def lineage(self) -> list[Lineage]:
         """The resolved recipes that the run has followed, oldest first."""
@@ -354,17 +426,38 @@ class RunFolder:
     def status(self) -> Status | None:
         """The state of the run; None before it has trained at all."""
         path = self.path / "status.json"
-        return cast(Status, _read(path, json.loads, Status.__required_keys__)) if path.exists() else None
+        return _read(path, Status) if os.path.lexists(path) else None
+
+    def code(self, path: Path) -> bytes:
+        """The contents of one of the run's copies of local code; raises EnvironmentProblem for what is no such file."""
+        with _reading(path):
+            return disk.read_plain(path, _MOST_CODE, within=self.path)
+
+    def refuse_odd(self) -> None:
+        """Raises EnvironmentProblem where a link, a pipe or a device is in the folder: no run puts one there.
+
+        A run would write through it, and a reader would show what it leads to, or wait for ever. The folder of
+        checkpoints may be a link to another disk.
+        """
+        odd = [path for path in disk.odd_entries(self.path, deep=False) if path.name not in _MAY_BE_LINKED]
+        for name in _OWN:
+            if not (self.path / name).is_symlink():
+                odd += disk.odd_entries(self.path / name, deep=True)
+        if odd:
+            raise EnvironmentProblem(
+                f"{odd[0]} is a link or a special file, which no run has put there",
+                hints=["remove it: a run's folder consists of files and folders, apart from a linked `checkpoints`"],
+            )
 
     def surroundings(self) -> dict[str, Any]:
         """The command, packages, commit and variables of the last attempt, as `env.json` has them; none before one."""
         path = self.path / "env.json"
-        return _read(path, json.loads) if path.exists() else {}
+        return dict(_read(path, _Environment)) if os.path.lexists(path) else {}
 
     def status_version(self) -> int | None:
         """A number that changes whenever the status is written; None where there is none."""
         path = self.path / "status.json"
-        return path.stat().st_mtime_ns if path.exists() else None
+        return path.lstat().st_mtime_ns if os.path.lexists(path) else None
 
     def write_status(self, status: Status) -> None:
         """Replaces `status.json` in one instant.
@@ -388,20 +481,20 @@ class RunFolder:
     def read_failure(self) -> dict[str, Any] | None:
         """Reads what `write_failure` wrote; None where there is none."""
         with suppress(EnvironmentProblem):
-            return _read(self.failure, json.loads, ["rank", "error", "told_by"])
+            return {"phase": None, "step": None, **_read(self.failure, _Failure)}
         return None
 
     def _overwrite_status(self, status: Status) -> bool:
         """Writes into the blocks that the file has already; False where there is none, or it does not fit."""
         path = self.path / "status.json"
         shorter: Status = {**status, "metrics": {}, "error": status["error"] and status["error"][:500]}
-        if not path.exists():
+        if not disk.is_plain(path):
             return False
-        found = path.stat()
+        found = path.lstat()
         for each in (status, shorter):
             data = _json(each).ljust(found.st_size)
             if len(data) <= max(found.st_size, found.st_blocks * 512):
-                with path.open("r+b") as file:
+                with disk.open_plain(path, "r+b") as file:
                     file.write(data)
                 return True
         return False
@@ -414,12 +507,12 @@ class RunFolder:
 
     def sync_metrics(self) -> None:
         """Waits until the rows of metrics written so far would survive a power cut."""
-        with suppress(FileNotFoundError), self.metrics.open("rb") as file:
+        with suppress(FileNotFoundError), disk.open_plain(self.metrics) as file:
             os.fsync(file.fileno())
             disk.sync_folder(self.path)
 
     def _run(self) -> _RunFacts:
-        return cast(_RunFacts, _read(self.path / "run.json", json.loads, _RunFacts.__annotations__))
+        return _read(self.path / "run.json", _RunFacts)
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         disk.replace(self.path / name, _json(value))
@@ -427,6 +520,7 @@ class RunFolder:
     def _write_recipe(self, text: str, resolved: str, local_files: Mapping[str, bytes]) -> None:
         for name, contents in local_files.items():
             target = self.path / _inside(name)
+            disk.refuse_linked_folders(target.parent, self.path)
             target.parent.mkdir(parents=True, exist_ok=True)
             disk.replace(target, contents)
         disk.replace(self.recipe, text.encode())
@@ -454,22 +548,43 @@ def _inside(name: str) -> PurePosixPath:
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, indent=1, allow_nan=False).encode()
+    # What names of files and arguments hold that is no text becomes "?": no reader could take it.
+    return json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False).encode(errors="replace")
 
 
 def _is_odd(value: float | None) -> bool:
     return value is None or not math.isfinite(value)  # JSON has no NaN and no infinity
 
 
-def _read(path: Path, parse: Callable[[str], dict[str, Any]], keys: Iterable[str] = ()) -> dict[str, Any]:
+def _read(path: Path, kind: type[_Kind]) -> _Kind:
+    """The JSON object in a file, with the keys and types of a TypedDict; raises EnvironmentProblem for any other."""
+    from pydantic import ValidationError
+
+    with _reading(path):
+        content = _NO_TEXT.sub(rb"\\ufffd", disk.read_plain(path, _MOST))
+        try:
+            adapter: TypeAdapter[_Kind] = _adapter(kind)  # type: ignore[arg-type]  # mypy: a protocol of functions
+            return adapter.validate_json(content)  # which nests only so deep
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from error
+
+
+@cache
+def _adapter(kind: Any) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        found = parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict) or (lacks := sorted({*keys} - found.keys())):
-        what = f"it lacks {', '.join(lacks)}" if isinstance(found, dict) else "it is not a table"
-        raise EnvironmentProblem(f"{path} cannot be read: {what}")
-    return found
+        yield
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror or error if isinstance(error, OSError) else error
+        raise EnvironmentProblem(f"{path} cannot be read: {why}") from error
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import re
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ddpforge import disk
 from ddpforge.errors import EnvironmentProblem
 from ddpforge.interfaces import Tracker
 
@@ -20,7 +22,12 @@ SUPERSEDED = "metrics.superseded.jsonl"
 REPLACED = "metrics.replaced.jsonl"  # what somebody put in its place
 
 _TAIL = 1 << 16  # bytes that are read to see how a run stands
-_FLAWS = (ValueError, TypeError, KeyError)  # what a line that is no row raises
+_FLAWS = (ValueError, TypeError, KeyError, OverflowError, RecursionError)  # what a line that is no row raises
+_MOST = 4 << 30  # bytes of a file
+_LONGEST = 4 << 20  # bytes of a row
+_BLOCK = 1 << 20  # bytes that are read at a time
+_FACTS = frozenset(("step", "attempt", "time"))
+_LATEST = 253402300800  # Unix seconds: the year 10000, which no calendar has
 
 log = logging.getLogger("ddpforge")
 
@@ -67,7 +74,7 @@ class JSONLTracker(Tracker):
     def rewind(self, step: int) -> None:
         """Supersedes the rows after `step`; those before are not looked at."""
         with _explained(self._path):
-            self._path.touch()
+            _touch(self._path)
             try:
                 begin, drop = _after(self._path, step)
             except _FLAWS:
@@ -91,13 +98,13 @@ class JSONLTracker(Tracker):
         with suppress(AttributeError):
             self._kept.close()
         with _explained(self._path):
-            self._kept = self._path.open("a+b", buffering=0)
+            self._kept = disk.open_plain(self._path, "a+b", buffering=0)
         self._size = self._kept.tell()
 
     def _mend(self) -> None:
         """Writes the file again where somebody has removed or replaced it, and says so."""
         try:
-            there = self._path.stat()
+            there = self._path.lstat()
         except FileNotFoundError:
             there = None
         if there and os.path.samestat(there, os.fstat(self._kept.fileno())):
@@ -119,12 +126,13 @@ def read_metrics(folder: Path) -> list[Row]:
     written is left out. Raises EnvironmentProblem when there is no file or it is damaged.
     """
     path = folder / FILE
-    if not path.exists():
+    if not os.path.lexists(path):
         raise EnvironmentProblem(f"there is no {path}", hints=["name the folder of a run"])
 
     steps: dict[int, Row] = {}
     for row in _parse(path):
         row |= dict.fromkeys(row.pop("nonfinite", ()), math.nan)
+        row |= {name: math.nan for name, value in row.items() if value is None}
         steps.setdefault(row["step"], {}).update(row)
     return list(steps.values())
 
@@ -135,6 +143,8 @@ def latest_rows(folder: Path) -> list[Row]:
         _, lines = _last(folder / FILE, _TAIL)
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise _unreadable(folder / FILE, error) from error
     try:
         return _rows(lines, folder / FILE)
     except EnvironmentProblem:
@@ -144,7 +154,7 @@ def latest_rows(folder: Path) -> list[Row]:
 # ---------------------------------------------------------------------------------------------- from the end on
 def _last(path: Path, most: int) -> tuple[int, list[bytes]]:
     """The lines that begin in the last `most` bytes of a file, and where the first of them does."""
-    with path.open("rb") as file:
+    with disk.open_plain(path) as file:
         start = max(0, os.fstat(file.fileno()).st_size - most)
         file.seek(start)
         lines = file.read().splitlines(keepends=True)
@@ -170,21 +180,26 @@ def _after(path: Path, step: float) -> tuple[int, list[bytes]]:
 
 def _append(path: Path, lines: list[bytes]) -> None:
     with _explained(path):
-        path.touch()
+        _touch(path)
         with suppress(*_FLAWS):  # of other rows: whoever reads them is told
             _cut(path, _after(path, math.inf)[0])
-        with path.open("ab") as file:
+        with disk.open_plain(path, "ab") as file:
             file.writelines(lines)
             _sync(file)
 
 
 def _cut(path: Path, size: int) -> None:
     """Shortens the file; after a crash it has its old length or the new one."""
-    if path.stat().st_size == size:
+    if disk.plain_size(path) == size:
         return
-    os.truncate(path, size)
-    with path.open("rb") as file:
+    with disk.open_plain(path, "r+b") as file:
+        os.truncate(file.fileno(), size)
         _sync(file)
+
+
+def _touch(path: Path) -> None:
+    """Creates the file where there is none; raises OSError for a link, which may lead to none."""
+    disk.open_plain(path, "ab").close()
 
 
 def _sync(file: BinaryIO) -> None:
@@ -203,14 +218,41 @@ def _count_lines(path: Path) -> int:
 
 
 def _has_zeros(path: Path) -> bool:
-    if not path.exists():
-        return False
-    with path.open("rb") as file:
-        return any(b"\0" in block for block in iter(lambda: file.read(1 << 20), b""))
+    return any(b"\0" in block for block in _blocks(path))
 
 
 def _parse(path: Path) -> list[Row]:
-    return _rows(path.read_bytes().splitlines(keepends=True) if path.exists() else [], path)
+    return _rows(_lines(path), path)
+
+
+def _lines(path: Path) -> list[bytes]:
+    """The lines of the file; none where there is no file. Zeros that follow one another are one here."""
+    lines: list[bytes] = []
+    rest = b""
+    for block in _blocks(path):
+        *whole, rest = (rest + re.sub(rb"\0+", b"\0", block)).split(b"\n")
+        lines += (line + b"\n" for line in whole)
+        if len(rest) > _LONGEST:
+            raise _unreadable(path, f"line {len(lines) + 1} is longer than any row")
+    return [*lines, rest] if rest else lines
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """The contents of the file, piece by piece; nothing where there is no file."""
+    try:
+        with disk.open_plain(path) as file:
+            if os.fstat(file.fileno()).st_size > _MOST:
+                raise _unreadable(path, f"it has more than {_MOST:,} bytes")
+            yield from iter(lambda: file.read(_BLOCK), b"")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, why: OSError | str) -> EnvironmentProblem:
+    said = (why.strerror or why) if isinstance(why, OSError) else why
+    return EnvironmentProblem(f"{path} cannot be read: {said}", hints=["mend it, or move the file away"])
 
 
 def _rows(lines: list[bytes], path: Path) -> list[Row]:
@@ -235,7 +277,19 @@ def _rows(lines: list[bytes], path: Path) -> list[Row]:
 
 def _row(text: bytes) -> Row:
     row: Row = json.loads(text)
-    row["step"], row["attempt"]
+    step, attempt, when = row["step"], row["attempt"], row.setdefault("time", 0.0)
+    if type(step) is not int or type(attempt) is not int or not (-1 <= step < 2**63 and 0 <= attempt < 2**63):
+        raise ValueError("step and attempt must be whole numbers")
+    odd = row.get("nonfinite", ())
+    if not (0 <= when < _LATEST) or (odd and not (isinstance(odd, list) and all(isinstance(one, str) for one in odd))):
+        raise ValueError("not a time, or not names of metrics")
+    if not _FACTS.isdisjoint(odd):
+        raise ValueError("what says which row it is must be finite")
+    for name, value in row.items():
+        if name != "nonfinite" and value is not None:
+            if not isinstance(value, int | float):
+                raise ValueError("not a number")
+            float(value)  # raises OverflowError
     return row
 
 
@@ -247,7 +301,8 @@ def _replace(path: Path, rows: list[Row]) -> None:
 
 def _write(path: Path, content: bytes) -> None:
     new = path.with_suffix(".tmp")
-    with new.open("wb") as file:
+    disk.remove(new)  # of a process that was killed here, or a link
+    with new.open("xb") as file:
         file.write(content)
         _sync(file)
     os.replace(new, path)

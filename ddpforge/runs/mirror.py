@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
 import shutil
 import time
@@ -94,10 +95,11 @@ class Mirror(Tracker):
     def _run_there(self) -> str | None:
         path = f"{self._root}/run.json"
         self._files.invalidate_cache()
+        self._refuse_odd(path)
         return self._files.cat_file(path).decode() if self._files.exists(path) else None
 
     def _refuse_another(self, there: str) -> None:
-        if json.loads(there).get("id") != self._folder.id:
+        if _id_in(there) != self._folder.id:
             raise UsageError(
                 f"{self.place} holds another run than {self._folder.path}",
                 hints=["give the recipe another `name` or checkpoint.mirror"],
@@ -123,6 +125,7 @@ class Mirror(Tracker):
             parts = name.split("/")
             # A name in a bucket may hold "..", which would lead out of the folder: no run has written that.
             if ".." not in parts and (parts[0] != "checkpoints" or parts[1] in complete):
+                self._refuse_odd(file)
                 (draft / name).parent.mkdir(parents=True, exist_ok=True)
                 self._files.get_file(file, str(draft / name))
         (draft / "checkpoints").mkdir(exist_ok=True)
@@ -174,7 +177,7 @@ class Mirror(Tracker):
 
     def _copy_small(self) -> None:
         for path in _small(self._folder.path):
-            name, facts = path.relative_to(self._folder.path).as_posix(), path.stat()
+            name, facts = path.relative_to(self._folder.path).as_posix(), path.lstat()
             now = _Copied(facts.st_size, facts.st_mtime_ns)
             if self._copied.get(name) != now:
                 self._put(path, f"{self._root}/{name}")
@@ -182,14 +185,30 @@ class Mirror(Tracker):
 
     def _copy_checkpoint(self, name: str) -> int:
         here, there = self._folder.checkpoints / name, f"{self._root}/checkpoints/{name}"
-        files = sorted((path for path in here.rglob("*") if path.is_file()), key=lambda path: path.name == COMMIT)
+        files = sorted((path for path in here.rglob("*") if disk.is_plain(path)), key=lambda path: path.name == COMMIT)
         for path in files:
             target = f"{there}/{path.relative_to(here).as_posix()}"
             self._put(path, target)
             self._compare(path, target)
-        return sum(path.stat().st_size for path in files)
+        return sum(path.lstat().st_size for path in files)
+
+    def _refuse_odd(self, there: str) -> None:
+        """Raises OSError where a mirror on a disk has a link, a pipe or a device at this path, or a link on the way.
+
+        It would be read for ever, or written through.
+        """
+        if isinstance(self._files.protocol, str) or "file" not in self._files.protocol:
+            return
+        path, place = Path(there), Path(_open(self._url)[1])
+        disk.refuse_linked_folders(path.parent, place)
+        if os.path.lexists(path):
+            try:
+                disk.plain_size(path)
+            except OSError as error:
+                raise OSError(error.errno, f"{path}: {error.strerror}") from error
 
     def _put(self, path: Path, target: str) -> None:
+        self._refuse_odd(target)
         if self._url.partition("://")[0] not in _STORES:  # where folders are no more than parts of names
             self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
         self._files.put_file(str(path), target)
@@ -206,6 +225,7 @@ class Mirror(Tracker):
 
     def _remove(self, name: str) -> None:
         there = f"{self._root}/checkpoints/{name}"
+        self._refuse_odd(f"{there}/{COMMIT}")
         self._files.rm_file(f"{there}/{COMMIT}")  # from here on it does not count
         self._files.rm(there, recursive=True)
 
@@ -281,8 +301,17 @@ def _small(folder: Path) -> Iterator[Path]:
     """All files but checkpoints, logs and what is being written."""
     for path in sorted(folder.rglob("*")):
         parts: Sequence[str] = path.relative_to(folder).parts
-        if parts[0] not in _OWN and path.is_file() and not path.name.endswith(".tmp"):
+        if parts[0] not in _OWN and disk.is_plain(path) and not path.name.endswith(".tmp"):
             yield path
+
+
+def _id_in(there: str) -> object:
+    """The id of the run whose run.json this is; None for what is none."""
+    try:
+        found = json.loads(there)
+    except (ValueError, RecursionError):
+        return None
+    return found.get("id") if isinstance(found, dict) else None
 
 
 def _step(name: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import tomllib
 from collections.abc import Sequence
@@ -48,6 +49,7 @@ def open_folder(
     if not folder.exists() and claims.enter_context(folder.claim_new(**snapshot)):
         return Opened(token)
 
+    folder.refuse_odd()
     earlier = folder.status()
     changes = recipe_changes(folder.tables(), tomllib.loads(snapshot["resolved"]))
     edited = _edited(folder, snapshot)
@@ -83,7 +85,7 @@ def _edited(folder: RunFolder, snapshot: RecipeSnapshot) -> list[str]:
     return [
         Path(name).name
         for name, code in snapshot["local_files"].items()
-        if kept[name].is_file() and kept[name].read_bytes() != code
+        if os.path.lexists(kept[name]) and folder.code(kept[name]) != code
     ]
 
 

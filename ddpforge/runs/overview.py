@@ -155,7 +155,7 @@ def _rate(rows: Sequence[Row]) -> float | None:
 
 def _changed(folder: RunFolder) -> float:
     files = (folder.path / name for name in ("status.json", "metrics.jsonl", "run.json"))
-    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+    return max((file.lstat().st_mtime for file in files if os.path.lexists(file)), default=0.0)
 
 
 # ---------------------------------------------------------------------------------------------- many runs
@@ -210,7 +210,11 @@ def notable(runs: Sequence[Standing]) -> list[str]:
     """The metrics that a list has room for: those that decide what is best, of evaluations, and the training loss."""
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
     deciding = [run.recipe.get("checkpoint.keep.by") for run in runs]
-    wanted = [*deciding, *(name for name in names if name.startswith("eval/")), "train/loss"]
+    wanted = [
+        *(name for name in deciding if isinstance(name, str)),
+        *(name for name in names if name.startswith("eval/")),
+        "train/loss",
+    ]
     return [name for name in dict.fromkeys(wanted) if name in names][:_MOST_METRICS]
 
 
@@ -220,15 +224,15 @@ def differences(runs: Sequence[Standing]) -> list[dict[str, Any]]:
     Of one kind are runs that train the same model on the same data. Where a run goes and what it is called make no
     difference, nor does any other key that a finished run may change.
     """
-    kinds: dict[tuple[Any, Any], list[Standing]] = {}
+    kinds: dict[tuple[str, str], list[Standing]] = {}
     for run in runs:
         kinds.setdefault(_kind(run), []).append(run)
     varied = {kind: _varied([run.recipe for run in alike]) for kind, alike in kinds.items()}
     return [{key: run.recipe.get(key) for key in varied[_kind(run)]} for run in runs]
 
 
-def _kind(run: Standing) -> tuple[Any, Any]:
-    return run.recipe.get("model.use"), run.recipe.get("data.train.use")
+def _kind(run: Standing) -> tuple[str, str]:
+    return str(run.recipe.get("model.use")), str(run.recipe.get("data.train.use"))
 
 
 def _varied(recipes: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -6,19 +6,21 @@ import io
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ddpforge import disk
+from ddpforge.errors import EnvironmentProblem
 from ddpforge.interfaces import ShownKind, Tracker
 
-__all__ = ["FOLDER", "ShownFiles"]
+__all__ = ["FOLDER", "ShownFiles", "step_of"]
 
 FOLDER = "shown"
 _SUFFIXES = {"image": ".png", "histogram": ".json", "text": ".txt", "table": ".json"}
-_STEP = re.compile(r"step-(\d+)\.(png|json|txt)")
+_STEP = re.compile(r"step-([0-9]{1,18})\.(png|json|txt)")
 _BLOCK = 4096  # bytes that a file takes at least
 
 
@@ -34,14 +36,17 @@ class ShownFiles(Tracker):
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
         """Takes over the files of earlier attempts."""
-        self._folder = folder / FOLDER
+        self._run, self._folder = folder, folder / FOLDER
+        with _writing(self._folder):
+            disk.refuse_linked_folders(self._folder, folder)
         found = ((path, _STEP.fullmatch(path.name)) for path in self._folder.rglob("step-*"))
-        self._files = {path: (int(match[1]), _size(path)) for path, match in found if match}
+        self._files = {path: (int(match[1]), _size(path)) for path, match in found if match and disk.is_plain(path)}
         self.rewind(-1 if resumed_at is None else resumed_at)
 
     def show(self, step: int, name: str, value: Any, kind: ShownKind) -> None:
         """Writes one file."""
         path = self._folder / name / f"step-{step:09}{_SUFFIXES[kind]}"
+        disk.refuse_linked_folders(path.parent, self._run)
         path.parent.mkdir(parents=True, exist_ok=True)
         disk.replace(path, encoded(value, kind), waits=False)  # it may be shown in every step
         self._files[path] = (step, _size(path))
@@ -65,8 +70,22 @@ class ShownFiles(Tracker):
         del self._files[path]
 
 
+def step_of(path: Path) -> int | None:
+    """The step whose file this is by its name; None for any other file."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
 def _size(path: Path) -> int:
-    return -(-path.stat().st_size // _BLOCK) * _BLOCK
+    return -(-path.lstat().st_size // _BLOCK) * _BLOCK
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def encoded(value: Any, kind: ShownKind) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +18,11 @@ __all__ = ["OwnState"]
 _PREFIX = "optimizer."
 # What torch itself and gradient scaling note in an optimizer, and what the recipe decides at every step.
 _NOT_STATE = {"state", "param_groups", "defaults", "step", "found_inf", "grad_scale"} | {
-    *("_need_device_dtype_check_for_unscale", "_warned_capturable_if_run_uncaptured", "_opt_called"),
+    *("_need_device_dtype_check_for_unscale", "_need_device_dtype_check_for_fused"),
+    *("_warned_capturable_if_run_uncaptured", "_opt_called"),
 }
 _RECIPES = {"params", "names", "lr", "initial_lr"}
+_KINDS = ("groups", "state", "attributes")  # what the path of a value begins with
 _DEEPEST = 8
 
 Plain = bool | int | float | Tensor | None
@@ -39,11 +41,12 @@ class OwnState:
 
     Attributes, entries of its groups, and entries of `optimizer.state` that are not a parameter's count. Numbers,
     truth values and 0-d tensors can be saved; everything else that changes is refused. Where there are several
-    optimizers, the `name` of each begins the names of its values.
+    optimizers, of the names in `among`, the `name` of each begins the names of its values.
     """
 
-    def __init__(self, optimizer: Optimizer, name: str = "") -> None:
-        self._optimizer, self._prefix = optimizer, f"{_PREFIX}{name}:" if name else _PREFIX
+    def __init__(self, optimizer: Optimizer, name: str = "", among: Collection[str] = ()) -> None:
+        self._optimizer, self._prefix = optimizer, _prefix(name)
+        self._longer = tuple(_prefix(other) for other in among if len(other) > len(name))
         self._built = dict(_leaves(optimizer))
 
     def capture(self) -> dict[str, Plain]:
@@ -61,9 +64,7 @@ class OwnState:
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Takes back what `capture` gave; what is not in there becomes what it was when this was made."""
-        found = {
-            name.removeprefix(self._prefix): value for name, value in saved.items() if name.startswith(self._prefix)
-        }
+        found = {name.removeprefix(self._prefix): value for name, value in saved.items() if self._is_mine(name)}
         for path, leaf in dict(_leaves(self._optimizer)).items():
             before = self._built.get(path)
             if _spelled(path) in found or not leaf.plain or _same(before, leaf):
@@ -76,9 +77,19 @@ class OwnState:
         for name, value in found.items():
             _set(self._optimizer, known.get(name) or _path(name), value)
 
+    def _is_mine(self, name: str) -> bool:
+        """True for a value of this optimizer: its prefix may begin that of another, as "" begins all."""
+        if not name.startswith(self._prefix) or name.startswith(self._longer):
+            return False
+        return name.removeprefix(self._prefix).partition(".")[0] in _KINDS
+
     def reset(self) -> None:
         """Makes the optimizer what it was when this was made."""
         self.restore({})
+
+
+def _prefix(name: str) -> str:
+    return f"{_PREFIX}{name}:" if name else _PREFIX
 
 
 # ---------------------------------------------------------------------------------------------- finding it

@@ -76,7 +76,8 @@ class TorchReplica(Replica):
             for name, part in (optimizer.parts.items() if isinstance(optimizer, InTurns) else ())
         }
         self._shards = strategy.contract.shards
-        self._own = [OwnState(member, name) for name, member in members(optimizer)]
+        parts = dict(members(optimizer))
+        self._own = [OwnState(member, name, parts) for name, member in parts.items()]
         self.updated = False  # whether the weights have been, since this process began
         refuse_sparse(optimizer, bare, sharded=bool(self._shards))
         refuse_float64(bare, self.train)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpforge.errors import StrategyError, UsageError
 
-__all__ = ["Guard", "refuse_loss", "watched"]
+__all__ = ["Guard", "refuse_loss", "watched", "written"]
 
 _SHARDING = ("torch.distributed.", "deepspeed.")
 _BETWEEN = ("torch.", f"{__name__}.")  # modules through which a call comes here
@@ -104,7 +104,7 @@ class _Memory:
         return None
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors that an operator writes into."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -131,7 +131,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable and not _is_mover(sys._getframe(1)):
-            for tensor in _written(func, args, kwargs):
+            for tensor in written(func, args, kwargs):
                 if hasattr(tensor, "_local_tensor") or not (tensor.numel() or self._empty):
                     continue
                 if name := self._found().owner(tensor):
@@ -214,7 +214,39 @@ class _Gradients(TorchFunctionMode):
         if self._sharded and func in _EMBEDDINGS and kwargs.get("sparse"):
             for tensor in args[:2]:  # the weight is the first or the second
                 self._refuse_sparse(tensor)
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if "DTensor" in str(error):
+                self._refuse_parts(func, (*args, *kwargs.values()), error)
+            raise
+
+    def _refuse_parts(self, func: Any, given: Iterable[Any], error: RuntimeError) -> None:
+        """Raises StrategyError for a tensor of which ranks have parts, where torch takes whole ones only."""
+        parts = [x for each in given for x in (each if isinstance(each, list | tuple) else (each,))]
+        parts = [x for x in parts if isinstance(x, Tensor) and hasattr(x, "_local_tensor")]
+        what = f"`{getattr(func, '__name__', func)}`"
+        for name, parameter in self._model.named_parameters():
+            if any(x is parameter for x in parts):
+                raise StrategyError(
+                    f"{what} uses parameter `{name}` where this rank has a part of it: sharded weights are whole only "
+                    "within the forward of the block that they belong to",
+                    hints=[
+                        "call the module that has the parameter, or use it in the forward of its block",
+                        "or name in train.blocks a class that has both the parameter and what uses it",
+                        'or set strategy.use = "ddp"',
+                    ],
+                ) from error
+        if parts:
+            raise StrategyError(
+                f"{what} mixes whole tensors with one of which each rank has a part: logits that strategy.loss = "
+                '"vocabulary" leaves cut, or what is computed of a sharded weight outside of its block',
+                hints=[
+                    "give such logits to torch.nn.functional.cross_entropy alone, without label_smoothing and weight, "
+                    "or leave strategy.loss out",
+                    'or set strategy.use = "ddp"',
+                ],
+            ) from error
 
     def _refuse_sparse(self, weight: Tensor) -> None:
         if name := _Memory(self._model).owner(weight):

@@ -52,7 +52,7 @@ class Commands:
         """The command that trains a run, or resumes it."""
         start = ["launch", f"--nproc={self.nproc}"] if self.nproc > 1 else ["run"]
         sets = [f"--set={text}" for text in (*variant.sets, f"name={variant.name}")]
-        return [sys.executable, "-m", "ddpforge", *start, self.recipe, f"--out={self.folder}", *sets]
+        return [sys.executable, "-P", "-m", "ddpforge", *start, self.recipe, f"--out={self.folder}", *sets]
 
     def variables(self, slot: int) -> dict[str, str]:
         """The environment of the run in one of the `jobs` places."""

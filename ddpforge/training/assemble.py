@@ -36,6 +36,7 @@ from ddpforge.training.parts import Parts
 from ddpforge.training.restoring import restore_callbacks, restore_kept, restore_weights
 from ddpforge.training.shows import Shows
 from ddpforge.training.sums import SMALL
+from ddpforge.training.task_state import NAME, TaskState, Unsaved, has_state, refuse_parameters
 from ddpforge.training.turns import draws_of
 
 __all__ = ["assemble", "ending", "evaluating"]
@@ -75,7 +76,7 @@ def assemble(
     replica = _prepared(parts, world, model, optimizer)
     if init_from:
         _initialise(replica, init_from, world, skip=recipe.checkpoint.init_skip)
-    beside = place(parts.beside, parts.strategy, replica, world, begins=begins)
+    beside = _beside(parts, world, replica, begins=begins)
     shows = Shows(tracker, is_main=world.is_main)
     parts.task.show = shows  # type: ignore[method-assign]
     _start(parts, world, replica, shows, folder, life)
@@ -93,6 +94,7 @@ def assemble(
         training=parts.training,
         evaluator=_evaluator(parts, world, replica, beside, parts.callbacks),
         callbacks={**beside, **parts.callbacks},
+        unsaved=Unsaved(parts.task, replica.bare, parts.beside, beside.get(NAME), is_main=world.is_main),
         checkpoints=checkpoints,
         tracker=tracker,
         shows=shows,
@@ -118,7 +120,7 @@ def evaluating(
         with _recipes_fault():
             groups = here(parameter_groups(model, ()))
         replica = _prepared(parts, world, model, SGD(groups, lr=0.0))
-        beside = place(parts.beside, parts.strategy, replica, world, begins=False)
+        beside = _beside(parts, world, replica, begins=False)
         _start(parts, world, replica, Shows(Tracker(), is_main=world.is_main), folder, life)
         if has_left_out(checkpoint.facts.loop) and (source := parts.recipe.checkpoint.init_from):
             _initialise(replica, source, world, skip=parts.recipe.checkpoint.init_skip)
@@ -131,6 +133,12 @@ def evaluating(
 
 
 # ---------------------------------------------------------------------------------------------- what both are made of
+def _beside(parts: Parts, world: World, replica: Replica, *, begins: bool) -> dict[str, Callback]:
+    """Returns what checkpoints hold of the task, by name: modules beside the model, and its own state."""
+    found: dict[str, Callback] = {**place(parts.beside, parts.strategy, replica, world, begins=begins)}
+    return {**found, NAME: TaskState(parts.task, replica, world.all)} if has_state(parts.task) else found
+
+
 def _spread(parts: Parts) -> nn.Module:
     """The model as the strategy lays it over ranks.
 
@@ -188,6 +196,8 @@ def _start(parts: Parts, world: World, replica: Replica, shows: Shows, folder: P
         gradients=replica.gradients_by_name,
     )
     parts.task.start(replica.bare, world)
+    if parts.trains:
+        refuse_parameters(parts.task, replica.bare, parts.beside.values())
     compile_losses(parts.task, parts.recipe.train)
     for callback in parts.callbacks.values():
         callback.on_start(run)

@@ -27,14 +27,19 @@ from ddpforge.training.fitness import check_model
 from ddpforge.training.float8 import check_float8
 from ddpforge.training.freezing import freeze
 from ddpforge.training.loaders import served
+from ddpforge.training.memory_format import make_dense
 from ddpforge.training.optimizers import build_optimizer, check_parameters, shares
 from ddpforge.training.parameter_groups import parameter_groups
 from ddpforge.training.parts import Parts, key_of
 from ddpforge.training.sums import SMALL
+from ddpforge.training.task_state import NAME, has_state, refuse_parameters
 from ddpforge.training.turns import draws_of
 from ddpforge.training.whole_batch import Even, refusal_of_end, refusal_of_order
 
-__all__ = ["WEIGHTS", "build_data_and_model", "deal_out", "own_order", "plan_steps", "shares_of", "short_steps"]
+__all__ = [
+    *("WEIGHTS", "build_data_and_model", "check_cut", "deal_out", "own_order", "plan_steps", "shares_of"),
+    "short_steps",
+]
 
 log = logging.getLogger("ddpforge")
 
@@ -66,6 +71,7 @@ def build_data_and_model(parts: Parts, *, meta: bool = False) -> None:
     with parts.noting("model"):
         parts.built.model = _on_meta(parts) if meta else _model(parts)
         check_model(parts.model)
+        make_dense(parts.model)
         with parts.noting("train", "freeze", faults=(ValueError,)):
             freeze(parts.model, recipe.train.freeze)
         parts.built.size = count_parameters(parts.model)
@@ -73,6 +79,16 @@ def build_data_and_model(parts: Parts, *, meta: bool = False) -> None:
         _fit(parts)
     if meta and parts.trains and parts.built.model is not None and not parts.found:
         _try_optimizer(parts)
+
+
+def check_cut(parts: Parts) -> None:
+    """Builds the model without memory, and asks whether the strategy can cut it; without data."""
+    with parts.noting("model"):
+        model = _on_meta(parts)
+        with parts.noting("train", "blocks", faults=(ValueError,)):
+            found = find_blocks(model, parts.recipe.train.blocks)
+            with parts.noting("strategy"):
+                parts.strategy.check(model, parts.task, found)
 
 
 def _try_optimizer(parts: Parts) -> None:
@@ -93,9 +109,18 @@ def _put_beside(parts: Parts) -> None:
     """Asks the task for the modules beside the model, and whether they will do."""
     parts.beside = {}
     with parts.noting("task"):
-        parts.beside = declared(parts.task, parts.model) if parts.built.task is not None else {}
+        if parts.built.task is None:
+            return
+        parts.beside = declared(parts.task, parts.model)
+        if parts.trains:
+            refuse_parameters(parts.task, parts.model, parts.beside.values())
+        if has_state(parts.task) and NAME in parts.recipe.callbacks:
+            raise UsageError(
+                f"callbacks.{NAME} has the name under which the task's state is saved", hints=["rename it"]
+            )
         for name, beside in parts.beside.items():
             check_model(beside.module)
+            make_dense(beside.module)
             if f"{OWNER}{name}" in parts.recipe.callbacks:
                 raise UsageError(f"callbacks.{OWNER}{name} has the name of a module of the task", hints=["rename it"])
             if beside.weights is not None and not beside.is_saved:

@@ -116,7 +116,9 @@ def refuse_other_groups(ranks: Ranks, model: nn.Module, optimizer: Optimizer) ->
         options = {key: x for key, x in group.items() if isinstance(x, bool | int | float | str | tuple)}
         lines.append(f"parameter group {number} with {sorted(options.items())}")
         lines += [f"`{names.get(id(one), '?')}` in parameter group {number}" for one in group["params"]]
-    held = _digest_of([_described_tensor("parameter", name, x) for name, x in model.named_parameters()])
+    # Of a pipeline's stages each has the others' parameters without memory, and trains its own.
+    here = [(name, x) for name, x in model.named_parameters() if not x.is_meta]
+    held = _digest_of([_described_tensor("parameter", name, x) for name, x in here])
     _refuse_other_lines(ranks, lines, "optimizer", "make parameter groups in one order", among=held)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,9 @@ from torch.nn.parameter import is_lazy
 from ddpforge.checkpoint.untrusted import DTYPES
 from ddpforge.errors import UsageError
 
-__all__ = ["check_model", "watch_batchnorm"]
+__all__ = ["check_model", "extent", "is_dense", "repeats", "watch_batchnorm"]
+
+_Named = tuple[str, Tensor]
 
 
 def check_model(model: nn.Module) -> None:
@@ -75,15 +77,13 @@ def _refuse_form(name: str, tensor: Tensor) -> None:
             f"parameter `{name}` is {_dtype(tensor)}, and ddpforge trains real numbers",
             hints=["make it a real parameter of shape [..., 2], and use torch.view_as_complex(parameter) in forward"],
         )
-    if kind == "parameter" and not tensor.is_meta and 0 in tensor.stride() and _repeats(tensor):
+    if kind == "parameter" and not tensor.is_meta and repeats(tensor):
+        expanded = any(not step and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+        made = "expand" if expanded else "as_strided` or `unfold"
         raise UsageError(
-            f"parameter `{name}` was made with `expand`: several of its elements are one number in memory",
+            f"parameter `{name}` was made with `{made}`: several of its elements are one number in memory",
             hints=["end it with `.clone()`, or keep the smaller tensor as the parameter and expand it in forward"],
         )
-
-
-def _repeats(tensor: Tensor) -> bool:
-    return any(not step and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _dtype(tensor: Tensor) -> str:
@@ -94,14 +94,11 @@ def _refuse_overlap(model: nn.Module) -> None:
     """Refuses tensors that share memory: a move to a device tears them apart. One parameter may have two names."""
     held: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in _tensors(model):
-        start, stop = _extent(tensor)
-        gapless = stop - start == tensor.nbytes  # columns of one matrix lie between each other, and share nothing
-        if tensor.numel() and gapless and not tensor.is_meta:
+        if tensor.numel() and not tensor.is_meta:
             held[tensor.untyped_storage().data_ptr()].append((name, tensor))
     for together in held.values():
-        ranges = sorted((*_extent(tensor), name, isinstance(tensor, nn.Parameter)) for name, tensor in together)
-        for (_, stop, name, one), (start, _, other, two) in pairwise(ranges):
-            if start < stop and (one or two):
+        for (name, one), (other, two) in _neighbours(together):
+            if any(isinstance(tensor, nn.Parameter) for tensor in (one, two)) and _share(one, two):
                 raise UsageError(
                     f"`{name}` and `{other}` share memory without being one parameter, and on another device they "
                     "would be two tensors",
@@ -112,8 +109,56 @@ def _refuse_overlap(model: nn.Module) -> None:
                 )
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor spans."""
+def _neighbours(together: Sequence[_Named]) -> Iterator[list[_Named]]:
+    """The pairs of tensors of one storage of which one begins within the other's extent, each by name."""
+    ranges = sorted((*extent(tensor), number) for number, (_, tensor) in enumerate(together))
+    for place, (_, stop, number) in enumerate(ranges):
+        for start, _, other in ranges[place + 1 :]:
+            if start >= stop:
+                break
+            yield sorted((together[number], together[other]), key=itemgetter(0))
+
+
+def _share(one: Tensor, two: Tensor) -> bool:
+    """True if two such tensors share an element: columns of one matrix lie between each other, and share none."""
+    if is_dense(one) and is_dense(two):
+        return True
+    seen = torch.zeros(max(extent(one)[1], extent(two)[1]), dtype=torch.bool)
+    for tensor in (one, two):
+        size = tensor.itemsize
+        steps = (*(step * size for step in tensor.stride()), 1)
+        places = seen.as_strided((*tensor.shape, size), steps, int(tensor.storage_offset()) * size)
+        if tensor is two:
+            return bool(places.any())
+        places.fill_(True)
+    return False
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """True if a tensor's elements fill the memory that it spans, in whatever order."""
+    start, stop = extent(tensor)
+    return not tensor.numel() or (stop - start == tensor.nbytes and not repeats(tensor))
+
+
+def repeats(tensor: Tensor) -> bool:
+    """True if several elements of a tensor are one number in memory."""
+    axes = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    reach = 0
+    for step, size in axes:
+        if step <= reach:
+            break
+        reach += step * (size - 1)
+    else:
+        return False
+    if not tensor.numel():
+        return False
+    places = torch.arange(1 + sum(step * (size - 1) for step, size in axes))
+    found: Tensor = torch.unique(places.as_strided(tensor.shape, tensor.stride()))
+    return found.numel() < tensor.numel()
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor spans: the first, and the one after the last."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset()) * tensor.itemsize
     return start, start + (int(last) + 1) * tensor.itemsize

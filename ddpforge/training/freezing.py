@@ -9,15 +9,21 @@ from types import MethodType
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddpforge.training.parameter_groups import covered
+from ddpforge.training.parameter_groups import selected
 
 __all__ = ["freeze", "hold_statistics"]
 
 
 def freeze(model: nn.Module, globs: Sequence[str]) -> None:
-    """Freezes the parameters that a glob names, `*` matching dots too; raises ValueError for one that names none."""
-    for glob in globs:
-        for parameter in covered(model, glob, "train.freeze", words=False):
+    """Freezes the parameters that globs name, `*` matching dots too; one with "!" takes parameters out again.
+
+    Raises ValueError for a glob that names none, and for a first one with "!".
+    """
+    if globs and globs[0].startswith("!"):
+        raise ValueError(f'train.freeze: "{globs[0]}" takes out of nothing; freeze all but these: ["*", "{globs[0]}"]')
+    frozen = selected(model, globs, "train.freeze", words=False)
+    for parameter in model.parameters():
+        if id(parameter) in frozen:
             parameter.requires_grad_(False)
 
 
@@ -34,7 +40,8 @@ def hold_statistics(model: nn.Module, globs: Sequence[str]) -> None:
 
 
 def _is_named(name: str, globs: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, glob) for glob in globs)
+    meant = [glob for glob in globs if fnmatchcase(name, glob.removeprefix("!"))]
+    return bool(meant) and not meant[-1].startswith("!")
 
 
 def _stay(module: nn.Module, mode: bool = True) -> nn.Module:

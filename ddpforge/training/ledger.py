@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpforge.ranks import phases
 
-__all__ = ["COMMUNICATION", "EMPTY", "KINDS", "LOSS", "Ledger", "Living", "tensors_in"]
+__all__ = ["COMMUNICATION", "EMPTY", "KINDS", "LOSS", "Ledger", "Living", "storages", "tensors_in"]
 
 LOSS, COMMUNICATION = "logits and loss", "communication"
 KINDS = (
@@ -77,7 +77,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def note(self, tensors: Iterable[Any], kind: str) -> None:
         """Says what tensors are for, also for the time before."""
         for tensor in tensors:
-            for storage in _storages(tensor):
+            for storage in storages(tensor):
                 self._see(storage, tensor)
                 self._of[storage._cdata][0].kind = kind
 
@@ -96,7 +96,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def kind_of(self, tensor: Tensor) -> str:
         """The kind of a tensor's memory; empty where it was never seen."""
-        known = [self._of[one._cdata][0].kind for one in _storages(tensor) if one._cdata in self._of]
+        known = [self._of[one._cdata][0].kind for one in storages(tensor) if one._cdata in self._of]
         return known[0] if known else ""
 
     def by_kind(self) -> dict[str, int]:
@@ -144,7 +144,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._work:
             self._work(func, args, kwargs, found)
         for one in made:
-            for storage in _storages(one):
+            for storage in storages(one):
                 if storage._cdata not in others:
                     self._see(storage, one, func)
         return found
@@ -157,7 +157,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- pieces
     def _given(self, arguments: Any) -> frozenset[int]:
         """Finds what was there before an operation; returns the storages that are not the step's but a dataset's."""
-        given = [x for one in tensors_in(arguments) for x in _storages(one)]
+        given = [x for one in tensors_in(arguments) for x in storages(one)]
         if self._phase() == _DATA:
             return frozenset(storage._cdata for storage in given) - self._of.keys()
         for storage in given:
@@ -236,13 +236,14 @@ def tensors_in(nest: Any) -> Iterator[Tensor]:
         yield from tensors_in(list(nest.values()))
 
 
-def _storages(tensor: Any) -> list[torch.UntypedStorage]:
+def storages(tensor: Any) -> list[torch.UntypedStorage]:
+    """The memory of a tensor; none where its layout has no storage."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.elem
     if tensor.layout is torch.sparse_coo:
-        return [*_storages(tensor._indices()), *_storages(tensor._values())]
+        return [*storages(tensor._indices()), *storages(tensor._values())]
     try:
         return [tensor.untyped_storage()]
     except NotImplementedError:  # of other layouts

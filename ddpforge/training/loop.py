@@ -46,6 +46,7 @@ from ddpforge.training.saving import Saving
 from ddpforge.training.shows import Shows
 from ddpforge.training.spending import Spending
 from ddpforge.training.step import Stepper
+from ddpforge.training.task_state import Unsaved
 from ddpforge.training.turns import Turns
 
 __all__ = ["Around", "Trainer"]
@@ -105,6 +106,7 @@ class Trainer:
         checkpoints: Checkpoints,
         tracker: Tracker,
         shows: Shows | None = None,
+        unsaved: Unsaved | None = None,
     ) -> None:
         # what the run is made of
         self.world = world
@@ -118,6 +120,7 @@ class Trainer:
         self.tracker = tracker
         self.saving = Saving(checkpoints, recipe.checkpoint, replica, lambda: self.callbacks, tracker, world.all)
         self._shows = shows or Shows(tracker, is_main=world.is_main)
+        self._unsaved = unsaved  # None once it has looked
         self._shown_gradient: int | None = None  # the step whose gradient callbacks were shown last
         self._ending = {method: may_end(callbacks, method) for method in ("on_step", "on_eval")}
         self._reads_gradients = reads_gradients(callbacks)
@@ -331,6 +334,8 @@ class Trainer:
                 raise PluginError(
                     f"{kind} promises that callbacks can read gradients, and its step called none of them"
                 )
+            if self._unsaved and not self._unsaved.look():
+                self._unsaved = None
         self.progress.step = step
         for first in drawn:
             self._read.note(first)

@@ -1,13 +1,37 @@
-"""Lays out the weights of convolutions with channels last in memory, and sees that they stay so."""
+"""Lays weights out in memory: without gaps, and those of convolutions channels last where the recipe says so."""
 
 from __future__ import annotations
+
+import logging
 
 import torch
 from torch import Tensor, nn
 
 from ddpforge.errors import StrategyError
+from ddpforge.training.fitness import is_dense, repeats
 
-__all__ = ["check_channels_last", "put_channels_last"]
+__all__ = ["check_channels_last", "make_dense", "put_channels_last"]
+
+log = logging.getLogger("ddpforge")
+
+
+def make_dense(model: nn.Module) -> None:
+    """Closes the gaps in the memory of parameters, and gives buffers made with `expand` memory for each element.
+
+    torch's fused optimizers update as many numbers from a parameter's first on as it has, gaps included; ranks cannot
+    receive values into a buffer that repeats some. Call after `check_model`, which refuses tensors that share memory.
+    """
+    gaps = [(name, parameter) for name, parameter in model.named_parameters() if not is_dense(parameter)]
+    repeated = [(name, buffer) for name, buffer in model.named_buffers() if repeats(buffer)]
+    for _, tensor in (*gaps, *repeated):
+        tensor.data = tensor.data.contiguous()
+    for kind, found, why in (
+        ("parameter", gaps, "had gaps in memory (slices of a larger tensor)"),
+        ("buffer", repeated, "repeated numbers in memory (`expand`)"),
+    ):
+        if found:
+            names = ", ".join(f"`{name}`" for name, _ in found)
+            log.info("%s%s %s %s: made dense", kind, "s" * (len(found) > 1), names, why)
 
 
 def put_channels_last(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["by_layer", "covered", "here", "parameter_groups", "parameters_of_groups", "parameters_of_turns"]
+__all__ = ["by_layer", "covered", "here", "parameter_groups", "parameters_of_groups", "parameters_of_turns", "selected"]
 
 _Test = Callable[[str, nn.Module, nn.Parameter], bool]
 
@@ -117,7 +117,7 @@ def _owners(model: nn.Module, table: str, tables: Mapping[str, Sequence[str]]) -
     owners: dict[str, list[str]] = {name: [] for name in trainable.values()}
     for one, entries in tables.items():
         key = f"optimizer.{table}.{one}.parameters"
-        mine = _selected(model, entries, key)
+        mine = selected(model, entries, key)
         if not mine & trainable.keys():
             raise ValueError(f"{key}: there is no trainable parameter in it")
         for name in (name for parameter, name in trainable.items() if parameter in mine):
@@ -130,11 +130,11 @@ def _owners(model: nn.Module, table: str, tables: Mapping[str, Sequence[str]]) -
     return owners
 
 
-def _selected(model: nn.Module, entries: Sequence[str], key: str) -> set[int]:
+def selected(model: nn.Module, entries: Sequence[str], key: str, *, words: bool = True) -> set[int]:
     """The parameters, by identity, that entries mean, one after the other: those with "!" take out what is in it."""
     found: set[int] = set()
     for entry in entries:
-        meant = {id(parameter) for parameter in covered(model, entry.removeprefix("!"), key)}
+        meant = {id(parameter) for parameter in covered(model, entry.removeprefix("!"), key, words=words)}
         found = found - meant if entry.startswith("!") else found | meant
     return found
 

@@ -88,6 +88,7 @@ class Profile:
         rank, last = self._world.all.rank, self._first + steps - 1
         self._folder.mkdir(parents=True, exist_ok=True)
         stem = f"{self._folder}/steps-{self._first}-{last}-rank-{rank}"
+        disk.remove(Path(f"{stem}.json.gz"))  # a link there would be written through
         recorder.export_chrome_trace(f"{stem}.json.gz")
         title = f"steps {self._first}..{last} on rank {rank}"
         table = "\n".join(_table(title, steps, passed, recorder.key_averages(), gpu=self._world.device.type == "cuda"))

@@ -7,14 +7,18 @@ All of them (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016)
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -23,6 +27,8 @@ from torch.utils.checkpoint import (
 )
 
 from ddpforge.errors import UsageError
+from ddpforge.strategies.watch import written
+from ddpforge.training.ledger import storages, tensors_in
 
 __all__ = ["recomputed"]
 
@@ -35,7 +41,6 @@ _COSTLY = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 }
-_REFUSED = ("has been mutated", "backward an extra time", "not found in storage")  # torch's words
 
 
 def recomputed(block: nn.Module, forward: Callable[..., Any], *, selective: bool = False) -> Callable[..., Any]:
@@ -43,11 +48,11 @@ def recomputed(block: nn.Module, forward: Callable[..., Any], *, selective: bool
 
     One that is `selective` keeps what attention, convolutions and every second matrix product give.
 
-    The second pass begins with the buffers and the random numbers that the first began with, and what it does to them
-    does not count.
+    The second pass begins with the inputs, the buffers and the random numbers that the first began with, and what it
+    does to them does not count. Raises UsageError, in the backward pass, where other code changed an input in place.
     """
-    contexts = partial(_contexts, block, selective=selective)
     choosing: dict[str, Any] = {"context_fn": _chosen} if selective else {}
+    habits = _Habits()
 
     def call(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         args, kwargs = arguments
@@ -61,19 +66,203 @@ def recomputed(block: nn.Module, forward: Callable[..., Any], *, selective: bool
             return checkpoint(call, arguments, use_reentrant=False, **choosing)
         if not torch.is_grad_enabled():
             return call(arguments)
-        return checkpoint(call, arguments, use_reentrant=False, context_fn=contexts)
+        inputs = _Inputs(type(block).__name__, arguments, habits)
+        kept = _Kept() if selective else None
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            first, second = (_Keeping(kept), _Giving(kept)) if kept else (nullcontext(), nullcontext())
+            return first, _AsBefore(block, inputs, second)
+
+        def pass_(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+            return call(inputs.now(arguments))
+
+        output = checkpoint(pass_, arguments, use_reentrant=False, context_fn=contexts)
+        inputs.after_first_pass()
+        if kept:
+            kept.after_first_pass()
+        return output
 
     return forward_twice
 
 
-def _contexts(block: nn.Module, *, selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of the first pass, and of the second."""
-    first, second = _chosen() if selective else (nullcontext(), nullcontext())
-    return first, _AsBefore(block, second)
+class _Habits:
+    """The inputs that a block changes in place, by their places: known after its first pass that is recomputed."""
+
+    changed: frozenset[int] | None = None
+
+
+class _Inputs:
+    """The tensors that a block is given, for its second pass: as they were before the first.
+
+    Those that the block itself changes in place are copied before; all are, where it is not known yet which those are.
+    """
+
+    def __init__(self, block: str, arguments: object, habits: _Habits) -> None:
+        self._block, self._habits, self.again = block, habits, False
+        leaves, self._form = tree_flatten(arguments)
+        self._versions = {
+            place: leaf._version
+            for place, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) and not leaf.is_inference()
+        }
+        self._leaves: list[Tensor | None] = [
+            leaf if place in self._versions else None for place, leaf in enumerate(leaves)
+        ]
+        copied = self._versions.keys() if habits.changed is None else self._versions.keys() & habits.changed
+        self._copies = {place: leaves[place].detach().clone() for place in copied}
+
+    def after_first_pass(self) -> None:
+        """Drops the copies of what has not changed."""
+        changed = frozenset(place for place, version in self._versions.items() if self._now(place) != version)
+        self._habits.changed = changed | (self._habits.changed or frozenset())
+        if missing := changed - self._copies.keys():
+            self._refuse(min(missing), "now and then")
+        self._copies = {place: copy for place, copy in self._copies.items() if place in changed}
+        self._versions = {place: self._now(place) for place in self._versions}
+
+    def now(self, arguments: Any) -> Any:
+        """The arguments of this pass."""
+        if not self.again:
+            return arguments
+        for place, version in self._versions.items():
+            if place not in self._copies and self._now(place) != version:
+                self._refuse(place, "after it")
+        if not self._copies:
+            return arguments
+        leaves = tree_leaves(arguments)
+        for place, copy in self._copies.items():
+            # Not a leaf of autograd's, because those that require gradients cannot be changed in place.
+            leaves[place] = copy.detach().requires_grad_(leaves[place].requires_grad).clone()
+        return tree_unflatten(leaves, self._form)
+
+    def _now(self, place: int) -> int:
+        version: int = self._tensor(place)._version
+        return version
+
+    def _tensor(self, place: int) -> Tensor:
+        leaf = self._leaves[place]
+        assert leaf is not None
+        return leaf
+
+    def _refuse(self, place: int, when: str) -> NoReturn:
+        raise UsageError(
+            f"train.activation_checkpointing: what {self._block} is given (a tensor {list(self._tensor(place).shape)}) "
+            f"is changed in place {when}, and the block would be computed again from the changed one",
+            hints=[
+                "change a copy of it in the model's forward: `x = x + y` in place of `x += y`",
+                "or set train.activation_checkpointing = false",
+            ],
+        )
+
+
+# ------------------------------------------------------------------------------------------------- what is kept
+class _Kept:
+    """Results of a first pass for the second, as long as nothing has been written into them."""
+
+    def __init__(self) -> None:
+        self._results: dict[tuple[Any, int], Any] = {}  # by operation, and its number among its like
+        self._of: dict[int, tuple[Any, int]] = {}  # by storage
+        self._names: list[tuple[tuple[Any, int], weakref.ref[Tensor]]] = []  # tensors that share such a storage
+        self._versions: list[tuple[tuple[Any, int], Tensor, int]] = []
+
+    def keep(self, key: tuple[Any, int], result: Any) -> None:
+        """Keeps what an operation gave. Detached, as the graph that `result` becomes part of holds what is kept."""
+        self._results[key] = tree_map_only(Tensor, Tensor.detach, result)
+        self._of |= {storage._cdata: key for tensor in tensors_in(result) for storage in storages(tensor)}
+
+    def name(self, result: Any) -> None:
+        """Remembers tensors that share a storage with what is kept: not all views count writes with what they view."""
+        for tensor in tensors_in(result):
+            for storage in storages(tensor):
+                if key := self._of.get(storage._cdata):
+                    self._names.append((key, weakref.ref(tensor)))
+
+    def written(self, tensor: Tensor) -> None:
+        """Drops what is kept in the storage of `tensor`."""
+        for storage in storages(tensor):
+            if key := self._of.pop(storage._cdata, None):
+                self._results.pop(key, None)
+
+    def after_first_pass(self) -> None:
+        """Counts writes from now on by torch's versions, as operations outside of the block are not seen."""
+        with torch.no_grad():
+            for key, name in self._names:
+                if key in self._results and (tensor := name()) is not None:
+                    self._versions.append((key, tensor.detach(), tensor._version))
+        self._names.clear()
+
+    def before_second_pass(self) -> None:
+        """Drops what was written into since the first."""
+        for key, tensor, version in self._versions:
+            if tensor._version != version:
+                self._results.pop(key, None)
+        self._versions.clear()
+
+    def take(self, key: tuple[Any, int]) -> Any:
+        """Returns what was kept, once; None if there is nothing (a third pass computes all again)."""
+        return self._results.pop(key, None)
+
+
+class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the results of costly operations, and of every second matrix product."""
+
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept, self._count = kept, Counter[Any]()
+        self._products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            for tensor in written(func, args, kwargs):
+                self._kept.written(tensor)
+        result = func(*args, **kwargs)
+        if func in _PRODUCTS or func in _COSTLY:
+            self._products += func in _PRODUCTS
+            keep = func in _COSTLY or self._products % 2
+            if keep and not _draws(func, args, kwargs) and all(map(_is_plain, tensors_in(result))):
+                self._kept.keep((func, self._count[func]), result)
+            self._count[func] += 1
+        self._kept.name(result)
+        return result
+
+
+class _Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives in a second pass what was kept of the first."""
+
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept, self._count = kept, Counter[Any]()
+
+    def __enter__(self) -> _Giving:
+        self._count.clear()
+        self._kept.before_second_pass()
+        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PRODUCTS or func in _COSTLY:
+            self._count[func] += 1
+            if (result := self._kept.take((func, self._count[func] - 1))) is not None:
+                return result
+        return func(*args, **(kwargs or {}))
+
+
+def _draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True for an operation with dropout: left out, it would leave its random numbers to what comes after it."""
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))
+    return False
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """True where the storages of a tensor are known, so that writes into it are seen."""
+    return isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(tensor)
 
 
 def _chosen() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts that keep some of what is computed."""
+    """The contexts that keep some of what is computed, for compilers: what they trace has no writes in place."""
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_EverySecond())  # type: ignore[no-untyped-call]
     return contexts
 
@@ -99,8 +288,8 @@ class _AsBefore(AbstractContextManager[None]):
     is entered too.
     """
 
-    def __init__(self, module: nn.Module, inner: AbstractContextManager[Any]) -> None:
-        self._inner = inner
+    def __init__(self, module: nn.Module, inputs: _Inputs, inner: AbstractContextManager[Any]) -> None:
+        self._inputs, self._inner = inputs, inner
         self._places = [
             (owner._buffers, name)
             for owner in module.modules()
@@ -114,16 +303,12 @@ class _AsBefore(AbstractContextManager[None]):
         self._now = [buffers.get(name) for buffers, name in self._places]
         self._random_now = random.getstate(), np.random.get_state()
         self._put(_copies(self._before), self._random)  # copied again: there may be a third pass
+        self._inputs.again = True
         self._inner.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._inner.__exit__(kind, error, trace)
         self._put(self._now, self._random_now)
-        if isinstance(error, RuntimeError) and any(words in str(error) for words in _REFUSED):
-            raise UsageError(
-                f'train.activation_checkpointing = "selective" does not suit this model: {str(error).rstrip(".")}',
-                hints=["set train.activation_checkpointing = true, which keeps nothing"],
-            ) from error
 
     def _put(self, tensors: Sequence[Tensor | None], states: tuple[Any, Any]) -> None:
         for (buffers, name), tensor in zip(self._places, tensors, strict=True):

@@ -16,6 +16,7 @@ from ddpforge.recipe.schema import Recipe
 from ddpforge.recipe.toml import loads
 from ddpforge.training.beside import BesideModule
 from ddpforge.training.left_out import complete
+from ddpforge.training.task_state import TaskState
 
 __all__ = ["is_another", "restore_callbacks", "restore_kept", "restore_weights"]
 
@@ -57,7 +58,7 @@ def restore_kept(replica: Replica, checkpoint: Reader, weights: str) -> None:
 def restore_callbacks(recipe: Recipe, callbacks: Mapping[str, Callback], checkpoint: Reader, world: World) -> None:
     """Gives each callback its state back, unless another component had the name when that was saved.
 
-    Modules beside the model are the task's: with another task they begin as they do in a new run.
+    Modules beside the model, and its own state, are the task's: with another task they begin as they do in a new run.
     """
     facts, kept = checkpoint.facts, checkpoint.callbacks()
     for name, callback in callbacks.items():
@@ -68,6 +69,11 @@ def restore_callbacks(recipe: Recipe, callbacks: Mapping[str, Callback], checkpo
                 raise CheckpointError(f"the checkpoint holds nothing of `{callback.name}`, which the task uses")
             else:
                 callback.load_state(kept[name])
+        elif isinstance(callback, TaskState):
+            if name in kept and not is_another(facts, recipe.task.use, "task", world=world):
+                callback.load_state(kept[name])
+            elif name not in kept and world.is_main:
+                log.warning("the checkpoint holds no state of the task, which starts with what its constructor makes")
         elif name in kept and not is_another(facts, recipe.callbacks[name].use, "callbacks", name, world=world):
             callback.load_state(kept[name])
 

@@ -102,7 +102,7 @@ def fitting(candidates: Sequence[int], fits: Callable[[int], bool]) -> int | Non
 
 # ---------------------------------------------------------------------------------------------- one process
 def _tried(recipe: str, sets: Sequence[str], size: int, ranks: int, budget: int | None, room: int | None) -> Try:
-    command = [sys.executable, "-m", "ddpforge", *(["run"] if ranks == 1 else ["launch"]), recipe, "--json"]
+    command = [sys.executable, "-P", "-m", "ddpforge", *(["run"] if ranks == 1 else ["launch"]), recipe, "--json"]
     command += [
         f"--dry-run={_STEPS}",
         *(["--nproc", str(ranks)] if ranks > 1 else []),

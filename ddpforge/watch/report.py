@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ddpforge import disk
 from ddpforge.errors import ExitCode, ForgeError
 from ddpforge.launchers.verdict import is_launched, record_verdict
 from ddpforge.ranks.failures import Failures, Report
+from ddpforge.ranks.logs import keep_output
 from ddpforge.runs.folder import RunFolder, Status
 from ddpforge.watch.blame import Blame
 from ddpforge.watch.rows import Row, described
@@ -28,7 +30,7 @@ class Told:
         """Into a file in `logs`."""
         with suppress(OSError):
             if stacks:
-                (self._folder.logs / f"stacks-rank-{self._failures.rank}.txt").write_text(stacks)
+                disk.replace(self._folder.logs / f"stacks-rank-{self._failures.rank}.txt", stacks.encode(), waits=False)
 
     def tell(self, found: Blame, rows: Mapping[int, Row]) -> None:
         """Writes failure.json and status.json, and says where all ranks stand; nothing where another one has."""
@@ -52,8 +54,8 @@ class Told:
         """Records the exit code, and says why where nobody else does."""
         code = next((report.exit_code for report in self._failures.told().values() if not report.symptom), 1)
         record_verdict(code, spoke=False)
-        with suppress(OSError), (self._folder.logs / f"rank-{self._failures.rank}.log").open("a") as file:
-            file.write(f"ended, for a rank has failed: {why}\n")
+        with suppress(OSError), disk.open_plain(self._folder.logs / f"rank-{self._failures.rank}.log", "ab") as file:
+            file.write(f"ended, for a rank has failed: {why}\n".encode())
 
     def someone_failed(self) -> bool:
         """True when a rank is known that failed first."""
@@ -87,4 +89,5 @@ def told_by(settings: Mapping[str, str], rank: int, size: int) -> Told:
         error=None,
     )
     os.environ["RANK"] = str(rank)
+    keep_output()
     return Told(folder, Failures(folder.logs, settings["attempt"], rank, size), status)

@@ -1,7 +1,11 @@
 """`ddpforge check`: says what is wrong, on stderr for people and on stdout for machines, and starts nothing."""
 
 import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from click.testing import CliRunner, Result
@@ -224,3 +228,134 @@ def test_a_stream_that_comes_with_ddpforge_is_met_so_too() -> None:
     sets = ['data.train={use="text_stream", path="."}', "data.order.use=sequential", "checkpoint.every=1ep"]
     found = json.loads(_check("stdlib-lm", "--json", *sets).stdout)["problems"]
     assert {problem["key"] for problem in found} == {"checkpoint.every", "data.order"}
+
+
+# ---------------------------------------------------------------------------------------------- endless recipes
+TINY = """\
+recipe = 1
+name = "tiny"
+model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
+data.train = { use = "digits", split = "test" }
+task = { use = "classification" }
+optimizer = { use = "sgd", lr = 0.1 }
+train = { length = "2st", global_batch = 8 }
+"""
+LONG = 100_000
+
+
+@contextmanager
+def soon(seconds: int = 15) -> Iterator[None]:
+    """Fails what takes longer."""
+
+    def late(_: int, __: FrameType | None) -> None:
+        raise AssertionError("it takes too long")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"2st"', f'"{"9" * LONG}st"'),
+        ('"2st"', f'"{"9" * LONG}"'),
+        ('"2st"', f'"{"1_" * LONG}"'),
+        ("lr = 0.1", f"lr = {'9' * LONG}"),
+        ("lr = 0.1", f"lr = {'a' * LONG}"),
+        ("hidden = [8]", f"hidden = {'[' * LONG}"),
+        ('name = "tiny"', f'name = "{"x" * LONG}"'),
+        ('"mlp"', f'"{"a" * LONG}"'),
+        ("name =", f"{'a' * LONG} = 1\nname ="),
+        ("name =", f"{'a.' * LONG}b = 1\nname ="),
+        ("name =", f"x = {'9' * LONG}\nname ="),
+        ("name =", f"{' ' * LONG}x\nname ="),
+    ],
+)
+def test_a_recipe_with_something_very_long_in_it_is_refused_soon(old: str, new: str) -> None:
+    Path("tiny.toml").write_text(TINY.replace(old, new, 1))
+    with soon():
+        assert _check("tiny.toml").exit_code == 2
+
+
+def test_a_recipe_that_extends_one_file_twice_at_sixteen_levels_is_refused_soon() -> None:
+    Path("base0.toml").write_text(TINY)
+    for level in range(1, 17):
+        Path(f"base{level}.toml").write_text(f'extends = ["base{level - 1}.toml", "base{level - 1}.toml"]\n')
+    with soon():
+        refused = _check("base16.toml")
+    assert refused.exit_code == 2
+    assert "extends more than 256 files" in refused.stderr
+    assert refused.stderr.endswith("1 error in the recipe; nothing was started.\n")
+    assert _check("base5.toml").exit_code == 0
+
+
+def test_a_variable_cannot_make_a_recipe_endless() -> None:
+    text = f'[vars]\nx = "{"y" * LONG}"\n'
+    Path("tiny.toml").write_text(TINY.replace('"tiny"', f'"{"${vars.x}" * 10_000}"') + text)
+    with soon():
+        refused = _check("tiny.toml")
+    assert refused.exit_code == 2
+    assert "`name` would be longer than 4,194,304 characters" in refused.stderr
+
+
+def test_a_range_in_the_path_of_tar_files_is_not_expanded_for_ever() -> None:
+    data = 'data.train = { use = "tar", path = "x-{0..99999999999}.tar", fields = ["cls"] }'
+    Path("tiny.toml").write_text(TINY.replace('data.train = { use = "digits", split = "test" }', data))
+    with soon():
+        refused = _check("tiny.toml", "--build")
+    assert refused.exit_code == 2
+    assert "names more than 100,000 files" in refused.stderr
+
+
+def test_two_billion_updates_a_step_are_refused() -> None:
+    Path("tiny.toml").write_text(TINY)
+    refused = _check("tiny.toml", "--set", "optimizer.turns.a.repeats=2147483648")
+    assert refused.exit_code == 2
+    assert "`optimizer.turns.a.repeats` must be at most 10000" in refused.stderr
+
+
+# ---------------------------------------------------------------------------------------------- how a model is cut
+GPT = """\
+recipe = 1
+name = "tiny"
+model = { use = "gpt", vocab_size = 256, block_size = 16, layers = 2, heads = 2, width = 16 }
+data.train = { use = "tokens", path = "there_is_no_such_file.bin", block_size = 16 }
+task = { use = "language_modelling" }
+optimizer = { use = "sgd", lr = 0.1 }
+train = { length = "2st", global_batch = 8, device = "cpu" }
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        ('{ use = "fsdp", tensor = 2, plan = { "blocks.*.nothing" = "columns" } }', "which no module of the model"),
+        (
+            '{ use = "fsdp", tensor = 2, plan = { "blocks.*.mlp.0" = "colums" } }',
+            "which is none that tensor parallelism",
+        ),
+        ('{ use = "fsdp", tensor = 4 }', "2 heads of 8"),
+        ('{ use = "pipeline", split = ["blocks.9"] }', "no part can begin with `blocks.9`"),
+        ('{ use = "pipeline", split = ["blocks.0", "blocks.1"], stages = 2 }', "must name the 1 steps"),
+        ('{ use = "pipeline", schedule = "Interleaved1F1B", stages = 4 }', "too few for 8 parts"),
+    ],
+)
+def test_a_model_that_the_strategy_cannot_cut_is_a_mistake_of_the_recipe_and_needs_no_data(
+    strategy: str, said: str
+) -> None:
+    """Exit code 2, so that no launcher tries it again."""
+    Path("tiny.toml").write_text(f"{GPT}strategy = {strategy}\n")
+    refused = _check("tiny.toml", "--ranks", "4")
+    assert refused.exit_code == 2, refused.stderr
+    assert said in refused.stderr
+    assert "there_is_no_such_file" not in refused.stderr
+
+
+def test_a_model_that_the_strategy_can_cut_is_ok_without_data() -> None:
+    Path("tiny.toml").write_text(f'{GPT}strategy = {{ use = "pipeline", stages = 2, tensor = 2 }}\n')
+    assert _check("tiny.toml", "--ranks", "4").exit_code == 0

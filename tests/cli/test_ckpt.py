@@ -429,6 +429,17 @@ def test_a_checkpoint_imported_into_a_run_is_one_of_its_own(run: RunFolder) -> N
     )
 
 
+@pytest.mark.parametrize("out", ["runs/new", "./runs/new/", "elsewhere/new"])
+def test_a_checkpoint_is_not_imported_to_where_a_run_would_have_its_folder(run: RunFolder, out: str) -> None:
+    """A run of that name could not begin there: the folder would be no run's."""
+    save_file({"w": torch.ones(2, 3)}, "x.safetensors")
+    shutil.copytree(run.path, "elsewhere/digits")
+    refused = call("import", "x.safetensors", "-o", out, code=2).stderr
+    assert "is the place of a run called new" in refused
+    assert "checkpoint.init_from" in refused
+    assert not Path(out).exists()
+
+
 def test_a_pickle_is_refused_with_2_and_what_to_do() -> None:
     class Odd: ...
 

@@ -1,6 +1,7 @@
 """Every process of ddpforge ends with the exit code that says how it went."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +46,73 @@ def test_a_traceback_begins_where_the_users_code_does(tmp_path: Path) -> None:
     _, _, trace = ended.stderr.partition("Traceback (most recent call last):\n")
     assert trace.splitlines()[0].endswith('mine.py", line 2, in count')
     assert "TypeError: object of type 'int' has no len()" in trace
+
+
+# ---------------------------------------------------------------------------------------------- output that goes away
+RECIPE = """\
+recipe = 1
+name = "tiny"
+model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
+data.train = { use = "digits", split = "test" }
+task = { use = "classification" }
+optimizer = { use = "sgd", lr = 0.1 }
+train = { length = "3st", global_batch = 8, device = "cpu" }
+track.every = "1st"
+"""
+RUN = f"{sys.executable} -P -m ddpforge run tiny.toml"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"({RUN} 2>&1; echo $? >code) | head -1",
+        f"({RUN}; echo $? >code) 2>&1 | true",
+        f"{RUN} >/dev/full 2>&1; echo $? >code",
+        f"{RUN} <&- >&- 2>&-; echo $? >code",
+        f"({RUN.replace(' run ', ' launch ')} --nproc 2 2>&1; echo $? >code) | head -1",
+    ],
+    ids=["a pipe after a line", "a pipe at once", "a full disk", "closed", "launched"],
+)
+def test_output_that_goes_away_does_not_end_a_run_and_the_exit_code_is_that_of_its_status(
+    tmp_path: Path, command: str
+) -> None:
+    """Files of the run do not come to stand where its output was, either. A random.py beside the recipe is no harm."""
+    (tmp_path / "tiny.toml").write_text(RECIPE)
+    for name in ("random.py", "types.py", "json.py"):
+        (tmp_path / name).write_text("open('imported', 'w'); raise SystemExit('not that of the standard library')\n")
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    status = json.loads((tmp_path / "runs/tiny/status.json").read_text())
+    assert (status["state"], status["step"], status["exit_code"]) == ("done", 3, 0)
+    assert (tmp_path / "code").read_text() == "0\n"
+    rows = [json.loads(line) for line in (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert not (tmp_path / "imported").exists()
+
+
+def test_components_in_files_and_modules_of_the_current_folder_are_found_behind_the_standard_library(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit('not that of the standard library')\n")
+    net = "from torch import nn\n\n\nclass Net(nn.Linear):\n    def __init__(self) -> None:\n"
+    (tmp_path / "mine.py").write_text(f"{net}        super().__init__(64, 10)\n")
+    for use in ("./mine.py:Net", "mine:Net"):
+        model = 'model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }'
+        (tmp_path / "tiny.toml").write_text(RECIPE.replace(model, f'model = {{ use = "{use}" }}'))
+        command = [sys.executable, "-m", "ddpforge", "check", "tiny.toml"]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+
+
+def test_a_folder_whose_name_is_no_text_or_not_ascii_under_a_c_locale_is_as_good_as_any(tmp_path: Path) -> None:
+    for name in (os.fsdecode(b"caf\xe9"), "caf\u00e9"):
+        place = tmp_path / name
+        place.mkdir()
+        (place / "mine.py").write_text(
+            "from torch import nn\n\n\ndef net() -> nn.Module:\n    return nn.Linear(64, 10)\n"
+        )
+        model = 'model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }'
+        (place / "tiny.toml").write_text(RECIPE.replace(model, 'model = { use = "./mine.py:net" }'))
+        ascii_alone = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+        for variables in ({}, ascii_alone):
+            command = [sys.executable, "-m", "ddpforge", "check", "tiny.toml"]
+            ended = subprocess.run(command, cwd=place, env={**os.environ, **variables}, capture_output=True, text=True)
+            assert (ended.returncode, ended.stderr) == (0, "")

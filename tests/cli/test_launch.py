@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,10 @@ def test_what_the_ranks_are_told_is_what_launch_was_told(launcher: Launcher) -> 
     ((command, nproc),) = launcher.started
     assert nproc == 2
     torchrun, ranks = command[: command.index("run")], command[command.index("run") + 1 :]
-    assert torchrun[-5:] == ["--max-restarts=3", "--role", "scientist", "-m", "ddpforge"]
+    assert torchrun[torchrun.index("--max-restarts=3") :] == [
+        *("--max-restarts=3", "--role", "scientist"),
+        *("--no-python", sys.executable, "-P", "-u", "-m", "ddpforge"),
+    ]
     assert ranks == [
         *("digits", "--set=train.seed=1", "--set=train.eval_batch=8", "--set=name=b"),
         *("--allow-change=train.seed", "--allow-change=data", "--out=here", "--fresh", "--json"),
@@ -166,7 +170,7 @@ NODES = ["--nnodes", "2", "--node-rank", "1", "--endpoint", "node01"]
 def test_several_machines_and_restarts_are_flags_of_torchrun(launcher: Launcher) -> None:
     assert invoke("digits", "-n", "2", *NODES, "--run-id", "x", "--max-restarts", "3").exit_code == ExitCode.STOPPED
     ((command, _),) = launcher.started
-    assert command[4 : command.index("-m", 4)] == [
+    assert command[5 : command.index("--no-python")] == [
         *("--nproc-per-node=2", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node01:29500", "--rdzv-id=x"),
         *("--rdzv-conf=is_host=0", "--max-restarts=3"),
     ]

@@ -60,3 +60,32 @@ def test_recomputing_changes_no_number(
         assert torch.equal(recomputed[name], tensor), name
     assert bench.column("recomputed") == bench.column("kept")
     assert bench.column("recomputed", "eval/loss") == bench.column("kept", "eval/loss")
+
+
+ATTENDING = PARTS.replace("NormedBlocks", "Attending")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nproc"),
+    [
+        pytest.param('use = "single"', 1, id="single"),
+        pytest.param(DDP, 2, id="ddp", marks=pytest.mark.full),  # computes as "single" does
+        pytest.param(EACH["fsdp"], 2, id="fsdp"),
+        pytest.param(EACH["zero1"], 2, id="zero1", marks=pytest.mark.full),
+        pytest.param(EACH["zero2"], 2, id="zero2", marks=pytest.mark.full),
+        pytest.param(EACH["zero3"], 2, id="zero3"),
+        pytest.param('use = "pipeline"\nstages = 2', 2, id="pipeline", marks=pytest.mark.full),
+    ],
+)
+def test_recomputing_attention_with_biases_and_changes_in_place_changes_no_number(
+    tmp_path: Path, ddpforge: Callable[..., Ranks], strategy: str, nproc: int
+) -> None:
+    bench = Bench(tmp_path, ddpforge)
+    copy(Path(__file__).parents[1] / "odd_models.py", tmp_path)
+    kinds = {"kept": "false", "recomputed": "true", "selective": '"selective"'}
+    for name, kind in kinds.items():
+        more = f"activation_checkpointing = {kind}"
+        bench(name, strategy, nproc=nproc, parts=ATTENDING, length="6st", train=more)
+    for name in kinds:
+        for key in ("train/loss", "train/grad_norm", "eval/loss"):
+            assert bench.column(name, key) == bench.column("kept", key), (name, key)

@@ -303,3 +303,14 @@ def test_a_callback_that_keeps_more_than_weights_of_the_model_keeps_no_weights(f
     with pytest.raises(UsageError, match="holds no weights called 'ema'"):
         export(path, tmp_path / "out.safetensors", weights="ema")
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_module_of_the_task_that_is_a_part_of_the_model_is_exported_alone(folder: Path, tmp_path: Path) -> None:
+    """A target network that follows `layer` has the names that it has in there."""
+    target = {"weight": torch.full((3, 5), 0.5)}
+    path = write(folder, checkpoint_of(7, callbacks={"task.target": target, "ema": {"layer.weight": torch.ones(3, 5)}}))
+    done = export(path, tmp_path / "target.safetensors", weights="task.target")
+    assert done.tensors == 1
+    assert torch.equal(load_file(tmp_path / "target.safetensors")["weight"], target["weight"])
+    with pytest.raises(UsageError, match=r"holds no weights called 'task\.other'"):
+        export(path, tmp_path / "other.safetensors", weights="task.other")

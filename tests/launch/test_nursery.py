@@ -26,7 +26,7 @@ from ddpforge.launchers.requests import dispositions
 def bring(*words, streams=(1, 2), **environment):
     return place.bring((sys.executable, "-u", "-m", "probe", *words), {**os.environ, **environment}, streams)
 
-nursery._IMPORTED, nursery._RANK = (), ("-u", "-m", "probe")
+nursery._IMPORTED, nursery.RANK = (), ("-u", "-m", "probe")
 signals = dispositions()
 for number in (signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, lambda *_: None)

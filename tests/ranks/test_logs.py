@@ -1,13 +1,16 @@
 """Messages of many ranks: one voice on stderr, everything in the files."""
 
 import logging
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
+from ddpforge.errors import EnvironmentProblem
 from ddpforge.ranks.logs import setup_logging
 
 logger = logging.getLogger("ddpforge")
@@ -76,11 +79,14 @@ def test_the_level_is_that_of_stderr_and_the_file_holds_everything(
     assert levels == ["DEBUG", "INFO", "WARNING", "ERROR"] * 2
 
 
+def _full(*_: object) -> BinaryIO:
+    return Path("/dev/full").open("ab")
+
+
 def test_a_log_that_cannot_be_written_is_named_once_and_without_a_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
+    monkeypatch.setattr("ddpforge.disk.open_plain", _full)
     setup_logging(0, tmp_path)
     say_all()
     err = capsys.readouterr().err
@@ -88,6 +94,16 @@ def test_a_log_that_cannot_be_written_is_named_once_and_without_a_traceback(
     assert "No space left on device" in err
     assert "Traceback" not in err
     assert "error: the disk is full\n" in err
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_log_that_is_a_link_or_a_pipe_is_refused(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "logs").mkdir()
+    path = tmp_path / "logs" / "rank-0.log"
+    path.symlink_to(tmp_path / "elsewhere") if kind == "link" else os.mkfifo(path)
+    with pytest.raises(EnvironmentProblem, match=r"rank-0\.log cannot be written: it is a link or a special file"):
+        setup_logging(0, tmp_path)
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_what_is_for_the_file_alone_is_not_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

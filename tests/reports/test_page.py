@@ -65,7 +65,7 @@ def test_all_of_a_run_is_told(run: RunFolder) -> None:
             {
                 "command": ["ddpforge", "run", "digits", "--set=optimizer.lr=0.001"],
                 "packages": {"torch": "2.14.1"},
-                "git": {"commit": "abc", "dirty": True},
+                "git": {"commit": "abc; touch it", "dirty": True},
             }
         )
     )
@@ -78,7 +78,7 @@ def test_all_of_a_run_is_told(run: RunFolder) -> None:
         "optimizer.lr": "command line",
     }
     assert one.commands == [
-        "git checkout abc  # there were changes beside",
+        "git checkout 'abc; touch it'  # there were changes beside",
         "pip install torch==2.14.1",
         f"ddpforge launch {run.resolved} --nproc 1 name=first-again",
     ]

@@ -432,3 +432,56 @@ def test_where_files_cannot_be_locked_a_warning_says_so(
         f"digits cannot be locked ([Errno {errno.ENOLCK}] No locks available): see that no other process trains"
         in caplog.text
     )
+
+
+# ---------------------------------------------------------------------------------------------- odd files
+@pytest.mark.parametrize(
+    "name", ["link.txt", "logs/rank-0.log", "shown/a/step-1.txt", "code/1/parts.py", "profile/x", "STOP"]
+)
+@pytest.mark.parametrize("kind", ["link", "pipe", "dangling"])
+def test_links_and_pipes_in_a_folder_are_refused_by_name_before_training(
+    folder: RunFolder, name: str, kind: str
+) -> None:
+    path = folder.path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/etc/hostname" if kind == "link" else "/nowhere")
+    with pytest.raises(EnvironmentProblem, match=f"{name} is a link or a special file, which no run has put there"):
+        folder.refuse_odd()
+
+
+def test_checkpoints_may_be_on_another_disk_and_trackers_may_link_in_their_own_folders(
+    folder: RunFolder, tmp_path: Path
+) -> None:
+    folder.checkpoints.rmdir()
+    (tmp_path / "large").mkdir()
+    folder.checkpoints.symlink_to(tmp_path / "large")
+    (folder.path / "wandb").mkdir()
+    (folder.path / "wandb/latest-run").symlink_to("run-1")
+    folder.refuse_odd()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "zeros", "dangling"])
+def test_a_lock_that_is_a_link_or_a_pipe_is_neither_written_nor_waited_for(
+    folder: RunFolder, tmp_path: Path, kind: str
+) -> None:
+    lock = folder.logs / "lock"
+    lock.unlink()
+    target = tmp_path / "target"
+    if kind == "link":
+        target.write_text("mine")
+    if kind == "pipe":
+        os.mkfifo(lock)
+    else:
+        lock.symlink_to("/dev/zero" if kind == "zeros" else target)
+    with pytest.raises(EnvironmentProblem, match="is a link or a special file"), folder.claim():
+        pass
+    assert folder.is_claimed() is None
+    assert (target.read_text() if target.exists() else None) == ("mine" if kind == "link" else None)
+
+
+def test_a_status_of_a_later_version_may_hold_more(folder: RunFolder) -> None:
+    (folder.path / "status.json").write_text(json.dumps({**status_of(), "more": [1]}))
+    assert cast(dict[str, Any], folder.status())["more"] == [1]

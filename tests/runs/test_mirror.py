@@ -1,6 +1,7 @@
 """A run's folder is copied to another place, whole and compared, and comes back on a machine that has none of it."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import ddpforge
 from ddpforge.checkpoint.schema import COMMIT
 from ddpforge.errors import CheckpointError, EnvironmentProblem, RecipeError, UsageError
 from ddpforge.runs.folder import RunFolder
+from ddpforge.runs.mirror import Mirror
 
 RECIPE = """
 recipe = 1
@@ -187,3 +189,67 @@ def test_a_place_that_cannot_be_is_refused_before_training(
     message = refused(kind, lambda: run(tmp_path / "one", f'checkpoint.mirror="{address}"'))
     assert says in message
     assert not [*tmp_path.rglob("step-*")]
+
+
+# ---------------------------------------------------------------------------------------------- odd files
+def mirror_of(tmp_path: Path) -> tuple[RunFolder, Mirror, Path]:
+    """A run's folder, its mirror in the folder `there`, and a file elsewhere that nobody may read or write."""
+    folder = RunFolder(tmp_path / "here/run")
+    folder.create(text="recipe = 1", resolved="recipe = 1", local_files={})
+    (tmp_path / "there").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/secret").write_text("secret")
+    return folder, Mirror(folder, f"file://{tmp_path / 'there'}", must=True), tmp_path / "elsewhere/secret"
+
+
+def test_links_in_a_run_are_not_copied_to_its_mirror(tmp_path: Path) -> None:
+    folder, mirror, secret = mirror_of(tmp_path)
+    (folder.path / "shown").symlink_to(secret.parent)
+    (folder.path / "link.txt").symlink_to(secret)
+    os.mkfifo(folder.path / "pipe")
+    mirror.complete()
+    assert {path.name for path in (tmp_path / "there/run").iterdir()} == {
+        "recipe.toml",
+        "recipe.resolved.toml",
+        "run.json",
+    }
+
+
+@pytest.mark.parametrize("name", ["recipe.toml", "run.json", "."])
+def test_a_mirror_is_not_written_through_a_link(tmp_path: Path, name: str) -> None:
+    _, mirror, secret = mirror_of(tmp_path)
+    there = tmp_path / "there/run" / name
+    there.parent.mkdir(exist_ok=True, parents=True)
+    if name == ".":
+        (tmp_path / "there/run").rmdir() if (tmp_path / "there/run").exists() else None
+        (tmp_path / "there/run").symlink_to(secret.parent)
+    else:
+        there.symlink_to(secret)
+    with pytest.raises(EnvironmentProblem, match=r"cannot be written: .*is a link"):
+        mirror.begin()
+    assert [path.name for path in secret.parent.iterdir()] == ["secret"]
+    assert secret.read_text() == "secret"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "zeros"])
+@pytest.mark.parametrize("name", ["run.json", "recipe.toml"])
+def test_odd_files_of_a_mirror_are_not_brought_here(tmp_path: Path, kind: str, name: str) -> None:
+    folder, mirror, secret = mirror_of(tmp_path)
+    mirror.complete()
+    shutil.rmtree(folder.path)
+    there = tmp_path / "there/run" / name
+    there.unlink()
+    make = {"link": lambda: there.symlink_to(secret), "pipe": lambda: os.mkfifo(there)}
+    make.get(kind, lambda: there.symlink_to("/dev/zero"))()
+    with pytest.raises(EnvironmentProblem, match=r"cannot be read: .*is a link or a special file"):
+        mirror.fetch(fresh=False)
+    assert not folder.path.exists()
+
+
+@pytest.mark.parametrize("content", ["", "[" * 200_000, "7", '{"id": [1]}', "{}"])
+def test_a_mirror_whose_run_json_is_no_such_file_is_another_run(tmp_path: Path, content: str) -> None:
+    _, mirror, _ = mirror_of(tmp_path)
+    mirror.complete()
+    (tmp_path / "there/run/run.json").write_text(content)
+    with pytest.raises(UsageError, match="holds another run"):
+        mirror.fetch(fresh=False)

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from forked import Training, in_ranks, saved
+from own_optimizers import Counting
 from torch import nn
 from torch.optim import SGD
+from torch.utils._pytree import tree_map_only
+from trained import trained as runs
 
 from ddpforge.builtin.optim.muon import muon
-from ddpforge.interfaces import Strategy
+from ddpforge.builtin.optim.optimizers import adamw, sgd
+from ddpforge.interfaces import Part, Strategy
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
-from ddpforge.strategies.several import Several
+from ddpforge.strategies.several import InTurns, Several
 
 
 class Layers(nn.Module):
@@ -104,3 +114,129 @@ def test_momentum_goes_on_where_it_stood_under_another_strategy() -> None:
 
     ((one, other),) = in_ranks(1, action)
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ------------------------------------------------------------------------------------- state, resumed and taken back
+KINDS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
+    "adamw": lambda weights: adamw([{"params": weights}], lr=0.1),
+    "sgd": lambda weights: sgd([{"params": weights}], lr=0.1, momentum=0.9),
+    "sgd without momentum": lambda weights: sgd([{"params": weights}], lr=0.1),
+    "muon": lambda weights: muon([{"params": weights}], lr=0.1),
+    "RMSprop": lambda weights: torch.optim.RMSprop(weights, lr=0.01),
+    "ASGD": lambda weights: torch.optim.ASGD(weights, lr=0.1),
+    "Adagrad": lambda weights: torch.optim.Adagrad(weights, lr=0.1),
+    "with counters of its own": Counting,
+}
+SHARDED = ("adamw", "sgd", "muon", "RMSprop")
+NAMES = [("", "last"), ("", "state.a"), ("groups", "groups.0"), ("a", "a:groups.b"), ("last", "")]
+
+
+def pairs(kinds: Sequence[str]) -> list[tuple[str, str, tuple[str, str]]]:
+    both = list(product(kinds, repeat=2))
+    return [(one, other, NAMES[number % len(NAMES)]) for number, (one, other) in enumerate(both)]
+
+
+def resumes(build: Callable[[], Strategy], one: str, other: str, names: tuple[str, str], *, turns: bool) -> bool:
+    """Three steps, and after two of them a second run that goes on from there, and a return to there."""
+
+    def both(weights: Any) -> Several:
+        trained = list(weights)
+        matrices, rest = [[p for p in trained if (p.ndim == 2) is square] for square in (True, False)]
+        first, second = (matrices, rest) if other != "muon" else (rest, matrices)
+        parts = {names[0]: KINDS[one](first), names[1]: KINDS[other](second)}
+        return InTurns(parts, dict.fromkeys(names)) if turns else Several(parts)
+
+    def step(training: Training, number: int) -> None:
+        for name in names if turns else [None]:
+            with training.replica.turn(name) if name is not None else nullcontext():
+                training.model = training.replica.module
+                training.step(inputs(number))
+
+    straight, again = (Training(build(), Layers, both, blocks=lambda model: [model.first]) for _ in range(2))
+    for number in range(2):
+        step(straight, number)
+    kept = collected(straight)
+    step(again, 7)
+    again.replica.load_state(saved(kept))  # a fresh process, and one that goes back, have other state before
+    step(straight, 2)
+    step(again, 2)
+    expected = straight.weights()
+    straight.replica.load_state(saved(kept))
+    step(straight, 2)
+    return again.weights() == expected == straight.weights()
+
+
+def collected(training: Training) -> Any:
+    """A copy of the state, whole, also where this rank holds a part."""
+    state = training.state()
+
+    def full(value: Any) -> Any:
+        if not isinstance(value, Part):
+            return value
+        mine = torch.zeros(value.shape).flatten()
+        mine[value.region.start : value.region.stop] = value.tensor.flatten()
+        return (training.world.all.sum(mine) / value.replicas).view(value.shape)
+
+    model = {name: full(value) for name, value in state.model.items()}
+    optimizer = {name: {key: full(value) for key, value in entry.items()} for name, entry in state.optimizer.items()}
+    return replace(state, model=copied(model), optimizer=copied(optimizer), shared=copied(state.shared))
+
+
+def copied(state: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), dict(state))
+
+
+@pytest.mark.parametrize(
+    ("build", "ranks", "kinds", "turns"),
+    [
+        pytest.param(DDP, 1, tuple(KINDS), False, id="ddp, groups"),
+        pytest.param(FSDP, 2, SHARDED, False, id="fsdp, groups"),
+        pytest.param(DDP, 1, ("adamw", "sgd", "with counters of its own"), True, id="ddp, turns"),
+        pytest.param(FSDP, 2, SHARDED, True, id="fsdp, turns", marks=pytest.mark.full),
+    ],
+)
+def test_every_pair_of_optimizers_resumes_and_goes_back(
+    build: Callable[[], Strategy], ranks: int, kinds: Sequence[str], turns: bool
+) -> None:
+    tried = [pair for pair in pairs(kinds) if pair[:2] != ("muon", "muon")]  # there are no matrices for both
+
+    def action(rank: int) -> list[Any]:
+        return [pair for pair in tried if not resumes(build, *pair, turns=turns)]
+
+    assert in_ranks(ranks, action, timeout=120) == [[]] * ranks
+
+
+RECIPE = """
+recipe = 1
+name = "run"
+model = {{ use = "mlp", inputs = 4, outputs = 1, hidden = [8] }}
+data.train = {{ use = "./parts.py:{points}", samples = 24 }}
+task = {{ use = "regression" }}
+strategy = {{ use = "{strategy}" }}
+train = {{ length = "{length}st", global_batch = 8, device = "cpu"{train} }}
+checkpoint = {{ every = "2st" }}
+track.every = "1st"
+[optimizer]
+use = "adamw"
+lr = 0.01
+groups.last = {{ use = "sgd", lr = 0.1, momentum = 0.9, parameters = ["*bias"] }}
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_with_another_optimizer_for_a_group_resumes(tmp_path: Path, strategy: str) -> None:
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    recipe = partial(RECIPE.format, points="Points", train="", strategy=strategy)
+    straight = runs(tmp_path / "whole", recipe(length=5), 2)[0].column()
+    first, rest = (runs(tmp_path / "parts", recipe(length=length), 2)[0].column() for length in (2, 5))
+    assert len(rest) == 3
+    assert first + rest == straight
+
+
+def test_a_run_with_another_optimizer_for_a_group_rolls_back(tmp_path: Path) -> None:
+    recipe = RECIPE.format(points="SpoiltPoints", train=', on_nonfinite = "rollback"', strategy="ddp", length=9)
+    (found, *_) = runs(tmp_path, recipe, 2)
+    finite = [math.isfinite(loss) for loss in found.column()]
+    assert not all(finite)
+    assert sum(finite) >= 6

@@ -282,7 +282,7 @@ def test_options_without_shared_layers_have_no_effect_and_compiling_shared_ones_
 def test_a_loss_that_wants_whole_logits_gets_no_parts_of_them() -> None:
     task = LanguageModelling()
     task.takes_split_logits = False
-    said = refused(StrategyError, lambda: FSDP(tensor=2, loss="vocabulary").check(GPT(**SIZES), task, []))
+    said = refused(UsageError, lambda: FSDP(tensor=2, loss="vocabulary").check(GPT(**SIZES), task, []))
     assert said.startswith(
         'strategy.loss = "vocabulary" leaves logits in parts, and LanguageModelling wants them whole'
     )

@@ -1,13 +1,16 @@
 """The first forward passes are watched: what writes into weights, or calls backward, is refused by name."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from forked import Training, in_ranks, refused
 from torch import Tensor, nn
 
 from ddpforge.errors import ForgeError, StrategyError, UsageError
+from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.watch import Guard, refuse_loss, watched
 
 
@@ -314,3 +317,46 @@ def test_a_weight_that_is_not_gathered_has_no_elements_and_is_watched_all_the_sa
     net.layer.weight.data = torch.empty(0)
     with pytest.raises(StrategyError, match=r"`layer\.weight`"), Guard(net, {"layer.weight"}).on():
         net.layer.weight.data.zero_()
+
+
+# ---------------------------------------------------------------------------------------------- tensors in parts
+class Outside(nn.Module):
+    """Reads a block's weight outside of the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](x) @ self.blocks[0][0].weight  # type: ignore[index, no-any-return]
+
+
+class Smoothed(nn.Module):
+    """Takes of logits, of which ranks have parts, what torch computes of whole ones only."""
+
+    tensor_plan = {"layer": "logits"}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.layer(x), torch.zeros(len(x)).long(), label_smoothing=0.1)
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "said"),
+    [
+        (Outside, {}, r"`matmul` uses parameter `blocks.0.0.weight` where this rank has a part of it"),
+        (Smoothed, {"tensor": 2, "loss": "vocabulary"}, r"`cross_entropy` mixes whole tensors with one .*vocabulary"),
+    ],
+)
+def test_tensors_in_parts_where_whole_ones_are_needed_are_refused_by_name(
+    build: Callable[[], nn.Module], options: dict[str, Any], said: str
+) -> None:
+    def action(rank: int) -> str:
+        training = Training(FSDP(**options), build, blocks=lambda model: getattr(model, "blocks", ()))
+        return refused(StrategyError, lambda: training.backward(torch.ones(3, 4)))
+
+    for found in in_ranks(2, action):
+        assert re.search(said, found)

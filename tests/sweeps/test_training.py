@@ -99,5 +99,5 @@ def test_runs_side_by_side_have_gpus_and_threads_of_their_own(monkeypatch: pytes
     assert commands.variables(0)["OMP_NUM_THREADS"] == "4"
     variant = Variant("lr-1", ("lr=1",))
     line = ["launch", "--nproc=2", "r.toml", "--out=s", "--set=lr=1", "--set=name=lr-1"]
-    assert commands.line(variant)[1:] == ["-m", "ddpforge", *line]
-    assert Commands(recipe="r.toml", folder=Path("s")).line(variant)[3] == "run"
+    assert commands.line(variant)[1:] == ["-P", "-m", "ddpforge", *line]
+    assert Commands(recipe="r.toml", folder=Path("s")).line(variant)[4] == "run"

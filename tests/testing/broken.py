@@ -296,6 +296,22 @@ class LooksAtAll(LosesGradients):
         return (outputs @ everyones.T).square().sum(), outputs
 
 
+class LosesState(CountsOnes):
+    """Takes back another number than it gave."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def count(self, batch: Any) -> None:  # type: ignore[override]
+        self.seen += 1
+
+    def state(self) -> dict[str, int]:
+        return {"seen": self.seen + 5}
+
+    def load_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
 class AveragesMetrics(CountsOnes):
     """Reports means as sums."""
 

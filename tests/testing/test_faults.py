@@ -66,6 +66,7 @@ def line_of(text: str) -> int:
         ("LosesGradients", "loss-is-a-sum", "another gradient of `"),
         ("CountsOnes", "count-is-additive", "1 instead of 6"),
         ("AveragesMetrics", "metrics-are-additive", "the sum of size is"),
+        ("LosesState", "state-comes-back", "another `seen`"),
         ("MeanMetric", "total-is-additive", "the sum of mean is"),
         ("forgetful", "resumes-exactly", "other weights after step 6"),
         ("by_norm", "element-wise", "it looks at whole parameters"),

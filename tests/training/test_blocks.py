@@ -18,6 +18,7 @@ from ddpforge.builtin.models.cnn import CNN
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.errors import UsageError
 from ddpforge.recipe.schema import TrainSection
+from ddpforge.training import recompute
 from ddpforge.training.blocks import find_blocks, rework_blocks
 from ddpforge.training.ledger import Ledger
 
@@ -114,19 +115,161 @@ def test_selective_blocks_keep_what_costs_most_and_give_the_same_gradients() -> 
     assert memory[0] > 1.5 * memory[1] > 1.5 * memory[2]
 
 
-def test_a_block_that_changes_what_is_kept_is_refused() -> None:
-    class Overwrites(nn.Module):
+# ---------------------------------------------------------------------------------------- what is changed in place
+class InPlace(nn.Module):
+    """Changes products of all shapes in place, in the ways in which code does; [B, T, 4]."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+        self.norm = nn.LayerNorm(4)
+        self.q, self.k, self.v, self.o = (nn.Linear(4, 4, bias=False) for _ in range(4))
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm(x)
+        q, k, v = (self.change(product, self.bias) for product in (self.q(n), self.k(n), self.v(n)))
+        attended = (q @ k.transpose(-2, -1)).softmax(-1) @ v
+        return x + self.change(self.o(self.change(attended, self.bias)), self.bias).sin()
+
+
+class _Linear(torch.autograd.Function):
+    """A product to which the bias is added in place, as ZeRO-3 computes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        weight = torch.eye(4).roll(1, 0)
+        ctx.weight, out = weight, x.matmul(weight.t())
+        out += bias
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.matmul(ctx.weight), gradient.flatten(0, -2).sum(0)
+
+
+def _data(product: Tensor, bias: Tensor) -> Tensor:
+    product.data.add_(bias.detach())
+    return product
+
+
+def _out(product: Tensor, bias: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch.add(product, bias, out=product)
+    return product
+
+
+def _part(product: Tensor, bias: Tensor) -> Tensor:
+    product.transpose(-2, -1)[..., :2, :].add_(bias.mean())
+    return product
+
+
+def _together(product: Tensor, _: Tensor) -> Tensor:
+    torch._foreach_add_([product], 0.5)
+    return product
+
+
+CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "scaled": lambda product, _: product.mul_(0.5),
+    "with a bias": lambda product, bias: product.add_(bias),
+    "by a function of its own": _Linear.apply,
+    "through .data": _data,
+    "as out": _out,
+    "a part of it, through views": _part,
+    "twice": lambda product, bias: product.add_(bias).mul_(2),
+    "several at once": _together,
+    "not at all": lambda product, bias: product + bias,
+}
+
+
+@pytest.mark.parametrize("kind", [True, "selective"])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)], ids=["2-d", "3-d"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_products_changed_in_place_in_recomputed_blocks_give_the_same_gradients(
+    change: str, shape: tuple[int, ...], kind: object
+) -> None:
+    def gradients(**options: Any) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(InPlace(CHANGES[change]) for _ in range(2)))
+        rework_blocks(list(model), settings(**options))
+        for _ in range(2):
+            model(torch.randn(shape)).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    plain, recomputed = gradients(), gradients(activation_checkpointing=kind)
+    assert any(gradient is not None and gradient.abs().sum() > 0 for gradient in plain)
+    for one, other in zip(plain, recomputed, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["without bias", "with bias"])
+def test_a_product_changed_in_place_after_its_recomputed_block_gives_the_same_gradients(bias: bool) -> None:
+    class Gated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(4, 4)
+            self.layer = nn.Linear(4, 4, bias=bias)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x).relu_().exp()
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            product = self.layer(x)
+            return product, x * product.sign()
 
-    model = nn.Sequential(Overwrites())
-    rework_blocks(list(model), settings(activation_checkpointing="selective"))
-    with pytest.raises(UsageError, match=r"does not suit this model: .*mutated"):
-        model(torch.randn(2, 4)).sum().backward()
+    gradients = []
+    for how in (False, True, "selective"):
+        torch.manual_seed(0)
+        model = Gated()
+        rework_blocks([model], settings(activation_checkpointing=how))
+        x = torch.randn(2, 3, 4, requires_grad=True)
+        product, gated = model(x)
+        product.view(-1)[::2] *= -1
+        (product + gated).square().sum().backward()
+        gradients.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+    for plain, *others in zip(*gradients, strict=True):
+        for other in others:
+            assert torch.equal(plain, other)  # type: ignore[arg-type]
+
+
+class Rescales(nn.Module):
+    """Changes its input in place before anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x *= 3
+        return self.layer(x).sin()
+
+
+@pytest.mark.parametrize("kind", [True, "selective"])
+def test_a_recomputed_block_that_changes_its_input_in_place_gives_the_same_gradients(kind: object) -> None:
+    gradients = []
+    for how in (False, kind):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), Rescales(), Rescales())
+        rework_blocks(list(model)[1:], settings(activation_checkpointing=how))
+        for _ in range(3):
+            model(torch.randn(2, 3, 4)).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)  # type: ignore[arg-type]
+
+
+def test_an_input_changed_in_place_after_its_recomputed_block_is_refused() -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, more: Tensor) -> Tensor:
+            return self.layer(torch.cat([x, more], -1))  # autograd keeps neither
+
+    block, first = Joined(), nn.Linear(4, 4)
+    rework_blocks([block], settings(activation_checkpointing=True))
+    x = first(torch.randn(2, 4))
+    y = block(x, more=torch.randn(2, 4))
+    x += 1
+    with pytest.raises(UsageError, match=r"what Joined is given \(a tensor \[2, 4\]\) is changed in place after it"):
+        (x + y).sum().backward()
 
 
 # ---------------------------------------------------------------------------------------------- what forward changes
@@ -225,8 +368,43 @@ def test_a_gradient_penalty_recomputes_from_the_same_buffers_again() -> None:
         (output + slope.square().sum()).backward()
         return [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
 
-    for one, other in zip(penalised(), penalised(activation_checkpointing=True), strict=True):
-        assert torch.equal(one, other)
+    for kind in (True, "selective"):
+        for one, other in zip(penalised(), penalised(activation_checkpointing=kind), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_attention_with_dropout_is_computed_again_so_that_what_follows_draws_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An operation that is not computed again draws nothing, and what comes after it would draw its numbers."""
+
+    class Attends(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.nn.functional.dropout(_attention(x.sin(), 0.5).cos(), 0.5)
+            return x.exp()
+
+    monkeypatch.setattr(recompute, "_COSTLY", {torch.ops.test_blocks.attention.default})
+    gradients = []
+    for how in (False, "selective"):
+        block = Attends()
+        rework_blocks([block], settings(activation_checkpointing=how))
+        torch.manual_seed(0)
+        x = torch.ones(64, requires_grad=True)
+        block(x).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+@torch.library.custom_op("test_blocks::attention", mutates_args=())
+def _attention(x: Tensor, dropout_p: float) -> Tensor:
+    """Stands in for the attention of a GPU, which draws numbers within one operation."""
+    return x * (torch.rand_like(x) > dropout_p)
+
+
+_attention.register_autograd(
+    lambda ctx, gradient: (gradient * ctx.kept, None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "kept", (output != 0).float()),
+)
 
 
 def test_an_evaluation_keeps_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ def module(child: nn.Module) -> Callable[[Model], object]:
         (module(nn.EmbeddingBag(3, 2, max_norm=0.5)), "`x` (EmbeddingBag) has max_norm = 0.5"),
         (parameter(torch.zeros(2, dtype=torch.complex64)), "parameter `x` is complex64"),
         (parameter(torch.zeros(1).expand(8)), "parameter `x` was made with `expand`"),
+        (parameter(torch.zeros(4).as_strided((3, 2), (1, 1))), "parameter `x` was made with `as_strided` or `unfold`"),
         (buffer(torch.eye(2).to_sparse()), "buffer `x` is of layout sparse_coo"),
         (buffer(torch.eye(2).to_sparse(), persistent=False), "buffer `x` is of layout sparse_coo"),
         (buffer(torch.zeros(2, dtype=torch.complex64)), "`x` is complex64, and a checkpoint holds float64"),
@@ -47,6 +48,8 @@ def module(child: nn.Module) -> Callable[[Model], object]:
         (lambda model: buffer(model.a.weight.data)(model), "`a.weight` and `x` share memory"),
         (lambda model: buffer(model.a.weight.data[2:], persistent=False)(model), "`a.weight` and `x` share memory"),
         (lambda model: parameter(model.a.weight.data.t())(model), "`a.weight` and `x` share memory"),
+        (lambda model: parameter(model.a.weight.data[:, :1])(model), "`a.weight` and `x` share memory"),
+        (lambda model: buffer(model.a.weight.data[::2, 1])(model), "`a.weight` and `x` share memory"),
     ],
 )
 def test_refused_by_name(add: Callable[[Model], object], said: str) -> None:
@@ -89,6 +92,8 @@ WIDE = torch.zeros(4, 6)
         Model(buffer(torch.zeros(3, dtype=torch.complex64), persistent=False)),
         Model(buffer(torch.zeros(3).to(torch.float8_e4m3fn))),
         Model(lambda model: (parameter(WIDE[:, :3])(model), model.register_buffer("y", WIDE[:, 3:]))),
+        Model(lambda model: (parameter(WIDE[:, ::2])(model), model.register_buffer("y", WIDE[:, 1::2]))),
+        Model(parameter(torch.zeros(9).as_strided((2, 2), (2, 3)))),
         Model(lambda model: (parameter(WIDE[:2])(model), model.register_buffer("y", WIDE[2:]))),
     ],
     ids=lambda model: type(model).__name__,

@@ -29,6 +29,23 @@ def test_globs_name_parameters_and_those_alone_are_frozen() -> None:
         freeze(model, ["4.*"])
 
 
+def test_all_but_the_head_is_frozen_by_a_glob_that_takes_out_again() -> None:
+    model = net()
+    freeze(model, ["*", "!3.*", "3.bias"])
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["3.weight"]
+    with pytest.raises(ValueError, match=r'train.freeze: "!3.\*" takes out of nothing; freeze all but these'):
+        freeze(net(), ["!3.*"])
+    with pytest.raises(ValueError, match=r"train.freeze: `4.\*` matches no parameter"):
+        freeze(net(), ["*", "!4.*"])
+
+
+def test_statistics_of_a_batchnorm_that_is_taken_out_again_move() -> None:
+    model = net()
+    hold_statistics(model, ["*", "!3.*"])
+    model.train()
+    assert [module.training for module in model] == [True, False, True, True]
+
+
 @pytest.mark.parametrize("word", ["norm", "bias", "1d", "2d", "embedding"])
 def test_the_words_for_parameters_are_no_globs(word: str) -> None:
     """A BatchNorm that one of them names would be frozen, and its statistics would move."""

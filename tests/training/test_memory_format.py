@@ -1,17 +1,19 @@
-"""Weights of convolutions lie with channels last where the recipe asks for it, and numbers stay what they were."""
+"""Weights have no gaps, or lie with channels last where the recipe asks for it, and numbers stay what they were."""
 
 from pathlib import Path
 
 import pytest
 import torch
 from forked import refused
+from odd_models import Gapped
 from torch import nn
 from trained import Trained, trained
 
 from ddpforge.builtin.models.cnn import CNN
 from ddpforge.builtin.models.mlp import MLP
 from ddpforge.errors import StrategyError
-from ddpforge.training.memory_format import check_channels_last, put_channels_last
+from ddpforge.training.fitness import check_model, is_dense
+from ddpforge.training.memory_format import check_channels_last, make_dense, put_channels_last
 
 RECIPE = """
 recipe = 1
@@ -71,3 +73,98 @@ def test_the_curve_is_the_same_and_a_run_may_resume_without(tmp_path: Path) -> N
 def test_a_strategy_that_shards_says_that_it_has_no_effect(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="has no effect under"):
         run(tmp_path, ", channels_last = true", "fsdp")
+
+
+# ------------------------------------------------------------------------------------------------------ gaps
+GAPPED = """
+recipe = 1
+name = "run"
+model = {{ use = "./odd_models.py:Gapped" }}
+data.train = {{ use = "./parts.py:Points", samples = 24 }}
+task = {{ use = "regression" }}
+optimizer = {{ {optimizer} }}
+strategy = {{ {strategy} }}
+train = {{ length = "5st", global_batch = 8, device = "cpu", clip_norm = 1.0{train} }}
+track.every = "1st"
+"""
+FORMS = {
+    "adamw": ('use = "adamw", lr = 0.1', 'use = "adamw", lr = 0.1, fused = false'),
+    "sgd": ('use = "sgd", lr = 0.1, momentum = 0.9', 'use = "sgd", lr = 0.1, momentum = 0.9, fused = false'),
+    "torch's AdamW": ('use = "torch.optim:AdamW", lr = 0.1, fused = true', 'use = "torch.optim:AdamW", lr = 0.1'),
+    "torch's Adagrad": ('use = "torch.optim:Adagrad", lr = 0.1, fused = true', 'use = "torch.optim:Adagrad", lr = 0.1'),
+    "foreach": (
+        'use = "torch.optim:NAdam", lr = 0.1, foreach = true',
+        'use = "torch.optim:NAdam", lr = 0.1, foreach = false',
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("strategy", "train", "ranks"),
+    [
+        ('use = "single"', "", 1),
+        ('use = "ddp"', "", 2),
+        ('use = "ddp"', ", elastic_shards = 4", 2),
+        ('use = "fsdp"', "", 2),
+    ],
+    ids=["single", "ddp", "elastic shards", "fsdp"],
+)
+def test_weights_with_gaps_are_trained_whole_by_fused_optimizers(
+    tmp_path: Path, form: str, strategy: str, train: str, ranks: int
+) -> None:
+    if "Adagrad" in form and "fsdp" in strategy:
+        pytest.skip("torch has no fused Adagrad for sharded weights")
+    fused, plain = FORMS[form]
+    for name in ("fused", "plain"):
+        (tmp_path / name).mkdir()
+    found = trained(tmp_path / "fused", GAPPED.format(optimizer=fused, strategy=strategy, train=train), ranks)[0]
+    wanted = trained(tmp_path / "plain", GAPPED.format(optimizer=plain, strategy='use = "single"', train=train), 1)[0]
+    for key in ("train/loss", "train/grad_norm"):
+        assert found.column(key) == pytest.approx(wanted.column(key), rel=1e-5), key
+
+
+def test_gaps_are_closed_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Parameters stay the objects that they are, ties too; what is dense stays where it is, in whatever order."""
+    model = Gapped()
+    before = {name: (tensor, tensor.clone()) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    place, strides = model.conv.bias.data_ptr(), model.conv.bias.stride()
+    check_model(model)
+    with caplog.at_level("INFO", "ddpforge"):
+        make_dense(model)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        was, values = before[name]
+        assert tensor is was
+        assert torch.equal(tensor, values)
+        assert is_dense(tensor), name
+    assert model.turned_again is model.turned
+    assert (model.conv.bias.data_ptr(), model.conv.bias.stride()) == (place, strides)
+    assert caplog.messages == [
+        "parameters `left`, `right`, `rows`, `turned`, `column`, `frozen`, `conv.weight` had gaps in memory (slices of "
+        "a larger tensor): made dense",
+        "buffers `scale`, `shift` repeated numbers in memory (`expand`): made dense",
+    ]
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.randn(3, 4).t(), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)]
+)
+def test_weights_in_another_order_without_gaps_stay_where_they_are(tensor: torch.Tensor) -> None:
+    module = nn.ParameterList([tensor])
+    place, strides = tensor.data_ptr(), tensor.stride()
+    make_dense(module)
+    assert (module[0].data_ptr(), module[0].stride()) == (place, strides)
+
+
+@pytest.mark.parametrize("form", ["adamw", "torch's AdamW"])
+@pytest.mark.parametrize(("strategy", "ranks"), [('use = "ddp"', 2), ('use = "deepspeed", stage = 2', 2)])
+def test_fused_optimizers_resume_weights_in_another_order(tmp_path: Path, form: str, strategy: str, ranks: int) -> None:
+    """Their state lies as the weights do; what is read from a checkpoint is in the order of rows."""
+    recipe = GAPPED.replace("Gapped", "Odd").format(optimizer=FORMS[form][0], strategy=strategy, train="")
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole = trained(tmp_path / "whole", recipe.replace('"5st"', '"6st"'), ranks)[0]
+    first = trained(tmp_path / "parts", recipe.replace('"5st"', '"3st"'), ranks)[0]
+    rest = trained(tmp_path / "parts", recipe.replace('"5st"', '"6st"'), ranks)[0]
+    assert first.column() + rest.column() == pytest.approx(whole.column(), rel=1e-6)
+    assert len(rest.column()) == 3

@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from doubles import Clock
 
 from ddpforge.launchers.nodes import Nodes
 from ddpforge.launchers.store import ADDRESS, Attempts, serving, store_at
+from ddpforge.watch import sidecar
 from ddpforge.watch.board import Board, within
 from ddpforge.watch.rows import Row
 
@@ -179,3 +182,18 @@ def test_ranks_find_a_store_here_or_elsewhere_or_do_without(capsys: pytest.Captu
         with serving("", 0) as taken, store_at(f"node7:{taken}", here=True) as without:
             assert without == {}
     assert f"no store at node7:{taken}: " in capsys.readouterr().err
+
+
+def test_the_process_beside_a_rank_begins_with_the_standard_library_alone() -> None:
+    """It has no site-packages: a module that imports one of those would end it, and a run would go unwatched."""
+    command = [sys.executable, "-S", "-E", sidecar.__file__]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert "IndexError" in ended.stderr  # it came as far as its settings, which are missing
+    assert "ModuleNotFoundError" not in ended.stderr
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_row_that_is_a_link_or_a_pipe_is_no_row(tmp_path: Path, kind: str) -> None:
+    row = tmp_path / "phase-rank-0.json"
+    row.symlink_to("/dev/zero") if kind == "link" else os.mkfifo(row)
+    assert Board(str(tmp_path), "a", "", seldom=0.0).rows() == {}

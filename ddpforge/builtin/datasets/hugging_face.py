@@ -20,6 +20,8 @@ from ddpforge.interfaces import PartedData
 
 __all__ = ["hugging_face"]
 
+_PICKLED = {"pandas", "pickle", "cache", "generator", "spark"}  # forms of datasets that unpickle, or run what is named
+
 log = logging.getLogger("ddpforge")
 
 
@@ -68,6 +70,10 @@ def hugging_face(
 
     Raises EnvironmentProblem for what cannot be loaded, and UsageError for columns that there are not.
     """
+    if path in _PICKLED:
+        raise UsageError(
+            f'path: "{path}" reads pickles, which may run code', hints=["write parquet: pandas.DataFrame.to_parquet"]
+        )
     datasets = library("datasets", "datasets")
     if not streaming and (shard_lengths or index or shuffle or window > 1):
         raise UsageError("shard_lengths, index, shuffle and window are for streaming = true; see [data.order]")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,13 +15,53 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, find_files, keep, library
+from ddpforge.builtin.datasets.files import (
+    IMAGE_FORMATS,
+    Classes,
+    Lanes,
+    Shuffle,
+    Window,
+    find_files,
+    keep,
+    library,
+)
 from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.interfaces import PartedData
 
 __all__ = ["Tar"]
 
-_PICKLES = {"pickle", "pkl", "pyd", "pth", "pt"}
+_PICKLES = {"pickle", "pkl", "pyd", "pth", "pt", "joblib", "dill", "p"}
+_IMAGES = {
+    *("jpg", "jpeg", "jpe", "jfif", "png", "apng", "webp", "gif", "bmp", "dib", "tif", "tiff"),
+    *("ppm", "pgm", "pbm", "pnm", "jp2", "j2k", "tga"),
+}
+
+
+def _array(data: bytes) -> Any:
+    return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+
+
+def _arrays(data: bytes) -> Any:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return {name.removesuffix(".npy"): _array(archive.read(name)) for name in archive.namelist()}
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8")
+
+
+# Every decoder there is, by the last part of an ending. None of them runs what is in the data: a decoder that may, such
+# as pickle's, must not come in.
+_DECODERS: Mapping[str, Callable[[bytes], Any]] = {
+    **dict.fromkeys(("txt", "text", "transcript"), _text),
+    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), int),
+    **dict.fromkeys(("json", "jsn"), json.loads),
+    "npy": _array,
+    "npz": _arrays,
+    **dict.fromkeys(("ten", "tb"), lambda data: library("webdataset.tenbin", "webdataset").decode_buffer(data)),
+    **dict.fromkeys(("mp", "msg"), lambda data: library("msgpack", "webdataset").unpackb(data)),
+    "bin": bytes,
+}
 
 Raw = tuple[tuple[str, bytes], ...]
 """A sample as it is in the file: for each field its ending and its bytes."""
@@ -29,13 +72,14 @@ class Tar(PartedData):
 
     A sample is a row of members with one name and several endings, `0001.jpg` and `0001.cls`; `fields` says which of
     them make the tuple that a batch is collated of. Images become float32 [C, H, W] in [0, 1], `cls` and `index` int,
-    `npy` an array, `json` and `txt` what they hold, by webdataset's decoders; pickles are not read.
+    `npy` an array, `json` and `txt` what they hold, as webdataset decodes them; `bin` stays bytes. The last part of an
+    ending decides, in small or capital letters. Other endings are refused, pickles among them: they may run code.
 
     At the start the headers of all files are read, which tells how many samples there are and where, or what `index`
     keeps of them; their data is not. Every sample is then read once, by the process that keeps it.
 
     Raises EnvironmentProblem where there is no such file or it is no tar file, and UsageError for a sample without one
-    of the fields.
+    of the fields, or with an ending that is not decoded.
     """
 
     jumps = True
@@ -72,11 +116,11 @@ class Tar(PartedData):
             ),
         ] = None,
     ) -> None:
-        library("webdataset", "webdataset")
         self._images = images
         self._fields = [one.split(";") for one in fields]
-        if pickled := sorted(_PICKLES & {ending.rpartition(".")[2] for one in self._fields for ending in one}):
-            raise UsageError(f"fields: {pickled[0]} is a pickle, which may run code when it is read; write npy or json")
+        for one in self._fields:
+            for ending in one:
+                _refuse_undecoded(ending)
         self._files = find_files(path, ".tar")
         self._members = [_indexed(file, self._fields, index) for file in self._files]
         self.parts = [len(found) for found in self._members]
@@ -101,28 +145,57 @@ class Tar(PartedData):
         return tuple(self._decoded(ending, data) for ending, data in sample)
 
     def _decoded(self, ending: str, data: bytes) -> Any:
-        form = "pil" if self._pipeline else "torch"
-        kind = ending.rpartition(".")[2].lower()
-        handlers = library("webdataset.autodecode", "webdataset")
-        image = handlers.imagehandler(form + self._images)(f".{kind}", data)
-        if image is not None:
-            return self._pipeline(image) if self._pipeline else image.reshape(-1, *image.shape[-2:])  # grey is [H, W]
+        kind = _kind(ending)
         try:
-            found = handlers.basichandlers(kind, data)
-        except ValueError as error:
+            if kind in _IMAGES:
+                image = self._image(data)
+                return self._pipeline(image) if self._pipeline else _pixels(image)
+            return _DECODERS[kind](data)
+        except EnvironmentProblem:
+            raise
+        except Exception as error:  # of each decoder's own kind
             raise UsageError(f"fields: `{ending}` of a sample cannot be decoded: {error}") from error
-        return data if found is None else found
+
+    def _image(self, data: bytes) -> Any:
+        """An image of Pillow; by one of the formats that need no other program, whatever its name says."""
+        image = library("PIL.Image", "webdataset").open(io.BytesIO(data), formats=IMAGE_FORMATS)
+        return image.convert(self._images.upper())
 
     def _try(self, transforms: Sequence[str | Mapping[str, Any]]) -> Any:
         """The transforms, tried on the first image."""
         pipeline = library("ddpforge.builtin.datasets.vision", "vision").pipeline
-        handler = library("webdataset.autodecode", "webdataset").imagehandler(f"pil{self._images}")
         for sample in self:
             for ending, data in sample:
-                if (image := handler(f".{ending.rpartition('.')[2].lower()}", data)) is not None:
-                    return pipeline(transforms, (), (), image)
+                if _kind(ending) in _IMAGES:
+                    return pipeline(transforms, (), (), self._image(data))
             break
         raise UsageError("transforms: none of the fields is an image")
+
+
+def _kind(ending: str) -> str:
+    """The part of an ending that names a decoder."""
+    return ending.rpartition(".")[2].lower()
+
+
+def _refuse_undecoded(ending: str) -> None:
+    """Raises UsageError for an ending without a decoder."""
+    if (kind := _kind(ending)) in _PICKLES:
+        raise UsageError(f"fields: {ending} is a pickle, which may run code when it is read; write npy or json")
+    if kind not in _IMAGES and kind not in _DECODERS:
+        raise UsageError(
+            f"fields: {ending} is not decoded: `{kind}` is no known ending",
+            hints=[
+                f"known are {', '.join(_DECODERS)} (bytes as they are: bin), and images: {', '.join(sorted(_IMAGES))}"
+            ],
+        )
+
+
+def _pixels(image: Any) -> Any:
+    """A float32 tensor [C, H, W] in [0, 1]."""
+    import torch
+
+    values = np.asarray(image, dtype=np.float32) / 255.0
+    return torch.from_numpy(np.ascontiguousarray(values.reshape(*values.shape[:2], -1).transpose(2, 0, 1)))
 
 
 def _indexed(file: Path, fields: Sequence[Sequence[str]], folder: str | None) -> NDArray[np.int64]:

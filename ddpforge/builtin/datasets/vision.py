@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+from PIL import Image
 from pydantic import Field
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 from torchvision import datasets
 from torchvision.transforms import v2
 
+from ddpforge.builtin.datasets.files import IMAGE_FORMATS
 from ddpforge.errors import EnvironmentProblem
 
 _Name = Literal["CIFAR10", "CIFAR100", "MNIST", "FashionMNIST", "ImageFolder", "FakeData"]
@@ -128,7 +130,7 @@ def _open(name: str, split: str, root: Path | None, download: bool) -> tuple[Dat
 
 def _image_folder(root: Path, split: str) -> tuple[Dataset[Any], int]:
     try:
-        source = datasets.ImageFolder(root / split)
+        source = datasets.ImageFolder(root / split, loader=_image)
         expected = datasets.folder.find_classes(root / "train")[0] if split != "train" else source.classes
     except FileNotFoundError as error:
         raise EnvironmentProblem(
@@ -141,6 +143,15 @@ def _image_folder(root: Path, split: str) -> tuple[Dataset[Any], int]:
         differing = sorted(set(source.classes) ^ set(expected))
         raise ValueError(f"{root}/{split} and {root}/train have different classes: {', '.join(differing[:5])}")
     return source, len(expected)
+
+
+def _image(path: str) -> Any:
+    """An image by its content; its name alone would have Pillow run a PostScript program that is called .jpg."""
+    try:
+        with open(path, "rb") as file:
+            return Image.open(file, formats=IMAGE_FORMATS).convert("RGB")
+    except OSError as error:
+        raise EnvironmentProblem(f"{path} is no image that can be read: {error}") from error
 
 
 def _in_memory(name: str, split: str, root: Path, download: bool) -> tuple[TensorDataset, int]:

@@ -6,6 +6,7 @@ W = `warmup` steps in which the factor is (s + 1) / W; its own formula holds fro
 run gets the last factor.
 """
 
+import logging
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ddpforge.interfaces import Duration, Horizon, Schedule
+
+log = logging.getLogger("ddpforge")
 
 _Warmup = Annotated[Duration, Field(description="How long to rise linearly to the full learning rate.")]
 _Final = Annotated[
@@ -57,8 +60,8 @@ def step(
 ) -> Schedule:
     """gamma to the power of the milestones reached; one of m steps is reached at step m.
 
-    Raises ValueError when milestones do not increase, lie within the warm-up or beyond the run's end, and
-    when the warm-up is not shorter than the run.
+    Milestones beyond the run's end are never reached, which a warning says. Raises ValueError when milestones do not
+    increase or lie within the warm-up, and when the warm-up is not shorter than the run.
     """
     first = _warmup_steps(horizon, warmup)
     steps = [horizon.steps(milestone) for milestone in milestones]
@@ -67,7 +70,8 @@ def step(
     if steps[0] < max(1, first):
         raise ValueError(f"the first milestone is step {steps[0]}, but must be {max(1, first)} or later")
     if horizon.total is not None and steps[-1] >= horizon.total:
-        raise ValueError(f"the last milestone is step {steps[-1]}, but the last step is {horizon.total - 1}")
+        late = ", ".join(str(one) for one in steps if one >= horizon.total)
+        log.warning("schedule.milestones: the run ends at step %d, and does not reach %s", horizon.total, late)
     return _after_warmup(first, lambda s: gamma ** bisect_right(steps, s))
 
 

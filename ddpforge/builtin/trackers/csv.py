@@ -10,9 +10,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from ddpforge.errors import EnvironmentProblem
 from ddpforge.interfaces import Tracker
 
 __all__ = ["CSVTracker"]
+
+_MOST = 1 << 30  # bytes
 
 Row = Mapping[str, float | str]
 
@@ -36,7 +39,7 @@ class CSVTracker(Tracker):
         """Takes over the rows of earlier attempts, up to the step that training resumes from."""
         self._path = folder / self._name
         self._columns = ["step"]
-        rows = list(_read(self._path))
+        rows = _read(self._path)
         for row in rows:
             self._columns += [column for column in row if column not in self._columns]
         self._write(row for row in rows if int(row["step"]) <= (-1 if resumed_at is None else resumed_at))
@@ -44,7 +47,7 @@ class CSVTracker(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends a line."""
         if new := [metric for metric in metrics if metric not in self._columns]:
-            rows = list(_read(self._path))
+            rows = _read(self._path)
             self._columns += new
             self._write(rows)
         with self._path.open("a", newline="") as file:
@@ -64,10 +67,20 @@ class CSVTracker(Tracker):
         os.replace(new, self._path)
 
 
-def _read(path: Path) -> Iterable[dict[str, str]]:
+def _read(path: Path) -> list[dict[str, str]]:
     """The rows that are there; not the line of which a killed process has written only a part."""
     if not path.exists():
-        return
-    with path.open(newline="") as file:
-        whole = [line for line in file if line.endswith("\n")]
-    yield from csv.DictReader(whole)
+        return []
+    try:
+        if path.stat().st_size > _MOST:
+            raise ValueError(f"it has more than {_MOST:,} bytes")
+        with path.open(newline="", encoding="utf-8") as file:
+            whole = [line for line in file if line.endswith("\n")]
+        rows = list(csv.DictReader(whole))
+        for row in rows:
+            int(row["step"])
+    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+        raise EnvironmentProblem(
+            f"{path} is no table of metrics: {error}", hints=["move it away: metrics.jsonl has all rows"]
+        ) from error
+    return rows

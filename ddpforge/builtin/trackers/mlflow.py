@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ddpforge.builtin.extras import require
+from ddpforge.builtin.extras import require, stored_id
 from ddpforge.interfaces import ShownKind, Tracker
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class MLflowTracker(Tracker):
 
     def _open(self, name: str, file: Path, config: Mapping[str, Any]) -> str:
         """The id of the run: the environment's, the stored one, or that of a new one; it is stored before use."""
-        stored: str | None = json.loads(file.read_text())["run_id"] if file.exists() else None
+        stored = stored_id(file, "run_id")
         run = os.environ.get("MLFLOW_RUN_ID") or stored or self._create(name)
         self._client.update_run(run, status="RUNNING")
         if run != stored:

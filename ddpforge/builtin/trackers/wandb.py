@@ -15,6 +15,7 @@ from urllib.request import getproxies
 
 from pydantic import AfterValidator, Field
 
+from ddpforge.builtin.extras import stored_id
 from ddpforge.interfaces import Histogram, ShownKind, Tracker
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ _MEDIA: Mapping[ShownKind, Callable[[Any], Any]] = {
 def _run_id(folder: Path) -> str:
     """The id of the run in `folder`: the environment's, the stored one or a new one, stored before use."""
     file = folder / "wandb.json"
-    stored: str | None = json.loads(file.read_text())["id"] if file.exists() else None
+    stored = stored_id(file, "id")
     run_id = os.environ.get("WANDB_RUN_ID") or stored or secrets.token_hex(4)
     if run_id != stored:
         new = file.with_suffix(".tmp")

@@ -189,6 +189,11 @@ class FSDP(Strategy):
                 ('set train.precision = "bf16", or leave strategy.gather out',),
             )
 
+    @property
+    def cuts_model(self) -> bool:
+        """True if ranks share layers, sequences or experts."""
+        return self.sharing.tensor > 1 or self.context > 1 or self.experts > 1
+
     def check(self, model: nn.Module, task: Task, blocks: Sequence[nn.Module]) -> None:
         """Reads the plan of which layers are cut how."""
         self.sharing.check(model, task, blocks)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ddpforge.errors import StrategyError
+from ddpforge.errors import StrategyError, UsageError
 
 __all__ = ["Step", "cut_evenly", "cut_where", "declaration", "declared_steps", "held_by", "named_tensors"]
 
@@ -41,12 +41,14 @@ def declaration(model: nn.Module) -> Any:
 def declared_steps(model: nn.Module) -> list[Step]:
     """The steps in a model's attribute `pipeline`; raises StrategyError unless they use all of its tensors.
 
+    Raises UsageError for a model that has no such attribute.
+
     Each entry is the name of a module, or of a list of modules, which are called one after the other, or of a method; a
     tuple begins with such a name, and continues with those of modules and tensors that it uses beside its own.
     """
     declared = declaration(model)
     if not isinstance(declared, tuple | list) or not declared:
-        raise StrategyError(
+        raise UsageError(
             f"{type(model).__name__} does not say of which steps its forward pass is made, so a pipeline cannot cut it",
             hints=_HOW,
         )
@@ -111,7 +113,7 @@ def cut_evenly(model: nn.Module, steps: Sequence[Step], parts: int) -> list[int]
     A step costs its parameters: so many multiplications a position. Embeddings that the first step looks up are free.
     """
     if len(steps) < parts:
-        raise StrategyError(
+        raise UsageError(
             f"{type(model).__name__}.pipeline has {len(steps)} steps, too few for {parts} parts",
             hints=["use a deeper model or fewer ranks", 'schedules other than "1F1B" and "GPipe" give each rank two'],
         )
@@ -151,12 +153,12 @@ def cut_where(steps: Sequence[Step], split: Sequence[str], parts: int) -> list[i
     for name in split:
         if name not in names[1:]:
             near = get_close_matches(name, names[1:], n=3, cutoff=0)
-            raise StrategyError(
+            raise UsageError(
                 f"strategy.split: no part can begin with `{name}`", hints=[f"near it are {', '.join(near)}"]
             )
     begins = [0, *map(names.index, split)]
     if len(begins) != parts or any(one >= other for one, other in pairwise(begins)):
-        raise StrategyError(
+        raise UsageError(
             f"strategy.split must name the {parts - 1} steps, in their order, with which the {parts} parts after the "
             f"first begin, and has {len(split)}: {', '.join(split)}",
             hints=["leave it out: parts then cost about the same"],

@@ -108,6 +108,7 @@ class Pipeline(Strategy):
         loss: Loss = "whole",
     ) -> None:
         self.stages, self.schedule, self.split, self.tensor = stages, schedule, split, tensor
+        self._ranks = 0  # as far as known
         self.sharded = data == "fsdp"
         if self.sharded:
             self.contract = replace(
@@ -118,6 +119,11 @@ class Pipeline(Strategy):
         self.sharing = Sharing(tensor=tensor, plan=plan, sequence=sequence, loss=loss)
 
     # -- before the loop
+    @property
+    def cuts_model(self) -> bool:
+        """Always true: into stages."""
+        return True
+
     def evaluating(self, ranks: int) -> tuple[Strategy, str]:
         """Under DDP where the ranks form no such pipeline: without gradients, a whole model on each may do."""
         if any(self._refusals_of_ranks(ranks)):
@@ -152,6 +158,7 @@ class Pipeline(Strategy):
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
         """Ranks that stages do not divide, and what needs the whole model, or all micro-batches in their order."""
         self._promise(self.data_ranks(ranks))  # which is shown before `setup`
+        self._ranks = ranks
         yield from self._refusals_of_ranks(ranks)
         yield from self.sharing.refusals(train)
         if "arg_mbs" not in inspect.signature(ScheduleGPipe.step).parameters:
@@ -217,7 +224,9 @@ class Pipeline(Strategy):
     def check(self, model: nn.Module, task: Task, blocks: Sequence[nn.Module]) -> None:
         """Its steps must be known, and be all of it; those that the recipe names must be among them."""
         steps = declared_steps(model)
-        if self.split:
+        if self._ranks and not any(self._refusals_of_ranks(self._ranks)):
+            self._begins(model, steps, self._stages(self._ranks) * SCHEDULES[self.schedule].parts)
+        elif self.split:
             cut_where(steps, self.split, len(self.split) + 1)
         self.sharing.check(model, task, blocks)
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from ddpforge.errors import StrategyError
+from ddpforge.errors import UsageError
 from ddpforge.interfaces import Refusal, Task, World
 from ddpforge.ranks.collectives import Connected
-from ddpforge.strategies.tensor.plan import Plan, Style, resolve
+from ddpforge.strategies.tensor.plan import Plan, Style, check_words, resolve
 from ddpforge.strategies.tensor.shares import Shares, refuse_uneven
 
 if TYPE_CHECKING:
@@ -61,7 +61,13 @@ class Sharing:
                         f"strategy.{key} has no effect while strategy.tensor is 1",
                         ("set strategy.tensor, or leave it out",),
                     )
-        elif train.compile != "off":
+            return
+        if self.plan:
+            try:
+                check_words(self.plan)
+            except UsageError as error:
+                yield Refusal("strategy.plan", error.message, error.hints)
+        if train.compile != "off":
             yield Refusal(
                 "train.compile",
                 f'train.compile = "{train.compile}" cannot follow the collectives and the random numbers of each rank '
@@ -74,7 +80,7 @@ class Sharing:
         if self.tensor > 1:
             self._resolved(model, blocks)
         if self.loss == "vocabulary" and not task.takes_split_logits:
-            raise StrategyError(
+            raise UsageError(
                 f'strategy.loss = "vocabulary" leaves logits in parts, and {type(task).__name__} wants them whole',
                 hints=[
                     "leave strategy.loss out",

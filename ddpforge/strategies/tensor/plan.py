@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 
-from ddpforge.errors import StrategyError
+from ddpforge.errors import StrategyError, UsageError
 from ddpforge.strategies.tensor.cut import Cut
 
-__all__ = ["LAYERS", "Plan", "Style", "resolve"]
+__all__ = ["LAYERS", "Plan", "Style", "check_words", "resolve"]
 
 LAYERS = ("columns", "rows", "vocabulary", "logits", "summed", "replicated")
 _SEQUENCE = ("scatter", "sequence", "gather")
@@ -60,13 +60,40 @@ def resolve(
 ) -> Plan:
     """The plan of `model` for `ranks` that share its layers: as `given`, or as the model says.
 
-    Raises StrategyError for a model without one, for what the plan names and is not there, for what does not divide,
-    and for a linear layer in one of the `blocks` that it forgets. A module takes the first style that names it.
+    Raises UsageError for a model without one, for what does not divide, and for what the recipe's plan names and is not
+    there, and for a linear layer in one of the `blocks` that it forgets; of the model's own plan those are
+    StrategyErrors. A module takes the first style that names it.
     """
+    try:
+        return _resolved(model, given, blocks, ranks=ranks, sequence=sequence, split_logits=split_logits)
+    except StrategyError as error:
+        if given:
+            raise UsageError(error.message, hints=error.hints) from error
+        raise
+
+
+def check_words(plan: Mapping[str, str]) -> None:
+    """Raises UsageError for a style in a recipe's plan that there is none of."""
+    try:
+        for glob, text in plan.items():
+            _style(glob, text, "strategy.plan")
+    except StrategyError as error:
+        raise UsageError(error.message, hints=error.hints) from error
+
+
+def _resolved(
+    model: nn.Module,
+    given: Mapping[str, str] | None,
+    blocks: Sequence[nn.Module],
+    *,
+    ranks: int,
+    sequence: bool,
+    split_logits: bool,
+) -> Plan:
     kind = type(model).__name__
     where, plan = ("strategy.plan", given) if given else (f"{kind}.tensor_plan", _own(model))
     if not plan:
-        raise StrategyError(
+        raise UsageError(
             f"strategy.tensor = {ranks} needs a plan of which layers are cut how, and {kind} has none",
             hints=[
                 'give the class `tensor_plan = {"blocks.*.up": "columns", "blocks.*.down": "rows"}`',
@@ -159,16 +186,16 @@ def _refuse_forgotten(model: nn.Module, blocks: Sequence[nn.Module], styles: Map
 
 
 def _check_sequence(styles: Mapping[str, Style], where: str, *, sequence: bool, split_logits: bool) -> None:
-    """Raises StrategyError where an option needs a module that the plan does not name."""
+    """Raises UsageError where an option needs a module that the plan does not name."""
     words = [style.word for style in styles.values()]
     if sequence and words.count("scatter") != 1:
-        raise StrategyError(
+        raise UsageError(
             f'strategy.sequence = true needs one module that the sequence is cut before, and {where} says "scatter" '
             f"of {words.count('scatter')}",
             hints=['give the first block "scatter", norms "sequence", and the last "gather" if no "logits" follow'],
         )
     if split_logits and words.count("logits") != 1:
-        raise StrategyError(
+        raise UsageError(
             f'strategy.loss = "vocabulary" needs one layer of "logits", and {where} has {words.count("logits")}',
             hints=["leave strategy.loss out"],
         )
@@ -188,7 +215,7 @@ def _check_tied(model: nn.Module, styles: Mapping[str, Style], where: str) -> No
 
 # ---------------------------------------------------------------------------------------------- the cuts
 def _cut(model: nn.Module, styles: Mapping[str, Style], ranks: int) -> Plan:
-    """The cut of each parameter; raises StrategyError for what does not divide, and for ties that are cut apart."""
+    """The cut of each parameter; raises an error for what does not divide, and for ties that are cut apart."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     aliases = {
         name: first[id(parameter)]
@@ -236,7 +263,7 @@ def _stretches(count: int, dim: int, parts: int) -> str:
 
 
 def _refuse_share(name: str, what: str, ranks: int) -> NoReturn:
-    raise StrategyError(
+    raise UsageError(
         f"strategy.tensor = {ranks} does not divide `{name}`: it has {what}",
         hints=["use a strategy.tensor that divides them, or another size in [model]"],
     )

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpforge.data.nests import take
+from ddpforge.checkpoint.contents import RankState, flatten
+from ddpforge.data.nests import digest, take
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Metric, Ranks, Rows, Total, World
 from ddpforge.ranks.collectives import Alone
@@ -22,6 +23,7 @@ from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, blame, source_of
 from ddpforge.testing.trial import Trial, trial_of
 from ddpforge.testing.worlds import Worlds
+from ddpforge.training.task_state import NAME, has_state
 
 _SIZES = (1, 2)  # of pieces of a batch, in samples
 _DRAWS = 64  # of a loss that draws random numbers
@@ -133,6 +135,31 @@ def metrics_are_additive(case: Case, worlds: Worlds) -> None:
     wrong = {name: value for name, value in finished.items() if not isinstance(value, int | float)}
     if wrong:
         raise Breach("plain numbers from `finish`", f"{wrong}", where=_method(case, "finish"))
+
+
+@check("state-comes-back", "task")
+def state_comes_back(case: Case, worlds: Worlds) -> None:
+    """A checkpoint can hold what `state` returns, and another task that takes it has the same."""
+    trials = [_trial(case) for _ in range(2)]
+    old, new = (getattr(trial.task, "task", trial.task) for trial in trials)
+    if not has_state(old):
+        return
+    trials[0].model.train()
+    _loss(case, trials[0], trials[0].batch)
+    where = _method(case, "state")
+    try:
+        state = {key: x.detach().clone() if isinstance(x, Tensor) else x for key, x in old.state().items()}
+        flatten(RankState(model={}, callbacks={NAME: state}), rank=0, ranks=1)
+    except Exception as error:
+        raise Breach("a mapping of tensors, numbers and text from `state`", str(error), where=where) from error
+    try:
+        new.load_state(state)
+    except Exception as error:
+        raise blame(error, "`load_state` to take what `state` returned", type(new)) from error
+    again = new.state()
+    for key in sorted({*state, *again}):
+        if digest(state.get(key)) != digest(again.get(key)):
+            raise Breach("the same state after `load_state`", f"another `{key}`", where=_method(case, "load_state"))
 
 
 @check("total-is-additive", "metric")

@@ -22,6 +22,8 @@ _OWNED = {
     "drop_path_rate": "drop_path_rate",
     "pretrained": "pretrained",
     "checkpoint_path": "checkpoint.init_from",
+    "pretrained_cfg": "checkpoint.init_from",  # either may name a file, which timm might unpickle
+    "pretrained_cfg_overlay": "checkpoint.init_from",
     "model_name": "arch",
     "features_only": "",
 }

@@ -66,6 +66,7 @@ def test_convolutional_families(arch: str) -> None:
         ({"arch": "test_vit", "options": {"dept": 2}}, "dept"),
         ({"arch": "test_vit", "options": {"num_classes": 2}}, "use `classes`"),
         ({"arch": "test_vit", "options": {"features_only": True}}, "no classifier"),
+        ({"arch": "test_vit", "options": {"pretrained_cfg_overlay": {"file": "x.pth"}}}, "checkpoint.init_from"),
     ],
 )
 def test_what_timm_would_not_heed_is_refused(options: dict[str, Any], message: str) -> None:

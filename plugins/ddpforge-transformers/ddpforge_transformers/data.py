@@ -165,7 +165,8 @@ def load_tokenizer(name: str) -> Any:
     """A saved tokenizer; ValueError where there is none."""
     folder = Path(name).expanduser()
     try:
-        return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
+        # Never its own code: without the keyword, transformers would ask at the terminal whether to run that.
+        return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer could be loaded from `{name}`: {str(error).splitlines()[0]}") from error
 

@@ -149,7 +149,8 @@ def _adapted(model: nn.Module, lora: Adapters | None) -> nn.Module:
 def _saved(auto: Any, name: str, **options: Any) -> Any:
     folder = Path(name).expanduser()
     try:
-        return auto.from_pretrained(str(folder) if folder.is_dir() else name, **options)
+        # Never its own code: without the keyword, transformers would ask at the terminal whether to run that.
+        return auto.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False, **options)
     except OSError as error:
         raise ValueError(
             f"`{name}` is neither a folder in which transformers saved a model nor a model of the hub that could be"

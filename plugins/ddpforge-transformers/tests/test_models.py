@@ -1,5 +1,6 @@
 """Models: transformers' own, strictly configured, with blocks that a strategy can find."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tiny import TINY
 from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, GPT2LMHeadModel, GPT2Model
 
+from ddpforge_transformers.data import load_tokenizer
 from ddpforge_transformers.models import causal_lm, masked_lm, sequence_classification
 
 
@@ -80,6 +82,32 @@ def test_classifier_begins_with_the_saved_body(tmp_path: Path) -> None:
 def test_what_transformers_would_not_heed_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         causal_lm(**options)
+
+
+def test_code_that_lies_beside_a_saved_model_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is the terminal asked, where somebody might answer yes."""
+    marker, asked = tmp_path / "marker", list[str]()
+    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "y")
+    (tmp_path / "code.py").write_text(f"open({str(marker)!r}, 'w')\n", encoding="utf-8")
+    names = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "AutoTokenizer": ["code.T", None]}
+    content = json.dumps({"model_type": "its_own", "auto_map": names, "tokenizer_class": "T"})
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"trust_remote_code|custom code"):
+        causal_lm(pretrained=str(tmp_path))
+    with pytest.raises(ValueError, match="no tokenizer could be loaded"):
+        load_tokenizer(str(tmp_path))
+    assert not asked
+    assert not marker.exists()
+
+
+def test_a_pickle_in_the_place_of_saved_weights_is_not_run(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8).save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nmkdir\n(V" + str(marker).encode() + b"\ntR.")
+    with pytest.raises(Exception, match=r"(?i)weights"):
+        causal_lm(pretrained=str(tmp_path))
+    assert not marker.exists()
 
 
 def test_configs_are_not_shared() -> None:

@@ -190,3 +190,24 @@ def test_a_failed_download_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_what_cannot_work_is_refused_before_training(mnist: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         torchvision_dataset(**{"name": "MNIST", "root": mnist, "split": "train"} | options)  # type: ignore[arg-type]
+
+
+def test_a_planted_pickle_among_the_files_of_cifar_is_not_loaded(tmp_path: Path) -> None:
+    """torchvision would unpickle the batches; only those with the hash that it knows come so far."""
+    marker = tmp_path / "marker"
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    payload = b"cpathlib\nPath\n(V" + str(marker).encode() + b"\ntR."
+    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta"):
+        (folder / name).write_bytes(payload.replace(b"cpathlib\nPath\n", b"cos\nmkdir\n"))
+    with pytest.raises(EnvironmentProblem, match="CIFAR10 is missing or incomplete"):
+        torchvision_dataset(name="CIFAR10", split="train", root=tmp_path)
+    assert not marker.exists()
+
+
+def test_postscript_in_an_image_folder_is_not_run(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was started"))
+    for file in pets.rglob("*.*"):
+        file.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n%%EOF\n")
+    with pytest.raises(EnvironmentProblem, match="is no image that can be read: cannot identify"):
+        torchvision_dataset(name="ImageFolder", split="train", root=pets)

@@ -189,6 +189,108 @@ def test_other_endings_are_decoded_and_pickles_are_not(tmp_path: Path) -> None:
         Tar(path=str(tmp_path), fields=["pkl"])
 
 
+class Payload:
+    """What creates a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+def payloads(marker: Path) -> dict[str, bytes]:
+    """By form: bytes that would create the marker if a reader of that form unpickled them."""
+    array, arrays, weights = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    np.save(array, np.array([Payload(marker)], dtype=object), allow_pickle=True)
+    np.savez(arrays, np.array([Payload(marker)], dtype=object))
+    torch.save(Payload(marker), weights)
+    return {
+        "pickle": pickle.dumps(Payload(marker)),
+        "npy": array.getvalue(),
+        "npz": arrays.getvalue(),
+        "torch": weights.getvalue(),
+    }
+
+
+ENDINGS = (
+    "pkl PKL Pkl a.PKL pickle PICKLE pyd pYd pth PTH pt PT joblib dill npy NPY npz txt cls json JSON bin mp msg ten tb"
+    " cbor jpg PNG webp tiff unknown gz pkl.gz"
+)
+
+
+@pytest.mark.parametrize("ending", ENDINGS.split())
+def test_no_field_of_a_tar_file_is_unpickled_whatever_its_ending(tmp_path: Path, ending: str) -> None:
+    """Each is refused by name at the start, or as what it is not, or stays bytes or text."""
+    marker = tmp_path / "marker"
+    for name, payload in payloads(marker).items():
+        write_tar(tmp_path / f"{name}.tar", [{ending: payload}])
+        if ending.lower() == "bin":
+            data = Tar(path=str(tmp_path / f"{name}.tar"), fields=[ending])
+            assert data.prepare(next(iter(data))) == (payload,)
+            continue
+        with pytest.raises(UsageError, match=rf"fields: `?{ending}`? .*(pickle|decoded)"):  # noqa: PT012  # either may
+            data = Tar(path=str(tmp_path / f"{name}.tar"), fields=[ending])
+            data.prepare(next(iter(data)))
+    assert not marker.exists()
+    pickle.loads(payloads(marker)["pickle"])
+    assert marker.exists()  # the payload works
+
+
+def test_images_of_tar_files_are_opened_by_formats_that_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PostScript under the name of a JPEG never comes to Ghostscript."""
+    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n%%EOF\n"
+    assert Image.open(io.BytesIO(postscript)).format == "EPS"
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was started"))
+    write_tar(tmp_path / "one.tar", [{"jpg": postscript}])
+    data = Tar(path=str(tmp_path / "one.tar"), fields=["jpg"])
+    with pytest.raises(UsageError, match="`jpg` of a sample cannot be decoded: cannot identify"):
+        data.prepare(next(iter(data)))
+
+
+def test_npz_and_grey_images_of_tar_files(tmp_path: Path) -> None:
+    arrays = io.BytesIO()
+    np.savez(arrays, a=np.arange(2), b=np.ones(1))
+    write_tar(tmp_path / "one.tar", [{"x.NPZ": arrays.getvalue(), "PNG": png(51)}])
+    data = Tar(path=str(tmp_path / "one.tar"), fields=["x.NPZ", "PNG"], images="rgba")
+    found, image = data.prepare(next(iter(data)))
+    assert {name: array.tolist() for name, array in found.items()} == {"a": [0, 1], "b": [1.0]}
+    assert image[:, 0, 0].tolist() == pytest.approx([0.2, 0.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("t-{008..011}", ["t-008", "t-009", "t-010", "t-011"]),
+        ("{a,b}{1..5..2}", ["a1", "a3", "a5", "b1", "b3", "b5"]),
+        ("{a,{b,c}d}.tar", ["a.tar", "bd.tar", "cd.tar"]),
+        ("{2..-1}{x..z}", [f"{n}{c}" for n in (2, 1, 0, -1) for c in "xyz"]),
+        ("{one}{,s}", ["{one}", "{one}s"]),
+    ],
+)
+def test_braces_in_paths_are_those_of_a_shell(pattern: str, names: list[str]) -> None:
+    assert files._named(pattern) == names
+    assert list(library("braceexpand", "webdataset").braceexpand(pattern)) == names
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "t-{0..999999999999}.tar",
+        "{0..99999}{0..99999}",
+        "{a,b}" * 30,
+        "{" + "{a,b}" * 30 + ",x}",
+        "{" * 5000 + "}" * 5000,
+        "{a,b" + "{a,b}" * 20,
+    ],
+)
+def test_braces_that_name_files_without_end_are_refused_at_once(pattern: str) -> None:
+    with pytest.raises(UsageError, match="path: "):
+        find_files(pattern, ".tar")
+
+
 def test_tar_files_that_cannot_be_are_refused(shards: Path) -> None:
     with pytest.raises(UsageError, match=r"sample part/00000 of .*data-00\.tar has cls, png, and no jpg or jpeg"):
         Tar(path=str(shards), fields=["jpg;jpeg"])
@@ -208,6 +310,40 @@ def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch: pytest
         library("nolibrary.inner", "webdataset")
     assert told.value.hints == ("install it: pip install 'ddpforge[webdataset]'",)
     assert files.library("json", "none").dumps([1]) == "[1]"
+
+
+@pytest.mark.parametrize("form", ["npy", "index"])
+def test_arrays_in_files_are_never_unpickled(tmp_path: Path, form: str) -> None:
+    marker = tmp_path / "marker"
+    payload = payloads(marker)["npy"]
+    if form == "npy":
+        (tmp_path / "tokens.npy").write_bytes(payload)
+        with pytest.raises(ValueError, match=r"Python objects in dtype|Object arrays"):
+            Tokens(path=tmp_path / "tokens.npy", block_size=1)
+    else:
+        write_tar(tmp_path / "one.tar", [{"cls": b"1"}])
+        Tar(path=str(tmp_path / "one.tar"), fields=["cls"], index=str(tmp_path / "kept"))
+        (kept,) = (tmp_path / "kept").iterdir()
+        kept.write_bytes(payload)
+        with pytest.raises(EnvironmentProblem, match=r"index: .* cannot be read"):
+            Tar(path=str(tmp_path / "one.tar"), fields=["cls"], index=str(tmp_path / "kept"))
+    assert not marker.exists()
+
+
+@pytest.mark.usefixtures("offline")
+def test_forms_of_datasets_that_unpickle_are_refused_by_name(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    for ending in ("pkl", "pickle"):
+        (tmp_path / f"x.{ending}").write_bytes(pickle.dumps(Payload(marker)))
+        for path in ("pandas", "pickle"):
+            with pytest.raises(UsageError, match=f'path: "{path}" reads pickles'):
+                hugging_face(path=path, data_files=str(tmp_path / f"x.{ending}"), split="train", columns=["x"])
+        with pytest.raises((EnvironmentProblem, UsageError)):
+            hugging_face(path=str(tmp_path), split="train", columns=["x"])
+    write_tar(tmp_path / "one.tar", [{"pkl": pickle.dumps(Payload(marker)), "cls": b"1"}])
+    data = hugging_face(path="webdataset", data_files=str(tmp_path / "one.tar"), split="train", columns=["pkl", "cls"])
+    assert len(data) == 1  # type: ignore[arg-type]
+    assert not marker.exists()
 
 
 # ---------------------------------------------------------------------------------------------- tokens

@@ -1,6 +1,7 @@
 """What the model `lora` promises, and that its adapters can be folded into the weights."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ from checkpoint.doubles import checkpoint_of, write
 from safetensors.torch import load_file
 from torch import nn
 
+from ddpforge.api import load
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.lora import lora
+from ddpforge.builtin.models.mlp import MLP
 from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.exchange.export import export
 from ddpforge.interfaces import CanonicalState
@@ -152,3 +155,42 @@ def test_a_weight_that_others_use_without_the_adapter_is_not_folded(tmp_path: Pa
     checkpoint = write(tmp_path / "checkpoints", checkpoint_of(7, state=saved))
     with pytest.raises(UsageError, match=r"`scores.weight` is tied to `tokens.weight`, which has no such adapter"):
         export(checkpoint, tmp_path / "merged.safetensors", merge=True)
+
+
+RECIPE = """
+recipe = 1
+name = "run"
+[model]
+use = "lora"
+targets = ["layers.0"]
+base = { use = "mlp", inputs = 64, outputs = 10, hidden = [16] }
+[data.train]
+use = "digits"
+split = "test"
+[task]
+use = "classification"
+[optimizer]
+use = "adamw"
+lr = 1e-2
+[train]
+length = "4st"
+global_batch = 32
+[checkpoint]
+contents = "trained"
+"""
+
+
+def test_adapters_of_a_checkpoint_that_leaves_the_base_out_are_merged_into_what_the_recipe_builds(
+    ddpforge: Callable[..., object], tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text(RECIPE)
+    ddpforge("run", "run.toml")
+    ddpforge("export", "runs/run", "--merge", "-o", "merged.safetensors")
+    merged = load_file(tmp_path / "merged.safetensors")
+    adapted = load(tmp_path / "runs/run").model()
+    plain = MLP(inputs=64, outputs=10, hidden=[16])
+    assert not any("lora" in name for name in merged)
+    plain.load_state_dict(merged)
+    images = torch.randn(3, 64)
+    torch.testing.assert_close(plain.eval()(images), adapted(images))
+    assert any(tensor.abs().sum() > 0 for name, tensor in adapted.state_dict().items() if "lora_B" in name)

@@ -63,6 +63,12 @@ def test_wsd() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- against torch
+def test_milestones_beyond_the_end_are_never_reached_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A recipe of 90 epochs may be tried for three."""
+    assert table(step(run(), milestones=[st(2), st(10), st(60)], gamma=0.5), 10)[-1] == 0.5
+    assert "the run ends at step 10, and does not reach 10, 60" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("schedule", "torchs"),
     [
@@ -134,7 +140,6 @@ def test_constant_and_step_need_no_total() -> None:
         (lambda: wsd(run(None), decay=st(1)), "needs the run's length in steps"),
         (lambda: constant(run(10, None), warmup=Duration(1, "ep")), "this data has no epochs of one length; use steps"),
         (lambda: step(run(), milestones=[st(3), st(3)]), r"must increase, but in steps they are \[3, 3\]"),
-        (lambda: step(run(), milestones=[st(10)]), "the last milestone is step 10, but the last step is 9"),
         (lambda: step(run(), milestones=[st(0)]), "the first milestone is step 0, but must be 1 or later"),
         (lambda: step(run(), milestones=[st(1)], warmup=st(2)), "is step 1, but must be 2 or later"),
         (lambda: wsd(run(), decay=st(9), warmup=st(2)), "the decay takes 9 steps, but must take from 1 to 8"),

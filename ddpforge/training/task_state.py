@@ -1,0 +1,299 @@
+"""Keeps what a task learns and remembers: its state in checkpoints, and words on what no optimizer and none has."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ddpforge.data.nests import digest
+from ddpforge.errors import PluginError, UsageError
+from ddpforge.interfaces import Beside, Callback, Metric, Part, Ranks, Replica, Task
+from ddpforge.training.first_look import name_of
+
+__all__ = ["NAME", "TaskState", "Unsaved", "has_state", "refuse_parameters"]
+
+log = logging.getLogger("ddpforge")
+
+NAME = "task"  # under which checkpoints hold the state of a task, among the callbacks
+_FRAMEWORKS = {"show", "draws", "reports"}  # attributes of a task that the framework sets, or that hold metrics
+_LIBRARIES = (
+    *("torch.", "deepspeed.", "accelerate.", "builtins.", "typing.", "abc."),
+    *("ddpforge.interfaces.", "ddpforge.ranks.", "ddpforge.strategies."),
+)
+_DEEPEST, _ITEMS, _MOST = 5, 1000, 50_000  # of nested values, of one collection, and in all
+_SMALL = 1 << 16  # elements of a tensor that is compared by its values
+
+
+# ---------------------------------------------------------------------------------------------- in checkpoints
+def has_state(task: Task) -> bool:
+    """True for a task that has a state to keep; raises PluginError where it could not be given back."""
+    keeps, takes = type(task).state is not Task.state, type(task).load_state is not Task.load_state
+    if keeps != takes:
+        missing = "load_state" if keeps else "state"
+        raise PluginError(
+            f"{name_of(task)} has `{'state' if keeps else 'load_state'}`, and no `{missing}`",
+            hints=["`state()` returns what a checkpoint keeps, and `load_state(state)` takes it back"],
+        )
+    return keeps
+
+
+class TaskState(Callback):
+    """A task's own state, which checkpoints hold as they hold that of callbacks."""
+
+    def __init__(self, task: Task, replica: Replica, ranks: Ranks) -> None:
+        self._task, self._replica, self._ranks = task, replica, ranks
+
+    def state(self) -> Mapping[str, Any]:
+        """Copies the state, which the next forward pass may change; collective.
+
+        Raises PluginError where ranks that compute the loss have other states: one only could be restored.
+        """
+        found: Any = self._task.state()
+        if not isinstance(found, Mapping) or any(isinstance(value, Part) for value in found.values()):
+            raise PluginError(
+                f"{name_of(self._task)}.state returned {found!r:.200}",
+                hints=["return a mapping of tensors, numbers and text by name, the same on every rank"],
+            )
+        mine = {key: x.detach().clone() if isinstance(x, Tensor) else x for key, x in found.items()}
+        if self._ranks.size == 1:
+            return mine
+        digests = {key: digest(value) for key, value in mine.items()}
+        everyones = self._ranks.everyone((self._replica.computes_loss, digests))
+        computing = [rank for rank, (computes, _) in enumerate(everyones) if computes]
+        first = everyones[computing[0]][1]
+        for rank in computing[1:]:
+            if everyones[rank][1] != first:
+                self._refuse(sorted({*first, *everyones[rank][1]}), first, everyones[rank][1], (computing[0], rank))
+        if len(computing) == self._ranks.size:
+            return mine
+        # The others have not seen a sample: they take what those know that compute the loss.
+        sends = self._ranks.rank == computing[0]
+        given = {key: x.cpu() if isinstance(x, Tensor) else x for key, x in mine.items()} if sends else None
+        return self._ranks.everyone(given)[computing[0]] or {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Gives the task its state back; tensors are on the CPU."""
+        self._task.load_state({key: x.read() if hasattr(x, "read") else x for key, x in state.items()})
+
+    def _refuse(
+        self, names: Sequence[str], one: Mapping[str, str], other: Mapping[str, str], ranks: tuple[int, int]
+    ) -> None:
+        name = next(name for name in names if one.get(name) != other.get(name))
+        raise PluginError(
+            f"{name_of(self._task)}.state: `{name}` is one value on rank {ranks[0]} and another on rank {ranks[1]}, "
+            "and a resumed run would have one of them everywhere",
+            hints=[
+                "make it the same on every rank: keep the `world` that `start` is given, and add up what is counted: "
+                "`world.data.sum(tensor)`"
+            ],
+        )
+
+
+# ---------------------------------------------------------------------------------------------- parameters
+def refuse_parameters(task: Task, model: nn.Module, beside: Collection[Beside]) -> None:
+    """Raises UsageError for what a task would have to train by itself: optimizers have the model's parameters only."""
+    known = {id(tensor) for module in (model, *(one.module for one in beside)) for tensor in module.parameters()}
+    for name, value in _inside(task, "", {id(model), *(id(one.module) for one in beside)}):
+        if isinstance(value, Tensor) and value.requires_grad and value.is_leaf and id(value) not in known:
+            kind = "parameter" if isinstance(value, nn.Parameter) else "tensor that requires gradients"
+            raise UsageError(
+                f"{name_of(task)} keeps a {kind} `{name}` {list(value.shape)}, which no optimizer trains: optimizers "
+                "have the parameters of the model",
+                hints=[
+                    "to train it, make it a parameter of the model, whose forward returns it or what is computed "
+                    "with it",
+                    "to keep it as it is: `.requires_grad_(False)`; a module that is to be moved and saved: `beside`",
+                ],
+            )
+
+
+def _refuse_hidden(model: nn.Module) -> None:
+    """Raises UsageError for weights that a model keeps where torch does not find them, and that got a gradient."""
+    known = {id(tensor) for tensor in model.parameters()}
+    seen = {id(module) for module in model.modules()}
+    for owner, module in model.named_modules():
+        for name, value in _plain(owner, module, seen):
+            if isinstance(value, Tensor) and value.grad is not None and id(value) not in known:
+                raise UsageError(
+                    f"the model keeps weights in a plain attribute, `{name}` {list(value.shape)}: they get gradients, "
+                    "and no optimizer trains them",
+                    hints=["keep modules in nn.ModuleList or nn.ModuleDict, and tensors in nn.Parameter"],
+                )
+
+
+# ---------------------------------------------------------------------------------------------- lost by a resume
+class Unsaved:
+    """Finds what training changes and no checkpoint holds, by comparing it after the first steps of a process.
+
+    Of the task and of modules that are no library's: tensors, numbers, collections and generators in attributes; of all
+    modules: buffers that are not persistent. What only the first step makes, as a cache, does not count.
+    """
+
+    def __init__(
+        self, task: Task, model: nn.Module, beside: Mapping[str, Beside], state: Callback | None, *, is_main: bool
+    ) -> None:
+        self._task, self._model, self._beside, self._state = task, model, beside, state
+        self._is_main = is_main
+        self._before: dict[str, _Value] | None = None  # after the first step
+
+    def look(self) -> bool:
+        """Looks once after a step, on every rank; returns True until there is nothing more to look for.
+
+        Raises UsageError for weights that got a gradient and that no optimizer has.
+        """
+        if self._before is None:
+            refuse_parameters(self._task, self._model, self._beside.values())
+            _refuse_hidden(self._model)
+            self._before = dict(islice(self._values(), _MOST))
+            return True
+        kept = self._state.state() if self._state else {}
+        changed = [name for name, value in islice(self._values(), _MOST) if self._has_changed(name, value)]
+        lost = [name for name in changed if not self._is_kept(name, kept)]
+        if lost:
+            few = ", ".join(f"`{name}`" for name in lost[:8]) + (" …" if len(lost) > 8 else "")
+            log.log(
+                logging.WARNING if self._is_main else logging.INFO,
+                "training changes %s, which no checkpoint holds: a resumed run begins without. If it matters, return "
+                "it from the task's `state()`, or make it a persistent buffer of the model",
+                few,
+            )
+        self._before = None
+        return False
+
+    def _values(self) -> Iterator[tuple[str, _Value]]:
+        """The values by name: "task.mean", "model.blocks.0.calls"."""
+        placed = [one.module for one in self._beside.values()]
+        seen = {id(module) for root in (self._model, *placed) for module in root.modules()}
+        roots = {"model": self._model, **{f"beside.{name}": one.module for name, one in self._beside.items()}}
+        for root, module in roots.items():
+            for owner, each in module.named_modules():
+                yield from _of_module(f"{root}.{owner}".rstrip("."), each, seen)
+        for name, value in _inside(self._task, "task", seen):
+            yield name, _Value.of(value)
+
+    def _has_changed(self, name: str, now: _Value) -> bool:
+        assert self._before is not None
+        before = self._before.get(name)
+        return before is not None and not before.equals(now)
+
+    def _is_kept(self, name: str, kept: Mapping[str, Any]) -> bool:
+        """True for what the task's state has, under one of the names on the way there or as it is."""
+        if not name.startswith("task.") or not kept:
+            return False
+        now = dict(_inside(self._task, "task", set())).get(name)
+        return any(part in kept for part in name.split(".")) or any(_same(now, value) for value in kept.values())
+
+
+class _Value(NamedTuple):
+    """A value at one moment: a copy of it, or of a large tensor its place and how often it was written to."""
+
+    key: Any
+    copy: Any
+
+    @classmethod
+    def of(cls, value: Any) -> _Value:
+        if isinstance(value, Tensor):
+            form = (value.dtype, tuple(value.shape))
+            if value.numel() <= _SMALL and not value.is_meta:
+                return cls(form, value.detach().clone())
+            return cls((*form, id(value), value._version), None)
+        if isinstance(value, np.ndarray):
+            small = value.size <= _SMALL
+            return cls((str(value.dtype), value.shape, None if small else id(value)), value.copy() if small else None)
+        return cls(value, None)
+
+    def equals(self, other: _Value) -> bool:
+        if self.key != other.key:
+            return bool(self.key != self.key and other.key != other.key)  # both NaN
+        return _same(self.copy, other.copy)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        other = other.to(one.device)
+        return bool(((one == other) | (one != one) & (other != other)).all())
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.shape == other.shape and bool(((one == other) | (one != one) & (other != other)).all())
+    return type(one) is type(other) and not isinstance(one, Tensor | np.ndarray) and bool(one == other)
+
+
+# ---------------------------------------------------------------------------------------------- finding it
+_MODULES_OWN = frozenset(vars(nn.Module()))  # attributes that every module has
+_SHARDINGS = ("ds_", "applied_", "_forward_", "_fsdp")  # begin those that sharding notes in modules
+
+
+def _of_module(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, _Value]]:
+    """The values of one module that its state_dict does not have."""
+    for key, buffer in module._buffers.items():
+        if buffer is not None and key in module._non_persistent_buffers_set:
+            yield f"{name}.{key}", _Value.of(buffer)
+    for path, value in _plain(name, module, seen):
+        yield path, _Value.of(value)
+
+
+def _plain(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """The values in a module's plain attributes, unless its class is a library's."""
+    if all(map(_is_library, type(module).__mro__)):  # one that is sharded has torch's class around its own
+        return
+    for key, value in vars(module).items():
+        if key not in _MODULES_OWN and not key.startswith(_SHARDINGS):
+            yield from _within(f"{name}.{key}".lstrip("."), value, seen, 0)
+
+
+def _inside(task: Task, name: str, known: Collection[int]) -> Iterator[tuple[str, Any]]:
+    """The values in a task's attributes, by path."""
+    seen = {id(task), *known}
+    for key, value in vars(task).items():
+        if key not in _FRAMEWORKS:
+            yield from _within(f"{name}.{key}".lstrip("."), value, seen, 0)
+
+
+def _within(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    """The tensors and numbers that a value is, or holds; of collections also the length, of generators the state."""
+    if isinstance(value, Tensor):
+        if value.is_leaf or not value.requires_grad:  # else it is of one step's graph
+            yield name, value
+    elif isinstance(value, bool | int | float | complex | str | np.generic | np.ndarray):
+        yield name, value
+    elif isinstance(value, torch.Generator):
+        yield name, value.get_state()
+    elif isinstance(value, random.Random):
+        yield name, value.getstate()
+    elif isinstance(value, np.random.Generator):
+        yield name, repr(value.bit_generator.state)
+    elif value is not None and id(value) not in seen and depth < _DEEPEST:
+        seen.add(id(value))
+        yield from _members(name, value, seen, depth + 1)
+
+
+def _members(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, nn.Module):
+        for key, tensor in (*value.named_parameters(), *value.named_buffers()):
+            yield f"{name}.{key}", tensor
+    elif isinstance(value, Mapping):
+        yield f"{name}.length", len(value)
+        for key, item in list(value.items())[:_ITEMS]:
+            yield from _within(f"{name}.{key}", item, seen, depth)
+    elif isinstance(value, list | tuple | deque):
+        yield f"{name}.length", len(value)
+        for number, item in enumerate(list(value)[-_ITEMS:]):
+            yield from _within(f"{name}.{number}", item, seen, depth)
+    elif isinstance(value, set | frozenset):
+        yield f"{name}.length", len(value)
+    elif not isinstance(value, Metric | type) and hasattr(value, "__dict__") and not _is_library(type(value)):
+        for key, item in vars(value).items():
+            yield from _within(f"{name}.{key}", item, seen, depth)
+
+
+def _is_library(kind: type) -> bool:
+    return f"{kind.__module__}.".startswith(_LIBRARIES)

@@ -1,0 +1,227 @@
+"""A task's state survives resumes and rollbacks; what nothing trains is refused, and what nothing saves is named."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doubles import Plain
+from odd_models import Remembers
+from saved import Saved
+from torch import Tensor, nn
+from trained import trained
+
+from ddpforge.errors import PluginError, UsageError
+from ddpforge.interfaces import Beside, Task
+from ddpforge.training.task_state import TaskState, Unsaved, has_state, refuse_parameters
+
+RECIPE = """
+recipe = 1
+name = "run"
+model = {{ use = "./odd_models.py:Attending" }}
+data.train = {{ use = "./parts.py:{points}", samples = 24 }}
+task = {{ use = "./odd_models.py:{task}" }}
+optimizer = {{ use = "adamw", lr = 0.01 }}
+strategy = {{ {strategy} }}
+train = {{ length = "{length}st", global_batch = 8, device = "cpu"{train} }}
+checkpoint = {{ every = "3st" }}
+track.every = "1st"
+"""
+
+
+def run(folder: Path, length: int, strategy: str, ranks: int, **more: str) -> list[float]:
+    folder.mkdir(exist_ok=True)
+    options = {"points": "Points", "task": "Remembers", "train": ""} | more
+    return trained(folder, RECIPE.format(length=length, strategy=strategy, **options), ranks)[-1].column()
+
+
+# ------------------------------------------------------------------------------------------------ in checkpoints
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ('use = "single"', 1),
+        ('use = "ddp"', 2),
+        ('use = "fsdp"', 2),
+        ('use = "deepspeed", stage = 3', 2),
+        ('use = "pipeline", stages = 2', 2),
+    ],
+    ids=["single", "ddp", "fsdp", "zero3", "pipeline"],
+)
+def test_the_state_of_a_task_survives_a_resume(tmp_path: Path, strategy: str, ranks: int) -> None:
+    straight = run(tmp_path / "whole", 6, strategy, ranks)
+    first, rest = (run(tmp_path / "parts", length, strategy, ranks) for length in (3, 6))
+    assert len(rest) == 3
+    assert first + rest == pytest.approx(straight, rel=1e-6)
+    run(tmp_path / "lost", 3, strategy, ranks, task="Forgets")
+    assert run(tmp_path / "lost", 6, strategy, ranks, task="Forgets") != pytest.approx(straight[3:], rel=1e-4)
+
+
+def test_a_rollback_gives_a_task_its_state_back(tmp_path: Path) -> None:
+    """A sample that is not finite spoils the mean too, and what comes after it is finite again."""
+    losses = run(tmp_path, 9, 'use = "ddp"', 2, points="SpoiltPoints", train=', on_nonfinite = "rollback"')
+    assert any(map(math.isnan, losses))
+    assert not all(map(math.isnan, losses[next(n for n, loss in enumerate(losses) if math.isnan(loss)) :]))
+
+
+def test_a_state_that_differs_between_ranks_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"Apart.state: `(bank|mean)` is one value on rank 0 and another on"):
+        run(tmp_path, 3, 'use = "ddp"', 2, task="Apart")
+
+
+def test_a_state_is_copied_and_read_back_as_tensors() -> None:
+    task = Remembers()
+    state = TaskState(task, Plain().holding(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)])), Plain().world.all)
+    before = state.state()
+    task.mean += 1
+    assert before["mean"] == 0
+    state.load_state({"mean": Saved(torch.tensor(3.0)), "bank": Saved(torch.ones(2)), "calls": 7})
+    assert (float(task.mean), len(task.bank), task.calls) == (3.0, 2, 7)
+
+
+@pytest.mark.parametrize("method", ["state", "load_state"])
+def test_half_of_a_state_is_refused(method: str) -> None:
+    class Half(Plainly):
+        pass
+
+    setattr(Half, method, lambda *_: {})
+    with pytest.raises(PluginError, match=f"has `{method}`, and no `"):
+        has_state(Half({}))
+
+
+# ------------------------------------------------------------------------------------------------ parameters
+class Plainly(Task):
+    """A task with the given attributes."""
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        vars(self).update(attributes)
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        return model(batch).sum(), None
+
+
+class Meter:
+    """An object with a value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("t", nn.Parameter(torch.ones(())), "a parameter `t` []"),
+        ("t", torch.ones(2, requires_grad=True), "a tensor that requires gradients `t` [2]"),
+        ("t", [1, (nn.Parameter(torch.ones(3)),)], "a parameter `t.1.0` [3]"),
+        ("t", {"a": nn.Linear(2, 1)}, "a parameter `t.a.weight` [1, 2]"),
+        ("t", Meter(nn.Parameter(torch.ones(4))), "a parameter `t.value` [4]"),
+        ("t", nn.ParameterDict({"a": nn.Parameter(torch.ones(5))}), "a parameter `t.a` [5]"),
+    ],
+)
+def test_parameters_of_a_task_are_refused_by_name(name: str, value: Any, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        refuse_parameters(Plainly({name: value}), nn.Linear(1, 1), ())
+    assert said in refused.value.message
+    assert refused.value.hints
+
+
+def test_what_is_the_models_or_frozen_or_beside_it_is_no_parameter_of_a_task() -> None:
+    model, teacher = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
+    attributes = {
+        "model": model,
+        "layer": model[0],
+        "weight": model[0].weight,
+        "teacher": teacher,
+        "frozen": nn.Linear(2, 2).requires_grad_(False),
+        "output": model(torch.ones(2)),
+    }
+    refuse_parameters(Plainly(attributes), model, [Beside(module=teacher)])
+
+
+# ------------------------------------------------------------------------------------------------ lost by a resume
+class Net(nn.Module):
+    """Changes what `change` says of it at every pass."""
+
+    def __init__(self, change: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.change, self.calls, self.past, self.box = change, 0, deque([0.0], maxlen=3), Meter(1.0)
+        self.plain = torch.zeros(2)
+        self.random = torch.Generator().manual_seed(0)
+        self.register_buffer("kept", torch.zeros(2))
+        self.register_buffer("lost", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self)
+        self.cache = getattr(self, "cache", None) or 3
+        self.newest = self.layer(x)  # of one pass, with its graph
+        return self.newest
+
+
+def count(net: Any) -> None:
+    net.calls += 1
+
+
+def add(net: Any) -> None:
+    net.lost += 1
+
+
+def replace(net: Any) -> None:
+    net.plain = net.plain + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (count, "`model.calls`"),
+        (add, "`model.lost`"),
+        (replace, "`model.plain`"),
+        (lambda net: net.plain.data.mul_(2).add_(1), "`model.plain`"),
+        (lambda net: net.past.append(float(len(net.past))), "`model.past"),
+        (lambda net: setattr(net.box, "value", net.box.value + 1), "`model.box.value`"),
+        (lambda net: torch.randn(1, generator=net.random), "`model.random`"),
+        (lambda net: net.kept.add_(1), ""),
+        (lambda net: None, ""),
+    ],
+)
+def test_what_training_changes_and_nothing_saves_is_named(
+    change: Callable[[Any], object], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = Net(change)
+    unsaved = Unsaved(Plainly({}), net, {}, None, is_main=True)
+    with caplog.at_level("INFO", "ddpforge"):
+        for goes_on in (True, False):
+            net(torch.ones(2)).sum().backward()
+            assert unsaved.look() is goes_on
+    assert (named in caplog.text) if named else not caplog.messages
+    assert len(caplog.messages) == bool(named)
+
+
+def test_what_the_state_of_a_task_has_is_not_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "one", 3, 'use = "single"', 1)
+    assert "no checkpoint holds" not in capfd.readouterr().err
+    run(tmp_path / "two", 3, 'use = "single"', 1, task="Forgets")
+    said = capfd.readouterr().err
+    assert "`task.mean`" in said
+    assert "`task.calls`" in said
+
+
+def test_weights_in_a_plain_list_that_get_gradients_are_refused() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layers, self.teacher = nn.Linear(2, 2), [nn.Linear(2, 2)], [nn.Linear(2, 2)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                wanted = self.teacher[0](x)
+            return self.layers[0](self.first(x)) - wanted
+
+    model = Listed()
+    model(torch.ones(2)).sum().backward()
+    with pytest.raises(UsageError, match=r"plain attribute, `layers.0.weight` \[2, 2\]"):
+        Unsaved(Plainly({}), model, {}, None, is_main=True).look()
