@@ -16,7 +16,7 @@ from typing import Any
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.confidential import redacted
-from ddpforge.errors import CheckpointError, Diverged, ExitCode, ForgeError, PeerFailed, UsageError
+from ddpforge.errors import CheckpointError, Diverged, ExitCode, ForgeError, OutOfMemory, PeerFailed, UsageError
 from ddpforge.interfaces import Tracker, World
 from ddpforge.launchers.verdict import is_launched
 from ddpforge.plan import Window
@@ -29,6 +29,7 @@ from ddpforge.ranks.halt import Halt, NoHalt
 from ddpforge.ranks.join import leave
 from ddpforge.ranks.logs import setup_logging
 from ddpforge.ranks.rank_zero import on_rank_zero
+from ddpforge.ranks.signals import NoData, training_begins
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe
 from ddpforge.runs.changes import refuse_finished
@@ -193,6 +194,7 @@ class Attempt:
         if self._window:
             self._window.refuse_after(trainer.plan.horizon.total)
         refuse_state(trainer.callbacks)
+        training_begins()
         trainer.saving.origin = on_rank_zero(self.world.all, lambda: self._begin(trainer))
         if self.world.is_main:
             self._follow_rows(trainer, checkpoint)
@@ -318,22 +320,28 @@ class Attempt:
         if self._failed:
             return self._failed
         error = told_of_determinism(explained(error, self.recipe, self.world.data.size))
-        error = advised(error, self.folder, self.world, self.recipe, self._room)
         # For the file alone: the command line shows it, or what caused it.
         log.error("training failed: %s", phrase(error), exc_info=error, extra={"in_file_only": True})
         report, is_peers = self._failures.tell(error, exit_code_of(error)), isinstance(error, PeerFailed)
         phases.say_goodbye()
+        speaks = False
+        if isinstance(error, OutOfMemory):  # a plan takes a while, and the others are not to wait for it
+            speaks = self._write_failure("failed", report)
+            error = advised(error, self.folder, self.world, self.recipe, self._room)
+            report = self._failures.tell(error, exit_code_of(error))
         cause = self._failures.explain(self._watch.call) if report.symptom and not is_peers else None
         self._state = "diverged" if isinstance(error, Diverged) else "failed"
-        speaks = not is_peers and self._write_failure(self._state, cause or report)
+        if isinstance(error, NoData):
+            self._state = "stopped"
+        speaks = not is_peers and self._write_failure(self._state, cause or report, again=speaks)
         self._failed = _Failed(error, cause or report, speaks=speaks, by_another=cause is not None)
         return self._failed
 
-    def _write_failure(self, state: State, report: Report) -> bool:
-        """True on the one rank that is the first to know."""
-        first = False
+    def _write_failure(self, state: State, report: Report, *, again: bool = False) -> bool:
+        """True on the one rank that is the first to know, also where it says it `again`."""
+        first = again
         try:
-            first = self._failures.is_first(report)
+            first = again or self._failures.is_first(report)
             if (first or (self.world.is_main and not report.told)) and not self._leaves_result(report):
                 self.folder.write_status(self._status(state, report))
             if first and not report.symptom:
@@ -435,10 +443,10 @@ def on_every_rank(peers: Peers, action: Callable[[], None]) -> None:
         mine = error
     try:
         told = peers.ranks.everyone(None if mine is None else (phrase(mine), exit_code_of(mine)))
-    except RuntimeError as error:
+    except RuntimeError:
         told = []
         if mine is None:
-            raise ForgeError("another rank ended before training began: it was killed, or crashed") from error
+            raise  # `beginning` finds out what became of the other one
     if mine is not None:
         raise mine
     for rank, word in enumerate(told):

@@ -26,7 +26,7 @@ from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.launchers.verdict import has_begun, record_begun
 from ddpforge.plan import Window
 from ddpforge.planned import Room
-from ddpforge.ranks import leaving
+from ddpforge.ranks import leaving, phases
 from ddpforge.ranks.halt import seconds_of
 from ddpforge.ranks.join import join, leave
 from ddpforge.ranks.logs import setup_logging
@@ -37,6 +37,7 @@ from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import Recipe, load_recipe
 from ddpforge.recipe.load import refuse_text
 from ddpforge.recipe.report import did_you_mean
+from ddpforge.recipe.schema import TrainSection
 from ddpforge.runs.checkpoints import choose
 from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import RunFolder, snapshot
@@ -50,6 +51,7 @@ from ddpforge.training.foreseeing import foresee
 from ddpforge.training.parts import Parts, key_of
 from ddpforge.training.prediction import INDEX, Predicted, in_order, predictions, refuse_turns
 from ddpforge.training.trying import rehearse_training
+from ddpforge.watch.watch import beginning, over
 
 __all__ = ["Evaluation", "Outcome", "Prediction", "evaluate", "join_ranks", "load_parts", "peers_of", "predict", "run"]
 
@@ -83,7 +85,7 @@ def run(
     room = Room()
     parts = load_parts(source, sets)
     folder = RunFolder.of(parts.recipe, out)
-    with StopRequests() as stop, ExitStack() as claims:
+    with StopRequests() as stop, ExitStack() as claims, beginning():
         world = join_ranks(parts, folder=None if fresh else folder)
         peers = peers_of(parts.recipe, world)
         _leave_if_asked(stop, world, peers)
@@ -158,6 +160,7 @@ def evaluate(
     checkpoint = on_rank_zero(world.all, lambda: choose(folder, step=step, best=best))
     build_data_and_model(parts)
     parts.report()
+    over()  # an evaluation may take long
     reader = Reader(checkpoint)
     with evaluating(parts, world, reader, folder.path) as evaluator:
         if world.is_main:
@@ -212,6 +215,7 @@ def predict(
     checkpoint = on_rank_zero(world.all, lambda: choose(folder, step=step, best=best))
     build_data_and_model(parts)
     parts.report()
+    over()  # an evaluation may take long
     (name,) = parts.evaluations()
     parts.data[key_of(name)] = in_order(parts.data[key_of(name)])
     reader = Reader(checkpoint)
@@ -304,12 +308,14 @@ def join_ranks(parts: Parts, *, folder: RunFolder | None = None) -> World:
         build_data_and_model(parts, meta=True)  # nobody has joined: all that is wrong is told at once
         rehearse_training(parts)
     parts.report()
-    joined = join(parts.recipe.train, parts.strategy)
-    leaving.at_once()
-    setup_logging(joined.all.rank)
-    # This waits for all. What comes next may be refused on every rank: one that left would end those still joining.
-    refuse_differences(joined.all, parts.loaded, parts.registry)
-    world = parts.strategy.setup(parts.recipe.train, joined)
+    allow_standing(parts.recipe.train)
+    with beginning():
+        joined = join(parts.recipe.train, parts.strategy)
+        leaving.at_once()
+        setup_logging(joined.all.rank)
+        # This waits for all. What comes next may be refused on every rank: one that left would end those still joining.
+        refuse_differences(joined.all, parts.loaded, parts.registry)
+        world = parts.strategy.setup(parts.recipe.train, joined)
     if parts.trains and world.data.size != parts.batch.data_ranks:
         raise StrategyError(
             f"strategy `{parts.recipe.strategy.use}` announced {parts.batch.data_ranks} ranks that see different data, "
@@ -317,6 +323,11 @@ def join_ranks(parts: Parts, *, folder: RunFolder | None = None) -> World:
             hints=["this is a bug in the strategy: `data_ranks` must tell what `setup` will do"],
         )
     return world
+
+
+def allow_standing(train: TrainSection) -> None:
+    """Has the watch over this rank know for how long it may stand in one place."""
+    phases.allow(math.inf if train.stall == "off" else train.stall.seconds)
 
 
 def peers_of(recipe: Recipe, world: World) -> Peers:

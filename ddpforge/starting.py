@@ -182,6 +182,10 @@ def _untold(ended: Ended, folder: RunFolder, failure: Mapping[str, Any] | None) 
     from ddpforge.ranks.failures import told_causes
 
     watched = bool(ended.code and failure and failure["told_by"] == "watch")
+    if ended.watched and failure is None:
+        if folder.exists():
+            folder.amend_failure(ended.watched, ended.code)
+        return ForgeError(ended.watched)
     died = ended.death is not None and failure is not None and failure["rank"] == ended.death.rank
     if watched and failure and not (died and "without a word" in failure["error"]):
         return ForgeError(failure["error"], hints=[f"where all ranks stood: {folder.failure}"])

@@ -19,6 +19,7 @@ from ddpforge.errors import ExitCode, ForgeError, Postponed
 from ddpforge.launchers.verdict import record_verdict
 from ddpforge.ranks import leaving
 from ddpforge.ranks.logs import keep_output
+from ddpforge.watch.watch import failed, failure_of_another
 
 _WATCH = os.path.join("ddpforge", "strategies", "watch.py")
 _OURS = ("__main__", "click", "contextlib", "ddpforge")  # what a command goes through before a component is called
@@ -107,8 +108,28 @@ def _speak_to_the_end() -> None:
 
 def leave(code: ExitCode, error: str | None = None) -> NoReturn:
     """Ends the process at once, for everything is on disk by now."""
+    failed(code, error)
     record_verdict(code, error=error)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     leaving.leave(code)
+
+
+def postpone(*, status: bool) -> None:
+    """Ends the process from any thread, while the main one hangs: it was asked to stop before training began.
+
+    A launcher asks for that where another rank has failed.
+    """
+    error: ForgeError | None = failure_of_another()
+    if error is None or error.exit_code == ExitCode.STOPPED:
+        hint = "nothing is lost: the same command begins again"
+        error = Postponed("asked to stop before training began", hints=[hint])
+    if os.environ.get("RANK", "0") == "0":
+        complain(error)
+        if status:
+            click.echo(json.dumps(failure(error)))
+    said = str(failure(error)["error"])
+    failed(error.exit_code, said)
+    record_verdict(error.exit_code, error=said)
+    os._exit(error.exit_code)

@@ -8,6 +8,7 @@ from ddpforge.cli.ending import ending, results_alone
 from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_options
 from ddpforge.importing import uncollected
 from ddpforge.launchers.srun import adopt_slurm
+from ddpforge.watch.watch import begin
 
 
 @click.command("eval")
@@ -28,6 +29,7 @@ def evaluate(
     """
     with ending():
         adopt_slurm()
+        begin()
 
         with uncollected():
             from ddpforge.runner import evaluate as evaluate_run

@@ -10,6 +10,7 @@ from ddpforge.cli.options import checkpoint_options, json_option, run_argument, 
 from ddpforge.cli.tables import counted
 from ddpforge.importing import uncollected
 from ddpforge.launchers.srun import adopt_slurm
+from ddpforge.watch.watch import begin
 
 
 @click.command()
@@ -56,6 +57,7 @@ def predict(
     """
     with ending():
         adopt_slurm()
+        begin()
 
         with uncollected():
             from ddpforge.runner import predict as predict_run

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ddpforge.cli.ending import ending, leave, results_alone
+from ddpforge.cli.ending import ending, leave, postpone, results_alone
 from ddpforge.cli.options import dry_run_option, json_option, out_option, recipe_argument, run_options, sets_options
 from ddpforge.errors import UsageError
 from ddpforge.importing import ready_for_torch, uncollected
 from ddpforge.launchers.requests import stop_with_parent
 from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.launchers.verdict import STARTED, record_start
-from ddpforge.ranks.signals import StopRequests
+from ddpforge.ranks.signals import StopRequests, stopping_early
+from ddpforge.watch.watch import begin
 
 if TYPE_CHECKING:
     from ddpforge.runs.folder import RunFolder
@@ -53,11 +54,12 @@ def run(
     An interrupted run resumes from its last checkpoint. Exit codes: 0 done, 1 failed, 2 usage or recipe,
     3 environment or plugin, 4 diverged, 75 stopped with a checkpoint saved, 130 interrupted before one.
     """
-    with ending(status=as_json), StopRequests():  # which notes them while torch is imported
+    with ending(status=as_json), StopRequests(), stopping_early(lambda: postpone(status=as_json)):
         os.environ.setdefault(STARTED, str(time.time()))
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, or what is built on it, waits for its ranks
             stop_with_parent()
         adopt_slurm()
+        begin()
         record_start()
         ready_for_torch()
         with uncollected():

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
+from ddpforge.data.workers import explained, lacks_resources
 from ddpforge.errors import PluginError
 
 __all__ = ["collate_of"]
@@ -22,6 +23,8 @@ def _stacked(name: str, samples: Sequence[Any]) -> Any:
     try:
         return default_collate(list(samples))
     except (RuntimeError, TypeError) as error:
+        if lacks_resources(error):  # in a loader process, batches are made in shared memory
+            raise explained(error, "a loader process could not make a micro-batch") from error
         raise PluginError(
             f"the samples of {name} cannot be stacked to a batch: {error}",
             hints=["give samples of one form, or give the dataset a method `collate(samples)` that pads them"],

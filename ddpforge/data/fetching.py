@@ -17,7 +17,8 @@ from ddpforge.data.order import Dealer, MicroBatch, RankShare, Request, Terms
 from ddpforge.data.parted import PartedStream
 from ddpforge.data.randomness import seed_all
 from ddpforge.data.streams import Stream, is_stream, loader_in
-from ddpforge.errors import ForgeError, PluginError
+from ddpforge.data.workers import explained, lacks_resources, refuse_missing_resources, starting, telling_context
+from ddpforge.errors import EnvironmentProblem, ForgeError, PluginError
 from ddpforge.interfaces import Order, PartedData, mix
 from ddpforge.ranks.signals import leave_stopping_to_the_rank
 
@@ -95,19 +96,40 @@ class _ToldStream(IterableDataset[Any]):
 
 
 class _Loaded(Iterable[MicroBatch]):
-    """The micro-batches that loader processes fetch; raises the errors that they return."""
+    """The micro-batches that loader processes fetch; raises the errors that they return.
 
-    def __init__(self, loader: Iterable[MicroBatch | ForgeError]) -> None:
-        self.loader = loader
+    Raises EnvironmentProblem where none comes for `patience` seconds (0: waits for ever), and where the system refuses.
+    """
+
+    def __init__(self, loader: Iterable[MicroBatch | ForgeError], workers: int, patience: float) -> None:
+        self.loader, self.workers, self.patience = loader, workers, patience
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for found in self.loader:
+        with starting():
+            source = iter(self.loader)
+        while True:
+            try:
+                found = next(source)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                raise self._explained(error) from error
             if isinstance(found, ForgeError):
                 try:
                     raise found
                 finally:
                     del found  # it would hold this frame, and with it loader processes
             yield found
+
+    def _explained(self, error: RuntimeError) -> Exception:
+        """The error for people, of what a DataLoader says itself."""
+        if self.patience and "timed out" in str(error):
+            hints = ["see what the dataset waits for, or raise train.stall", "data.workers = 0 shows where it hangs"]
+            words = f"no micro-batch came from {self.workers} loader processes for {self.patience:.0f} s (train.stall)"
+            return EnvironmentProblem(words, hints=hints)
+        if lacks_resources(error):
+            return explained(error, "loader processes and this one lost touch")
+        return error
 
 
 class _Requests(Iterable[Request]):
@@ -135,6 +157,7 @@ class Batches:
     workers: int
     prefetch: int
     _pin: bool
+    _patience: float = 0.0  # seconds that loader processes may take for a micro-batch; 0: for ever
     # By `first`, and not taken over yet: the micro-batch, and where the next come from.
     _begun: list[tuple[MicroBatch, Iterator[MicroBatch]]] = field(default_factory=list)
     _kept: list[Iterable[MicroBatch]] = field(default_factory=list)  # a loader for evaluations, whose processes wait
@@ -175,21 +198,27 @@ class Batches:
         options: dict[str, Any] = {"num_workers": self.workers, "pin_memory": self._pin, "batch_size": None}
         if self.workers:
             options |= {"prefetch_factor": self.prefetch, "persistent_workers": True}
-            options["worker_init_fn"] = leave_stopping_to_the_rank()
+            options |= {"worker_init_fn": leave_stopping_to_the_rank(), "timeout": self._patience}
+            options["multiprocessing_context"] = telling_context()
 
         in_parts = isinstance(self._data, PartedData)
         if in_parts or is_stream(self._data):
             stream = (PartedStream if in_parts else Stream)(self._data, self._terms, start, one_epoch)
             if self.workers:
-                return _Loaded(DataLoader(_ToldStream(stream), **options))
+                return self._loaded(_ToldStream(stream), options)
             return DataLoader(stream, **options)
 
         dealer = self._dealer()
         requests = _Requests(dealer, start, self.steps_per_epoch if one_epoch else None)
         fetcher = _Fetcher(self._data, self._terms.seed, once=dealer.order.once, tells_steps=not one_epoch)
         if self.workers:
-            return _Loaded(DataLoader(_Told(fetcher), sampler=requests, **options))
+            return self._loaded(_Told(fetcher), options | {"sampler": requests})
         return DataLoader(fetcher, sampler=requests, **options) if self._pin else _Mapped(fetcher, requests)
+
+    def _loaded(self, data: Any, options: dict[str, Any]) -> _Loaded:
+        refuse_missing_resources(self.workers, self.prefetch)
+        with starting():
+            return _Loaded(DataLoader(data, **options), self.workers, self._patience)
 
     def _dealer(self) -> Dealer:
         assert self._order is not None
@@ -217,9 +246,15 @@ def open_data(
     workers: int,
     prefetch: int,
     pin: bool,
+    patience: float = 0.0,
 ) -> Batches:
-    """Deals `data` (see `interfaces.Data`) out to this rank, by default in its own order; raises as `check_data`."""
+    """Deals `data` (see `interfaces.Data`) out to this rank, by default in its own order; raises as `check_data`.
+
+    Raises EnvironmentProblem where this machine has nothing that loader processes need.
+    """
     check_data(data)
+    if workers:
+        refuse_missing_resources(workers, prefetch)
     if order is None and hasattr(data, "__len__"):
         order = Sequential(data, global_batch, drop_last)
     steps = order.steps_per_epoch if order else None
@@ -231,7 +266,7 @@ def open_data(
             hints=['lower train.global_batch, or set train.last_batch = "keep"'],
         )
     terms = Terms(global_batch=global_batch, share=share, seed=seed, drop_last=drop_last)
-    return Batches(steps, data, terms, order, workers, prefetch, pin)
+    return Batches(steps, data, terms, order, workers, prefetch, pin, patience)
 
 
 def fetch_some(data: Any, places: Iterable[int], *, seed: int, workers: int) -> Iterator[tuple[int, Any]]:
@@ -246,9 +281,11 @@ def fetch_some(data: Any, places: Iterable[int], *, seed: int, workers: int) -> 
         found: Iterable[MicroBatch] = map(fetcher.__getitem__, requests)
     else:
         told = leave_stopping_to_the_rank()
-        found = _Loaded(
-            DataLoader(_Told(fetcher), sampler=requests, batch_size=None, num_workers=1, worker_init_fn=told)
-        )
+        options: dict[str, Any] = {"worker_init_fn": told, "multiprocessing_context": telling_context()}
+        refuse_missing_resources(1, 2)
+        with starting():
+            loader = DataLoader(_Told(fetcher), sampler=requests, batch_size=None, num_workers=1, **options)
+        found = _Loaded(loader, 1, 0.0)
     for request, micro in zip(requests, found, strict=False):
         yield request.ids[0], micro.data
 

@@ -8,6 +8,7 @@ import resource
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import requires
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from ddpforge.components.installed import version
 from ddpforge.confidential import redact
+from ddpforge.data.workers import takes_sockets
 from ddpforge.doctor.findings import Finding, error, note, ok, warning
 from ddpforge.ranks.interface import GLOO, addresses_of, best_interface, interfaces, is_only_here
 from ddpforge.ranks.scheduling import may_run_as_batch
@@ -97,6 +99,9 @@ def limits(ranks: int = 1, workers: int | None = None) -> Iterator[Finding]:
         yield warning(f"a process may open {soft} files", raising)
     else:
         yield ok(f"a process may open {soft} files")
+    if workers != 0 and not takes_sockets(folder := tempfile.gettempdir()):
+        fix = "set TMPDIR to a shorter path, such as /tmp"
+        yield error(f"the name of the folder for temporary files is too long for loader processes: {folder}", fix)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked != resource.RLIM_INFINITY and _INFINIBAND.is_dir():
         fix = "ulimit -l unlimited, or docker run --ulimit memlock=-1"

@@ -67,7 +67,8 @@ class Callback:
 
     Callbacks run on every rank. What they are told is already reduced over ranks, so a decision made from it is
     the same everywhere; returning True from `on_step` or `on_eval` ends training after this step, and `GoBack` from
-    `on_step` undoes it.
+    `on_step` undoes it. One rank is enough: ranks exchange what callbacks want, after every step where an `on_step` is
+    not declared to return None.
     """
 
     goes_back: bool = False

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 from ddpforge.cores import share_of_cores
 
-__all__ = ["NO_GPUS", "RANK", "names_rendezvous", "torchrun_command", "variables_for"]
+__all__ = ["ALONE", "NO_GPUS", "RANK", "names_rendezvous", "torchrun_command", "variables_for"]
 
 RANK = ("-P", "-u", "-m", "ddpforge")  # how the words of a rank begin, after Python's own name
+# One machine needs no name: ranks would look for the one that it has, which may not resolve.
+ALONE = ("--standalone", "--local-addr=127.0.0.1")
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # for ranks that are to compute on the CPU whatever the recipe's parts think
 
 
@@ -19,7 +21,7 @@ def torchrun_command(arguments: Sequence[str], *, nproc: int, flags: Sequence[st
     `flags` go to torchrun (https://docs.pytorch.org/docs/stable/elastic/run.html); without a rendezvous among them the
     machine stands alone.
     """
-    alone = [] if names_rendezvous(flags) else ["--standalone"]
+    alone = [] if names_rendezvous(flags) else ALONE
     # -P: a file random.py in the current folder is not the standard library's.
     torchrun = [sys.executable, "-P", "-u", "-m", "ddpforge.launchers.torchrun"]
     torchrun += [*alone, f"--nproc-per-node={nproc}", *flags, "--no-python"]

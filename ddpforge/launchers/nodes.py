@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ddpforge.errors import UsageError
+from ddpforge.launchers.command import ALONE
 
 __all__ = ["Nodes", "announced"]
 
@@ -60,7 +61,7 @@ class Nodes:
     def flags(self, run_id: str) -> list[str]:
         """torchrun's flags."""
         if self.endpoint is None:
-            return ["--standalone"]
+            return [*ALONE]
         number = f"{self.fewest}:{self.most}" if self.fewest < self.most else str(self.most)
         return [
             *(f"--nnodes={number}", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={run_id}"),

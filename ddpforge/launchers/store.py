@@ -1,7 +1,8 @@
 """A small store of the launcher's: who beside a rank writes where that stands, and reads where the others do.
 
 It lives in the launcher, so it answers while ranks hang, freeze or die. One line of JSON asks, one answers:
-`{"attempt": …, "row": {…}}` writes a rank's row, `"alarm": true` calls everybody, `"ask": true` reads all rows.
+`{"attempt": …, "row": {…}}` writes a rank's row, `"alarm": true` calls everybody, `"ask": true` reads all rows, and
+`"cause": {…}` says which rank failed: the first one counts, and every answer has it.
 """
 
 from __future__ import annotations
@@ -22,23 +23,27 @@ MOST = 8  # attempts; ranks of older ones are gone
 
 
 class Attempts:
-    """The newest attempts: of each the rows, by rank, and whether somebody has called the others."""
+    """The newest attempts: of each the rows, by rank, whether a rank has called the others, and what failed first."""
 
     def __init__(self) -> None:
-        self._attempts: dict[str, tuple[dict[int, Any], list[str]]] = {}
+        self._attempts: dict[str, tuple[dict[int, Any], list[str], list[Any]]] = {}
         self._lock = threading.Lock()
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Takes what `question` tells, and answers it; raises KeyError or TypeError for what is none."""
         with self._lock:
-            rows, calls = self._attempts.setdefault(str(question["attempt"]), ({}, []))
+            rows, calls, causes = self._attempts.setdefault(str(question["attempt"]), ({}, [], []))
             if len(self._attempts) > MOST:
                 del self._attempts[next(iter(self._attempts))]
             if row := question.get("row"):
                 rows[int(row["rank"])] = row
             if question.get("alarm"):
                 calls.append("alarm")
+            if question.get("cause"):
+                causes.append(question["cause"])
             answer: dict[str, Any] = {"alarm": bool(calls)}
+            if causes:
+                answer["cause"] = causes[0]
             return answer | {"rows": list(rows.values())} if question.get("ask") else answer
 
 

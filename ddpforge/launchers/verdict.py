@@ -44,6 +44,7 @@ class Ended:
     ranks: frozenset[int] = frozenset()  # those that said how they ended
     told: bool = False  # whether `code` is a rank's own
     error: str | None = None  # of the first rank that failed and said why
+    watched: str | None = None  # the failure of a rank that was starting, and could not say it
 
 
 def is_launched() -> bool:
@@ -73,9 +74,13 @@ def has_begun() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def record_verdict(code: int, *, spoke: bool = True, error: str | None = None) -> None:
-    """Called by a rank that ends: tells the launch, if there is one, how, and whether it could say why."""
-    _record({"rank": _rank(), "code": int(code), "spoke": spoke} | ({"error": error} if error else {}))
+def record_verdict(code: int, *, spoke: bool = True, error: str | None = None, by_watch: bool = False) -> None:
+    """Called by a rank that ends: tells the launch, if there is one, how, and whether it could say why.
+
+    `by_watch`: called by the process beside it, about the rank that failed first; the launch is to say it.
+    """
+    word: dict[str, Any] = {"rank": _rank(), "code": int(code), "spoke": spoke}
+    _record(word | ({"error": error} if error else {}) | ({"by_watch": True} if by_watch else {}))
 
 
 def record_halt() -> None:
@@ -152,6 +157,7 @@ class Words:
             frozenset(word["rank"] for word in self._last if word.get("spoke")),
             told=bool(failed),
             error=next((word["error"] for word in failed if "error" in word), None),
+            watched=next((word["error"] for word in failed if "by_watch" in word), None),
         )
 
     def _unsaid(self, code: int, asked: int | None) -> int:

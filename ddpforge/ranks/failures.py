@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from ddpforge import disk
 from ddpforge.confidential import redact
@@ -18,6 +19,8 @@ from ddpforge.errors import EnvironmentProblem
 __all__ = ["Failures", "Report", "is_symptom", "phrase", "told_causes"]
 
 _CAUSE = "failure-cause"
+_IN_NAME = "failure-name"
+_LONGEST = 180  # bytes of an error in the name of a file, which may have 255
 _PATIENCE = 1.5  # seconds in which the rank that failed first tells why
 _ANSWER = 12.0  # seconds in which those that were called say who is at fault
 _MOST = 1 << 20  # bytes of a report
@@ -76,6 +79,16 @@ def _reports(logs: Path) -> Iterator[Report]:
     for path in sorted(logs.glob("failure-rank-*.json")):
         with suppress(OSError, ValueError, TypeError, RecursionError):
             yield _report(json.loads(disk.read_plain(path, _MOST)))
+    for path in sorted(logs.glob(f"{_IN_NAME}-*")):
+        with suppress(ValueError):
+            token, rank, code, symptom, told, error = path.name.removeprefix(f"{_IN_NAME}-").split("-", 5)
+            yield Report(token, int(rank), unquote(error), int(code), symptom == "1", told == "1")
+
+
+def _as_name(report: Report) -> str:
+    """The report as the name of a file, with the beginning of the error."""
+    facts = (report.token, report.rank, int(report.exit_code), int(report.symptom), int(report.told))
+    return "-".join([_IN_NAME, *map(str, facts), quote(report.error, safe=" :")[:_LONGEST]])
 
 
 def _report(found: dict[str, Any]) -> Report:
@@ -105,13 +118,16 @@ class Failures:
     def tell(self, error: BaseException, code: int) -> Report:
         """Writes this rank's failure down for the others; a disk that refuses is no further failure."""
         report = Report(self.token, self.rank, phrase(error), code, is_symptom(error))
-        with suppress(OSError):
-            self.tell_of(report)
+        self.tell_of(report)
         return report
 
     def tell_of(self, report: Report) -> None:
-        """Writes down what befell a rank that cannot say it."""
-        disk.replace(self._logs / f"failure-rank-{report.rank}.json", json.dumps(asdict(report)).encode())
+        """Writes down what befell a rank that cannot say it; on a full disk, into the name of an empty file."""
+        try:
+            disk.replace(self._logs / f"failure-rank-{report.rank}.json", json.dumps(asdict(report)).encode())
+        except OSError:
+            with suppress(OSError):
+                (self._logs / _as_name(report)).touch()
 
     def is_first(self, report: Report) -> bool:
         """True once: for the first rank that knows a cause; and for the first that has a symptom, before that.

@@ -7,13 +7,27 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import NamedTuple
 
-__all__ = ["END", "WORDS", "Place", "count_from", "enter_step", "follow", "here", "mark", "say_goodbye", "share"]
+__all__ = [
+    "END",
+    "WORDS",
+    "Place",
+    "allow",
+    "count_from",
+    "enter_step",
+    "follow",
+    "here",
+    "mark",
+    "say_goodbye",
+    "share",
+]
 __all__ += ["spent"]
 __all__ += ["BACKWARD", "CALLBACKS", "DATA", "EVAL", "FORWARD", "NAMES", "REDUCE", "SAVE", "START", "STEP"]
 
 NAMES = ("start", "data", "forward", "backward", "step", "reduce", "callbacks", "eval", "save", "end")
 START, DATA, FORWARD, BACKWARD, STEP, REDUCE, CALLBACKS, EVAL, SAVE, END = range(len(NAMES))
-WORDS = 4  # of 8 bytes each: marks so far and the phase, the step, the attempt's first step, whether it said goodbye
+# Of 8 bytes each: marks so far and the phase, the step, the attempt's first step, whether it said goodbye, and the
+# milliseconds that it may stand in one place, where it knows them already.
+WORDS = 5
 
 _words: memoryview[int] = memoryview(bytearray(8 * WORDS)).cast("q")
 _count = itertools.count(16, 16).__next__
@@ -30,11 +44,12 @@ class Place(NamedTuple):
     marks: int
     first: int  # the step with which the attempt begins; 0 before that is known
     left: bool  # it has told how it ended, and needs nobody to speak for it
+    stall: float = 0.0  # seconds that it may stand in one place; 0 before that is known
 
     @classmethod
     def of(cls, words: memoryview[int]) -> Place:
         """The place that is written down in `words`."""
-        return cls(words[0] & 15, words[1], words[0] >> 4, words[2], bool(words[3]))
+        return cls(words[0] & 15, words[1], words[0] >> 4, words[2], bool(words[3]), words[4] / 1000)
 
 
 def mark(phase: int) -> None:
@@ -78,6 +93,11 @@ def say_goodbye() -> None:
     _words[3] = 1
 
 
+def allow(stall: float) -> None:
+    """Notes the seconds for which this rank may stand in one place, which its recipe says."""
+    _words[4] = int(1000 * min(stall, 1e12))
+
+
 def here() -> Place:
     """The place of this rank."""
     return Place.of(_words)
@@ -86,5 +106,5 @@ def here() -> Place:
 def share(words: memoryview[int]) -> None:
     """Marks go into `words` from now on, and are counted from the beginning: an attempt starts."""
     global _words, _count
-    words[0], words[1], words[2], words[3] = START, 0, 0, 0
+    words[0], words[1], words[2], words[3], words[4] = START, 0, 0, 0, 0
     _words, _count = words, itertools.count(16, 16).__next__

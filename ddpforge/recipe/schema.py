@@ -345,7 +345,7 @@ class TrainSection(Section):
         description="How long a rank may stand in one place (data, forward, backward, ...) before the run fails, with"
         " the stacks of all ranks and the name of the one that the others wait for. Three times as long in the first"
         ' step and in evaluations, six times at the start, in saves and where the first step compiles; "off": for ever.'
-        " Several ranks only.",
+        " Of a single rank, only the wait for loader processes.",
     )
     timeout: Annotated[WallTime, Resume.OUTSIDE] = Field(
         default=Duration(15, "m"),

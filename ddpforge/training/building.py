@@ -273,6 +273,8 @@ def deal_out(parts: Parts, world: World) -> None:
         "workers": 0 if workers == "auto" else workers,
         "prefetch": recipe.data.prefetch,
         "pin": world.device.type == "cuda",
+        # Of several ranks, those beside them see one stand still.
+        "patience": train.stall.seconds if train.stall != "off" and world.all.size == 1 else 0.0,
     }
     if parts.trains:
         parts.built.training = open_data(

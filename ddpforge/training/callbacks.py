@@ -10,7 +10,7 @@ from ddpforge.checkpoint.contents import RankState, flatten
 from ddpforge.errors import CheckpointError, PluginError, UsageError
 from ddpforge.interfaces import Callback, Contract
 
-__all__ = ["add_numbers", "check_callback", "overriding", "reads_gradients", "refuse_state", "state_of"]
+__all__ = ["add_numbers", "check_callback", "may_end", "overriding", "reads_gradients", "refuse_state", "state_of"]
 
 
 def overriding(callbacks: Mapping[str, Callback], method: str) -> list[str]:
@@ -20,6 +20,13 @@ def overriding(callbacks: Mapping[str, Callback], method: str) -> list[str]:
         for name, one in callbacks.items()
         if method in vars(one) or getattr(type(one), method) is not getattr(Callback, method)
     ]
+
+
+def may_end(callbacks: Mapping[str, Callback], method: str) -> list[str]:
+    """Names the callbacks whose `method` may ask for the end: that have one which is not declared to return None."""
+    found = {name: getattr(callbacks[name], method) for name in overriding(callbacks, method)}
+    returns = {name: getattr(one, "__annotations__", {}).get("return", one) for name, one in found.items()}
+    return [name for name, kind in returns.items() if kind not in (None, "None")]
 
 
 def reads_gradients(callbacks: Mapping[str, Callback]) -> bool:

@@ -16,7 +16,8 @@ from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import ExitCode, PeerFailed, UsageError
 from ddpforge.interfaces import Callback, Compute, Draws, Pass, Replica, Rows, Task, Total, World
 from ddpforge.ranks import phases
-from ddpforge.training.agreement import Looks
+from ddpforge.ranks.signals import NoData, waiting_for_data
+from ddpforge.training.agreement import Interrupted, Looks
 from ddpforge.training.callbacks import add_numbers
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.one_turn import finished, of_turn, of_turns, reports_of
@@ -155,7 +156,15 @@ class Evaluator:
 
     def _whole(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """The micro-batches, each looked at when its turn comes; raises what `check_whole` raises."""
-        for micro in micro_batches:
+        source = iter(micro_batches)
+        while True:
+            try:
+                with waiting_for_data:
+                    micro = next(source)
+            except StopIteration:
+                return
+            except NoData as error:
+                raise Interrupted from error
             check_whole(self._task, micro)
             yield micro
 

@@ -26,14 +26,14 @@ from ddpforge.plan import Plan
 from ddpforge.ranks import phases
 from ddpforge.ranks.halt import Halt, NoHalt
 from ddpforge.ranks.scheduling import look_for_others
-from ddpforge.ranks.signals import StopRequests
+from ddpforge.ranks.signals import NoData, StopRequests, waiting_for_data
 from ddpforge.recipe.schema import Recipe
 from ddpforge.strategies.several import InTurns
 from ddpforge.training.agreement import HALT, STOP, Agreement, Ballot, Interrupted, Looks
 from ddpforge.training.batchnorm import BatchNormAverager
 from ddpforge.training.beside import with_statistics
 from ddpforge.training.cadence import Alarm, Cadence, Stopwatch
-from ddpforge.training.callbacks import add_numbers, overriding, reads_gradients
+from ddpforge.training.callbacks import add_numbers, may_end, overriding, reads_gradients
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.left_out import complete, without_state_of_frozen
@@ -122,6 +122,7 @@ class Trainer:
         self._shows = shows or Shows(tracker, is_main=world.is_main)
         self._unsaved = unsaved  # None once it has looked
         self._shown_gradient: int | None = None  # the step whose gradient callbacks were shown last
+        self._ending = {method: may_end(callbacks, method) for method in ("on_step", "on_eval")}
         self._reads_gradients = reads_gradients(callbacks)
         if self._reads_gradients:
             replica.on_gradient = self._show_gradient
@@ -160,6 +161,7 @@ class Trainer:
         self._agree_every = 1
         evaluator.looks = Looks(self._look)
         self._interrupted = False  # whether an evaluation was
+        self._drawn: list[MicroBatch] = []  # the first micro-batches of the global batches of this step
 
         stateful = with_statistics(replica.bare, callbacks.values())
         statistics = BatchNormAverager(stateful if recipe.train.elastic_shards else None)
@@ -270,7 +272,14 @@ class Trainer:
             step = self.progress.step + 1
             logs = step == 1 or step == self.end or step % self.log_every == 0
             agrees = logs or step % self._agree_every == 0
-            totals = self._step(step, source, measure=logs)
+            try:
+                totals = self._step(step, source, measure=logs)
+            except NoData:
+                if self._drawn or self.progress.step == 0:
+                    raise  # in the middle of a step, or with nothing to be saved
+                self._agreed = Agreement(frozenset((STOP,)))
+                self._save(last=True)
+                return
             if not looks_are_free:
                 self.saving.reserve()
 
@@ -310,7 +319,7 @@ class Trainer:
         self._factor = self._wanted_factor()
         self._rates.set(step - 1, self._factor)
 
-        drawn: list[MicroBatch] = []
+        drawn = self._drawn = list[MicroBatch]()
         draws = self._draws(source, drawn)
         totals: dict[str, Total] = {}
         if step in self.progress.left_out:
@@ -360,7 +369,8 @@ class Trainer:
         """The global batches of a step, each to be used up before the next; the first of each goes into `drawn`."""
         for _ in range(self._turns.draws):
             phases.mark(phases.DATA)
-            drawn.append(next(source))
+            with waiting_for_data:
+                drawn.append(next(source))
             yield drawn[-1], _until_last(drawn[-1], source)
 
     # ------------------------------------------------------------------------------------------ agreement
@@ -506,10 +516,10 @@ class Trainer:
     def _report(self, info: StepInfo) -> bool:
         """Tells callbacks and tracker about the step; True when a callback wants the run to end."""
         phases.mark(phases.CALLBACKS)
-        wishes: list[bool | GoBack | None] = []
+        wishes: dict[str, bool | GoBack | None] = {}
         if self.callbacks:
             with self.replica.weights.observing():
-                wishes = [callback.on_step(info) for callback in self.callbacks.values()]
+                wishes = {name: callback.on_step(info) for name, callback in self.callbacks.items()}
         if info.metrics:
             row = {**info.metrics}
             for name in self._adding_columns:
@@ -519,10 +529,30 @@ class Trainer:
             if advice := self._spending.advice(waited, self._stopwatch.seconds, workers=self._workers):
                 log.warning("step %d: %s", info.step, advice)
             self._stopwatch.restart()
-        for wish in wishes:
+        found = self._wanted_by_callbacks("on_step", wishes)
+        for wish in found:
             if isinstance(wish, GoBack):
                 raise _GoBack(wish.steps, wish.why)
-        return any(wishes)
+        return any(found)
+
+    def _wanted_by_callbacks(
+        self, method: str, wishes: Mapping[str, bool | GoBack | None]
+    ) -> Sequence[bool | GoBack | None]:
+        """The wishes of callbacks on all ranks: one that decides by what its rank alone knows ends all of them.
+
+        They are exchanged on the host, where there are callbacks that may have any: see `may_end`.
+        """
+        asking = self._ending[method]
+        for name, wish in wishes.items():
+            if wish and name not in asking and self.world.all.size > 1:
+                raise PluginError(
+                    f"callback `{name}` returned {wish!r} from `{method}`, which is declared to return None",
+                    hints=[f"declare it: def {method}(...) -> bool | None"],
+                )
+        mine = [wishes[name] for name in asking if wishes.get(name)]
+        if self.world.all.size == 1 or not asking:
+            return [wish for wish in wishes.values() if wish]
+        return [wish for told in self.world.all.everyone(mine) for wish in told]
 
     def _row(self, means: dict[str, float], lr: float) -> dict[str, float]:
         row = {f"train/{name}": value for name, value in finished(self.task, means).items()}
@@ -562,6 +592,8 @@ class Trainer:
             row = self.evaluator.evaluate(step)
         except Interrupted:  # the next attempt evaluates
             self._interrupted = True
+            if not self._agreed.stops:  # no data came
+                self._agreed = Agreement(frozenset((STOP,)))
             return True
         except Exception:
             if self.evaluator.failed_together:
@@ -574,9 +606,9 @@ class Trainer:
             known = ", ".join(sorted(self.metrics))
             log.warning("checkpoint.keep.by: no metric is called %s, so none is best; there are %s", keep.by, known)
         with self.replica.weights.observing():
-            wishes = [callback.on_eval(step, row) for callback in self.callbacks.values()]
+            wishes = {name: callback.on_eval(step, row) for name, callback in self.callbacks.items()}
         self._stopwatch.resume()
-        return any(wishes)
+        return any(self._wanted_by_callbacks("on_eval", wishes))
 
     def _rescue(self) -> None:
         """Saves what was trained before an error ends the run, on all ranks; logs why where it cannot be saved."""
@@ -617,5 +649,6 @@ def _until_last(first: MicroBatch, source: Iterator[MicroBatch]) -> Iterator[Mic
     while not micro.last:
         yield micro
         phases.mark(phases.DATA)
-        micro = next(source)
+        with waiting_for_data:
+            micro = next(source)
     yield micro

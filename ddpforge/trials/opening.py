@@ -18,6 +18,7 @@ from ddpforge.interfaces import StepInfo, Tracker, World
 from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.ranks.arithmetic import told_of_determinism
 from ddpforge.ranks.join import leave
+from ddpforge.ranks.signals import training_begins
 from ddpforge.ranks.writers import Peers
 from ddpforge.runner import join_ranks, load_parts, peers_of
 from ddpforge.training.assemble import assemble
@@ -27,6 +28,7 @@ from ddpforge.training.memory import explained
 from ddpforge.training.parts import Parts
 from ddpforge.training.progress import Progress
 from ddpforge.training.saving import Saving
+from ddpforge.watch.watch import beginning
 
 __all__ = ["FirstBatches", "Repeated", "Trial", "opened", "without_the_rest"]
 
@@ -59,10 +61,12 @@ def opened(
     adopt_slurm()
     parts = load_parts(source, sets)
     world = join_ranks(parts)
-    peers = peers_of(parts.recipe, world)
-    on_every_rank(peers, lambda: build_parts(parts, world, rehearses=True))
-    compare_built(parts, world)
+    with beginning():
+        peers = peers_of(parts.recipe, world)
+        on_every_rank(peers, lambda: build_parts(parts, world, rehearses=True))
+        compare_built(parts, world)
     change(parts)
+    training_begins()  # as of a run: a request to stop ends the trial with a step
     try:
         with TemporaryDirectory(prefix="ddpforge-trial-") as folder, ExitStack() as life:
             trial = Trial(parts, world, _trainer(parts, world, peers, Path(folder), life))

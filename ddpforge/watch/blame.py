@@ -10,10 +10,14 @@ from ddpforge.watch.rows import Row
 __all__ = ["Blame", "blame"]
 
 # Innermost lines of Python on which a rank stands that only waits for others: in collectives, and in autograd's engine,
-# from which DDP and FSDP call them; in the schedules of pipelines, and where a pipeline evaluates.
+# from which DDP and FSDP call them; in the schedules of pipelines, and where a pipeline evaluates. And those on which a
+# rank waits for its GPU, which may wait in a collective: it reads norms, means and losses there, and what is saved.
 _WAITING = (
     *("torch/distributed/", "torch/autograd/", "deepspeed/comm/", "torch/_ops.py"),
     *("distributed/pipelining/schedules.py", "strategies/pipeline/replica.py"),
+    *("ddpforge/training/norms.py", "ddpforge/training/step.py", "ddpforge/ranks/means.py", "torch/cuda/"),
+    *("ddpforge/ranks/collectives.py", "ddpforge/checkpoint/staging.py", "ddpforge/checkpoint/contents.py"),
+    *("ddpforge/strategies/torch_replica.py", "ddpforge/strategies/precision.py"),
 )
 
 

@@ -15,7 +15,9 @@ from ddpforge.ranks.phases import Place
 __all__ = ["STACKS", "Process"]
 
 STACKS = signal.SIGRTMIN + 7  # has faulthandler write stacks; one that nobody else uses
-_DUMP = 1.5  # seconds in which a process writes its stacks
+_DUMP = 1.5  # seconds in which a process, and what it has forked, write their stacks
+_LOOK = 0.03  # seconds between two looks at what they have written
+_FATAL = "Fatal Python error: "  # with which faulthandler begins
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
@@ -60,14 +62,27 @@ class Process:
         """
         if self.frozen():
             return ""
-        for pid in [self.pid, *_children(self.pid)]:
-            if _listens(pid):
-                _send(pid, STACKS)
-        size, deadline = 0, time.monotonic() + _DUMP
-        while time.monotonic() < deadline and (not size or size != os.fstat(self._stacks).st_size):
+        begin = os.fstat(self._stacks).st_size  # what it wrote when it was asked before
+        deadline = time.monotonic() + _DUMP
+        for pid in [self.pid, *_children(self.pid)]:  # one after the other: all of them write to one file
+            if _listens(pid) and time.monotonic() < deadline:
+                if pid != self.pid:
+                    os.write(self._stacks, f"\nprocess {pid}, which it has forked:\n".encode())
+                self._written(pid, deadline)
+        return os.pread(self._stacks, 1 << 24, begin).decode(errors="replace")
+
+    def _written(self, pid: int, deadline: float) -> None:
+        """Has a process write its stacks, and waits until it has."""
+        before = size = os.fstat(self._stacks).st_size
+        _send(pid, STACKS)
+        while time.monotonic() < deadline and (size == before or size != os.fstat(self._stacks).st_size):
             size = os.fstat(self._stacks).st_size
-            time.sleep(0.05)
-        return os.pread(self._stacks, 1 << 24, 0).decode(errors="replace")
+            time.sleep(_LOOK)
+
+    def last_stacks(self) -> str:
+        """The stacks that it wrote when it aborted or crashed; empty where it did neither."""
+        found = os.pread(self._stacks, 1 << 24, 0).decode(errors="replace")
+        return found[found.rfind(_FATAL) :] if _FATAL in found else ""
 
     def line(self, stacks: str) -> str:
         """The line on which the main thread stands, e.g. "faults.py:12 in load"."""

@@ -13,7 +13,7 @@ from ddpforge.watch.rows import Row
 
 __all__ = ["Limits", "Sentry", "Teller", "Watched"]
 
-_GRACE = 10.0  # seconds that a rank has to notice by itself that another one has failed
+_GRACE = 10.0  # seconds
 _MULTIPLES = {START: 6, EVAL: 3, SAVE: 6, END: 6}
 
 
@@ -22,6 +22,7 @@ class Limits(NamedTuple):
 
     stall: float
     compiles: bool = False
+    grace: float = _GRACE  # for a rank to notice by itself that another one has failed
 
     def of(self, phase: int, *, first: bool) -> float:
         """The limit in a phase, and in the first step of an attempt, which may have to compile."""
@@ -52,6 +53,9 @@ class Watched(Protocol):
 
     def stacks(self) -> str:
         """The stacks of all its threads."""
+
+    def last_stacks(self) -> str:
+        """The stacks that it wrote when it crashed."""
 
     def line(self, stacks: str) -> str:
         """The line on which its main thread stands."""
@@ -120,14 +124,14 @@ class Sentry:
     def look(self) -> bool:
         """True when this was the last look."""
         place, now = self._process.place(), self._clock()
-        if place != self._place:
-            self._place, self._since = place, now
+        if place[:3] != self._place[:3]:
+            self._since = now
         elif (gap := now - self._looked) > 3 * self._limits.look + 2:
             self._since += gap  # nobody ran, this process neither: a job that was suspended
-        self._looked = now
+        self._place, self._looked = place, now
         row = self._row()
         self._board.show(row)
-        if self._board.called() or (self._is_late() and not self._others_get_on(row)):
+        if self._board.called() or (self._is_late() and not self._others_get_on(row) and self._stands_still(place)):
             self._answer()
             return True
         return self._outlives_another()
@@ -135,8 +139,11 @@ class Sentry:
     def died(self) -> None:
         """Its process has ended; where it could not say why, that is said now."""
         if not self._process.place().left and not self._teller.someone_failed():
-            row = self._row()
-            sentence = f"{self._process.death()} in {row.place()} (process {row.pid} on {row.host})"
+            stacks = self._process.last_stacks()
+            self._teller.keep_stacks(stacks)
+            row = self._row(at=self._process.line(stacks) if stacks else "")
+            at = f" at {row.at}" if row.at else ""
+            sentence = f"{self._process.death()} in {row.place()}{at} (process {row.pid} on {row.host})"
             self._teller.tell(Blame([self._rank], sentence), {self._rank: row})
 
     # -- one look
@@ -160,7 +167,8 @@ class Sentry:
 
     def _is_late(self) -> bool:
         first = self._place.step <= max(self._place.first, 1)
-        return self._clock() - self._since > self._limits.of(self._place.phase, first=first)
+        limits = self._limits._replace(stall=self._place.stall or self._limits.stall)
+        return self._clock() - self._since > limits.of(self._place.phase, first=first)
 
     def _others_get_on(self, mine: Row) -> bool:
         """True while this rank waits for one that may still be where it is."""
@@ -173,6 +181,17 @@ class Sentry:
         limits = {row: self._limits.of(NAMES.index(row.phase), first=row.step <= max(first, 1)) for row in behind}
         return any(row.seconds < limit for row, limit in limits.items())
 
+    def _stands_still(self, place: Place) -> bool:
+        """True where this rank has not moved on while its stacks were written: others are not called in vain."""
+        if not place.left:
+            self._process.stacks()
+        now = self._process.place()
+        if now[:3] == place[:3]:
+            return True
+        self._place, self._since = now, self._clock()
+        self._board.show(self._row())
+        return False
+
     def _outlives_another(self) -> bool:
         """Ends the rank where it has not noticed, in time, that another one has failed."""
         if self._failed is None and self._teller.someone_failed():
@@ -180,7 +199,7 @@ class Sentry:
         if self._failed is None or self._process.place().left:
             return False
         frozen = self._process.frozen()
-        if not frozen and self._clock() - self._failed < _GRACE:
+        if not frozen and self._clock() - self._failed < self._limits.grace:
             return False
         stacks = self._process.stacks()
         self._teller.keep_stacks(stacks)
@@ -193,9 +212,11 @@ class Sentry:
         """Calls everybody; says where this rank stands and, if nobody has, who the others wait for; ends the rank."""
         self._board.call()
         left, frozen = self._process.place().left, self._process.frozen()
+        mine = self._row(frozen=frozen, answers=True)
         stacks = "" if left else self._process.stacks()
         self._teller.keep_stacks(stacks)
-        mine = self._row(at=self._process.line(stacks), frozen=frozen, answers=True)
+        if self._process.place()[:3] == (NAMES.index(mine.phase), mine.step, mine.marks):
+            mine = mine._replace(at=self._process.line(stacks))  # else that would be the line of another moment
         self._board.show(mine)
         rows = self._gather(mine)
         found = blame(rows, self._size)

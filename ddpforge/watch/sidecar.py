@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
 from ddpforge.ranks.phases import WORDS
 from ddpforge.watch.board import Board, within
+from ddpforge.watch.early import Early
 from ddpforge.watch.process import Process
 from ddpforge.watch.sentry import Limits, Sentry
 
@@ -50,6 +51,9 @@ class Late:
         """Tells."""
         within(5.0, lambda: self._teller().tell(found, rows))
 
+    def leave(self) -> None:
+        """Everything stays in the run's folder."""
+
     def tell_end(self, why: str) -> None:
         """Tells."""
         within(3.0, lambda: self._teller().tell_end(why))
@@ -67,14 +71,16 @@ def main(settings: Mapping[str, Any]) -> None:
     """Watches until the rank has ended, or has been ended."""
     words = memoryview(mmap.mmap(settings["words"], WORDS * 8)).cast("q")
     process = Process(settings["pid"], words, settings["stacks"], settings["main"])
-    limits = Limits(settings["stall"] or float("inf"), settings["compiles"])
-    logs = f"{settings['folder']}/logs"
-    board = Board(logs, settings["attempt"], settings["store"], seldom=min(10.0, limits.stall / 4))
-    sentry = Sentry(settings["rank"], settings["size"], process, board, Late(settings), limits)
+    limits = Limits(settings["stall"] or float("inf"), settings["compiles"], settings["grace"])
+    board = Board(settings["logs"], settings["attempt"], settings["store"], seldom=min(10.0, limits.stall / 4))
+    teller = Late(settings) if settings["folder"] else Early(board, settings["rank"], settings["pid"])
+    sentry = Sentry(settings["rank"], settings["size"], process, board, teller, limits)
     while not process.ended(limits.look):
         if sentry.look():
-            return
-    sentry.died()
+            break
+    else:
+        sentry.died()
+    teller.leave()
 
 
 if __name__ == "__main__":

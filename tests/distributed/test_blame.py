@@ -85,6 +85,17 @@ class Fault(Callback):
 
     def aborts(self):
         os.abort()
+
+    def full(self):
+        from ddpforge import planned
+
+        def plan(recipe, ranks, budget):
+            told = recipe.parent / "logs/failure-rank-1.json"
+            (recipe.parent / "told").write_text(str(told.exists()))
+            return {"peak": 10**12, "remedies": []}
+
+        planned._planned = plan
+        raise MemoryError
 '''
 
 Faulty = Callable[..., tuple[Ranks, dict[str, Any]]]
@@ -128,6 +139,17 @@ def test_all_ranks_end_with_the_exit_code_of_the_first(faulty: Faulty) -> None:
     assert "Traceback" not in ended.stderr
 
 
+def test_the_others_learn_that_memory_is_full_before_a_plan_says_what_fits(tmp_path: Path, faulty: Faulty) -> None:
+    ended, status = faulty("full")
+    assert ended.codes == [1, 1]
+    assert (tmp_path / "runs/run/told").read_text() == "True"
+    assert "by the plan a step needs 1.0 TB" in status["error"]
+    assert "by the plan a step needs 1.0 TB" in ended.stderr
+    failure = json.loads((tmp_path / "runs/run/failure.json").read_text())
+    assert (failure["rank"], failure["told_by"]) == (1, "rank")
+    assert "by the plan" in failure["error"]
+
+
 DIED = r"was killed by signal \d+ \(SIG\w+\)|ended without a word: killed, or crashed"
 
 
@@ -142,7 +164,7 @@ DIED = r"was killed by signal \d+ \(SIG\w+\)|ended without a word: killed, or cr
     ],
 )
 def test_a_rank_that_cannot_speak_is_named_by_the_others(
-    faulty: Faulty, kind: str, rank: int, nproc: int, said: str
+    tmp_path: Path, faulty: Faulty, kind: str, rank: int, nproc: int, said: str
 ) -> None:
     """Of one that has ended they know it at once, of others when a collective has waited for `train.timeout`."""
     more = [WAITS_LITTLE] if kind in ("stopped", "hangs") else []
@@ -153,6 +175,9 @@ def test_a_rank_that_cannot_speak_is_named_by_the_others(
     assert ended.stderr.count(f"error: {status['error']}") == 1, ended.stderr
     assert "Traceback" not in ended.stderr
     assert "gloo" not in ended.stderr
+    if kind == "aborts":
+        assert re.search(r"in callbacks of step 3 at .*faults.py:\d+ in aborts", status["error"]), status["error"]
+        assert "Fatal Python error: Aborted" in (tmp_path / f"runs/run/logs/stacks-rank-{rank}.txt").read_text()
     if kind == "stopped":
         assert ended.codes[rank] == -signal.SIGKILL
 
@@ -160,36 +185,96 @@ def test_a_rank_that_cannot_speak_is_named_by_the_others(
 NO_DATA = """
 import os
 import signal
+import time
 from ddpforge.builtin.datasets.digits import Digits
+
+HERE = int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"])
+
+
+def fail(how):
+    if how == "raises":
+        open("not-on-this-machine")
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "asked":
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1000)
+
+
+if HERE and os.environ.get("IMPORT"):
+    fail(os.environ["IMPORT"])
 
 
 class Missing(Digits):
     def __init__(self, how: str, split: str = "test") -> None:
         super().__init__(split=split)
-        if os.environ["RANK"] == "1" and how == "raises":
-            open("not-on-this-machine")
-        if os.environ["RANK"] == "1" and how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if HERE:
+            fail(how)
 """
 
 
-@pytest.mark.parametrize("how", ["raises", "killed"])
-def test_a_rank_that_cannot_even_begin_is_named_too(tmp_path: Path, ddpforge: Callable[..., Ranks], how: str) -> None:
-    data = f'data.train = {{ use = "./nodata.py:Missing", how = "{how}" }}'
+@pytest.fixture
+def starting(tmp_path: Path) -> Path:
+    """A recipe of which the last rank comes no further than to its data."""
+    data = 'data.train = { use = "./nodata.py:Missing", how = "hangs" }'
     text = RECIPE.partition("[callbacks.fault]")[0].replace('data.train = { use = "digits", split = "test" }', data)
     (tmp_path / "run.toml").write_text(text)
     (tmp_path / "nodata.py").write_text(NO_DATA)
-    ended = ddpforge("run", "run.toml", nproc=2, fails=True)
-    assert all(ended.codes)
-    if how == "raises":
-        assert ended.codes[0] == ended.codes[1]
-        assert "not-on-this-machine" in ended.stderr
-        assert "error: rank 1 failed first: " in ended.stderr
-    else:
-        assert ended.codes == [1, -signal.SIGKILL]
-        assert "error: another rank ended before training began: it was killed, or crashed" in ended.stderr
+    return tmp_path
+
+
+def test_a_rank_that_cannot_even_begin_says_why(starting: Path, ddpforge: Callable[..., Ranks]) -> None:
+    ended = ddpforge("run", "run.toml", "--set=data.train.how=raises", nproc=2, fails=True)
+    assert ended.codes[0] == ended.codes[1] > 0
+    assert "not-on-this-machine" in ended.stderr
+    assert "error: rank 1 failed first: " in ended.stderr
     assert "gloo" not in ended.stderr
-    assert not (tmp_path / "runs").exists()
+    assert not (starting / "runs").exists()
+
+
+@pytest.mark.parametrize("imports", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_a_rank_that_is_killed_while_it_starts_is_named(
+    starting: Path, ddpforge: Callable[..., Ranks], imports: bool
+) -> None:
+    """The others wait in C++ for it to join, or in a collective, and do not wait for `train.timeout`."""
+    env = {"IMPORT": "killed"} if imports else {}
+    ended = ddpforge("run", "run.toml", "--set=data.train.how=killed", env=env, nproc=2, fails=True)
+    assert ended.codes == [1, -signal.SIGKILL]
+    assert re.search(f"^error: rank 1 ({DIED}).* in start", ended.stderr, re.M), ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (starting / "runs").exists()
+
+
+@pytest.mark.parametrize("imports", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_a_rank_that_hangs_while_it_starts_is_named_with_its_line(
+    starting: Path, ddpforge: Callable[..., Ranks], imports: bool
+) -> None:
+    env = {"IMPORT": "hangs"} if imports else {}
+    ended = ddpforge("run", "run.toml", WAITS_LITTLE, env=env, nproc=2, fails=True)
+    assert ended.codes == [1, -signal.SIGKILL]
+    assert re.search(r"^error: rank 1 stood in start for \d+ s at .*nodata.py:\d+ in fail", ended.stderr, re.M)
+    assert ended.stderr.count("error: ") == 1
+    assert "Traceback" not in ended.stderr
+
+
+def test_ranks_that_are_asked_to_stop_while_one_hangs_in_the_start_stop(
+    starting: Path, ddpforge: Callable[..., Ranks]
+) -> None:
+    ended = ddpforge("run", "run.toml", env={"IMPORT": "asked"}, nproc=2, fails=True)
+    assert ended.codes == [ExitCode.STOPPED] * 2
+    assert "error: asked to stop before training began" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    alone = ddpforge("run", "run.toml", "--set=data.train.how=asked", nproc=1, fails=True)
+    assert alone.codes == [ExitCode.STOPPED]
+    assert "error: asked to stop before training began" in alone.stderr
+
+
+def test_the_error_of_a_recipe_that_one_rank_alone_finds_is_shown(
+    starting: Path, ddpforge: Callable[..., Ranks]
+) -> None:
+    ended = ddpforge("run", "run.toml", env={"IMPORT": "raises"}, nproc=2, fails=True)
+    assert ended.codes == [ExitCode.USAGE] * 2
+    assert ended.stderr.count("not-on-this-machine") == 1
 
 
 JOINS_LATE = """

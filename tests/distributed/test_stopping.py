@@ -127,3 +127,84 @@ def test_a_request_before_ranks_have_met_ends_all_of_them_and_nothing_has_begun(
 
     assert in_ranks(2, rank) == [ExitCode.STOPPED] * 2
     assert not Path("runs").exists()
+
+
+HANGING = """
+import os, signal, time
+from ddpforge.builtin.datasets.digits import Digits
+
+
+class Hanging(Digits):
+    \"""Comes to no third step: its process is asked to stop in there, as by a scheduler.\"""
+
+    def set_step(self, step):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1000)
+
+    def __init__(self):
+        super().__init__(split="test")
+"""
+
+
+def test_one_process_that_waits_for_data_saves_and_stops(ddpforge: Callable[..., Ranks]) -> None:
+    Path("hanging.py").write_text(HANGING)
+    sets = ("data.train.use=./hanging.py:Hanging", "~data.eval", "~train.eval_every")
+    ended = ddpforge("run", "run.toml", *(f"--set={one}" for one in sets), nproc=1, fails=True)
+    assert ended.codes == [ExitCode.STOPPED], ended.stderr
+    found = status()
+    assert (found["state"], found["exit_code"], found["step"]) == ("stopped", ExitCode.STOPPED, 2)
+    assert len([*Path("runs/run/checkpoints").glob("step-000000002-*")]) == 1
+
+
+ON_ONE_RANK = """
+import os
+from ddpforge.interfaces import Callback, GoBack
+
+HERE = os.environ["RANK"] == "1"
+
+
+class InEvaluation(Callback):
+    def on_eval(self, step, metrics):
+        return HERE and step == 4
+
+
+class InStep(Callback):
+    def on_step(self, info):
+        return HERE and info.step == 3
+
+
+class GoesBack(Callback):
+    goes_back = True
+
+    def __init__(self):
+        self.done = False
+
+    def on_step(self, info) -> bool | GoBack:
+        if HERE and info.step == 3 and not self.done:
+            self.done = True
+            return GoBack([3], "rank 1 wants to")
+        return info.step == 5
+
+
+class Undeclared(Callback):
+    def on_step(self, info) -> None:
+        return HERE and info.step == 3
+"""
+
+
+@pytest.mark.parametrize(("name", "step"), [("InEvaluation", 4), ("InStep", 3), ("GoesBack", 5)])
+def test_a_callback_that_says_stop_on_one_rank_stops_all(ddpforge: Callable[..., Ranks], name: str, step: int) -> None:
+    Path("one.py").write_text(ON_ONE_RANK)
+    ended = ddpforge("run", "run.toml", f"--set=callbacks.one.use=./one.py:{name}", nproc=2)
+    assert ended.codes == [0, 0], ended.stderr
+    assert (status()["state"], status()["step"]) == ("done", step)
+    assert len([*Path("runs/run/checkpoints").glob(f"step-{step:09}-*")]) == 1
+    assert ("rank 1 wants to; back to step 0" in ended.stderr) == (name == "GoesBack")
+
+
+def test_a_callback_that_is_declared_to_return_none_and_says_stop_is_refused(ddpforge: Callable[..., Ranks]) -> None:
+    Path("one.py").write_text(ON_ONE_RANK)
+    ended = ddpforge("run", "run.toml", "--set=callbacks.one.use=./one.py:Undeclared", nproc=2, fails=True)
+    assert ended.codes == [ExitCode.ENVIRONMENT] * 2
+    assert "callback `one` returned True from `on_step`, which is declared to return None" in ended.stderr

@@ -99,6 +99,12 @@ def test_a_name_that_leads_nowhere_else(
         assert found.fix == "export GLOO_SOCKET_IFNAME=… (eth0, eth1), or mend /etc/hosts"
 
 
+def test_a_folder_of_temporary_files_that_takes_no_sockets_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/" + 100 * "x")
+    assert any("temporary files is too long for loader processes" in found.what for found in machine.limits())
+    assert not any("temporary files" in found.what for found in machine.limits(workers=0))
+
+
 def test_interfaces_that_variables_name_and_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GLOO, "nope0")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "l,^docker")  # prefixes, for NCCL: lo

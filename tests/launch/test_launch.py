@@ -612,7 +612,8 @@ def test_ranks_get_ten_minutes_to_save_unless_the_environment_says_otherwise(
 def test_torchrun_stands_alone_unless_a_rendezvous_is_named() -> None:
     alone = torchrun_command(["r.toml"], nproc=2)
     assert alone[1:] == [
-        *("-P", "-u", "-m", "ddpforge.launchers.torchrun", "--standalone", "--nproc-per-node=2"),
+        *("-P", "-u", "-m", "ddpforge.launchers.torchrun", "--standalone", "--local-addr=127.0.0.1"),
+        "--nproc-per-node=2",
         *("--no-python", sys.executable, "-P", "-u", "-m", "ddpforge", "run", "r.toml"),
     ]
     for flag in ("--nnodes=2", "--rdzv-endpoint=a:1", "--master-port=1"):

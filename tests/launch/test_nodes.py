@@ -12,8 +12,8 @@ from ddpforge.launchers.nodes import Nodes, announced, is_mine
 
 
 def test_one_machine_stands_alone() -> None:
-    assert Nodes.of(None, None, None).flags("id") == ["--standalone"]
-    assert Nodes.of("1", 0, "node01").flags("id") == ["--standalone"]
+    assert Nodes.of(None, None, None).flags("id") == ["--standalone", "--local-addr=127.0.0.1"]
+    assert Nodes.of("1", 0, "node01").flags("id") == ["--standalone", "--local-addr=127.0.0.1"]
 
 
 def test_machines_meet_where_they_are_told() -> None:

@@ -73,6 +73,22 @@ def test_a_cause_of_another_rank_is_found_with_its_exit_code(tmp_path: Path) -> 
     assert [report.rank for report in told_causes(tmp_path)] == [1]
 
 
+def test_on_a_full_disk_a_failure_is_told_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ddpforge.ranks.failures.disk.replace", full)
+    zero, one, two = ranks(tmp_path, 3)
+    one.tell(StrategyError("no room in /runs/x: 100 % full; " + 300 * "ä"), 3)
+    two.tell(LOST, 1)
+    cause = zero.explain(nobody_to_call, no_sleep)
+    assert cause is not None
+    assert (cause.rank, cause.exit_code, cause.symptom) == (1, 3, False)
+    assert cause.error.startswith("StrategyError: no room in /runs/x: 100 % full; ää")
+    Failures.clear(tmp_path)
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_where_all_have_symptoms_nobody_is_blamed(tmp_path: Path) -> None:
     zero, one = ranks(tmp_path, 2)
     zero.tell(LOST, 1)

@@ -12,7 +12,14 @@ import pytest
 from doubles import Clock
 
 from ddpforge.launchers.verdict import VERDICT
-from ddpforge.ranks.signals import StopRequests
+from ddpforge.ranks.signals import (
+    NoData,
+    StopRequests,
+    asked_to_stop,
+    stopping_early,
+    training_begins,
+    waiting_for_data,
+)
 
 ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -48,6 +55,56 @@ def test_a_second_ctrl_c_ends_at_once_and_another_kind_is_another_first() -> Non
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_process_that_hangs_while_it_starts_is_left_when_it_is_asked_to_stop() -> None:
+    """Also where the main thread waits and runs no handler."""
+    left = threading.Event()
+    with StopRequests() as stop, stopping_early(left.set, patience=0.01):
+        assert not asked_to_stop()
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        assert left.wait(60)
+        assert stop.requested
+        assert asked_to_stop()
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_once_training_begins_a_request_to_stop_waits_for_a_checkpoint() -> None:
+    left = threading.Event()
+    with StopRequests() as stop, stopping_early(left.set, patience=0.0):
+        training_begins()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+        assert not left.wait(0.1)
+
+
+def test_a_forked_process_that_is_signalled_does_not_stop_its_parent() -> None:
+    left = threading.Event()
+    with StopRequests(), stopping_early(left.set, patience=0.0):
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert not left.wait(0.1)
+
+
+def test_a_request_to_stop_ends_the_wait_for_data_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpforge.ranks.signals._NO_DATA", 0.05)
+    with StopRequests() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(0.2)  # anything else is not interrupted
+        with pytest.raises(NoData), waiting_for_data:
+            threading.Event().wait(60)
+        assert stop.requested
+
+
+def test_of_several_ranks_none_gives_up_waiting_for_data_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpforge.ranks.signals._NO_DATA", 0.01)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with StopRequests(), waiting_for_data:
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(0.2)
 
 
 def test_a_request_that_was_held_back_while_python_started_is_heard() -> None:

@@ -37,6 +37,20 @@ def test_of_ranks_in_one_place_the_one_that_is_not_in_a_collective_is_at_fault()
     assert "the others waited for it" in found_.sentence
 
 
+@pytest.mark.parametrize(
+    "at",
+    [
+        *("ddpforge/training/norms.py:31 in take", "ddpforge/ranks/means.py:86 in _reduce"),
+        *("ddpforge/checkpoint/staging.py:110 in finish", "torch/cuda/streams.py:110 in synchronize"),
+        *("ddpforge/training/step.py:173 in _look", "ddpforge/strategies/torch_replica.py:155 in clip"),
+    ],
+)
+def test_a_rank_that_waits_for_its_gpu_waits_for_the_others(at: str) -> None:
+    """With NCCL the host runs ahead, and first stands still where it reads what the collective is to give."""
+    assert found(row(0, at=at), row(1, at="model.py:7 in forward"), row(2, at=at)).ranks == [1]
+    assert "none is behind" in found(row(0, at=at), row(1, at=at)).sentence
+
+
 def test_a_rank_that_is_ahead_is_waited_for_where_those_behind_only_wait() -> None:
     """In a pipeline the next rank cannot begin before it gets what the first one computes."""
     waits = "torch/distributed/distributed_c10d.py:4000 in wait"

@@ -47,6 +47,47 @@ def test_what_one_shows_the_others_see(tmp_path: Path, stored: bool) -> None:
         assert two.cut_off == 0.0
 
 
+@pytest.mark.parametrize("stored", [True, False], ids=["store", "files"])
+def test_of_two_failures_all_know_the_first(tmp_path: Path, stored: bool) -> None:
+    with serving() as port:
+        store = f"127.0.0.1:{port}" if stored else ""
+        one, two, earlier = boards(tmp_path / "logs", store, "now", "now", "before")
+        assert two.cause() is None
+        assert one.tell({"rank": 0, "error": "first"})
+        assert not two.tell({"rank": 1, "error": "second"})
+        one.rows()
+        assert [one.cause(), two.cause()] == [{"rank": 0, "error": "first"}] * 2
+        earlier.rows()
+        if stored:
+            assert earlier.cause() is None
+
+
+def test_on_a_full_disk_rows_are_seen_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    one, two, earlier = boards(tmp_path / "logs", "", "now", "now", "before")
+    monkeypatch.setattr("ddpforge.watch.board.json.dump", full)
+    earlier.show(row(7, answers=True))
+    line = "a/rather/long/path/of/a/dataset/that/hangs/" * 3 + "data.py:12 in __getitem__"
+    one.show(row(0, answers=True, at=line, frozen=True, time=1e9))
+    two.show(row(1, marks=3, answers=True, left=True))
+    found = two.rows()
+    assert sorted(found) == [0, 1]
+    assert (found[0].answers, found[0].frozen, found[0].left, found[0].pid) == (True, True, False, 100)
+    assert found[0].at.endswith("data.py:12 in __getitem__")
+    assert (found[1].marks, found[1].left, found[1].phase) == (3, True, "data")
+
+
+def test_without_store_and_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    board = Board("", "now", "", seldom=0.0)
+    board.show(row(0, answers=True))
+    board.call()
+    assert not board.tell({"rank": 0})
+    assert (board.called(), board.rows(), board.cause(), list(tmp_path.iterdir())) == (True, {}, None, [])
+
+
 def test_a_call_reaches_those_that_only_see_files_and_those_that_only_see_the_store(tmp_path: Path) -> None:
     with serving() as port:
         store = f"127.0.0.1:{port}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 from doubles import Clock
@@ -23,6 +23,7 @@ class Job:
         self.told: list[tuple[int, Blame]] = []
         self.ended: list[int] = []
         self.late: list[int] = []
+        self.dead: set[int] = set()
         limits = Limits(stall, compiles)
         self.ranks = [Rank(self, rank) for rank in range(ranks)]
         self.sentries = [
@@ -55,6 +56,7 @@ class Rank:
         self.stopped = False
         self.cut_off = 0.0
         self.code = ""
+        self.written: Callable[[], None] = lambda: None
 
     def go(self, phase: int, step: int = 5, *, first: int = 1, left: bool = False) -> None:
         self.at = Place(phase, step, self.at.marks + 1, first, left)
@@ -73,7 +75,11 @@ class Rank:
         return "was killed by signal 9 (SIGKILL)"
 
     def stacks(self) -> str:
+        self.written()
         return "stacks"
+
+    def last_stacks(self) -> str:
+        return self.code
 
     def line(self, stacks: str) -> str:
         return "x.py:1 in x"
@@ -102,7 +108,7 @@ class Rank:
         return self.job.failed
 
     def keep_stacks(self, stacks: str) -> None:
-        assert stacks == ("" if self.at.left else "stacks")
+        assert stacks == (self.code or ("" if self.at.left or self.rank in self.job.dead else "stacks"))
 
     def tell(self, found: Blame, rows: Mapping[int, Row]) -> None:
         if not self.job.failed:
@@ -140,6 +146,36 @@ def test_without_a_limit_a_rank_may_stand_for_ever() -> None:
     job = Job(1, stall=float("inf"))
     job.run(5_000)
     assert not job.alarm
+
+
+def test_a_rank_that_moves_on_while_its_stacks_are_written_is_not_condemned() -> None:
+    job = Job(2)
+    slow, waits = job.ranks
+    slow.go(DATA)
+    waits.at = waits.at._replace(marks=9)
+    waits.go(BACKWARD)
+    job.run(80)
+    slow.written = lambda: slow.go(FORWARD)
+    job.run(2)
+    slow.written = lambda: None
+    waits.go(BACKWARD)
+    job.run(70)
+    assert not job.alarm
+    job.run(20)
+    assert job.told[0][1].ranks == [0]
+
+
+def test_place_and_line_of_a_rank_are_of_one_moment() -> None:
+    job = Job(2)
+    moves = job.ranks[0]
+    for rank in job.ranks:
+        rank.go(DATA)
+    job.run(30)
+    moves.written = lambda: moves.go(FORWARD)
+    job.alarm = True
+    job.run(1)
+    assert (job.rows[0].phase, int(job.rows[0].seconds), job.rows[0].at) == ("data", 30, "")
+    assert (job.rows[1].phase, int(job.rows[1].seconds), job.rows[1].at) == ("data", 30, "x.py:1 in x")
 
 
 def test_every_mark_begins_a_new_stay() -> None:
@@ -215,6 +251,7 @@ def test_one_that_died_is_named_by_the_process_beside_it_unless_it_has_spoken() 
     job = Job()
     job.ranks[1].go(FORWARD)
     job.run(1)
+    job.dead = {0, 1}
     job.sentries[1].died()
     ((rank, found),) = job.told
     assert (rank, found.ranks) == (1, [1])
@@ -226,6 +263,15 @@ def test_one_that_died_is_named_by_the_process_beside_it_unless_it_has_spoken() 
     spoken.ranks[0].go(END, left=True)
     spoken.sentries[0].died()
     assert spoken.told == []
+
+
+def test_one_that_crashed_is_named_with_its_line() -> None:
+    job = Job()
+    job.ranks[1].go(BACKWARD)
+    job.ranks[1].code = "Fatal Python error: Aborted"
+    job.run(1)
+    job.sentries[1].died()
+    assert " in backward of step 5 at x.py:1 in x (process 101 on " in job.told[0][1].sentence
 
 
 def test_a_rank_that_does_not_notice_anothers_failure_is_ended() -> None:

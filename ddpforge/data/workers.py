@@ -1,0 +1,128 @@
+"""Looks for what loader processes need of a machine, and phrases errors where they do not find it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.queues
+import os
+import re
+import resource
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpforge.errors import EnvironmentProblem, ForgeError, PluginError
+from ddpforge.ranks.failures import phrase
+
+__all__ = ["explained", "lacks_resources", "refuse_missing_resources", "starting", "takes_sockets", "telling_context"]
+
+_SHM = Path("/dev/shm")
+_LEAST = 1 << 20  # bytes of shared memory: the smallest batches take a page a tensor
+_SOCKET = len("/pymp-12345678/listener-12345678")  # what multiprocessing appends to the folder of temporary files
+_FILES = 4  # descriptors that this process holds for a loader process: queues, and a word of its end
+_NO_ROOM = re.compile(r"No space left|shared memory|DataLoader worker .*Bus error", re.I)
+_NO_FILES = "Too many open files"
+_ALONE = "or fetch in the training process: data.workers = 0"
+
+
+def refuse_missing_resources(workers: int, prefetch: int, *, shm: Path = _SHM) -> None:
+    """Raises EnvironmentProblem where loader processes would start, and could not hand a micro-batch over."""
+    needs = f"data.workers = {workers} needs"
+    folder = tempfile.gettempdir()
+    if not takes_sockets(folder):
+        raise EnvironmentProblem(
+            f"{needs} sockets in the folder for temporary files, whose name is too long for them: {folder}",
+            hints=["set TMPDIR to a shorter path, such as /tmp", _ALONE],
+        )
+    if shm.is_dir() and (free := shutil.disk_usage(shm).free) < _LEAST:
+        raise EnvironmentProblem(
+            f"{needs} shared memory for micro-batches, and {shm} has {free} bytes free",
+            hints=[f"remove what fills {shm}, or give it more room: docker run --shm-size=8g", _ALONE],
+        )
+    _raise_limit(workers, prefetch, needs)
+
+
+def takes_sockets(folder: str) -> bool:
+    """True if multiprocessing can make its sockets in that folder: a path may have 107 bytes on Linux."""
+    with socket.socket(socket.AF_UNIX) as one:
+        try:
+            one.connect(f"{folder}{'x' * _SOCKET}")
+        except OSError as error:
+            return "too long" not in str(error)
+    return True
+
+
+def _raise_limit(workers: int, prefetch: int, needs: str) -> None:
+    """Raises this process' limit of open files as far as it may, where loader processes would come near it."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    there = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 64
+    needed = there + workers * (_FILES + 2 * prefetch)  # a tensor on its way is a descriptor: inputs and targets
+    if limit != resource.RLIM_INFINITY and limit < 4 * needed and limit != most:
+        limit = 4096 if most == resource.RLIM_INFINITY else min(most, max(4096, 4 * needed))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise EnvironmentProblem(
+            f"{needs} about {needed} open files in this process, which may have {limit}",
+            hints=[f"ulimit -n {max(1024, 4 * needed)}", _ALONE],
+        )
+
+
+# ---------------------------------------------------------------------------------------------- what they send
+if TYPE_CHECKING:
+    _Queue = multiprocessing.queues.Queue[Any]
+else:
+    _Queue = multiprocessing.queues.Queue
+
+
+class _Telling(_Queue):
+    """A queue that puts an error in the place of what cannot be sent: a thread sends, and would only print it.
+
+    The rank would wait for that micro-batch for ever.
+    """
+
+    def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
+        number = item[0] if isinstance(item, tuple) else item
+        self.put((number, explained(error, "a loader process could not hand a micro-batch over")))
+
+
+def telling_context() -> Any:
+    """A context of multiprocessing, as loader processes have it by default, whose queues are such queues."""
+    usual: Any = multiprocessing.get_context()
+
+    def queue(self: Any, maxsize: int = 0) -> _Telling:
+        return _Telling(maxsize, ctx=self.get_context())
+
+    return type("TellingContext", (type(usual),), {"Queue": queue})()
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Raises EnvironmentProblem where the system refuses loader processes inside."""
+    try:
+        yield
+    except OSError as error:
+        raise explained(error, "loader processes could not be started") from error
+
+
+def lacks_resources(error: Exception) -> bool:
+    """True if an error of torch or the system says that shared memory or open files are used up."""
+    return bool(_NO_ROOM.search(str(error))) or _NO_FILES in str(error)
+
+
+def explained(error: Exception, what: str) -> ForgeError:
+    """The error for people: `what` happened, why, and the way out."""
+    text, hints = str(error), [_ALONE]
+    if "too long" in text:
+        hints.insert(0, "set TMPDIR to a shorter path, such as /tmp")
+    elif _NO_ROOM.search(text):
+        hints.insert(0, f"give {_SHM} more room (docker run --shm-size=8g), or lower data.workers or data.prefetch")
+    elif _NO_FILES in text:
+        hints.insert(0, "raise the limit of open files: ulimit -n 65536")
+    elif not isinstance(error, OSError | RuntimeError):
+        hint = "a micro-batch must consist of what pickle takes: no lambdas, locks, open files"
+        return PluginError(f"{what}: {phrase(error)}", hints=[hint, _ALONE])
+    return EnvironmentProblem(f"{what}: {phrase(error)}", hints=hints)

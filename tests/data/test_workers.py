@@ -1,0 +1,117 @@
+"""Loader processes: what they need is looked at before they start, and what they cannot send is an error."""
+
+import resource
+import shutil
+import tempfile
+import time
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpforge.data import RankShare, collating, fetching, open_data, workers
+from ddpforge.data.collating import collate_of
+from ddpforge.data.workers import refuse_missing_resources
+from ddpforge.errors import EnvironmentProblem, PluginError
+
+
+class Rows:
+    """Eight rows; `odd` is what becomes of a batch in a loader process."""
+
+    def __init__(self, odd: str = "") -> None:
+        self.odd = odd
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self.odd == "hangs" and index > 1:
+            time.sleep(1000)
+        return torch.full((2,), float(index))
+
+    def collate(self, samples: Any) -> Any:
+        rows = torch.stack(samples)
+        return {"rows": rows, "how": lambda: 0} if self.odd == "a lambda" else rows
+
+
+def fetched(data: Any, patience: float = 0.0) -> list[Any]:
+    share = RankShare(0, 1, 2)
+    options: dict[str, Any] = {"seed": 0, "drop_last": False, "workers": 2, "prefetch": 2, "pin": False}
+    opened = open_data(data, global_batch=2, share=share, patience=patience, **options)
+    return [micro.data.tolist() for micro in opened.evaluation()]
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_a_folder_of_temporary_files_with_a_name_too_long_for_sockets_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/" + 74 * "x")
+    refuse_missing_resources(2, 2)  # 75 and 32 characters, and a socket takes 107
+    monkeypatch.setattr(tempfile, "tempdir", "/" + 75 * "x")
+    with pytest.raises(EnvironmentProblem, match=r"data.workers = 2 needs sockets .* too long .*: /xxx") as found:
+        refuse_missing_resources(2, 2)
+    assert "set TMPDIR to a shorter path, such as /tmp" in found.value.hints
+
+
+def test_full_shared_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(1 << 26, (1 << 26) - 4096, 4096))
+    with pytest.raises(EnvironmentProblem, match=f"{tmp_path} has 4096 bytes free"):
+        refuse_missing_resources(2, 2, shm=tmp_path)
+    refuse_missing_resources(2, 2, shm=tmp_path / "absent")
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be_and_else_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits, raised = [(40, 100_000)], []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[0])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: raised.append(pair))
+    refuse_missing_resources(8, 2)
+    assert raised == [(4096, 100_000)]
+    limits[0] = (40, 40)
+    with pytest.raises(EnvironmentProblem, match=r"data.workers = 8 needs about .* open files .* may have 40"):
+        refuse_missing_resources(8, 2)
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error_of_the_rank_that_waits_for_it() -> None:
+    with pytest.raises(PluginError, match=r"a loader process could not hand a micro-batch over: .*lambda"):
+        fetched(Rows("a lambda"))
+
+
+def test_what_the_system_refuses_a_loader_process_is_an_error_of_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the folder of temporary files changes after the look at it, or shared memory fills up."""
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setattr(fetching, "refuse_missing_resources", lambda *_: None)
+    with pytest.raises(EnvironmentProblem, match="could not hand a micro-batch over: OSError: AF_UNIX path too long"):
+        fetched(Rows())
+
+
+def test_no_room_for_a_batch_is_no_fault_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Any) -> Any:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    monkeypatch.setattr(collating, "default_collate", full)
+    with pytest.raises(EnvironmentProblem, match=r"a loader process could not make a micro-batch: .*No space") as found:
+        collate_of([])([torch.zeros(1)])
+    assert any("/dev/shm" in hint for hint in found.value.hints)
+
+
+def test_loader_processes_that_hang_are_waited_for_as_long_as_the_recipe_says() -> None:
+    with pytest.raises(
+        EnvironmentProblem, match=r"no micro-batch came from 2 loader processes for 1 s \(train.stall\)"
+    ):
+        fetched(Rows("hangs"), patience=1.0)
+    assert fetched(Rows(), patience=60.0) == [[[i, i], [i + 1, i + 1]] for i in (0.0, 2.0, 4.0, 6.0)]
+
+
+def test_errors_of_other_kinds_are_left_alone() -> None:
+    assert not workers.lacks_resources(RuntimeError("DataLoader worker exited"))
