@@ -204,12 +204,13 @@ class Attempt:
     def _refuse_another_run(self, checkpoint: Reader, prints: Mapping[str, DataPrint]) -> None:
         """Raises for a checkpoint that another run wrote, and for data that is no longer what it was trained on."""
         run = checkpoint.facts.run
-        if run and run != self.folder.id:
+        if run and run != self.folder.id and "run" not in self._allow_change:
             raise CheckpointError(
                 f"{checkpoint.path} is a checkpoint of another run ({run}), and {self.folder.path} is the run "
                 f"{self.folder.id}",
                 hints=[
                     "move it out of the folder; a new run begins with its weights by checkpoint.init_from",
+                    "or continue it here all the same: --allow-change run",
                 ],
             )
         refuse_changed_data(prints, checkpoint.facts.data, self._allow_change)

@@ -204,6 +204,7 @@ class _ComparedRun:
             self.folder.create(**snapshot(self.loaded))
             copytree(start, self.folder.checkpoints / start.name)
         arguments = [self.recipe, *(f"--set={one}" for one in self.sets), f"--out={self.out}"]
+        arguments += ["--allow-change=run"] if start else []  # all begin with the weights of the first
         command = torchrun_command(arguments, nproc=self.spec.ranks)
         output = self.out / f"{self.name}.log"
         with output.open("wb") as file:
