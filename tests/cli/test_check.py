@@ -109,7 +109,7 @@ def test_a_device_that_is_not_here_may_be_asked_about() -> None:
 
 WRONG = (
     *("--set", 'train.blocks=["Nope"]', "--set", 'optimizer.no_decay=["biass"]', "--set", "model.classes=5"),
-    *("--set", "schedule.use=step", "--set", 'schedule.milestones=["900ep"]'),
+    *("--set", "schedule.use=step", "--set", 'schedule.milestones=["9ep", "9ep"]'),
 )
 
 
@@ -117,7 +117,7 @@ def test_build_finds_what_only_data_and_model_tell_and_all_of_it_at_once() -> No
     assert _check("digits", *WRONG).exit_code == 0
     found = problems("--build", "--set", "train.sync_batchnorm=true", "--device", "cpu", *WRONG)
     assert found.keys() == {
-        *("train.blocks", "optimizer.no_decay", "model.classes", "schedule", "train.sync_batchnorm")
+        *("train.blocks", "optimizer.no_decay", "model.classes", "schedule.milestones", "train.sync_batchnorm")
     }
     assert "the model has no Nope" in found["train.blocks"]
     assert "`biass` matches no parameter" in found["optimizer.no_decay"]
