@@ -186,6 +186,7 @@ class Attempt:
             life=life,
             init_from=init_from,
             begins=checkpoint is None,
+            trained=checkpoint is not None and checkpoint.facts.step > 0,
         )
         trainer.halt = self._halt
         if checkpoint:

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from ddpforge.interfaces.task import Task
     from ddpforge.recipe.schema import TrainSection
 
-__all__ = ["Compute", "Contract", "Explores", "Pass", "Refusal", "Replica", "Sharded", "Strategy", "TakesTurns"]
+__all__ = ["Compute", "Contract", "Cuts", "Explores", "Pass", "Refusal", "Replica", "Sharded", "Strategy", "TakesTurns"]
 
 Sharded = Literal["weights", "gradients", "optimizer state"]
+Cuts = Literal["layers", "positions", "experts", "steps"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,9 @@ class Contract:
     rank can run a forward pass by itself, the model is not `callable`. One that takes `float8` calls linear layers with
     whole weights, by their own forward pass: `train.fp8` is refused under others. Under one that `scores`, each rank
     runs whole forward passes, of which the output layer is no rank's share: they may compute the loss as well, see
-    `Task.scores_in_model`.
+    `Task.scores_in_model`. `cuts` lists what of one forward pass several ranks have parts of, as a plan or a model
+    says: before the first step, loss and gradient are compared with those of the whole model, and its replicas are
+    `Explores` and read gradients.
     """
 
     shards: tuple[Sharded, ...] = ()
@@ -53,6 +56,7 @@ class Contract:
     optimizers: Literal["one", "several"] = "one"  # for how many parts of the parameters, each with one of its own
     float8: bool = False
     scores: bool = True
+    cuts: tuple[Cuts, ...] = ()
 
 
 class Refusal(NamedTuple):

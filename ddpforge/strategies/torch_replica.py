@@ -113,6 +113,15 @@ class TorchReplica(Replica):
             return self.autocast()
         return self._watched()
 
+    @contextmanager
+    def exact(self) -> Iterator[bool]:
+        """Computes in float32 within, as exactly as this can; yields whether all of it is."""
+        before, self.precision = self.precision, precision_for("fp32", self.world.device)
+        try:
+            yield True
+        finally:
+            self.precision = before
+
     def autocast(self) -> AbstractContextManager[Any]:
         """The context that the precision asks for around a forward pass."""
         return self.precision.forward()

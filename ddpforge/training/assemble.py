@@ -38,6 +38,7 @@ from ddpforge.training.shows import Shows
 from ddpforge.training.sums import SMALL
 from ddpforge.training.task_state import NAME, TaskState, Unsaved, has_state, refuse_parameters
 from ddpforge.training.turns import draws_of
+from ddpforge.training.whole import keep_whole
 
 __all__ = ["assemble", "ending", "evaluating"]
 
@@ -54,12 +55,14 @@ def assemble(
     life: ExitStack,
     init_from: str | None = None,
     begins: bool = True,
+    trained: bool = False,
 ) -> Trainer:
     """A trainer out of `parts`, which are built, in `world`, which their strategy has set up; nothing is restored yet.
 
     `folder` is the run's; `init_from` is where initial weights come from, see `exchange.initial`. Where a run does not
-    begin, but resumes from a checkpoint, modules beside the model wait for that. Callbacks that have started hear how
-    it ended when `life` does, also when a later one fails.
+    begin, but resumes from a checkpoint, modules beside the model wait for that. Unless steps were `trained` already,
+    the first is preceded by a comparison with the whole model, see `whole`. Callbacks that have started hear how it
+    ended when `life` does, also when a later one fails.
 
     Raises UsageError for parts that do not fit together, PluginError for a broken one.
     """
@@ -67,6 +70,7 @@ def assemble(
     if not parts.is_open:
         deal_out(parts, world)
 
+    whole = None if trained else keep_whole(parts, contract_of(parts.strategy), world)
     model = _spread(parts)
     with _recipes_fault():
         watch_batchnorm(model, *parts.training.fewest(_batches(parts)))
@@ -98,6 +102,7 @@ def assemble(
         checkpoints=checkpoints,
         tracker=tracker,
         shows=shows,
+        whole=whole,
     )
 
 

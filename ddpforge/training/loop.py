@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from numbers import Real
 from typing import Any, Literal, Protocol, Self
 
@@ -48,6 +49,7 @@ from ddpforge.training.spending import Spending
 from ddpforge.training.step import Stepper
 from ddpforge.training.task_state import Unsaved
 from ddpforge.training.turns import Turns
+from ddpforge.training.whole import Whole
 
 __all__ = ["Around", "Trainer"]
 
@@ -107,6 +109,7 @@ class Trainer:
         tracker: Tracker,
         shows: Shows | None = None,
         unsaved: Unsaved | None = None,
+        whole: Whole | None = None,
     ) -> None:
         # what the run is made of
         self.world = world
@@ -177,6 +180,7 @@ class Trainer:
                 skips=recipe.train.on_nonfinite == "skip" or recipe.train.precision == "fp16",
                 compares=compares,
                 stateful=stateful,
+                before_first=partial(whole.compare, replica, world) if whole else None,
                 before_update=lambda: self.saving.before_update(),  # a trial puts another in its place
             )
             for turn, one in of_turns(task).items()

@@ -36,7 +36,8 @@ class Stepper:
     Totals are the loss and, where they are measured, the task's metrics. `stateful` has the buffers that forward passes
     change, by default the model. `skips` says that training goes on after a step whose gradient is not finite: such a
     step leaves buffers as they were, too. `compares` has the first loss of all compared with those of its halves: a
-    mean for a sum is refused. `before_update` is called before the weights change.
+    mean for a sum is refused. `before_first` is called with the first micro-batch of all, `before_update` before the
+    weights change.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Stepper:
         skips: bool,
         compares: bool = False,
         stateful: nn.Module | None = None,
+        before_first: Callable[[MicroBatch], None] | None = None,
         before_update: Callable[[], None] = lambda: None,
     ) -> None:
         self._world, self._replica, self._task = world, replica, task
@@ -58,6 +60,7 @@ class Stepper:
         self._stateful = replica.bare if stateful is None else stateful
         self._seed, self._skips, self._compares, self._update = seed, skips, compares, 0
         self._meter, self._before_update = Meter(task, "training"), before_update
+        self._before_first = before_first  # None once it was called
         self._passes: int = getattr(optimizer, "passes", 1)
         self.counts = False  # whether the task counts items that are not samples; known after the first step
         self._empty: Tensor | float = 0.0
@@ -85,6 +88,9 @@ class Stepper:
     def _train(
         self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool
     ) -> tuple[dict[str, Total], Tensor]:
+        if self._before_first:
+            before_first, self._before_first = self._before_first, None
+            before_first(first)
         micro_batches, items = self._count(first, micro_batches)
         if self._passes > 1:
             micro_batches = list(micro_batches)

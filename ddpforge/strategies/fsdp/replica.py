@@ -60,6 +60,12 @@ class FSDPReplica(TorchReplica):
             reshard(self.bare)
 
     @contextmanager
+    def exact(self) -> Iterator[bool]:
+        """Weights may be gathered in lower precision all the same."""
+        with super().exact():
+            yield self._strategy.gather == "fp32"
+
+    @contextmanager
     def autocast(self) -> Iterator[None]:
         """Autocast that keeps no copies of gathered weights, and a cross-entropy of logits that ranks share."""
         with self._strategy.sharing.losses(), self.precision.sharded_forward(compiled=self.train.compile != "off"):

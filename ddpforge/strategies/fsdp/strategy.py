@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Contract, Refusal, Replica, Strategy, Task, Weights, World
+from ddpforge.interfaces import Contract, Cuts, Refusal, Replica, Strategy, Task, Weights, World
 from ddpforge.ranks.join import limit_waiting
 from ddpforge.strategies.fsdp.context import ContextReplica, Cut, check_context, refuse_length
 from ddpforge.strategies.fsdp.experts import ExpertReplica, Spread, check_experts, refusals_of_experts
@@ -132,7 +132,9 @@ class FSDP(Strategy):
             )
 
     def _lay_out(self, grid: Grid) -> None:
-        self.grid, self.contract = grid, replace(self.contract, replicas=grid.replicas)
+        shares: dict[Cuts, int] = {"layers": grid.tensor, "positions": grid.context, "experts": self.experts}
+        cuts = tuple(what for what, ranks in shares.items() if ranks > 1)
+        self.grid, self.contract = grid, replace(self.contract, replicas=grid.replicas, cuts=cuts)
         self.replicas, self.context, self.tensor = grid.replicas, grid.context, grid.tensor
 
     # -- before the loop

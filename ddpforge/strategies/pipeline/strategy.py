@@ -72,6 +72,7 @@ class Pipeline(Strategy):
         reads_gradients=True,
         callable=False,
         scores=False,
+        cuts=("steps",),
     )
 
     def __init__(
@@ -116,6 +117,8 @@ class Pipeline(Strategy):
                 clips="every rank alike, after the reduce-scatter, by the norm over all shards of all stages",
                 accumulates="the shards' .grad; one reduce-scatter per micro-batch",
             )
+        if tensor > 1:
+            self.contract = replace(self.contract, cuts=("layers", "steps"))
         self.sharing = Sharing(tensor=tensor, plan=plan, sequence=sequence, loss=loss)
 
     # -- before the loop
