@@ -8,20 +8,23 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from traceback import walk_tb
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ddpforge.components.errors import where_raised
 from ddpforge.data import MicroBatch, mix, seed_all, to_device
 from ddpforge.data.nests import take
 from ddpforge.data.randomness import own_random_numbers
-from ddpforge.errors import UsageError
+from ddpforge.errors import ForgeError, UsageError, says_memory_is_full
 from ddpforge.interfaces import Contract, Explores, Part, Pass, Replica, Task, World
 from ddpforge.interfaces.regions import copy as copy_region
 from ddpforge.interfaces.regions import whole as all_of
 from ddpforge.ranks.collectives import Alone
+from ddpforge.ranks.failures import is_symptom
 from ddpforge.strategies import named_state
 from ddpforge.strategies.torch_replica import TorchReplica
 from ddpforge.training.batchnorm import unchanged
@@ -38,7 +41,7 @@ _LOSS, _GRADIENT = 1e-4, 1e-3  # relative differences that rounding in float32 s
 _ROUNDED = 5e-2  # the same where weights are gathered in lower precision
 _NOISE = 10.0  # times the differences that a change of all weights by `_NUDGE` makes are taken for rounding
 _NUDGE = 1e-6
-_CHAOS = 2e-2  # the difference that such a change makes in a model of which nothing can be said
+_CHAOS = 2e-3  # the difference that such a change makes in a model of which nothing can be said
 
 _HINTS = {
     "layers": (
@@ -161,7 +164,11 @@ class Whole:
         rounding = noise if exact else max(_ROUNDED, noise)
         # Ranks need not round alike: what rank 0 finds is what all do.
         rounding, expected = world.all.broadcast((rounding, (found.loss, found.norm)))
-        loss, norm, distance = self._together(replica, world, batch, found)
+        try:
+            loss, norm, distance = self._together(replica, world, batch, found)
+        except Exception as error:
+            self._refuse_failed(replica, error)
+            raise
         log.debug("together %g, %g and whole %s: off by %g, rounding %g", loss, norm, expected, distance, rounding)
         if _off(loss, expected[0]) > max(_LOSS, rounding) or not distance <= max(_GRADIENT, rounding):
             place = self._first_apart(replica, world, batch, max(_GRADIENT, rounding))
@@ -302,6 +309,22 @@ class Whole:
         before = [name for name in order[:place] if any(name in cut for _, cut in everyone)]
         return order[place], before[-1] if before else ""
 
+    def _refuse_failed(self, replica: Replica, error: Exception) -> None:
+        """Raises UsageError for an error that only ranks together meet, and that says nothing of other ranks."""
+        if isinstance(error, ForgeError) or is_symptom(error) or says_memory_is_full(error):
+            return
+        names = {id(module): name for name, module in replica.bare.named_modules() if name}
+        inside = [id(frame.f_locals.get("self")) for frame, _ in walk_tb(error.__traceback__)]
+        within = [f"`{names[each]}`" for each in inside if each in names]
+        raise UsageError(
+            f"ranks together do not compute what the whole model does: {within[-1] if within else 'it'} fails, which "
+            f"it does not in the whole model: {type(error).__name__}: {error}",
+            hints=[*where_raised(error), *self._hints()],
+        ) from error
+
+    def _hints(self) -> list[str]:
+        return [hint for cut in self._cuts for hint in _HINTS[cut]]
+
     def _refuse(
         self, loss: float, norm: float, distance: float, whole: tuple[float, float], place: tuple[str, str] | None
     ) -> NoReturn:
@@ -315,7 +338,7 @@ class Whole:
             f"ranks together do not compute what the whole model does: of a few samples the loss is {loss:.6g} and the "
             f"norm of the gradient {norm:.6g}, of the whole model they are {whole[0]:.6g} and {whole[1]:.6g}, and the "
             f"gradients differ by {distance:.2g} of that",
-            hints=[where, *(hint for cut in self._cuts for hint in _HINTS[cut])],
+            hints=[where, *self._hints()],
         )
 
 

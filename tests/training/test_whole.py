@@ -1,0 +1,351 @@
+"""What ranks compute together is compared with the whole model, before the first step."""
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.pipelining
+from forked import in_ranks, set_up
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from ddpforge.builtin.models.gpt import GPT
+from ddpforge.builtin.models.moe import MoEGPT
+from ddpforge.builtin.tasks.language_modelling import LanguageModelling
+from ddpforge.builtin.tasks.moe_language_modelling import MoELanguageModelling
+from ddpforge.data import MicroBatch
+from ddpforge.errors import UsageError
+from ddpforge.interfaces import Context, Strategy, Task
+from ddpforge.strategies.fsdp import FSDP
+from ddpforge.strategies.pipeline import Pipeline
+from ddpforge.training.contract import contract_of
+from ddpforge.training.whole import Whole
+
+SIZES: dict[str, Any] = {"vocab_size": 31, "block_size": 16, "layers": 4, "heads": 4, "width": 32}
+GPT_PLAN = {
+    "tokens": "vocabulary",
+    "blocks.*.attention.qkv": "columns:3",
+    "blocks.*.attention.projection": "rows",
+    "blocks.*.mlp.0": "columns",
+    "blocks.*.mlp.2": "rows",
+    "head": "logits",
+}
+
+
+class Result:
+    """What a comparison in one rank came to: the error's words, if any, and lines of the log."""
+
+    def __init__(self, words: str, lines: list[str]) -> None:
+        self.words, self.lines = words, lines
+
+    @property
+    def distance(self) -> float:
+        """How far the gradients were found to differ."""
+        (line,) = [line for line in self.lines if line.startswith("together")] or self.lines
+        assert "off by" in line, line
+        return float(line.split("off by ")[1].split(",")[0])
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    found = torch.randint(31, (4, 16), generator=torch.Generator().manual_seed(5))
+    return found, found.roll(-1, 1)
+
+
+def compare(
+    strategy: Strategy,
+    build: Callable[[], nn.Module],
+    task: Task,
+    *,
+    data: Callable[[], Any] = tokens,
+    **options: Any,
+) -> Result:
+    """Spreads a model of `build` over the ranks that call this, as a run does, and compares it."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("ddpforge")
+    log.setLevel(logging.DEBUG)
+    log.addHandler(handler)
+    world = set_up(strategy, **options)
+    torch.manual_seed(1)
+    model = build()
+    blocks = list(getattr(model, "blocks", ()))
+    strategy.check(model, task, blocks)
+    whole = Whole(model, task, contract_of(strategy).cuts)
+    model = strategy.wrap(model, blocks)
+    replica = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
+    batch = data()
+    first = MicroBatch(batch, len(batch[0]), len(batch[0]), last=True, shard=0, number=0)
+    try:
+        with_words = ""
+        whole.compare(replica, world, first)
+    except UsageError as error:
+        with_words = " | ".join([error.message, *error.hints])
+    finally:
+        log.removeHandler(handler)
+    return Result(with_words, lines)
+
+
+def gpt(**sizes: Any) -> Callable[[], nn.Module]:
+    return lambda: GPT(**SIZES | sizes)
+
+
+def in_all(ranks: int, action: Callable[[], list[Result]]) -> list[Result]:
+    """Rank 0's, which all have alike."""
+    everyone = in_ranks(ranks, lambda _: [(one.words, one.lines) for one in action()])
+    assert all([words for words, _ in one] == [words for words, _ in everyone[0]] for one in everyone)
+    return [Result(*one) for one in everyone[0]]
+
+
+# ---------------------------------------------------------------------------------------------- what is right
+def test_what_is_declared_rightly_differs_by_rounding_alone() -> None:
+    def right() -> list[Result]:
+        def moe() -> nn.Module:
+            return MoEGPT(**SIZES, experts=4)
+
+        lm = LanguageModelling
+        return [
+            compare(FSDP(tensor=2, sequence=True, loss="vocabulary"), gpt(dropout=0.5), lm()),
+            compare(FSDP(tensor=2, plan=GPT_PLAN), gpt(), lm()),
+            compare(FSDP(context=2), gpt(dropout=0.5), lm(), precision="bf16"),
+            compare(FSDP(experts=2), moe, MoELanguageModelling()),
+            *(
+                compare(Pipeline(schedule=schedule), gpt(), lm())
+                for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+            ),
+        ]
+
+    for found in in_all(2, right):
+        assert found.words == "", found.lines
+        assert found.distance < 1e-5
+
+
+@pytest.mark.full
+def test_what_is_declared_rightly_differs_by_rounding_alone_in_several_dimensions() -> None:
+    def right() -> list[Result]:
+        lm = LanguageModelling
+        return [
+            compare(FSDP(tensor=2, context=2, loss="vocabulary"), gpt(), lm()),
+            compare(FSDP(tensor=2, replicas=2, sequence=True), gpt(), lm()),
+            compare(Pipeline(stages=2, data="fsdp"), gpt(), lm()),
+            compare(Pipeline(stages=2, tensor=2), gpt(), lm()),
+        ]
+
+    for found in in_all(4, right):
+        assert found.words == "", found.lines
+        assert found.distance < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------- what is wrong
+class Net(nn.Module):
+    """Two linear layers around something that has no weights, on [B, T, 8]."""
+
+    tensor_plan: ClassVar = {"up": "columns", "down": "rows"}
+    pipeline: ClassVar = ("up", "between", "down")
+
+    def __init__(self, between: nn.Module, factor: float = 1.0) -> None:
+        super().__init__()
+        self.up, self.between, self.down = nn.Linear(8, 16), between, nn.Linear(16, 8)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down(self.factor * self.between(self.up(x)))
+        return found
+
+
+class Attentive(nn.Module):
+    """Asks a context, and has a `mix` beside that."""
+
+    def __init__(self, mix: nn.Module) -> None:
+        super().__init__()
+        self.context = Context()
+        self.up, self.mix, self.down = nn.Linear(8, 8), mix, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)[:, None]
+        x = x + self.context.attention(x, x, x, causal=True)
+        found: Tensor = self.down(self.mix(x[:, 0]))
+        return found
+
+
+class LessMean(nn.Module):
+    """Subtracts the mean over a dimension: of positions or, last, of channels, as norms do."""
+
+    def __init__(self, dim: int = 1) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(self.dim, keepdim=True)
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Squares(Task):
+    """The squared errors of all positions."""
+
+    by_position = True
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        out = model(batch[0])
+        return (out - batch[1]).square().sum(), out
+
+
+class Pooled(Squares):
+    """Says that it is by position, and takes a mean over them."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        out = model(batch[0])
+        return (out.mean(1) - batch[1].mean(1)).square().sum(), out
+
+
+def vectors() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(4, 8, 8, generator=generator), torch.randn(4, 8, 8, generator=generator)
+
+
+def test_wrong_declarations_are_refused_and_the_first_module_that_parts_is_named() -> None:
+    """A fused qkv cut as one weight, norm and softmax over cut channels, mixed positions, steps less than forward."""
+
+    def wrong() -> list[Result]:
+        fused = GPT_PLAN | {"blocks.*.attention.qkv": "columns"}
+        plain = {"data": vectors}
+        scaled = lambda: Net(nn.Identity(), factor=2.0)  # noqa: E731
+        return [
+            compare(FSDP(tensor=2, plan=fused), gpt(), LanguageModelling()),
+            compare(FSDP(tensor=2), lambda: Net(nn.Softmax(-1)), Squares(), **plain),
+            compare(FSDP(tensor=2), lambda: Net(LessMean(-1)), Squares(), **plain),
+            compare(FSDP(tensor=2), lambda: Net(nn.LayerNorm(16)), Squares(), **plain),
+            compare(FSDP(context=2), lambda: Attentive(LessMean()), Squares(), **plain),
+            compare(FSDP(context=2), lambda: Attentive(Convolved()), Squares(), **plain),
+            compare(FSDP(context=2), lambda: Attentive(nn.Identity()), Pooled(), **plain),
+            compare(Pipeline(), scaled, Squares(), **plain),
+            compare(FSDP(tensor=2), lambda: Net(nn.GELU()), Squares(), **plain),
+            compare(FSDP(context=2), lambda: Attentive(nn.GELU()), Squares(), **plain),
+            compare(Pipeline(), lambda: Net(nn.GELU()), Squares(), **plain),
+        ]
+
+    fused, softmax, less, norm, mean, conv, pooled, steps, *right = in_all(2, wrong)
+    for found in right:
+        assert found.words == ""
+        assert found.distance < 1e-5
+    everything = (fused, softmax, less, mean, conv, pooled, steps)
+    assert all("do not compute what the whole model does: of a few samples the loss is" in x.words for x in everything)
+    assert "first module whose output is another one is `blocks.0.attention.projection`" in fused.words
+    assert "before it, ranks have the output of `blocks.0.attention.qkv` in parts" in fused.words
+    assert '"columns:3"' in fused.words
+    assert "whole model does: `between` fails, which it does not in the whole model: RuntimeError: Given" in norm.words
+    for found in (softmax, less):
+        assert "another one is `down`; before it, ranks have the output of `between` in parts" in found.words
+    assert "another one is `mix` | what mixes positions" in mean.words
+    assert "another one is `mix.conv`" in conv.words or "another one is `mix`" in conv.words
+    assert "no module's output is another one: it is what the model or the task does beside its modules" in pooled.words
+    assert "another one is `down` | let the model's `pipeline` name all that `forward` does" in steps.words
+
+
+# ---------------------------------------------------------------------------------------------- what is left out
+class Random(Squares):
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        return super().loss(model, (batch[0] + torch.randn_like(batch[0]), batch[1]))
+
+
+class Uncounted(Squares):
+    def count(self, batch: Any) -> Tensor:
+        return torch.zeros(())
+
+
+class Whimsical(Net):
+    """Does not use a layer in evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x)[..., :8] if not self.training else super().forward(x)
+
+
+def test_what_cannot_be_compared_is_left_out_and_a_line_says_so() -> None:
+    def left_out() -> list[Result]:
+        net = lambda: Net(nn.GELU())  # noqa: E731
+        return [
+            compare(FSDP(tensor=2), net, Random(), data=vectors),
+            compare(FSDP(tensor=2), net, Uncounted(), data=vectors),
+            compare(FSDP(tensor=2), lambda: Whimsical(nn.GELU()), Squares(), data=vectors),
+        ]
+
+    for found, why in zip(
+        in_all(2, left_out),
+        (
+            "its loss is random, or rounding alone changes it",
+            "no target counts in the first micro-batch",
+            "its loss cannot be computed apart from training: ValueError: in evaluation it does not use `down.weight`",
+        ),
+        strict=True,
+    ):
+        assert found.words == ""
+        (line,) = found.lines
+        assert line.startswith("what ranks compute together was not compared with the whole model: ")
+        assert why in line
+
+
+# ---------------------------------------------------------------------------------------------- nothing is noticed
+class Counting(Squares):
+    """Remembers how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        return super().loss(model, batch)
+
+
+class Bumped(nn.Module):
+    """Counts its calls in a buffer, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        torch.rand(1), random.random(), np.random.rand()
+        return x
+
+
+def test_a_run_does_not_notice_the_comparison() -> None:
+    """Buffers, gradients, random numbers, what modules train and the task are as before."""
+
+    def after() -> Any:
+        strategy, task = FSDP(tensor=2), Counting()
+        world = set_up(strategy)
+        model: Any = Net(Bumped())
+        whole = Whole(model, task, contract_of(strategy).cuts)
+        model = strategy.wrap(model, [])
+        replica = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
+        model.train()
+        model.between.eval()
+        before = {name: part.tensor.clone() for name, part in replica.weights.parts().items()}
+        states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        batch = vectors()
+        whole.compare(replica, world, MicroBatch(batch, 4, 4, last=True, shard=0, number=0))
+        now = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        return (
+            torch.equal(states[0], now[0]) and states[1:] == now[1:],
+            all(torch.equal(before[name], part.tensor) for name, part in replica.weights.parts().items()),
+            [p.grad for p in model.parameters()],
+            float(model.between.calls),
+            task.calls,
+            (model.training, model.between.training, model.up.training),
+        )
+
+    for found in in_ranks(2, lambda _: after()):
+        assert found == (True, True, [None] * 4, 0.0, 0, (True, False, True))
