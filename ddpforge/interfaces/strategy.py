@@ -40,8 +40,8 @@ class Contract:
     whole weights, by their own forward pass: `train.fp8` is refused under others. Under one that `scores`, each rank
     runs whole forward passes, of which the output layer is no rank's share: they may compute the loss as well, see
     `Task.scores_in_model`. `cuts` lists what of one forward pass several ranks have parts of, as a plan or a model
-    says: before the first step, loss and gradient are compared with those of the whole model, and its replicas are
-    `Explores` and read gradients.
+    says: before the first step, loss and gradient are compared with those of the whole model. Replicas must be
+    `Explores`, within whose `explore` `gradients_by_name` has the reduced gradient.
     """
 
     shards: tuple[Sharded, ...] = ()

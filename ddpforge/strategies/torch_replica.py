@@ -115,10 +115,10 @@ class TorchReplica(Replica):
 
     @contextmanager
     def exact(self) -> Iterator[bool]:
-        """Computes in float32 within, as exactly as this can; yields whether all of it is."""
+        """Computes in float32 within; yields whether all of it is that, and not TF32."""
         before, self.precision = self.precision, precision_for("fp32", self.world.device)
         try:
-            yield True
+            yield not (self.train.tf32 and self.world.device.type == "cuda")
         finally:
             self.precision = before
 

@@ -92,7 +92,11 @@ def _hindrance(parts: Parts) -> str:
         return "train.compile and train.fp8 change what modules compute"
     if parts.turns or parts.task.whole_batch or parts.beside:
         what = (
-            "has several updates" if parts.turns else "uses modules beside it" if parts.beside else "compares samples"
+            "has several updates"
+            if parts.turns
+            else "uses modules beside the model"
+            if parts.beside
+            else "compares samples"
         )
         return f"the task {what}"
     return ""
@@ -103,7 +107,7 @@ def _leave_out(why: str) -> None:
 
 
 class _Found(NamedTuple):
-    """What a batch gives: the mean loss of its items, and the gradient of that."""
+    """The mean loss of a batch's items, and the gradient of that with its norm."""
 
     loss: float
     norm: float
@@ -176,7 +180,7 @@ class Whole:
 
     # -- what is computed
     def _prepared(self, replica: Replica, world: World, first: MicroBatch) -> tuple[Any, str]:
-        """A few samples of rank 0's micro-batch on all ranks, and the tasks; or why they cannot be."""
+        """Gives all ranks a few samples of rank 0's micro-batch, or says why there are none; starts the task."""
         why, batch = "", None
         if not isinstance(replica, Explores):
             why = f"{type(replica).__name__} does not say how gradients are looked at without an update"
@@ -196,7 +200,7 @@ class Whole:
         return batch, why
 
     def _samples(self, first: MicroBatch) -> tuple[Any, int]:
-        """The first samples of a micro-batch, and how many; all where it cannot be cut, or no target of them counts."""
+        """Takes the first samples of a micro-batch, and counts them; all if it cannot be cut, or none has a target."""
         try:
             few = min(_FEW, first.samples)
             batch = tree_map_only(Tensor, Tensor.clone, take(first.data, 0, few, first.samples))  # to travel alone
@@ -222,7 +226,7 @@ class Whole:
             tensor.copy_(world.all.sum(value) + 0)
 
     def _reference(self, batch: Any) -> tuple[_Found, _Found]:
-        """What the whole model computes, and what it does where all weights are a little other ones.
+        """Computes loss and gradient of the whole model, and once more where all weights are a little other ones.
 
         Random numbers are other ones then, too: what a loss makes of them is no difference between models.
         """
@@ -254,7 +258,7 @@ class Whole:
         return _Found(float(loss.detach()), math.sqrt(float(sum(squares))), gradients)
 
     def _together(self, replica: Replica, world: World, batch: Any, found: _Found) -> tuple[float, float, float]:
-        """The loss and the norm of the gradient that ranks compute together, and how far the gradient is off."""
+        """Computes, on all ranks together, the loss and the norm of its gradient; also returns how far that is off."""
         losses = self._passes(replica, batch, trains=True)
         reading = _Reading(lambda: self._square_off(replica, found))
         assert isinstance(replica, Explores)
@@ -265,7 +269,7 @@ class Whole:
         return total / max(count, 1), norm, off if math.isfinite(norm) else math.inf
 
     def _passes(self, replica: Replica, batch: Any, *, trains: bool) -> list[float]:
-        """The mean losses that this rank has of a forward pass, and a backward pass where it `trains`."""
+        """Runs a forward pass, and a backward pass where it `trains`; returns the mean losses that this rank has."""
         own = replica.own_part(to_device(batch, self._device))
         seed = partial(seed_all, mix(_SEED), self._device)
         one = Pass(batch=own, seed=seed, scale=lambda: 1 / self._items, measured=False)
@@ -277,9 +281,11 @@ class Whole:
         return self._twin.loss(module, one.batch)[0], {}
 
     def _square_off(self, replica: Replica, found: _Found) -> float:
-        """The square of the difference between this rank's parts of the gradient and those of the whole one."""
+        """Adds up the squared differences between this rank's parts of the gradient and the whole one."""
         square = 0.0
         for name, part in replica.gradients_by_name().items():
+            if name not in found.gradients:  # what a strategy has thawed is not the model's as it was built
+                continue
             whole = found.gradients[name].reshape(-1)
             for one in part.simple():
                 expected = torch.empty_like(_held(one), dtype=whole.dtype)
@@ -289,7 +295,7 @@ class Whole:
 
     # -- where they part
     def _first_apart(self, replica: Replica, world: World, batch: Any, tolerance: float) -> tuple[str, str] | None:
-        """The name of the first module whose output is another one, and of the last before it that ranks cut."""
+        """Returns the first module whose output is another one, by name, and the last before it that ranks cut."""
         whole: dict[str, list[Tensor]] = {}
         mine: dict[str, list[Tensor]] = {}
         with torch.no_grad():
@@ -401,7 +407,7 @@ def _noting(model: nn.Module, outputs: dict[str, list[Tensor]]) -> Iterator[None
 
 # ---------------------------------------------------------------------------------------------- what is alike
 def _alike(replica: Replica, mine: Sequence[Tensor], whole: Sequence[Tensor], tolerance: float) -> bool | None:
-    """Whether outputs are alike; None where this rank has parts of them that cannot be told from others."""
+    """Returns whether outputs are alike; None where this rank has parts of them, which cannot be told from others."""
     if len(mine) != len(whole):
         return None
     answers = [_same(replica, one, other, tolerance) for one, other in zip(mine, whole, strict=True)]
@@ -421,7 +427,7 @@ def _same(replica: Replica, mine: Tensor, whole: Tensor, tolerance: float) -> bo
 
 
 def _off(one: float, other: float) -> float:
-    """The relative difference of two losses; near 0 it is that of their summands that counts."""
+    """Returns the relative difference of two losses; near 0 it is that of their summands that counts."""
     return abs(one - other) / max(abs(one), abs(other), 1e-2)
 
 
@@ -436,10 +442,10 @@ def _unfit(found: _Found, nudged: _Found) -> str:
 
 
 def _held(part: Part) -> Tensor:
-    """What is held of a range is flat."""
+    """Returns the elements of a part: what is held of a range is flat."""
     return part.tensor if hasattr(part.region, "size") else part.tensor.reshape(-1)
 
 
 def _sums_as(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of another, which is real, are added up."""
+    """Returns the dtype in which values of another, which is real, are added up."""
     return torch.float64 if dtype == torch.float64 else torch.float32 if dtype.is_floating_point else torch.int64

@@ -3,13 +3,18 @@
 import logging
 import random
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import small_gpt
 import torch
 import torch.distributed.pipelining
 from forked import in_ranks, set_up
+from launched import Ranks
+from sharding import Bench
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -19,11 +24,13 @@ from ddpforge.builtin.tasks.language_modelling import LanguageModelling
 from ddpforge.builtin.tasks.moe_language_modelling import MoELanguageModelling
 from ddpforge.data import MicroBatch
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import Context, Strategy, Task
+from ddpforge.interfaces import Context, Contract, Strategy, Task, World
+from ddpforge.ranks.collectives import Alone
 from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.pipeline import Pipeline
-from ddpforge.training.contract import contract_of
-from ddpforge.training.whole import Whole
+from ddpforge.training import assemble
+from ddpforge.training.contract import contract_of, count_parameters
+from ddpforge.training.whole import Whole, keep_whole
 
 SIZES: dict[str, Any] = {"vocab_size": 31, "block_size": 16, "layers": 4, "heads": 4, "width": 32}
 GPT_PLAN = {
@@ -349,3 +356,81 @@ def test_a_run_does_not_notice_the_comparison() -> None:
 
     for found in in_ranks(2, lambda _: after()):
         assert found == (True, True, [None] * 4, 0.0, 0, (True, False, True))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        'use = "fsdp"\ntensor = 2\nsequence = true',
+        pytest.param(small_gpt.PIPELINE.format("1F1B"), marks=pytest.mark.full),
+        pytest.param('use = "fsdp"\ncontext = 2', marks=pytest.mark.full),
+    ],
+    ids=["tensor", "pipeline", "context"],
+)
+def test_curves_are_bit_identical_to_those_of_runs_that_compare_nothing(
+    monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """With dropout, ragged targets and accumulation."""
+    text = {"model": "dropout = 0.2", "length": "3st"}
+    compared = small_gpt.train(strategy, 2, **text)
+    monkeypatch.setattr(assemble, "keep_whole", lambda *_: None)
+    assert small_gpt.train(strategy, 2, **text)[0].column() == compared[0].column()
+
+
+# ---------------------------------------------------------------------------------------------- whole runs
+def kept(*, build: Callable[[], nn.Module] = lambda: Net(nn.GELU()), trains: bool = True, **parts: Any) -> Any:
+    """What is kept of parts, of a strategy that cuts layers."""
+    model = build()
+    off = SimpleNamespace(compile="off", fp8="off")
+    given = {"turns": {}, "beside": {}, "task": Squares(), "train": off} | parts
+    recipe = SimpleNamespace(train=given.pop("train"))
+    found = SimpleNamespace(model=model, size=count_parameters(model), recipe=recipe, trains=trains, **given)
+    alone = Alone()
+    cuts = Contract(clips="", accumulates="", cuts=("layers",))
+    return keep_whole(found, cuts, World(all=alone, data=alone, device=alone.device, local_rank=0))  # type: ignore[arg-type]
+
+
+def test_models_that_do_not_fit_a_rank_are_left_out_and_a_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "ddpforge")
+    assert kept() is not None
+    assert not caplog.messages
+
+    def meta() -> nn.Module:
+        with torch.device("meta"):
+            return Net(nn.GELU())
+
+    assert kept(trains=False) is None
+    assert not caplog.messages
+    for parts, why in (
+        ({"build": meta}, "it is built without memory"),
+        ({"train": SimpleNamespace(compile="default", fp8="off")}, "train.compile and train.fp8 change"),
+        ({"turns": {"a": 1}}, "the task has several updates"),
+        ({"beside": {"a": 1}}, "the task uses modules beside the model"),
+    ):
+        assert kept(**parts) is None
+        assert why in caplog.messages[-1]
+    monkeypatch.setattr("ddpforge.training.whole.SMALL", 100)
+    assert kept() is None
+    assert "not compared with the whole model: its 280 parameters are not put on one rank" in caplog.messages[-1]
+
+
+def test_a_run_with_a_wrong_plan_ends_before_its_first_step_however_often_it_is_run(
+    tmp_path: Path, ddpforge: Callable[..., Ranks]
+) -> None:
+    bench = Bench(tmp_path, ddpforge)
+    plan = "".join(f'"{name}" = "{style.partition(":")[0]}"\n' for name, style in GPT_PLAN.items())
+    found = bench(
+        "run", f'use = "fsdp"\ntensor = 2\n[strategy.plan]\n{plan}', more="[checkpoint]\nat_start = true", fails=True
+    )
+    assert found.codes == [2, 2]
+    assert "first module whose output is another one is `blocks.0.attention.projection`" in " ".join(
+        found.stderr.split()
+    )
+    assert "Traceback" not in found.stderr
+    assert bench.column("run") == []
+    again = bench(
+        "run", f'use = "fsdp"\ntensor = 2\n[strategy.plan]\n{plan}', more="[checkpoint]\nat_start = true", fails=True
+    )
+    assert again.codes == [2, 2]

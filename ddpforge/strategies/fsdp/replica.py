@@ -62,8 +62,8 @@ class FSDPReplica(TorchReplica):
     @contextmanager
     def exact(self) -> Iterator[bool]:
         """Weights may be gathered in lower precision all the same."""
-        with super().exact():
-            yield self._strategy.gather == "fp32"
+        with super().exact() as exact:
+            yield exact and self._strategy.gather == "fp32"
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
