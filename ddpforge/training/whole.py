@@ -23,6 +23,7 @@ from ddpforge.errors import ForgeError, UsageError, says_memory_is_full
 from ddpforge.interfaces import Contract, Explores, Part, Pass, Replica, Task, World
 from ddpforge.interfaces.regions import copy as copy_region
 from ddpforge.interfaces.regions import whole as all_of
+from ddpforge.ranks import phases
 from ddpforge.ranks.collectives import Alone
 from ddpforge.ranks.failures import is_symptom
 from ddpforge.strategies import named_state
@@ -127,6 +128,7 @@ class Whole:
         self._twin = copy.deepcopy(task, kept)  # for the model itself; the run's own may remember what it sees
         self._model, self._task = copy.deepcopy((model, task))
         self._cuts, self._items = cuts, 1.0
+        self._worst = 0.0, ""  # the square of the largest difference between gradients, and the parameter's name
         for one in (self._twin, self._task):
             one.__dict__.pop("show", None)
 
@@ -136,6 +138,7 @@ class Whole:
         A few samples of rank 0's `first` micro-batch are used, without dropout and in float32. The model, its
         gradients, random numbers and task are afterwards as they were before.
         """
+        phases.mark(phases.FORWARD)
         with ExitStack() as stack:
             stack.enter_context(_random_numbers(world.device))
             stack.enter_context(unchanged(replica.bare))
@@ -176,7 +179,8 @@ class Whole:
         log.debug("together %g, %g and whole %s: off by %g, rounding %g", loss, norm, expected, distance, rounding)
         if _off(loss, expected[0]) > max(_LOSS, rounding) or not distance <= max(_GRADIENT, rounding):
             place = self._first_apart(replica, world, batch, max(_GRADIENT, rounding))
-            self._refuse(loss, norm, distance, expected, place)
+            worst = max(world.all.everyone(self._worst))[1]
+            self._refuse(loss, norm, distance, expected, place, worst)
 
     # -- what is computed
     def _prepared(self, replica: Replica, world: World, first: MicroBatch) -> tuple[Any, str]:
@@ -282,16 +286,18 @@ class Whole:
 
     def _square_off(self, replica: Replica, found: _Found) -> float:
         """Adds up the squared differences between this rank's parts of the gradient and the whole one."""
-        square = 0.0
+        squares: dict[str, float] = {}
         for name, part in replica.gradients_by_name().items():
             if name not in found.gradients:  # what a strategy has thawed is not the model's as it was built
                 continue
             whole = found.gradients[name].reshape(-1)
+            squares[name] = 0.0
             for one in part.simple():
                 expected = torch.empty_like(_held(one), dtype=whole.dtype)
                 copy_region(one.shape, all_of(one.shape), whole, one.simple_region, expected)
-                square += float((_held(one) - expected).double().square().sum()) / one.replicas
-        return square
+                squares[name] += float((_held(one) - expected).double().square().sum()) / one.replicas
+        self._worst = max(((square, name) for name, square in squares.items()), default=(0.0, ""))
+        return sum(squares.values())
 
     # -- where they part
     def _first_apart(self, replica: Replica, world: World, batch: Any, tolerance: float) -> tuple[str, str] | None:
@@ -332,10 +338,19 @@ class Whole:
         return [hint for cut in self._cuts for hint in _HINTS[cut]]
 
     def _refuse(
-        self, loss: float, norm: float, distance: float, whole: tuple[float, float], place: tuple[str, str] | None
+        self,
+        loss: float,
+        norm: float,
+        distance: float,
+        whole: tuple[float, float],
+        place: tuple[str, str] | None,
+        worst: str,
     ) -> NoReturn:
         if place is None:
-            where = "no module's output is another one: it is what the model or the task does beside its modules"
+            where = (
+                f"no module's output is another one, and the gradient of `{worst}` differs most: look at what the "
+                "model and the task do between and behind their modules"
+            )
         else:
             where = f"the first module whose output is another one is `{place[0]}`"
             if place[1]:

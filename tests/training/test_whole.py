@@ -217,6 +217,12 @@ class Pooled(Squares):
         return (out.mean(1) - batch[1].mean(1)).square().sum(), out
 
 
+def silent(net: Net) -> Net:
+    """Lets a net begin with what only its gradient tells from another."""
+    nn.init.zeros_(net.down.weight)
+    return net
+
+
 def vectors() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     return torch.randn(4, 8, 8, generator=generator), torch.randn(4, 8, 8, generator=generator)
@@ -238,16 +244,17 @@ def test_wrong_declarations_are_refused_and_the_first_module_that_parts_is_named
             compare(FSDP(context=2), lambda: Attentive(Convolved()), Squares(), **plain),
             compare(FSDP(context=2), lambda: Attentive(nn.Identity()), Pooled(), **plain),
             compare(Pipeline(), scaled, Squares(), **plain),
+            compare(FSDP(tensor=2), lambda: silent(Net(nn.Softmax(-1))), Squares(), **plain),
             compare(FSDP(tensor=2), lambda: Net(nn.GELU()), Squares(), **plain),
             compare(FSDP(context=2), lambda: Attentive(nn.GELU()), Squares(), **plain),
             compare(Pipeline(), lambda: Net(nn.GELU()), Squares(), **plain),
         ]
 
-    fused, softmax, less, norm, mean, conv, pooled, steps, *right = in_all(2, wrong)
+    fused, softmax, less, norm, mean, conv, pooled, steps, zero, *right = in_all(2, wrong)
     for found in right:
         assert found.words == ""
         assert found.distance < 1e-5
-    everything = (fused, softmax, less, mean, conv, pooled, steps)
+    everything = (fused, softmax, less, mean, conv, pooled, steps, zero)
     assert all("do not compute what the whole model does: of a few samples the loss is" in x.words for x in everything)
     assert "first module whose output is another one is `blocks.0.attention.projection`" in fused.words
     assert "before it, ranks have the output of `blocks.0.attention.qkv` in parts" in fused.words
@@ -257,7 +264,8 @@ def test_wrong_declarations_are_refused_and_the_first_module_that_parts_is_named
         assert "another one is `down`; before it, ranks have the output of `between` in parts" in found.words
     assert "another one is `mix` | what mixes positions" in mean.words
     assert "another one is `mix.conv`" in conv.words or "another one is `mix`" in conv.words
-    assert "no module's output is another one: it is what the model or the task does beside its modules" in pooled.words
+    assert "no module's output is another one, and the gradient of `" in pooled.words
+    assert "output is another one, and the gradient of `down.weight` differs most: look at what" in zero.words
     assert "another one is `down` | let the model's `pipeline` name all that `forward` does" in steps.words
 
 
