@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -193,10 +194,11 @@ class Whole:
                 batch, samples = self._samples(first)
                 counted = self._task.count(batch)
                 self._items = float(samples if counted is None else counted)
+                pickle.dumps(batch)  # what cannot be sent is found out here, and not while others wait for it
                 why = "" if self._items > 0 else "no target counts in the first micro-batch"
             except Exception as error:
-                why = f"the first micro-batch cannot be cut: {type(error).__name__}: {error}"
-        why, self._items, batch = world.all.broadcast((why, self._items, batch if not why else None))
+                why = f"its first micro-batch cannot be given to all ranks: {type(error).__name__}: {error}"
+        why, self._items, batch = world.all.broadcast((why, self._items, None if why else batch))
         if not why:
             self._device = world.device
             self._model.to(world.device).eval()

@@ -294,6 +294,7 @@ def test_what_cannot_be_compared_is_left_out_and_a_line_says_so() -> None:
             compare(FSDP(tensor=2), net, Random(), data=vectors),
             compare(FSDP(tensor=2), net, Uncounted(), data=vectors),
             compare(FSDP(tensor=2), lambda: Whimsical(nn.GELU()), Squares(), data=vectors),
+            compare(FSDP(tensor=2), net, Squares(), data=lambda: (*vectors(), lambda: "what no process can send")),
         ]
 
     for found, why in zip(
@@ -302,6 +303,7 @@ def test_what_cannot_be_compared_is_left_out_and_a_line_says_so() -> None:
             "its loss is random, or rounding alone changes it",
             "no target counts in the first micro-batch",
             "its loss cannot be computed apart from training: ValueError: in evaluation it does not use `down.weight`",
+            "its first micro-batch cannot be given to all ranks: ",
         ),
         strict=True,
     ):
