@@ -176,7 +176,9 @@ class _TrialRun:
             kept = self._folder(worlds)
             kept.create(**snapshot(load_recipe(recipe, registry=self.case.registry)))
             copytree(self.start, kept.checkpoints / self.start.name)
-        done = run_to_the_end("ddpforge", "run", str(recipe), f"--out={worlds.folder / 'runs'}", nproc=self.ranks)
+        arguments = [str(recipe), f"--out={worlds.folder / 'runs'}"]
+        arguments += ["--allow-change=run"] if self.start else []  # the checkpoint is another run's
+        done = run_to_the_end("ddpforge", "run", *arguments, nproc=self.ranks)
         if done.returncode:
             said = (done.stdout + done.stderr).replace(str(folder), str(self.case.base.resolve()))
             lines = said.rstrip().splitlines()[-_LINES:]
