@@ -124,6 +124,7 @@ KUBEFLOW = {
             {"nnodes": "2", "node_rank": "1", "run_id": "sky-7"},
         ),
         (KUBEFLOW, {"nnodes": "2", "node_rank": "0", "endpoint": "job-node-0-0.job:29400", "nproc": "4"}),
+        ({"PET_NNODES": "2", "SKYPILOT_NUM_NODES": "3"}, {"nnodes": "3"}),
         ({"PET_NPROC_PER_NODE": "auto", "PET_MAX_RESTARTS": "3"}, {"max_restarts": "3"}),
     ],
 )

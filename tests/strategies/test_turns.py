@@ -160,3 +160,28 @@ def test_a_turn_that_fails_leaves_the_replica_as_it_was(build: Callable[[], Stra
         return same and all(parameter.requires_grad for parameter in replica.bare.parameters())
 
     assert in_ranks(2, action) == [True, True]
+
+
+def test_weights_that_a_turn_leaves_gathered_are_frozen_in_the_next() -> None:
+    """Blocks stay gathered after a forward pass, where gathered weights need gradients as they did when gathered."""
+
+    class Block(Product):
+        """A block of its own, within a model."""
+
+    def action(rank: int) -> Any:
+        training = Training(
+            FSDP(reshard_after_forward=False),
+            lambda: nn.Sequential(Block()),
+            optimizer,
+            blocks=lambda model: [model[0]],
+        )
+        half = torch.full((2,), 0.5)
+        asked = []
+        for turn in ("a", "b"):
+            with training.replica.turn(turn):
+                training.replica.module(half)
+                block = training.replica.bare[0]
+                asked.append((block.a.requires_grad, block.b.requires_grad))
+        return asked
+
+    assert in_ranks(2, action) == [[(True, False), (False, True)]] * 2

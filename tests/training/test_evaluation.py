@@ -115,6 +115,29 @@ def test_random_numbers_are_the_same_in_every_evaluation_and_of_every_set() -> N
     assert model.drawn == model.drawn[:2] * 4
 
 
+def test_an_evaluation_that_fails_leaves_callbacks_and_the_module_as_they_were() -> None:
+    """Also a callback that swaps weights without `finally`: it is left as if all went well."""
+
+    class Fails(Sums):
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            raise ArithmeticError
+
+    model, live = Line(), torch.ones(())
+
+    class Swaps(Callback):
+        @contextmanager
+        def evaluating(self) -> Iterator[None]:
+            model.w.data = torch.zeros(())
+            yield
+            model.w.data = live
+
+    ours = evaluator(Plain().holding(model, IDLE), Fails(), callbacks={"swaps": Swaps()})
+    with pytest.raises(ArithmeticError):
+        ours.evaluate(0)
+    assert model.w.item() == 1.0
+    assert model.training
+
+
 def test_the_task_finishes_the_means_of_a_set() -> None:
     class Rooted(Sums):
         def finish(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -359,6 +359,13 @@ def test_growing_steps_that_do_not_fit_are_left_out_where_they_should() -> None:
             assert not set(found[step]) & set(found[step + 1])
 
 
+def test_a_rest_that_is_less_than_a_growing_step_is_left_out_too() -> None:
+    """Seven steps take 17 of 20 samples, and the eighth is of four."""
+    order = made("growing", samples=20, drop=True)
+    assert [len(step) for step in steps(order, 20)] == [2 + 6 * step // 20 for step in range(20)]
+    assert [order.epoch(step) for step in (6, 7)] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
