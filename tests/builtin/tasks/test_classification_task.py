@@ -82,6 +82,11 @@ def test_a_negative_class_is_refused_with_the_option_that_ignores_it(task: Class
     assert "task.ignore_index = -100" in refused.value.hints[0]
 
 
+def test_the_class_minus_one_is_refused_too() -> None:
+    with pytest.raises(UsageError, match="a class is -1, and classes begin with 0"):
+        Classification().count((torch.zeros(2, 2), torch.tensor([1, -1])))
+
+
 def test_a_teacher_does_not_teach_samples_whose_class_is_ignored() -> None:
     options: dict[str, Any] = {"teacher": nn.Linear(2, 2), "alpha": 0.5}
     inputs, classes = torch.randn(4, 2), HALF[1]
