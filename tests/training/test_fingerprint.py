@@ -219,6 +219,40 @@ def test_a_sample_with_its_numbers_in_another_order_of_another_size_or_missing_i
     assert difference(now, json.loads(json.dumps(now, allow_nan=False))) == ""
 
 
+class Words(list[str]):
+    """Samples without a number in them."""
+
+
+def test_samples_of_text_alone_are_told_apart() -> None:
+    saved = printed(Words(["one", "two"])).as_json()
+    assert difference(saved, printed(Words(["one", "two"])).as_json()) == ""
+    assert difference(saved, printed(Words(["one", "too"])).as_json()) == "sample 1 is another one"
+
+
+class Throws(Numbers):
+    """Draws for every sample."""
+
+    random = True
+
+    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+        return torch.rand(3), place
+
+
+def test_a_look_at_samples_leaves_random_numbers_as_they_are() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(())
+    torch.manual_seed(3)
+    assert len(printed(Throws([*range(4)])).samples) == 4
+    assert torch.rand(()) == expected
+
+
+def test_a_resume_with_samples_that_nobody_can_tell_in_advance_compares_their_number_alone() -> None:
+    saved = {"train": printed(Dice([*range(4)])).as_json()}
+    refuse_changed_data({"train": printed(Dice([*range(4)]))}, saved, [])
+    with pytest.raises(UsageError, match=r"data\.train: 4 samples → 5 samples"):
+        refuse_changed_data({"train": printed(Dice([*range(5)]))}, saved, [])
+
+
 class Broken(Numbers):
     def __getitem__(self, place: int) -> tuple[Tensor, int]:
         raise OSError("no such file")

@@ -330,6 +330,12 @@ def test_a_curriculum_begins_with_the_easiest_and_ends_with_plain_epochs() -> No
     assert steps(order, 30, start=20) == steps(made("shuffled"), 30, start=20)
 
 
+def test_a_curriculum_begins_with_its_share_of_the_easiest_rounded_up() -> None:
+    """A tenth of 103 samples, of which any may be in the first step."""
+    drawn = {sample for seed in range(60) for sample in made("curriculum", start=0.1, seed=seed)(0)}
+    assert drawn == set(range(11))
+
+
 def test_the_time_of_a_curriculum_may_be_in_epochs() -> None:
     assert steps(made("curriculum", until=Duration(2, "ep")), 40) == steps(made("curriculum", until=st(26)), 40)
 
