@@ -147,12 +147,13 @@ def test_a_turn_that_does_not_use_its_parameters_is_told_so() -> None:
         assert "optimizer.turns.b.parameters" in said
 
 
+@pytest.mark.parametrize("turn", ["a", "b"])
 @pytest.mark.parametrize("build", [DDP, FSDP])
-def test_a_turn_that_fails_leaves_the_replica_as_it_was(build: Callable[[], Strategy]) -> None:
+def test_a_turn_that_fails_leaves_the_replica_as_it_was(build: Callable[[], Strategy], turn: str) -> None:
     def action(rank: int) -> Any:
         replica = Training(build(), Product, optimizer).replica
         before = (replica.module, replica.optimizer, replica.gradients, replica.clip_norm)
-        with suppress(ArithmeticError), replica.turn("a"):
+        with suppress(ArithmeticError), replica.turn(turn):
             assert replica.optimizer is not before[1]
             raise ArithmeticError
         after = (replica.module, replica.optimizer, replica.gradients, replica.clip_norm)
