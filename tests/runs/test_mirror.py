@@ -191,6 +191,18 @@ def test_what_another_machine_has_trained_further_stays_there(tmp_path: Path) ->
     assert steps_in(tmp_path / "there/run") == ["step-000000004-0004", "step-000000009-0009"]
 
 
+def test_of_small_files_those_that_have_changed_are_copied_and_those_being_written_are_not(tmp_path: Path) -> None:
+    folder = small(tmp_path / "here/run", {2: True})
+    (folder.path / "status.json").write_text('{"step": 1}')
+    (folder.path / ".status.json.tmp").write_text('{"st')
+    mirror = Mirror(folder, (tmp_path / "there").as_uri(), must=True)
+    mirror.complete()
+    (folder.path / "status.json").write_text('{"step": 2}')  # of the same size
+    mirror.complete()
+    there = {path.name: path.read_text() for path in (tmp_path / "there/run").iterdir() if path.is_file()}
+    assert there == {"run.json": '{"id": "mine"}', "status.json": '{"step": 2}'}
+
+
 def test_a_removal_that_fails_half_way_leaves_nothing_that_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

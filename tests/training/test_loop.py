@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -224,6 +224,36 @@ def test_items_per_second_are_those_of_all_data_ranks(ranks: int) -> None:
     loop.fit()
     name = f"train/{Counting.items}_per_second"
     assert [row[name] for _, row in loop.tracker.rows] == pytest.approx([15.0 * ranks] * 2)
+
+
+class Read:
+    """Batches as of a stream, of which this rank has a part."""
+
+    def __init__(self, batches: Any, **known: Any) -> None:
+        self.batches, self.known, self.workers = batches, known, 0
+
+    def training(self, start: int) -> Iterator[Any]:
+        return (micro._replace(**self.known) for micro in self.batches.training(start))
+
+
+def test_the_samples_of_a_step_are_those_of_all_ranks() -> None:
+    loop = Loop(steps=2, batch=5, evaluation=False, replica=Plain(ranks=2))
+    loop.trainer.training = Read(loop.trainer.training, step_samples=10)  # type: ignore[assignment]
+    loop.fit()
+    assert [row["samples"] for _, row in loop.tracker.rows] == [10, 20]
+    assert loop.checkpoints.saved[-1].facts.samples == 20
+
+
+def test_ranks_that_read_other_samples_of_a_stream_end_when_they_agree() -> None:
+    loop = Loop(steps=2, evaluation=False, replica=Plain(ranks=2))
+    loop.trainer.training = Read(loop.trainer.training, read=5)  # type: ignore[assignment]
+    mean = loop.replica.ranks.mean
+    loop.replica.ranks.mean = lambda totals, *rest: mean(  # type: ignore[method-assign]
+        {name: (x + 7) / 2 if name == "?read1" else (x + 49) / 2 if name == "?read2" else x
+         for name, x in totals.items()}, *rest
+    )  # fmt: skip
+    with pytest.raises(PluginError, match="ranks read different samples from the iterable dataset, by step 1"):
+        loop.fit()
 
 
 @pytest.mark.usefixtures("_agrees_seldom")
