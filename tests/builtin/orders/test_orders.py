@@ -336,6 +336,16 @@ def test_a_curriculum_begins_with_its_share_of_the_easiest_rounded_up() -> None:
     assert drawn == set(range(11))
 
 
+def test_weights_that_add_up_to_less_than_one_by_rounding_lead_to_no_sample_beyond_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the greatest offset that can be drawn, where the shares of 100,000 samples add up to 1 - 2e-12."""
+    monkeypatch.setattr("ddpforge.builtin.orders.drawn.draw", lambda keys, counts, seed: counts)
+    data = Samples(100_000)
+    data.weights = np.full(100_000, 0.1)
+    assert sorted(map(int, Weighted(data, 5, 100_000, False)(0))) == list(range(100_000))
+
+
 def test_the_time_of_a_curriculum_may_be_in_epochs() -> None:
     assert steps(made("curriculum", until=Duration(2, "ep")), 40) == steps(made("curriculum", until=st(26)), 40)
 
