@@ -65,6 +65,7 @@ def test_another_class_may_be_the_ignored_one(smoothing: float) -> None:
     whole = Classification(label_smoothing=smoothing).loss(nn.Identity(), kept)[0]  # type: ignore[arg-type]
     assert task.loss(nn.Identity(), batch)[0].item() == pytest.approx(whole.item())
     assert int(task.count(batch)) == 4  # type: ignore[arg-type]
+    assert (task.items, Classification().items) == ("targets", "samples")
 
 
 @pytest.mark.parametrize(
