@@ -6,6 +6,8 @@ import socket
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from forked import in_ranks, set_up
@@ -76,6 +78,15 @@ def test_what_is_compared_of_software_is_what_trains() -> None:
     assert found["torch"] == metadata.version("torch")
 
 
+def test_the_versions_of_plugins_that_a_recipe_uses_are_compared_too() -> None:
+    class Plugins:
+        def find(self, kind: str, use: str) -> Any:
+            return SimpleNamespace(distribution=f"lab-{kind}", version="1.2")
+
+    found = checks._software(load_recipe("digits", registry=REGISTRY), Plugins())  # type: ignore[arg-type]
+    assert (found["lab-model"], found["lab-optimizer"]) == ("1.2", "1.2")
+
+
 def test_another_recipe_on_one_rank_is_shown_key_by_key() -> None:
     same, other = ["train.seed=1"], ["train.seed=2", "checkpoint.every=7st", "data.workers=3"]
     host = socket.gethostname()
@@ -102,6 +113,8 @@ def test_hosts_may_have_their_data_elsewhere_and_fetch_it_in_their_own_way(tmp_p
     here, there = [["data.train.root=/local/a", "data.workers=1"], ["data.train.root=/scratch/b"]]
     assert compared(here, there, source=recipe) == ["", ""]
     assert "data.train.root" in compared(["data.train.root=a"], ["data.train.root=b"], source=recipe)[0]
+    elsewhere = [["data.train.root=/a", f"checkpoint.init_from={path}"] for path in ("/local/a", "/scratch/b")]
+    assert "checkpoint.init_from" in compared(*elsewhere, source=recipe)[0], "only data may lie elsewhere"
 
 
 def test_other_code_beside_the_recipe_on_one_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,3 +93,11 @@ def test_all_that_cannot_be_counted_is_noted_in_one_pass() -> None:
     made = recipe({"eval_every": "1ep"}, {"every": "1ep"})
     assert Plan.of(made, plan_batch(made.train, 1), None, noting=noting) is None
     assert noted == ["train.length", "checkpoint.every", "train.eval_every"]
+
+
+@pytest.mark.parametrize(("length", "total"), [("2ep", 17), ("1.5ep", 15)])
+def test_whole_epochs_of_no_one_length_end_where_their_order_says(length: str, total: int) -> None:
+    made = recipe({"length": length}, evaluates=False)
+    plan = Plan.of(made, plan_batch(made.train, 2), 10, ends={1: 8, 2: 17}.get)
+    assert plan is not None
+    assert plan.horizon.total == total

@@ -1,6 +1,7 @@
 """A save that is interrupted at any operation leaves all of the old state or all of the new one."""
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -114,6 +115,13 @@ def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path, full: bool)
         assert "it takes 206 bytes and" in caught.value.message
         assert state_of(folder) in (1, 2)
         assert not list(folder.glob(".*")), "nothing half-written is left, neither a folder nor a hint"
+
+
+def test_a_hint_that_a_killed_attempt_left_behind_is_replaced(folder: Path) -> None:
+    (folder / ".latest.json.tmp").write_text('{"dir": "step-0000')
+    path = write(folder, checkpoint_of(5))
+    assert json.loads((folder / "latest.json").read_text()) == {"dir": path.name, "step": 5}
+    assert {found.name for found in folder.iterdir()} == {path.name, "latest.json"}
 
 
 def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:

@@ -217,3 +217,90 @@ def test_many_short_blocks_are_synced_once(tmp_path: Path, calls: list[tuple[str
     """As those of tensors of a few elements are: a sync for every so many blocks would be one for nothing."""
     disk.write_new(tmp_path / "file", [b"1234"] * 5000)
     assert calls == [("sync", "file", "20000")]
+
+
+# ---------------------------------------------------------------------------------------------- anybody's files
+ODD: dict[str, Callable[[Path], object]] = {
+    "a link": lambda path: path.symlink_to(__file__),
+    "a link to nothing": lambda path: path.symlink_to("nothing"),
+    "a pipe": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("mode", ["rb", "r+b", "ab", "a+b"])
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
+def test_what_is_no_regular_file_is_neither_opened_nor_waited_for(
+    tmp_path: Path, make: Callable[[Path], object], mode: Any
+) -> None:
+    make(path := tmp_path / "file")
+    with pytest.raises(disk.NotPlain):
+        disk.open_plain(path, mode)
+    assert not disk.is_plain(path)
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
+def test_what_takes_a_files_place_after_it_was_looked_at_is_not_opened(
+    tmp_path: Path, make: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path := tmp_path / "file").write_text("mine")
+    looked = disk.plain_size
+
+    def swapped(path: Path) -> int:
+        size = looked(path)
+        path.unlink()
+        make(path)
+        return size
+
+    monkeypatch.setattr(disk, "plain_size", swapped)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=r"symbolic links|not a regular file"):
+        disk.open_plain(path)
+    assert len(os.listdir("/proc/self/fd")) == before, "nothing is left open"
+
+
+def test_a_file_is_made_where_it_is_appended_to_and_not_where_it_is_read(tmp_path: Path) -> None:
+    for mode in ("rb", "r+b"):
+        with pytest.raises(FileNotFoundError):
+            disk.open_plain(tmp_path / "file", mode)  # type: ignore[arg-type]
+    with disk.open_plain(tmp_path / "file", "ab") as file:
+        file.write(b"one")
+    with disk.open_plain(tmp_path / "file", "a+b") as file:
+        file.write(b"two")
+    assert disk.read_plain(tmp_path / "file", 6) == b"onetwo"
+    with pytest.raises(OSError, match="it has more than 5 bytes"):
+        disk.read_plain(tmp_path / "file", 5)
+
+
+def test_folders_on_the_way_to_a_file_are_no_links(tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    for folder in (run / "logs", elsewhere):
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("mine")
+    (run / "linked").symlink_to(elsewhere)
+    assert disk.read_plain(run / "logs" / "file", 9, within=run) == b"mine"
+    assert disk.read_plain(run / "linked" / "file", 9) == b"mine"
+    for way in (run / "linked", run / "logs" / "file"):
+        with pytest.raises(OSError, match="is a link, or no folder"):
+            disk.read_plain(way / "file", 9, within=run)
+    disk.refuse_linked_folders(run / "absent" / "too", run)
+
+
+def test_odd_entries_are_found_at_every_depth_or_in_one_folder(tmp_path: Path) -> None:
+    deep = tmp_path / "a" / "b" / "c"
+    deep.mkdir(parents=True)
+    for folder in (tmp_path, deep):
+        (folder / "file").write_text("mine")
+        os.mkfifo(folder / "pipe")
+    (tmp_path / "link").symlink_to(deep)
+    assert list(disk.odd_entries(tmp_path, deep=False)) == [tmp_path / "link", tmp_path / "pipe"]
+    assert list(disk.odd_entries(tmp_path, deep=True)) == [deep / "pipe", tmp_path / "link", tmp_path / "pipe"]
+    assert list(disk.odd_entries(tmp_path / "absent", deep=True)) == []
+
+
+def test_what_a_killed_attempt_left_is_no_hindrance_to_the_next(tmp_path: Path) -> None:
+    (tmp_path / ".status.json.tmp").write_text("half")
+    disk.replace(tmp_path / "status.json", b"{}")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("status.json", "{}")]

@@ -548,3 +548,12 @@ def test_a_tensor_without_elements_is_still_there(folder: Path) -> None:
 
     for path in (write(folder, checkpoint_of(7, state=state)), saved(folder, shares)):
         assert read(path).state.model["none"].shape == (0, 3)
+
+
+def test_a_tensor_of_which_a_chunk_is_gone_is_not_half_read(folder: Path) -> None:
+    """As after an error in what makes sure that a manifest's chunks are the whole tensor."""
+    reader = Reader(write(folder, checkpoint_of(7)))
+    found: Any = reader.manifest.tensors["model"]
+    found["layer.weight"] = found["layer.weight"].model_copy(update={"chunks": ()})
+    with pytest.raises(CheckpointError, match=r"0 of 15 numbers of layer\.weight \(model\) are there"):
+        reader.read("model", "layer.weight")

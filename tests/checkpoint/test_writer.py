@@ -282,6 +282,20 @@ def test_replicas_of_shards_share_the_work_too(folder: Path, how: str) -> None:
     assert max(sizes) - min(sizes) < 4 << 20, "everyone writes about as much"
 
 
+def test_groups_of_one_size_that_share_a_rank_each_write_what_they_hold(folder: Path) -> None:
+    """As tied weights of stages: one of ranks 0 and 1, and another of ranks 0 and 2."""
+    one, other = torch.randn(6, 1 << 17), torch.randn(6, 1 << 17)
+    first = {name: [Part.whole(x, replica=n, replicas=2, among=name) for n in range(2)] for name, x in
+             (("01", one), ("02", other))}  # fmt: skip
+    models = [{"one": first["01"][0], "other": first["02"][0]}, {"one": first["01"][1]}, {"other": first["02"][1]}]
+
+    path = saved(folder, [RankState(model=model) for model in models])
+
+    found = read(path).state.model
+    assert torch.equal(found["one"], one)
+    assert torch.equal(found["other"], other)
+
+
 def test_replicas_that_do_not_hold_the_same_are_found_out(folder: Path) -> None:
     tensor = counted(6, 1 << 18)
     first, second = (Part.whole(tensor, replica=replica, replicas=2) for replica in range(2))
@@ -393,6 +407,16 @@ OVERLAP = [Part(counted(2, 2), (2, 3), Box((0, 0), (2, 2)))], [Part(counted(2, 2
             RankState(model={}),
             RankState(model={"w": [*HOLE[0], Part.whole(torch.ones(2))]}),
             "rank 1: w of the model .* its parts are of different tensors",
+        ),
+        (
+            RankState(model={}),
+            RankState(model={"w": [Part(counted(2), (4,), Range(0, 2)), Part(counted(2).double(), (4,), Range(2, 4))]}),
+            "rank 1: w of the model .* its parts are of different tensors",
+        ),
+        (
+            RankState(model={"w": Part(counted(2), (4,), Range(0, 2))}),
+            RankState(model={"w": Part(counted(2).bfloat16(), (4,), Range(2, 4))}),
+            r"w \(model\) is bfloat16 \[4\] on rank 1, and float32 \[4\] on a lower one",
         ),
         (
             RankState(model={}, optimizer={"w": {"a/b": counted(2)}}),

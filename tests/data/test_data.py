@@ -678,6 +678,19 @@ class Fetchers:
         return torch.tensor(index), torch.tensor(os.getpid())
 
 
+def test_loader_processes_fetch_as_many_batches_ahead_as_the_recipe_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    class Noted(DataLoader[Any]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            given.update(options)
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr("ddpforge.data.fetching.DataLoader", Noted)
+    deal(Numbers(8), batch=2, micro=2, workers=2, prefetch=5).evaluation()
+    assert (given["num_workers"], given["prefetch_factor"]) == (2, 5)
+
+
 def test_loader_processes_of_an_evaluation_wait_for_the_next_also_after_one_that_was_interrupted() -> None:
     batches = deal(Fetchers(), batch=4, micro=2, workers=2)
 

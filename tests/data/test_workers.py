@@ -73,6 +73,11 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be_and_else_refused(
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: raised.append(pair))
     refuse_missing_resources(8, 2)
     assert raised == [(4096, 100_000)]
+    refuse_missing_resources(400, 2)
+    assert 4 * 400 * (4 + 2 * 2) < raised[1][0] < 100_000  # four times what is needed: four files, and two a batch
+    limits[0] = (40, 5000)
+    refuse_missing_resources(400, 2)
+    assert raised[2] == (5000, 5000)
     limits[0] = (40, 40)
     with pytest.raises(EnvironmentProblem, match=r"data.workers = 8 needs about .* open files .* may have 40"):
         refuse_missing_resources(8, 2)

@@ -91,7 +91,7 @@ def test_only_floating_point_tensors_are_converted(
 
 
 def test_a_weight_that_would_become_infinite_is_refused(folder: Path, tmp_path: Path) -> None:
-    state = CanonicalState(model={"w": torch.tensor([1e6])}, optimizer={})
+    state = CanonicalState(model={"w": torch.tensor([1.0, 1e6, -2.0])}, optimizer={})
     path = write(folder, checkpoint_of(7, state=state))
 
     with pytest.raises(UsageError, match="w holds values too large for float16"):
@@ -231,6 +231,27 @@ def test_weights_in_a_folder_are_replaced_on_request_and_nothing_else_is(folder:
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
     }
+
+
+def test_files_are_on_disk_before_they_have_their_names_and_the_index_comes_last(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that finds an index finds what it lists, whenever the machine goes down."""
+    out, done = tmp_path / "hf", list[str]()
+    out.mkdir()
+    rename, sync = disk.rename, disk.sync_folder
+    monkeypatch.setattr(disk, "rename", lambda old, new: (done.append(new.name), rename(old, new)))
+    monkeypatch.setattr(disk, "sync_folder", lambda path: (done.append(f"sync {path.name}"), sync(path)))
+
+    export_folder(sized(folder, 4, 4), out, most=16)
+
+    named = done.index("model-00001-of-00002.safetensors")
+    assert any(done[n].startswith("sync .hf.") for n in range(named))
+    assert done[named : named + 3] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
 
 
 @pytest.mark.parametrize("there", [False, True])

@@ -696,3 +696,21 @@ def test_a_file_without_tensors_is_refused() -> None:
 
     with pytest.raises(UsageError, match="there is not one tensor in it"):
         import_checkpoint(Path("a.safetensors"), "out")
+
+
+def test_a_tied_name_that_a_map_makes_the_name_of_its_tensor_is_no_second_name() -> None:
+    tensor = torch.ones(2)
+    torch.save({"a": tensor, "b": tensor, "c": tensor}, "a.pt")
+    done = import_checkpoint(Path("a.pt"), "out", maps=["b=a"])
+    reader = Reader(done.path)
+    assert (list(reader.names("model")), reader.aliases) == (["a"], {"c": "a"})
+
+
+def test_a_folder_of_checkpoints_among_runs_takes_another() -> None:
+    save_file({"a": torch.ones(2)}, "a.safetensors")
+    import_checkpoint(Path("a.safetensors"), "imported/x", step=1)
+    Path("imported").rename("runs")
+    import_checkpoint(Path("a.safetensors"), "runs/x", step=2)
+    assert len([*Path("runs/x").glob("step-*")]) == 2
+    with pytest.raises(UsageError, match="is the place of a run called y"):
+        import_checkpoint(Path("a.safetensors"), "runs/y")

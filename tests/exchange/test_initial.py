@@ -348,3 +348,21 @@ def test_a_damaged_checkpoint_is_refused(folder: Path) -> None:
 
     with pytest.raises(CheckpointError, match="are not those that were written"):
         began(path)
+
+
+def test_what_only_another_rank_holds_is_taken_and_counted_too(
+    tmp_path: Path, said: Callable[[], list[tuple[str, str]]]
+) -> None:
+    """As a stage that holds one tensor, beside one that holds the others."""
+    replica, taken = Here(), dict[str, Any]()
+    theirs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in WEIGHTS.items() if name != "norm"}
+    replica.ranks.everyone = lambda mine: [mine, theirs]  # type: ignore[method-assign]
+    source = str(saved(tmp_path / "some.safetensors"))
+
+    load_initial(source, {"norm": torch.zeros(3)}, {}, taken.update, replica.ranks, skip=["se*"])
+
+    assert taken.keys() == {"norm", "embed"}
+    assert said() == [
+        ("INFO", f"initial weights: 2 tensors from {source}"),
+        ("WARNING", "initial weights: 1 tensors left alone: seen"),
+    ]

@@ -228,13 +228,14 @@ def test_the_edges_of_a_range_belong_to_it_and_no_element_beyond_them() -> None:
 
 
 def test_the_same_part_of_another_tensor_keeps_its_place_and_its_number() -> None:
-    part = Part(torch.zeros(2, 3), (4, 4), Box((0, 1), (2, 3)), 1, 3)
+    part = Part(torch.zeros(2, 3), (4, 4), Box((0, 1), (2, 3)), 1, 3, "stages 0 and 2")
     momentum = torch.ones(2, 3)
 
     same = part.of(momentum)
 
     assert same.tensor is momentum
-    assert (same.shape, same.region, same.replica, same.replicas) == ((4, 4), Box((0, 1), (2, 3)), 1, 3)
+    assert (same.shape, same.region) == ((4, 4), Box((0, 1), (2, 3)))
+    assert (same.replica, same.replicas, same.among) == (1, 3, "stages 0 and 2")
 
 
 def test_a_part_is_one_of_as_many_replicas_as_it_says() -> None:

@@ -21,7 +21,7 @@ from ddpforge.launchers.command import torchrun_command
 from ddpforge.launchers.nursery import FORK
 from ddpforge.launchers.process import launch
 from ddpforge.launchers.process import start as begin
-from ddpforge.launchers.verdict import Death, Ended
+from ddpforge.launchers.verdict import Death, Ended, Words
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = """
@@ -437,6 +437,11 @@ def test_only_the_last_attempt_of_ranks_that_were_started_again_counts(tmp_path:
     assert launch(pretend(f"{first}record_start(); record_start(); verdict(75, 75); sys.exit(1)"), nproc=2) == 75
     ended = begin(pretend(f"{first}record_start(); record_start(); verdict(3, 3); sys.exit(1)"), nproc=2)
     assert (ended.code, ended.death) == (3, None)
+
+
+def test_a_word_that_a_rank_is_still_writing_is_left_for_later(tmp_path: Path) -> None:
+    (tmp_path / "verdict").write_text('{"rank": 0, "pid": 4}\n{"rank": 0, "co')
+    assert Words(tmp_path / "verdict", 1).pids == [4]
 
 
 def test_a_launcher_that_outlives_its_ranks_is_ended() -> None:

@@ -27,6 +27,12 @@ def test_machines_meet_where_they_are_told() -> None:
     ]
 
 
+def test_the_store_of_the_watch_is_at_the_port_after_the_endpoints() -> None:
+    assert Nodes.of("2", 1, "node01").store == "node01:29501"
+    assert Nodes.of("1:3", 0, "[fe80::1]:7").store == "[fe80::1]:8"
+    assert Nodes.of("1", 0, "node01").store is Nodes.of(None, None, None).store is None
+
+
 def test_worlds_are_all_that_there_may_be() -> None:
     assert Nodes.of("1:3", 0, "a").worlds(4) == [4, 8, 12]
     assert Nodes.of(None, None, None).worlds(4) == [4]
@@ -124,6 +130,7 @@ KUBEFLOW = {
             {"nnodes": "2", "node_rank": "1", "run_id": "sky-7"},
         ),
         (KUBEFLOW, {"nnodes": "2", "node_rank": "0", "endpoint": "job-node-0-0.job:29400", "nproc": "4"}),
+        ({"PET_NNODES": "2", "SKYPILOT_NUM_NODES": "3"}, {"nnodes": "3"}),
         ({"PET_NPROC_PER_NODE": "auto", "PET_MAX_RESTARTS": "3"}, {"max_restarts": "3"}),
     ],
 )

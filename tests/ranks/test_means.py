@@ -35,6 +35,12 @@ def test_names_in_another_order_are_not_mixed_up() -> None:
     assert one == other == [{"even": 1.0, "odd": 2.0}]
 
 
+def test_means_come_in_the_order_of_what_this_rank_named() -> None:
+    """So that a row has the loss first, whatever metrics are called."""
+    (one, other), _ = means([{"loss": (2.0, 2), "accuracy": (4.0, 2)}], [{"b": (2.0, 1), "loss": (1.0, 1)}])
+    assert [list(found[0]) for found in (one, other)] == [["loss", "accuracy", "b"], ["b", "loss", "accuracy"]]
+
+
 def test_each_rank_may_have_names_of_its_own() -> None:
     """Ids 0 to 3: rank 0 has the even ones, rank 1 the odd ones."""
     (one, other), _ = means([{"even": (2.0, 2)}], [{"odd": (4.0, 2)}])

@@ -47,6 +47,14 @@ def test_without_a_micro_batch_each_rank_takes_its_share_at_once() -> None:
                 "nearest micro_batch: 30 or 40, with global_batch = 240",
             ),
         ),
+        (
+            {"global_batch": 18, "micro_batch": 2},
+            2,
+            (
+                "nearest global_batch: 16 or 20, with micro_batch = 2",
+                "nearest micro_batch: 1 or 3, with global_batch = 18",
+            ),
+        ),
     ],
 )
 def test_an_uneven_batch_is_refused_with_the_nearest_even_ones(

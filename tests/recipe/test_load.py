@@ -170,6 +170,12 @@ def test_later_sets_win_and_no_set_undoes_another_whatever_their_order(load: Loa
     assert _messages(load, None, "optimizer.use=sgd") == ['missing key `lr` in [optimizer], which uses "sgd"']
 
 
+@pytest.mark.parametrize("sets", [["decay=0.9", "use=ema"], ["use=ema", "decay=0.9"]], ids=str)
+def test_options_may_be_set_before_the_component_that_has_them(load: Load, sets: list[str]) -> None:
+    found = load(None, *(f"callbacks.mine.{one}" for one in sets)).recipe.callbacks["mine"]
+    assert (found.use, found.options["decay"]) == ("ema", 0.9)
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "seed", "=3", "train.seed=", "# train.seed=3", "train.seed=3\nname='x'", "a b=3", "train.=3", "x=[", 'x="',
@@ -193,6 +199,26 @@ def test_a_whole_reference_keeps_the_variables_type(load: Load, valid: str, monk
     assert recipe.name == "x-64-here"
     assert recipe.optimizer.no_decay == ("a/b", "${x}")
     assert load(text, "vars.batch=32").recipe.train.global_batch == 32
+
+
+def test_a_variable_that_is_true_or_false_is_written_in_text_as_toml_writes_it(load: Load, valid: str) -> None:
+    text = valid.replace('name = "digits"', 'name = "x-${vars.flag}-${vars.other}"')
+    assert load(text + "[vars]\nflag = true\nother = false\n").recipe.name == "x-true-false"
+
+
+def test_an_environment_variable_with_control_characters_is_refused(
+    load: Load, valid: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NAME", "a\x1b[0m")
+    text = valid.replace('name = "digits"', 'name = "${env:NAME}"')
+    assert "`name`: the environment variable NAME is not plain text" in _messages(load, text)
+
+
+def test_what_the_framework_reads_in_a_components_table_is_no_secret(load: Load, valid: str) -> None:
+    text = valid.replace("[train]", 'no_decay = ["${secret:HOME}"]\n[train]')
+    (message,) = _messages(load, text)
+    assert message.startswith("`optimizer.no_decay")
+    assert message.endswith("cannot be a secret: only options of components can")
 
 
 def test_what_cannot_be_filled_in_is_told_once(load: Load, valid: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from ddpforge.errors import UsageError
 from ddpforge.recipe.schema import Recipe, Resume, Section, declared, resume_policy
-from ddpforge.runs.changes import recipe_changes, refuse_fixed
+from ddpforge.runs.changes import recipe_changes, refuse_finished, refuse_fixed
 
 OLD = {
     "name": "digits",
@@ -130,3 +131,18 @@ def test_a_fixed_change_may_be_allowed_by_key_or_by_table(allowed: str) -> None:
     refuse_fixed(changes, [allowed])
     with pytest.raises(UsageError):
         refuse_fixed(changes, ["model.dep"])
+
+
+def test_a_finished_run_is_another_where_what_it_computes_or_how_has_changed_and_not_where_it_ran(
+    tmp_path: Path,
+) -> None:
+    refuse_finished(tmp_path, recipe_changes(OLD, changed("data.workers", 5)), [])
+    for path, value, line in (
+        ("train.eval_every", "2ep", '  train.eval_every: "1ep" → "2ep"'),
+        ("train.seed", 1, "  train.seed: 0 → 1"),
+    ):
+        with pytest.raises(UsageError) as refused:
+            refuse_finished(tmp_path, recipe_changes(OLD, changed(path, value)), [])
+        assert line in refused.value.message.splitlines()
+    with pytest.raises(UsageError, match=r"  the code in mine\.py"):
+        refuse_finished(tmp_path, [], ["mine.py"])

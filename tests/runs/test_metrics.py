@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,59 @@ def test_a_crash_while_superseded_rows_are_written_loses_no_other(tmp_path: Path
     tracker.log(1, {"train/loss": 1.0})
     tracker.rewind(0)
     assert [row["step"] for row in lines(tmp_path / "metrics.superseded.jsonl")] == [7, 1]
+
+
+class Sips:
+    """A file that takes seven bytes at a time, as the system may."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        return int(self._file.write(bytes(data[:7])))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def test_a_row_that_is_written_in_parts_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = started(tmp_path)
+    monkeypatch.setattr(tracker, "_kept", Sips(tracker._kept))
+    tracker.log(1, {"train/loss": 1.0})
+    tracker.log(2, {"train/loss": 2.0})
+    assert losses(tmp_path) == {1: 1.0, 2: 2.0}
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is done to files, in order: "sync <name>", "cut <name>", "replace <name>"."""
+    found: list[str] = []
+    sync, cut, replace = os.fsync, os.truncate, os.replace
+
+    def name(file: int) -> str:
+        return Path(os.readlink(f"/proc/self/fd/{file}")).name
+
+    monkeypatch.setattr("os.fsync", lambda file: (found.append(f"sync {name(file)}"), sync(file)))
+    monkeypatch.setattr("os.truncate", lambda file, size: (found.append(f"cut {name(file)}"), cut(file, size)))
+    monkeypatch.setattr("os.replace", lambda old, new: (found.append(f"replace {Path(new).name}"), replace(old, new)))
+    return found
+
+
+def test_superseded_rows_are_on_disk_before_the_other_file_loses_them(tmp_path: Path, done: list[str]) -> None:
+    tracker = started(tmp_path)
+    tracker.log(1, {"train/loss": 1.0})
+    done.clear()
+    tracker.rewind(0)
+    assert done[:2] == ["sync metrics.superseded.jsonl", "cut metrics.jsonl"]
+
+
+def test_a_file_that_is_written_anew_is_on_disk_before_it_takes_the_place_of_the_old(
+    tmp_path: Path, done: list[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "attempt": 1}\n' + bytes(100) + b"\n")
+    started(tmp_path, resumed_at=1)
+    assert done[:2] == ["sync metrics.tmp", "replace metrics.jsonl"]
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1]
 
 
 @pytest.mark.parametrize("rows", [10_000, 40_000])

@@ -159,6 +159,62 @@ def test_a_checkpoint_that_was_being_copied_does_not_count(tmp_path: Path) -> No
     assert checkpoints(tmp_path / "one/run") == checkpoints(tmp_path / "there/run") == ["step-000000004"]
 
 
+def small(folder: Path, steps: dict[int, bool]) -> RunFolder:
+    """A run's folder with checkpoints of one file each, those complete that are true."""
+    for step, complete in steps.items():
+        path = folder / f"checkpoints/step-{step:09d}-{step:04x}"
+        path.mkdir(parents=True)
+        (path / "weights").write_bytes(b"w" * step)
+        if complete:
+            (path / COMMIT).write_text("{}")
+    (folder / "run.json").write_text('{"id": "mine"}')
+    return RunFolder(folder)
+
+
+def steps_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoints/*"))
+
+
+def test_a_checkpoint_that_is_not_complete_there_is_not_brought_here(tmp_path: Path) -> None:
+    small(tmp_path / "there/run", {2: True, 4: False})
+    here = tmp_path / "here"
+    here.mkdir()
+    Mirror(RunFolder(here / "run"), (tmp_path / "there").as_uri(), must=True).fetch(fresh=False)
+    assert steps_in(here / "run") == ["step-000000002-0002"]
+
+
+def test_what_another_machine_has_trained_further_stays_there(tmp_path: Path) -> None:
+    """And what retention has removed here, which is no later than what is here, goes."""
+    small(tmp_path / "there/run", {2: True, 9: True})
+    mirror = Mirror(small(tmp_path / "here/run", {4: True}), (tmp_path / "there").as_uri(), must=True)
+    mirror.complete()
+    assert steps_in(tmp_path / "there/run") == ["step-000000004-0004", "step-000000009-0009"]
+
+
+def test_of_small_files_those_that_have_changed_are_copied_and_those_being_written_are_not(tmp_path: Path) -> None:
+    folder = small(tmp_path / "here/run", {2: True})
+    (folder.path / "status.json").write_text('{"step": 1}')
+    (folder.path / ".status.json.tmp").write_text('{"st')
+    mirror = Mirror(folder, (tmp_path / "there").as_uri(), must=True)
+    mirror.complete()
+    (folder.path / "status.json").write_text('{"step": 2}')  # of the same size
+    mirror.complete()
+    there = {path.name: path.read_text() for path in (tmp_path / "there/run").iterdir() if path.is_file()}
+    assert there == {"run.json": '{"id": "mine"}', "status.json": '{"step": 2}'}
+
+
+def test_a_removal_that_fails_half_way_leaves_nothing_that_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError("the line is down")
+
+    small(tmp_path / "there/run", {2: True})
+    monkeypatch.setattr(LocalFileSystem, "rm", fails)
+    Mirror(small(tmp_path / "here/run", {4: True}), (tmp_path / "there").as_uri(), must=False).complete()
+    assert checkpoints(tmp_path / "there/run") == ["step-000000004"]
+
+
 def test_runs_are_not_mixed(tmp_path: Path) -> None:
     mirror = f'checkpoint.mirror="{(tmp_path / "there").as_uri()}"'
     run(tmp_path / "one", mirror, "train.length=2st")

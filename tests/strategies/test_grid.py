@@ -81,3 +81,9 @@ def test_what_does_not_divide_is_named_with_what_would(grid: Grid, ranks: int, k
 def test_ranks_that_see_the_same_samples_count_once(grid: Grid, data: int) -> None:
     assert grid.data_ranks(8) == data
     assert not list(grid.refusals(8))
+
+
+def test_with_fewer_ranks_sizes_that_no_longer_divide_what_is_left_are_dropped() -> None:
+    assert Grid(tensor=2, replicas=2).fitting(2) == Grid(tensor=2)
+    assert Grid(tensor=2, replicas=2).fitting(4) == Grid(tensor=2, replicas=2)
+    assert Grid(tensor=2, context=3, replicas=2).fitting(4) == Grid(tensor=2, replicas=2)

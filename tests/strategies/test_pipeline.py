@@ -5,9 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from forked import in_ranks, set_up
 from small_gpt import BLOCK, BOTH, DDP, PIPELINE, RECIPE, SHARDED, shared, train
+from torch import Tensor, nn
+from torch.optim import SGD
 from torch_versions import needs_pipelines
 from trained import Trained, trained
+
+from ddpforge.strategies.pipeline import Pipeline
 
 pytestmark = needs_pipelines
 
@@ -220,6 +226,39 @@ def test_statistics_of_batchnorm_are_those_of_ddp(pipes: int, schedule: str, tmp
     )[0]
     assert_alike(found, ddp)
     assert found.column("eval/accuracy") == ddp.column("eval/accuracy")
+
+
+class Measuring(nn.Module):
+    """Each of two steps has a BatchNorm, and the second a buffer that is no statistic."""
+
+    pipeline: Any = ("first", "second")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.BatchNorm1d(1), nn.BatchNorm1d(1)
+        self.second.register_buffer("scale", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(self.first(x))
+        return found
+
+
+def test_buffers_are_made_equal_on_the_ranks_of_a_stage_and_no_others() -> None:
+    """Ranks 0 and 1 hold the first stage, 2 and 3 the second; each has its rank, or ten to its power, in buffers."""
+
+    def action(rank: int) -> dict[str, float]:
+        strategy = Pipeline(stages=2)
+        set_up(strategy)
+        held = strategy.wrap(Measuring(), ())
+        replica = strategy.prepare(held, SGD([p for p in held.parameters() if not p.is_meta], lr=0.1))
+        for name, buffer in replica.bare.named_buffers():
+            buffer.fill_(10.0**rank if name.endswith("mean") else rank)
+        replica.sync_buffers()
+        return {name: buffer.item() for name, buffer in replica.bare.named_buffers()}
+
+    first = {"first.running_mean": 5.5, "first.running_var": 0.5, "first.num_batches_tracked": 0.0}
+    second = {"second.running_mean": 550.0, "second.running_var": 2.5, "second.num_batches_tracked": 2.0}
+    assert in_ranks(4, action) == [first, first, *[{**second, "second.scale": 2.0}] * 2]
 
 
 @pytest.mark.full

@@ -340,6 +340,24 @@ def test_a_weight_whose_shares_of_a_gradient_add_up_is_trained_like_a_whole_one(
         assert found == (pytest.approx(norms, rel=1e-5), pytest.approx(weight, rel=1e-5))
 
 
+@pytest.mark.parametrize("padding", [1, 3])
+def test_padding_has_no_gradient_whichever_rank_has_its_embedding(padding: int) -> None:
+    """Rank 0 has the first two of four embeddings, rank 1 the others."""
+
+    class Tokens(nn.Sequential):
+        tensor_plan: ClassVar[dict[str, str]] = {"0": "vocabulary", "1": "columns", "2": "rows"}
+
+        def __init__(self) -> None:
+            torch.manual_seed(0)
+            super().__init__(nn.Embedding(4, 4, padding_idx=padding), nn.Linear(4, 8), nn.Linear(8, 4))
+
+    def rank(_: int, strategy: Strategy) -> float:
+        return Training(strategy, Tokens).step(torch.tensor([[0, 1, 2, 3], [3, 3, 1, 1]]))
+
+    (norm,) = in_ranks(1, lambda number: rank(number, DDP()))
+    assert in_ranks(2, lambda number: rank(number, FSDP(tensor=2))) == [pytest.approx(norm, rel=1e-5)] * 2
+
+
 def test_an_optimizer_that_looks_at_a_whole_weight_is_refused() -> None:
     def rank(_: int) -> str:
         return refused(StrategyError, lambda: Run(FSDP(tensor=2), optimizer=Muonlike))

@@ -147,12 +147,13 @@ def test_a_turn_that_does_not_use_its_parameters_is_told_so() -> None:
         assert "optimizer.turns.b.parameters" in said
 
 
+@pytest.mark.parametrize("turn", ["a", "b"])
 @pytest.mark.parametrize("build", [DDP, FSDP])
-def test_a_turn_that_fails_leaves_the_replica_as_it_was(build: Callable[[], Strategy]) -> None:
+def test_a_turn_that_fails_leaves_the_replica_as_it_was(build: Callable[[], Strategy], turn: str) -> None:
     def action(rank: int) -> Any:
         replica = Training(build(), Product, optimizer).replica
         before = (replica.module, replica.optimizer, replica.gradients, replica.clip_norm)
-        with suppress(ArithmeticError), replica.turn("a"):
+        with suppress(ArithmeticError), replica.turn(turn):
             assert replica.optimizer is not before[1]
             raise ArithmeticError
         after = (replica.module, replica.optimizer, replica.gradients, replica.clip_norm)
@@ -160,3 +161,26 @@ def test_a_turn_that_fails_leaves_the_replica_as_it_was(build: Callable[[], Stra
         return same and all(parameter.requires_grad for parameter in replica.bare.parameters())
 
     assert in_ranks(2, action) == [True, True]
+
+
+def test_weights_that_an_evaluation_leaves_gathered_are_frozen_in_a_turn() -> None:
+    """A weight learns that it is frozen when it is gathered, and without resharding it stays as it was."""
+
+    def action(rank: int) -> Any:
+        training = Training(
+            FSDP(reshard_after_forward=False),
+            lambda: nn.Sequential(Product()),
+            optimizer,
+            blocks=lambda model: [model[0]],
+        )
+        trained = []
+        for turn in ("a", "b"):
+            with torch.no_grad():
+                training.model(torch.ones(2))
+            with training.replica.turn(turn):
+                training.replica.module(torch.ones(2))
+                product = training.replica.bare[0]
+                trained.append([name for name in ("a", "b") if getattr(product, name).requires_grad])
+        return trained
+
+    assert in_ranks(2, action) == [[["a"], ["b"]]] * 2

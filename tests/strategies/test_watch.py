@@ -10,6 +10,7 @@ from forked import Training, in_ranks, refused
 from torch import Tensor, nn
 
 from ddpforge.errors import ForgeError, StrategyError, UsageError
+from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.watch import Guard, refuse_loss, watched
 
@@ -360,3 +361,21 @@ def test_tensors_in_parts_where_whole_ones_are_needed_are_refused_by_name(
 
     for found in in_ranks(2, action):
         assert re.search(said, found)
+
+
+def test_an_evaluation_before_the_first_update_is_not_watched() -> None:
+    """A model may write a weight where nothing is trained, as one that folds two into one does."""
+
+    def fold(net: Net, x: Tensor) -> None:
+        if not net.training:
+            clamp(net, x)
+
+    def rank(_: int) -> None:
+        training = Training(DDP(), lambda: Net(fold))
+        training.model.eval()
+        with training.replica.forward(), torch.no_grad():
+            training.model(torch.ones(3, 4))
+        training.model.train()
+        training.backward(torch.randn(3, 4))
+
+    in_ranks(1, rank)

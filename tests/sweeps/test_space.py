@@ -85,12 +85,20 @@ def test_each_value_is_checked_once_with_the_first_of_the_others() -> None:
         (["seed=4..0"], "the range 4..0 must begin below its end"),
         (["lr=0..1:log"], "must begin above zero"),
         (["lr=1e-4..1e-1"], "lr has too many values between 0.0001 and 0.1"),
+        (["width=8..512:log"], "width has too many values between 8 and 512"),
         (["a=0..999", "b=0..999"], "these are 1,000,000 runs, more than 10,000"),
     ],
 )
 def test_what_cannot_be_tried_is_refused(words: list[str], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         Space.parse(words).grid()
+
+
+def test_the_name_of_a_run_is_short_however_long_its_values_are_and_still_its_own() -> None:
+    long = "x" * 300
+    names = [run.name for run in Space.parse([f"name={long},{long}y,z"]).grid()]
+    assert len(set(names)) == 3
+    assert [len(name) for name in names] == [80 + 7, 80 + 7, len("name-z")]
 
 
 def test_one_list_is_no_choice_and_a_hint_says_how_several_are_written() -> None:

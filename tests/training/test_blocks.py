@@ -295,6 +295,18 @@ class Codebook(nn.Module):
         return x
 
 
+class Shared(nn.Module):
+    """The second of two modules reads the buffer that the first has written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Codebook(), Codebook()
+        self.second.codes = self.first.codes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
 class Frozen(nn.Module):
     """A BatchNorm that keeps its statistics, which autograd saves; its neighbour does not."""
 
@@ -337,6 +349,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "BatchNorm": lambda: nn.BatchNorm1d(4),
     "spectral_norm of old": OldSpectralNorm,
     "written through .data": Codebook,
+    "a buffer of two modules": Shared,
     "frozen BatchNorm": Frozen,
     "python's random numbers": Dice,
     "spectral_norm, replaced buffers, used twice": NormedBlocks,
@@ -354,6 +367,18 @@ def test_recomputing_changes_no_number(block: Callable[[], nn.Module], kind: obj
     plain, recomputed = train(built(block)), train(built(block), activation_checkpointing=kind)
     for name, tensor in plain.items():
         assert torch.equal(recomputed[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", [True, "selective"])
+def test_a_second_pass_leaves_generators_where_the_first_left_them(kind: object) -> None:
+    model = built(Dice)
+    rework_blocks(list(model.children()), settings(activation_checkpointing=kind))
+    random.seed(3), np.random.seed(3)
+    loss = model(torch.randn(2, 4)).sum()
+    states = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
+    loss.backward()
+    assert states == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index, union-attr]
+    assert states[0] != random.Random(3).getstate()
 
 
 def test_a_gradient_penalty_recomputes_from_the_same_buffers_again() -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import torch
-from doubles import Line, Loop, Plain, Sums
+from doubles import Line, Loop, Plain, Sums, noting
 from torch import Tensor, nn
 
 from ddpforge.data import MicroBatch
-from ddpforge.errors import CheckpointError, PluginError, UsageError
-from ddpforge.interfaces import Callback, CanonicalState, StepInfo, Task, Total
+from ddpforge.errors import CheckpointError, PeerFailed, PluginError, UsageError
+from ddpforge.interfaces import Callback, CanonicalState, StepInfo, Task, Total, WholeWeights
 from ddpforge.ranks.collectives import Alone
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.restoring import restore_weights
@@ -113,6 +113,62 @@ def test_random_numbers_are_the_same_in_every_evaluation_and_of_every_set() -> N
     ours.evaluate(1)
     assert len(set(model.drawn)) == 2
     assert model.drawn == model.drawn[:2] * 4
+
+
+def test_an_evaluation_that_fails_leaves_callbacks_and_the_module_as_they_were() -> None:
+    """Also a callback that swaps weights without `finally`: it is left as if all went well."""
+
+    class Fails(Sums):
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            raise ArithmeticError
+
+    model, live = Line(), torch.ones(())
+
+    class Swaps(Callback):
+        @contextmanager
+        def evaluating(self) -> Iterator[None]:
+            model.w.data = torch.zeros(())
+            yield
+            model.w.data = live
+
+    ours = evaluator(Plain().holding(model, IDLE), Fails(), callbacks={"swaps": Swaps()})
+    with pytest.raises(ArithmeticError):
+        ours.evaluate(0)
+    assert model.w.item() == 1.0
+    assert model.training
+
+
+def test_what_callbacks_write_is_watched_when_an_evaluation_begins_and_when_it_ends() -> None:
+    events: list[str] = []
+
+    class Observed(WholeWeights):
+        def observing(self) -> AbstractContextManager[None]:
+            return noting(events, "watch")
+
+    class Swaps(Callback):
+        def evaluating(self) -> AbstractContextManager[None]:
+            return noting(events, "swap")
+
+    class Counts(Line):
+        def forward(self, x: Tensor) -> Tensor:
+            events.append("forward")
+            return super().forward(x)
+
+    replica = Plain().holding(Counts(), IDLE)
+    replica.weights = Observed(replica.bare, replica.ranks)
+    evaluator(replica, callbacks={"swaps": Swaps()}).evaluate(0)
+    assert events[:3] == ["watch begins", "swap begins", "watch ends"]
+    assert events[-3:] == ["watch begins", "swap ends", "watch ends"]
+    assert set(events[3:-3]) == {"forward"}
+
+
+def test_a_first_evaluation_that_fails_on_another_rank_ends_on_this_one_too() -> None:
+    replica = Plain(ranks=2).holding(Line(), IDLE)
+    replica.ranks.everyone = lambda mine: [mine, True]  # type: ignore[method-assign]
+    ours = evaluator(replica)
+    with pytest.raises(PeerFailed, match="the evaluation has failed on another rank"):
+        ours.evaluate(0)
+    assert ours.failed_together, "what was trained can be saved: no rank waits for another"
 
 
 def test_the_task_finishes_the_means_of_a_set() -> None:

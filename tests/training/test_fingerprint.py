@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -66,6 +67,13 @@ def layers(*names: str, width: int = 2, frozen: str = "") -> nn.Module:
     return model
 
 
+def tied(name: str) -> nn.Module:
+    """One layer under two names: "a" and another."""
+    model = layers("a")
+    model.add_module(name, model.get_submodule("a"))
+    return model
+
+
 @pytest.mark.parametrize(
     ("one", "other", "told"),
     [
@@ -79,6 +87,7 @@ def layers(*names: str, width: int = 2, frozen: str = "") -> nn.Module:
         (layers("a"), layers("a").double(), "float64"),
         (layers("a", "b"), layers("a", "b", frozen="b"), "rank 1 has parameter `b.weight` .*frozen"),
         (nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False), "rank 0 has buffer `running_mean`"),
+        (tied("b"), tied("c"), "as number 1 rank 0 has parameter `b.weight`.* rank 1 has parameter `c.weight`"),
     ],
 )
 def test_ranks_with_different_models_are_refused(one: nn.Module, other: nn.Module, told: str) -> None:
@@ -97,7 +106,8 @@ def test_ranks_with_different_groups_of_parameters_are_refused_and_stages_of_a_p
         refuse_other_groups(ranks, model, optimizer)
 
     def stages(ranks: Ranks, rank: int) -> None:
-        stage = layers("ab"[rank])
+        stage = layers("a", "b")
+        stage.get_submodule("ba"[rank]).to("meta")  # as every stage has the others' parameters
         refuse_other_groups(ranks, stage, torch.optim.SGD(stage.parameters(), lr=0.1 * (1 + rank)))
 
     assert (
@@ -184,6 +194,63 @@ def test_samples_of_any_form_are_known_again() -> None:
     assert len(saved["samples"]) == 3
     assert difference(saved, printed(Nested()).as_json()) == ""
     assert saved["samples"]["0"] != saved["samples"]["1"]
+
+
+class Rows:
+    """Two samples, of which the first is a row of numbers."""
+
+    random = False
+
+    def __init__(self, *row: float) -> None:
+        self.row = row
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, place: int) -> Tensor:
+        return torch.tensor(self.row if place == 0 else [0.0])
+
+
+@pytest.mark.parametrize("row", [(1.0, 3.0, 2.0), (-1.0, 2.0, 5.0), (1.0, 2.0, float("nan"))], ids=str)
+def test_a_sample_with_its_numbers_in_another_order_of_another_size_or_missing_is_another(row: tuple[float]) -> None:
+    """The same mean alone is not enough, and what is not a number is no number to compare with."""
+    saved, now = printed(Rows(1.0, 2.0, 3.0)).as_json(), printed(Rows(*row)).as_json()
+    assert difference(saved, now) == difference(now, saved) == "sample 0 is another one"
+    assert difference(now, json.loads(json.dumps(now, allow_nan=False))) == ""
+
+
+class Words(list[str]):
+    """Samples without a number in them."""
+
+
+def test_samples_of_text_alone_are_told_apart() -> None:
+    saved = printed(Words(["one", "two"])).as_json()
+    assert difference(saved, printed(Words(["one", "two"])).as_json()) == ""
+    assert difference(saved, printed(Words(["one", "too"])).as_json()) == "sample 1 is another one"
+
+
+class Throws(Numbers):
+    """Draws for every sample."""
+
+    random = True
+
+    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+        return torch.rand(3), place
+
+
+def test_a_look_at_samples_leaves_random_numbers_as_they_are() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(())
+    torch.manual_seed(3)
+    assert len(printed(Throws([*range(4)])).samples) == 4
+    assert torch.rand(()) == expected
+
+
+def test_a_resume_with_samples_that_nobody_can_tell_in_advance_compares_their_number_alone() -> None:
+    saved = {"train": printed(Dice([*range(4)])).as_json()}
+    refuse_changed_data({"train": printed(Dice([*range(4)]))}, saved, [])
+    with pytest.raises(UsageError, match=r"data\.train: 4 samples → 5 samples"):
+        refuse_changed_data({"train": printed(Dice([*range(5)]))}, saved, [])
 
 
 class Broken(Numbers):

@@ -106,9 +106,10 @@ def test_what_is_frozen_may_change(trained: list[bool]) -> None:
     _, state = state_of(frozen())
     on_disk: Any = CanonicalState({name: Saved(x) for name, x in state.model.items()}, {}, numbers=state.numbers)
     model = frozen()
-    replica = Plain().holding(model, torch.optim.SGD(model.parameters()))
     for parameter, trains in zip(model.parameters(), trained, strict=True):
         parameter.requires_grad_(trains)
+    replica = Plain().holding(model, torch.optim.SGD(model.parameters()))
+    assert len(replica.weights.frozen()) == trained.count(False)
     assert set(complete(on_disk, replica, Alone()).model) == {"0.weight", "1.weight"}
 
 

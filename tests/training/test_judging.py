@@ -42,7 +42,11 @@ metric = "eval/reach"
 patience = 1
 """
 CODE = """
-from ddpforge.interfaces import Metric, Task, Total
+from ddpforge.interfaces import Callback, Metric, Task, Total
+
+class Shows(Callback):
+    def __init__(self, metric: str) -> None:
+        self.metric = metric
 
 class Reach(Metric):
     name = "reach"
@@ -122,6 +126,11 @@ def test_a_name_that_tells_needs_no_mode(parts: Callable[..., Parts]) -> None:
     built = parts("checkpoint.keep.by=eval/accuracy", "callbacks.early_stopping.metric=eval/loss")
     assert built.recipe.checkpoint.keep.mode is None
     assert "mode" not in built.loaded.tables["callbacks"]["early_stopping"]
+
+
+def test_a_callback_without_a_mode_is_left_as_it_is(parts: Callable[..., Parts]) -> None:
+    built = parts("callbacks.own={use='./mine.py:Shows', metric='eval/reach'}")
+    assert built.recipe.callbacks["own"].options == {"metric": "eval/reach"}
 
 
 def test_where_nobody_tells_the_mode_is_required(parts: Callable[..., Parts]) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from doubles import Loop, Numbers, Plain, Saved, Sums, noting
-from torch import Tensor
+from doubles import Line, Loop, Numbers, Plain, Saved, Sums, noting
+from torch import Tensor, nn
 
 import ddpforge.training.loop
 from ddpforge.checkpoint.contents import Facts, RankState
@@ -184,6 +184,76 @@ def test_speed_is_that_of_the_steps_since_the_last_row() -> None:
     speeds = {step: row["train/samples_per_second"] for step, row in loop.tracker.rows if "lr" in row}
     assert speeds == pytest.approx({1: 5.0, 2: 5.0, 4: 0.5})
     assert [info.seconds for info in watch.told] == pytest.approx([1.0, 1.0, 10.0, 10.0])
+
+
+def seconds_a_step(loop: Loop) -> Loop:
+    """The loop, each of whose steps takes a second."""
+    loop.trainer._stopwatch = Stopwatch(loop.clock)
+    real = loop.replica.step
+
+    def step() -> Any:
+        loop.clock.now += 1.0
+        return real()
+
+    loop.replica.step = step  # type: ignore[method-assign]
+    return loop
+
+
+def test_an_evaluation_between_two_rows_takes_none_of_their_time() -> None:
+    loop = seconds_a_step(Loop(steps=4, batch=5, track="2st", train={"eval_every": "1st"}))
+
+    def slow(step: int, metrics: Mapping[str, float]) -> None:
+        loop.clock.now += 100.0
+
+    loop.trainer.callbacks = {"slow": Does(on_eval=slow)}
+    loop.fit()
+    speeds = {step: row["train/samples_per_second"] for step, row in loop.tracker.rows if "lr" in row}
+    assert speeds == pytest.approx({1: 5.0, 2: 5.0, 4: 5.0})
+
+
+class Counting(Sums):
+    """Each sample has three items."""
+
+    def count(self, batch: Any) -> Tensor:
+        return torch.tensor(3.0 * len(batch))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_items_per_second_are_those_of_all_data_ranks(ranks: int) -> None:
+    loop = seconds_a_step(Loop(steps=2, batch=5, task=Counting(), evaluation=False, replica=Plain(ranks)))
+    loop.fit()
+    name = f"train/{Counting.items}_per_second"
+    assert [row[name] for _, row in loop.tracker.rows] == pytest.approx([15.0 * ranks] * 2)
+
+
+class Read:
+    """Batches as of a stream, of which this rank has a part."""
+
+    def __init__(self, batches: Any, **known: Any) -> None:
+        self.batches, self.known, self.workers = batches, known, 0
+
+    def training(self, start: int) -> Iterator[Any]:
+        return (micro._replace(**self.known) for micro in self.batches.training(start))
+
+
+def test_the_samples_of_a_step_are_those_of_all_ranks() -> None:
+    loop = Loop(steps=2, batch=5, evaluation=False, replica=Plain(ranks=2))
+    loop.trainer.training = Read(loop.trainer.training, step_samples=10)  # type: ignore[assignment]
+    loop.fit()
+    assert [row["samples"] for _, row in loop.tracker.rows] == [10, 20]
+    assert loop.checkpoints.saved[-1].facts.samples == 20
+
+
+def test_ranks_that_read_other_samples_of_a_stream_end_when_they_agree() -> None:
+    loop = Loop(steps=2, evaluation=False, replica=Plain(ranks=2))
+    loop.trainer.training = Read(loop.trainer.training, read=5)  # type: ignore[assignment]
+    mean = loop.replica.ranks.mean
+    loop.replica.ranks.mean = lambda totals, *rest: mean(  # type: ignore[method-assign]
+        {name: (x + 7) / 2 if name == "?read1" else (x + 49) / 2 if name == "?read2" else x
+         for name, x in totals.items()}, *rest
+    )  # fmt: skip
+    with pytest.raises(PluginError, match="ranks read different samples from the iterable dataset, by step 1"):
+        loop.fit()
 
 
 @pytest.mark.usefixtures("_agrees_seldom")
@@ -367,7 +437,22 @@ def test_a_run_by_the_clock_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyP
     assert loop.checkpoints.saved[-1].facts.position["seconds"] == 77.0
 
 
+def test_a_run_by_the_clock_that_is_resumed_trains_for_what_is_left_of_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = Loop(steps=3, length="1m", evaluation=False)
+    monkeypatch.setattr("ddpforge.training.loop.time.monotonic", loop.clock)
+    monkeypatch.setattr("ddpforge.training.cadence.Alarm.rings", lambda alarm: loop.clock() - 1000.0 >= alarm.seconds)
+    loop.trainer.restore(saved(4, position={"seconds": 50.0, "skipped": 0, "left_out": []}))  # type: ignore[arg-type]
+    watcher = Watcher(action=lambda step: setattr(loop.clock, "now", loop.clock.now + 6))
+    loop.trainer.callbacks = {"watch": watcher}
+    assert loop.fit() == "done"
+    assert loop.trainer.progress.step == 7  # asked at the third, after two callbacks of 6 seconds
+
+
 # ---------------------------------------------------------------------------------------------- not finite
+
+
 def test_a_bad_gradient_stops_the_run_and_the_log_says_so() -> None:
     loop = Loop(steps=6, bad=[3], track="10st", checkpoint={"every": "1st"})
     with pytest.raises(Diverged, match="the gradient of step 3 is not finite"):
@@ -460,7 +545,21 @@ def test_rolling_back_again_and_again_is_no_training(monkeypatch: pytest.MonkeyP
         loop.fit()
 
 
+def test_rollbacks_are_counted_in_a_row_and_not_over_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ddpforge.training.loop, "_MOST_ROLLBACKS", 1)
+    options: dict[str, Any] = {"train": {"on_nonfinite": "rollback"}, "checkpoint": {"every": "2st"}}
+    loop = Loop(steps=9, bad=[3, 6, 9], **options, evaluation=False)
+    assert loop.fit() == "done"
+    assert loop.tracker.rewound == [
+        2,
+        4,
+        8,
+    ]
+
+
 # ---------------------------------------------------------------------------------------------- checkpoints
+
+
 def test_a_step_is_saved_once_and_callbacks_hear_of_it() -> None:
     watcher = Watcher()
     loop = Loop(steps=4, checkpoint={"every": "2st", "at_start": True}, callbacks={"watch": watcher})
@@ -510,7 +609,32 @@ def test_a_new_best_is_saved_at_once() -> None:
     assert loop.checkpoints.steps() == [3, 4]
 
 
+class Tuned(Line):
+    """Has a weight that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.ones(()), requires_grad=False)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_weights_that_checkpoints_leave_out_must_stay_as_they_are(moves: bool) -> None:
+    model = Tuned()
+    touch = Does(on_step=lambda info: model.base.data.add_(1.0 if moves and info.step == 3 else 0.0) is None)
+    options: dict[str, Any] = {"checkpoint": {"every": "2st", "contents": "trained"}, "evaluation": False}
+    loop = Loop(steps=6, model=model, callbacks={"touch": touch}, **options)
+    if not moves:
+        assert loop.fit() == "done"
+        assert "base" not in loop.checkpoints.saved[-1].share.model
+        return
+    with pytest.raises(CheckpointError, match="weights that are not trained have changed during the run"):
+        loop.fit()
+    assert loop.checkpoints.steps() == [2]
+
+
 # ---------------------------------------------------------------------------------------------- resuming
+
+
 def saved(step: int, **more: Any) -> Saved:
     facts: dict[str, Any] = {"position": {"seconds": 5.0, "skipped": 1, "left_out": [2]}, "loop": {"scale": 2.0}}
     facts |= {"strategy": "plain", "world_size": 1, "samples": step} | more

@@ -161,3 +161,16 @@ def test_groups_that_do_not_fit(groups: dict[str, list[str]], said: str) -> None
     with pytest.raises(ValueError, match="group") as found:
         chosen(groups)
     assert said in str(found.value)
+
+
+def test_a_parameter_is_found_by_every_name_that_it_or_its_module_has() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = self.second = nn.Linear(2, 2, bias=False)
+            self.a = self.b = nn.Parameter(torch.ones(2))
+
+    for pattern, name in (("second.*", "first.weight"), ("b", "a")):
+        decayed, others = parameter_groups(Twice(), [pattern])
+        assert (others["names"], others["weight_decay"]) == ([name], 0.0)
+        assert len(decayed["names"]) == 1

@@ -42,6 +42,11 @@ def test_shares_are_those_of_the_time_since_the_last_row(clock: Clock) -> None:
     assert again == pytest.approx({**dict.fromkeys(shares, 0.0), "save": 1.0})
 
 
+def test_rows_between_which_no_time_passes_have_shares_of_nothing(clock: Clock) -> None:
+    found, _ = Spending.taken(Spending().totals({}, counts=False))
+    assert set(found.values()) == {0.0}
+
+
 def test_what_is_measured_of_ranks_is_taken_out_of_the_means() -> None:
     means = {"loss": 0.5, "?time/data": 0.25, "?items": 100.0}
     assert Spending.taken(means) == ({"data": 0.25}, 100.0)

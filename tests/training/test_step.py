@@ -175,6 +175,13 @@ def test_totals_are_added_up_in_float64() -> None:
     assert totals["loss"].sum.dtype == torch.float64
 
 
+def test_totals_of_another_shape_are_not_added_up() -> None:
+    """Of one class and of three, which torch would add to each other."""
+    growing = Plainly(lambda outputs: Total(torch.zeros(len(outputs)), 1))
+    with pytest.raises(PluginError, match=r"`it` is now a Total of shape \[1\], now a Total of shape \[3\]"):
+        run(Line(), growing, [micro([1.0], step=4, last=False), micro([1.0, 2.0, 3.0], step=4)])
+
+
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [

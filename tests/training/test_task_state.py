@@ -139,6 +139,8 @@ def test_what_is_the_models_or_frozen_or_beside_it_is_no_parameter_of_a_task() -
         "frozen": nn.Linear(2, 2).requires_grad_(False),
         "output": model(torch.ones(2)),
     }
+    computed = attributes["computed"] = nn.Identity()
+    computed.register_buffer("twice", 2 * model[0].weight)
     refuse_parameters(Plainly(attributes), model, [Beside(module=teacher)])
 
 
@@ -150,7 +152,7 @@ class Net(nn.Module):
         super().__init__()
         self.layer = nn.Linear(2, 1)
         self.change, self.calls, self.past, self.box = change, 0, deque([0.0], maxlen=3), Meter(1.0)
-        self.plain = torch.zeros(2)
+        self.plain, self.large, self.worst = torch.zeros(2), torch.zeros(2**16 + 1), float("nan")
         self.random = torch.Generator().manual_seed(0)
         self.register_buffer("kept", torch.zeros(2))
         self.register_buffer("lost", torch.zeros(2), persistent=False)
@@ -184,6 +186,9 @@ def replace(net: Any) -> None:
         (lambda net: net.past.append(float(len(net.past))), "`model.past"),
         (lambda net: setattr(net.box, "value", net.box.value + 1), "`model.box.value`"),
         (lambda net: torch.randn(1, generator=net.random), "`model.random`"),
+        (lambda net: net.large.add_(1), "`model.large`"),
+        (lambda net: setattr(net, "worst", net.worst + 1), ""),  # not a number before, and none after
+        (lambda net: setattr(net, f"after_{net.layer.weight.grad is not None}", 1), ""),  # made once, in a later step
         (lambda net: net.kept.add_(1), ""),
         (lambda net: None, ""),
     ],

@@ -197,3 +197,13 @@ def test_a_row_that_is_a_link_or_a_pipe_is_no_row(tmp_path: Path, kind: str) -> 
     row = tmp_path / "phase-rank-0.json"
     row.symlink_to("/dev/zero") if kind == "link" else os.mkfifo(row)
     assert Board(str(tmp_path), "a", "", seldom=0.0).rows() == {}
+
+
+def test_a_row_that_answers_counts_before_a_later_one_that_does_not(tmp_path: Path) -> None:
+    """Of a rank whose watch has answered by the store, and whose file still says where it stood before."""
+    with serving() as port:
+        (one,) = boards(tmp_path / "logs", f"127.0.0.1:{port}", "now")
+        (other,) = boards(tmp_path / "logs", "", "now")
+        one.show(row(1, marks=1, answers=True))
+        other.show(row(1, marks=5))
+        assert one.rows()[1].answers

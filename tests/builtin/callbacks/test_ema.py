@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddpforge.builtin.callbacks.ema import EMA
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import StepInfo, World
+from ddpforge.interfaces import StepInfo, WholeWeights, World
 from ddpforge.ranks.collectives import Alone
 
 RANKS = Alone()
@@ -76,6 +76,30 @@ def test_evaluation_sees_the_averages_and_the_live_buffers() -> None:
         assert [id(p) for p in model.parameters()] == identities
         assert torch.equal(model[1].running_mean, torch.full((3,), 7.0))  # type: ignore[arg-type]
     torch.testing.assert_close(snapshot(model), live, rtol=0, atol=0)
+
+
+class Apart(WholeWeights):
+    """Weights that a strategy keeps in two places, and of which other ranks have some."""
+
+    said = 0
+
+    def changed(self) -> None:
+        self.said += 1
+
+    def elsewhere(self) -> frozenset[str]:
+        return frozenset({"stage.1"})
+
+
+def test_what_is_written_into_the_weights_is_said_and_averages_of_other_ranks_are_theirs() -> None:
+    model = net()
+    weights, ema = Apart(model, RANKS), EMA(decay=0.9)  # type: ignore[call-arg]
+    ema.on_start(run_of(model, WORLD, weights=weights))
+    step_and_average(model, ema, range(1, 3))
+    with ema.evaluating():
+        assert weights.said == 1
+    assert weights.said == 2
+    state = {name: Saved(average) for name, average in averages_of(ema).items()}
+    ema.load_state({**state, "stage.1": Saved(torch.ones(7))})
 
 
 def test_live_weights_come_back_when_evaluation_raises() -> None:

@@ -291,6 +291,34 @@ def test_braces_that_name_files_without_end_are_refused_at_once(pattern: str) ->
         find_files(pattern, ".tar")
 
 
+def test_of_several_endings_the_first_that_a_sample_has_is_taken(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", [{"json": b"1", "txt": b"one", "cls": b"0"}, {"json": b"2", "cls": b"0"}])
+    data = Tar(path=str(tmp_path), fields=["txt;json", "cls"])
+    assert [data.prepare(one)[0] for one in data.open(0, epoch=0, skip=0)] == ["one", 2]
+
+
+def test_what_a_tar_file_has_beside_its_samples_is_left_out(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name in ("__MACOSX/0.txt", "0.txt", "folder", "notes"):
+            about = tarfile.TarInfo(name)
+            if name == "folder":
+                about.type = tarfile.DIRTYPE
+            archive.addfile(about, io.BytesIO())
+    assert Tar(path=str(tmp_path), fields=["txt"]).parts == [1]
+
+
+def test_an_index_is_made_anew_for_a_file_that_has_changed_and_kept_its_size(tmp_path: Path) -> None:
+    """Tar files are padded: one of two samples may be as long as one of one."""
+    kept, path = str(tmp_path / "index"), tmp_path / "a.tar"
+    sizes = []
+    for number in (1, 2):
+        write_tar(path, [{"txt": b"x"}] * number)
+        os.utime(path, (number, number))
+        sizes.append(path.stat().st_size)
+        assert Tar(path=str(path), fields=["txt"], index=kept).parts == [number]
+    assert sizes[0] == sizes[1]
+
+
 def test_tar_files_that_cannot_be_are_refused(shards: Path) -> None:
     with pytest.raises(UsageError, match=r"sample part/00000 of .*data-00\.tar has cls, png, and no jpg or jpeg"):
         Tar(path=str(shards), fields=["jpg;jpeg"])

@@ -151,6 +151,13 @@ def test_a_target_that_is_no_class_is_a_miss() -> None:
     assert total.sum.tolist() == [[1, 0], [1, 1], [1, 0]]
 
 
+def test_weighted_f1_is_a_mean_over_the_targets_that_are_classes() -> None:
+    """F1 of 2/3 and of 0, by one target each; the third target is no class."""
+    metric = F1(average="weighted")
+    total = metric(torch.eye(3)[[0, 0, 1]], torch.tensor([0, 1, -1]))
+    assert metric.finish(total.sum, total.count) == pytest.approx(1 / 3)  # type: ignore[arg-type]
+
+
 def test_shapes_that_do_not_go_together_are_named() -> None:
     with pytest.raises(
         ValueError, match=r"f1 takes logits \[B, C, ...\] and classes \[B, ...\], not \[2, 3\] and \[3\]"

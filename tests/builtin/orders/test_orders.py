@@ -330,6 +330,22 @@ def test_a_curriculum_begins_with_the_easiest_and_ends_with_plain_epochs() -> No
     assert steps(order, 30, start=20) == steps(made("shuffled"), 30, start=20)
 
 
+def test_a_curriculum_begins_with_its_share_of_the_easiest_rounded_up() -> None:
+    """A tenth of 103 samples, of which any may be in the first step."""
+    drawn = {sample for seed in range(60) for sample in made("curriculum", start=0.1, seed=seed)(0)}
+    assert drawn == set(range(11))
+
+
+def test_weights_that_add_up_to_less_than_one_by_rounding_lead_to_no_sample_beyond_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the greatest offset that can be drawn, where the shares of 100,000 samples add up to 1 - 2e-12."""
+    monkeypatch.setattr("ddpforge.builtin.orders.drawn.draw", lambda keys, counts, seed: counts)
+    data = Samples(100_000)
+    data.weights = np.full(100_000, 0.1)
+    assert sorted(map(int, Weighted(data, 5, 100_000, False)(0))) == list(range(100_000))
+
+
 def test_the_time_of_a_curriculum_may_be_in_epochs() -> None:
     assert steps(made("curriculum", until=Duration(2, "ep")), 40) == steps(made("curriculum", until=st(26)), 40)
 
@@ -357,6 +373,13 @@ def test_growing_steps_that_do_not_fit_are_left_out_where_they_should() -> None:
     for step in range(39):
         if order.epoch(step) == order.epoch(step + 1):
             assert not set(found[step]) & set(found[step + 1])
+
+
+def test_a_rest_that_is_less_than_a_growing_step_is_left_out_too() -> None:
+    """Seven steps take 17 of 20 samples, and the eighth is of four."""
+    order = made("growing", samples=20, drop=True)
+    assert [len(step) for step in steps(order, 20)] == [2 + 6 * step // 20 for step in range(20)]
+    assert [order.epoch(step) for step in (6, 7)] == [0, 1]
 
 
 @pytest.mark.parametrize(

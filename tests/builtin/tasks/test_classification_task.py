@@ -65,6 +65,7 @@ def test_another_class_may_be_the_ignored_one(smoothing: float) -> None:
     whole = Classification(label_smoothing=smoothing).loss(nn.Identity(), kept)[0]  # type: ignore[arg-type]
     assert task.loss(nn.Identity(), batch)[0].item() == pytest.approx(whole.item())
     assert int(task.count(batch)) == 4  # type: ignore[arg-type]
+    assert (task.items, Classification().items) == ("targets", "samples")
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,11 @@ def test_a_negative_class_is_refused_with_the_option_that_ignores_it(task: Class
     with pytest.raises(UsageError, match=f"task {task.task_name}: a class is -100") as refused:
         task.count(batch)
     assert "task.ignore_index = -100" in refused.value.hints[0]
+
+
+def test_the_class_minus_one_is_refused_too() -> None:
+    with pytest.raises(UsageError, match="a class is -1, and classes begin with 0"):
+        Classification().count((torch.zeros(2, 2), torch.tensor([1, -1])))
 
 
 def test_a_teacher_does_not_teach_samples_whose_class_is_ignored() -> None:

@@ -47,6 +47,26 @@ def test_noise_becomes_the_image_that_the_model_knows(steps: int) -> None:
     assert torch.allclose(found, torch.full((3, 1, 4, 4), 0.75), atol=0.02)
 
 
+def test_a_step_of_the_sampler_draws_from_the_posterior() -> None:
+    """Equations 6 and 7 of Ho et al., worked out for a model that says half of what it sees is noise."""
+    seen: list[Tensor] = []
+
+    def half(x: Tensor, time: Tensor) -> Tensor:
+        seen.append(x)
+        return x / 2
+
+    torch.manual_seed(3)
+    sample(half, torch.randn(1, 1, 2, 2) / 50, 4)  # type: ignore[arg-type]
+    torch.manual_seed(3)
+    _, _, *noises = [torch.randn(1, 1, 2, 2) for _ in range(4)]
+    signals = [math.cos(time * math.pi / 2) ** 2 for time in (0.75, 0.5, 0.25)]
+    for now, then, x, found, noise in zip(signals, signals[1:], seen[1:], seen[2:], noises, strict=False):
+        alpha, beta = now / then, 1 - now / then
+        image = ((x - math.sqrt(1 - now) * x / 2) / math.sqrt(now)).clamp(-1, 1)
+        mean = (math.sqrt(then) * beta * image + math.sqrt(alpha) * (1 - then) * x) / (1 - now)
+        assert torch.allclose(found, mean + math.sqrt((1 - then) / (1 - now) * beta) * noise, atol=1e-5)
+
+
 def test_the_denoiser_answers_in_the_form_of_the_images_and_looks_at_the_time() -> None:
     model = Denoiser(channels=2, width=8, layers=1)
     x = torch.rand(3, 2, 6, 5)

@@ -66,3 +66,10 @@ def test_a_file_of_the_run_itself_cannot_be_named(file: str, tmp_path: Path) -> 
     model = options_model(CSVTracker, frozenset(), Registry(), tmp_path)
     with pytest.raises(ValidationError, match="file"):
         model.model_validate({"file": file})
+
+
+def test_a_run_that_begins_anew_has_no_row_of_before_its_first_step_either(tmp_path: Path) -> None:
+    started(tmp_path).log(0, {"eval/loss": 1.0})
+    assert len(rows(tmp_path)) == 1
+    started(tmp_path)
+    assert rows(tmp_path) == []
