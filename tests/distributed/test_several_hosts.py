@@ -175,3 +175,34 @@ def test_a_host_that_is_lost_right_after_the_end_does_not_hold_the_other(hosts: 
     words = [sys.executable, "-m", "ddpforge", "launch", "tiny.toml", "-n", "1", "--nnodes", "2", "--endpoint", "nodea"]
     launches = [hosts[letter].start(*words, cwd=tmp_path) for letter in "ab"]
     assert [launch.ended(timeout=150)[0] for launch in launches] == [0, 0]
+
+
+def test_hosts_that_do_not_know_each_others_names_meet_by_address_and_both_show_a_refusal(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    """By torchrun's own settings they hang: rank 0 gives the others its name. What only ranks find, both hosts show."""
+    for host in hosts.values():
+        host.names.write_text("127.0.0.1 localhost\n")
+    hosts["b"].own_disk(tmp_path / "runs", tmp_path / "disk")
+    (tmp_path / "tiny.toml").write_text(RECIPE.format(name="tiny", strategy=DDP))
+    meet = ("-n", "1", "--nnodes", "2", "--endpoint", hosts["a"].address)
+    words = [sys.executable, "-m", "ddpforge", "launch", "tiny.toml", *meet]
+    launches = [hosts[letter].start(*words, cwd=tmp_path) for letter in "ab"]
+    for code, said in [launch.ended(timeout=120) for launch in launches]:
+        assert code == 3, said
+        assert "is not seen by rank 1 on nodeb" in said
+        assert said.count("error:") == 1, said
+        assert "frame #" not in said
+        assert "Traceback" not in said
+
+
+def test_an_endpoint_that_another_program_holds_is_named_on_both_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(RECIPE.format(name="tiny", strategy=DDP))
+    hold = "import socket; server = socket.create_server(('', 29501)); print(flush=True); server.accept(); input()"
+    hosts["a"].start(sys.executable, "-u", "-c", hold, cwd=tmp_path).stdout.readline()
+    words = [sys.executable, "-m", "ddpforge", "launch", "tiny.toml", "-n", "1", "--nnodes", "2", "--endpoint", "nodea"]
+    launches = [hosts[letter].start(*words, cwd=tmp_path) for letter in "ab"]
+    for code, said in [launch.ended(timeout=120) for launch in launches]:
+        assert code == 3, said
+        assert "port 29501 of nodea" in said
+        assert "Traceback" not in said
