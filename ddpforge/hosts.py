@@ -28,10 +28,11 @@ from ddpforge.runs.folder import local_code
 if TYPE_CHECKING:
     from ddpforge.recipe import LoadedRecipe
 
-__all__ = ["holds_locks", "refuse_differences", "share_folder"]
+__all__ = ["Apart", "clocks_apart", "compare_clocks", "holds_locks", "refuse_differences", "share_folder"]
 
 log = logging.getLogger("ddpforge")
 
+_CLOCKS = 3.0  # seconds by which the clocks of hosts may differ without a word
 _CACHED = 5.0  # seconds until a network file system shows a new file everywhere
 _EITHER = ("data.workers", "data.prefetch")  # what machines may set as suits them
 
@@ -119,6 +120,44 @@ def _raise(ranks: Ranks, message: str, *hints: str) -> None:
     """Lets rank 0 say it, and all end."""
     raises = EnvironmentProblem if ranks.is_main else partial(PeerFailed, ExitCode.ENVIRONMENT)
     raise raises(message, hints=hints)
+
+
+# ---------------------------------------------------------------------------------------------- clocks
+@dataclass(frozen=True)
+class Apart:
+    """The clock that is furthest from rank 0's: by how many seconds it is `ahead`, and its rank and both hosts."""
+
+    ahead: float
+    rank: int
+    host: str
+    first: str
+
+    def __str__(self) -> str:
+        how = f"{abs(self.ahead):.1f} s {'ahead of' if self.ahead > 0 else 'behind'}"
+        return f"the clock of {self.host} (rank {self.rank}) is {how} that of {self.first} (rank 0)"
+
+
+def clocks_apart(ranks: Ranks, rounds: int = 1) -> Apart:
+    """Returns the clock that is furthest from rank 0's, by the best of a few rounds, each after a barrier.
+
+    Ranks leave a barrier at about the same time: no better than that is the difference known.
+    """
+    told: list[Sequence[tuple[str, float]]] = []
+    for _ in range(rounds):
+        ranks.barrier()
+        told.append(ranks.everyone((socket.gethostname(), time.time())))
+    ahead = [min((each[rank][1] - each[0][1] for each in told), key=abs) for rank in range(ranks.size)]
+    rank = max(range(ranks.size), key=lambda rank: abs(ahead[rank]))
+    return Apart(ahead[rank], rank, told[0][rank][0], told[0][0][0])
+
+
+def compare_clocks(ranks: Ranks) -> None:
+    """Logs a warning on rank 0 where hosts have different times. A barrier and a small exchange, or a few."""
+    if ranks.size == 1 or abs(clocks_apart(ranks).ahead) <= _CLOCKS:
+        return
+    apart = clocks_apart(ranks, rounds=3)  # a rank may have been late
+    if abs(apart.ahead) > _CLOCKS and ranks.is_main:
+        log.warning("%s: logs and a train.length of wall time follow these clocks; set them by chrony or ntpd", apart)
 
 
 # ---------------------------------------------------------------------------------------------- the folder

@@ -20,7 +20,7 @@ from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, PeerFailed, Postponed, StrategyError, UsageError
 from ddpforge.exchange.new_file import refuse_existing
 from ddpforge.exchange.tables import Table, check_table, writing
-from ddpforge.hosts import refuse_differences, share_folder
+from ddpforge.hosts import compare_clocks, refuse_differences, share_folder
 from ddpforge.interfaces import World
 from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.launchers.verdict import has_begun, record_begun
@@ -315,6 +315,7 @@ def join_ranks(parts: Parts, *, folder: RunFolder | None = None) -> World:
         setup_logging(joined.all.rank)
         # This waits for all. What comes next may be refused on every rank: one that left would end those still joining.
         refuse_differences(joined.all, parts.loaded, parts.registry)
+        compare_clocks(joined.all)
         world = parts.strategy.setup(parts.recipe.train, joined)
     if parts.trains and world.data.size != parts.batch.data_ranks:
         raise StrategyError(

@@ -15,7 +15,8 @@ from ddpforge.components.stand_ins import look, without_libraries
 from ddpforge.errors import ExitCode, ForgeError, RecipeError, UsageError
 from ddpforge.launchers import process
 from ddpforge.launchers.command import names_rendezvous, torchrun_command, variables_for
-from ddpforge.launchers.nodes import Nodes, default_id
+from ddpforge.launchers.meeting import refuse_held_ports
+from ddpforge.launchers.nodes import NODES, Nodes, default_id, fixed_number
 from ddpforge.launchers.store import store_at
 from ddpforge.launchers.verdict import STARTED, Death, Ended
 from ddpforge.plan import Window
@@ -60,16 +61,19 @@ class Start:
     nodes: Nodes
     patience: float
     keeps: bool = True  # False where ranks leave nothing behind
+    variables: Mapping[str, str] = field(default_factory=dict)  # about the other machines
 
     def run(self) -> Started:
         """Starts the ranks, and waits for their end."""
         folder = self.folder
+        if self.nodes.endpoint and self.nodes.is_first:
+            refuse_held_ports(self.nodes.endpoint)
         before = folder.status_version()
         ended = process.start(
             self.command,
             nproc=self.nproc,
             patience=self.patience,
-            variables={STARTED: str(time.time())},
+            variables={STARTED: str(time.time()), **self.variables},
             store=store_at(self.nodes.store, here=self.nodes.is_first),
         )
         if not self.keeps:
@@ -129,7 +133,10 @@ def prepare(
     restarts = any("restarts" in flag for flag in flags) or ranks.nodes.fewest < ranks.nodes.most
     # Where ranks are restarted, the launcher waits for other machines to meet it again, which is no fault.
     patience = process.PATIENCE + (_MEETING if restarts else 0.0)
-    return Start(folder, command, nproc, nodes, patience, keeps=not dry_run)
+    variables = nodes.variables()
+    if number := fixed_number(ranks.flags):
+        variables[NODES] = str(number)
+    return Start(folder, command, nproc, nodes, patience, keeps=not dry_run, variables=variables)
 
 
 def _checked(recipe: str, ranks: Ranks, sets: Sequence[str], out: str | None) -> tuple[RunFolder, int]:

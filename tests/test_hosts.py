@@ -131,6 +131,23 @@ def test_other_code_beside_the_recipe_on_one_host(tmp_path: Path, monkeypatch: p
     assert "\n  the code in net.py |" in ends(2, check)[0]
 
 
+# ---------------------------------------------------------------------------------------------- clocks
+@pytest.mark.parametrize(("off", "how"), [(20.0, "20.0 s ahead of"), (-5.0, "5.0 s behind"), (2.0, "")])
+def test_clocks_of_hosts_are_compared_and_hosts_that_differ_are_named(
+    caplog: pytest.LogCaptureFixture, off: float, how: str
+) -> None:
+    def compare(ranks: Ranks) -> None:
+        everyone, number = ranks.everyone, ranks.rank
+        shift = off if number == 1 else 0.0
+        host = f"node{'ab'[number]}"
+        ranks.everyone = lambda told: everyone((host, told[1] + shift))  # type: ignore
+        checks.compare_clocks(ranks)
+
+    assert ends(2, compare) == ["", ""]
+    said = [record.getMessage().split(":")[0] for record in caplog.records]
+    assert said == ([f"the clock of nodeb (rank 1) is {how} that of nodea (rank 0)"] if how else [])
+
+
 # ---------------------------------------------------------------------------------------------- the folder
 def test_a_folder_is_shared_and_left_as_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def check(rank: int) -> list[str]:

@@ -72,7 +72,7 @@ def _load(name: str) -> click.Command:
 
 
 def complain(error: ForgeError) -> None:
-    """Writes an error the way users see it, to stderr; what every rank finds out alike, only rank 0 says."""
+    """Writes an error the way users see it, to stderr; what all ranks find out alike, one rank on each node writes."""
     from ddpforge.confidential import redact
     from ddpforge.recipe.report import render
 
@@ -80,9 +80,11 @@ def complain(error: ForgeError) -> None:
     rank = int(os.environ.get("RANK", "0"))
     if isinstance(error, PeerFailed) and error.launcher_says:
         return
-    if rank == 0:
+    alike = error.exit_code == ExitCode.USAGE or isinstance(error, PeerFailed)
+    elsewhere = os.environ.get("GROUP_RANK", "0") != "0" and os.environ.get("LOCAL_RANK") == "0"
+    if rank == 0 or (alike and elsewhere):
         click.echo(said, err=True)
-    elif error.exit_code != ExitCode.USAGE and not isinstance(error, PeerFailed):
+    elif not alike:
         click.echo(f"[rank {rank}] {said}", err=True)
 
 

@@ -8,14 +8,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from ddpforge.cli.options import before_flags, out_option, recipe_argument, set_option
-from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.errors import EnvironmentProblem, RecipeError, UsageError
 
 if TYPE_CHECKING:
     from ddpforge.recipe import Recipe
@@ -85,7 +86,7 @@ def slurm(
     checked = _check(recipe, sets, out, ranks * nodes, gpus=bool(gpus_per_node), array=array)
     _refuse(more, sbatch, checked, ranks, gpus_per_node)
     job = Job(
-        name=re.sub(r"[^\w.-]", "-", checked.name),
+        name=re.sub(r"[^\w.-]", "-", (_name(recipe, sets) or Path(recipe).stem) if array else checked.name),
         arguments=[recipe, *(f"--set={value}" for value in sets), *([f"--out={out}"] if out else []), *more],
         nodes=nodes,
         ranks=ranks,
@@ -127,6 +128,24 @@ def _check(recipe: str, sets: Sequence[str], out: str | None, ranks: int, *, gpu
                 hints=[f"name each by its number: --set 'name={first.name}-${{env:{_INDEX}}}'"],
             )
     return parts.recipe
+
+
+def _name(recipe: str, sets: Sequence[str]) -> str:
+    """A name for all jobs of an array: what the names of two of its runs have in common."""
+    from ddpforge.recipe import load_recipe
+
+    names = []
+    for number in (1111, 2222):  # without a digit in common
+        with _as_task([number]), suppress(RecipeError):
+            names.append(load_recipe(recipe, sets=sets).recipe.name)
+    begin = _common(names)
+    end = _common([name[len(begin) :][::-1] for name in names])[::-1]
+    return f"{begin.rstrip('-_.')}{end}".strip("-_.") if len(names) == 2 else ""
+
+
+def _common(words: Sequence[str]) -> str:
+    """The beginning that all words share."""
+    return "".join(letters[0] for letters in takewhile(lambda each: len(set(each)) == 1, zip(*words, strict=False)))
 
 
 @contextmanager

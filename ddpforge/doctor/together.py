@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ddpforge.doctor.findings import Finding, error, note, ok, warning
 from ddpforge.errors import EnvironmentProblem, PeerFailed
-from ddpforge.hosts import holds_locks, refuse_differences
+from ddpforge.hosts import clocks_apart, holds_locks, refuse_differences
 from ddpforge.interfaces import Ranks, World
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _ROUNDS = 5
 _LINK = 4  # MiB
 _MOST_LINKS = 66  # all pairs of 12 hosts; of more, each with the next
 _UNEVEN = 3.0  # so many times slower than others is worth a look
-_CLOCKS = 1.0  # seconds
+_CLOCKS = 1.0  # seconds; a run itself says nothing before 3
 
 
 def alike(ranks: Ranks, loaded: LoadedRecipe, registry: Registry) -> Iterator[Finding]:
@@ -64,16 +64,14 @@ def _refused(check: Callable[[], None], well: str) -> Iterator[Finding]:
 
 def clocks(ranks: Ranks) -> Iterator[Finding]:
     """The largest difference to rank 0's clock, in the best of a few rounds: no better than an exchange is fast."""
-    rounds = []
-    for _ in range(_ROUNDS):
-        ranks.barrier()
-        rounds.append(ranks.everyone(time.time()))
-    apart = [min(abs(each[rank] - each[0]) for each in rounds) for rank in range(ranks.size)]
-    if max(apart) > _CLOCKS:
-        fix = "chrony or ntpd on every host: logs and a train.length of wall time follow these clocks"
-        yield warning(f"the clock of rank {apart.index(max(apart))} is {max(apart):.1f} s off that of rank 0", fix)
+    apart = clocks_apart(ranks, _ROUNDS)
+    if abs(apart.ahead) > _CLOCKS:
+        fix = (
+            "chrony or ntpd on every host: torch's rendezvous, logs and a train.length of wall time follow these clocks"
+        )
+        yield warning(str(apart), fix)
     else:
-        yield ok(f"clocks differ by {max(apart) * 1e3:.0f} ms at most")
+        yield ok(f"clocks differ by {abs(apart.ahead) * 1e3:.0f} ms at most")
 
 
 def bandwidth(world: World) -> Iterator[Finding]:

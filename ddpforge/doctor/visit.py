@@ -86,6 +86,7 @@ def _together(loaded: LoadedRecipe, registry: Registry, place: Path, mine: Seque
         world = join(train, build(registry, "strategy", loaded.recipe.strategy))
     except (ForgeError, RuntimeError) as failed:
         hint = "can every host reach MASTER_ADDR, and the others? `ddpforge doctor` on each says more"
+        hint = "; ".join(failed.hints) if isinstance(failed, ForgeError) and failed.hints else hint
         return merged([(socket.gethostname(), [*mine, error(f"ranks do not meet: {failed}", hint)])])
     ranks = world.all
     ours = [

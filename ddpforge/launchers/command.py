@@ -41,4 +41,6 @@ def variables_for(nproc: int) -> dict[str, str]:
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds for the last checkpoint; torchrun's own 30 are short for it
         # The store that torchrun would share keeps the addresses of dead ranks: those restarted would wait for them.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # Where a node goes first, the store's warnings are pages of C++ frames; ranks and launcher say what it means.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }

@@ -8,13 +8,21 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from ddpforge.errors import UsageError
 from ddpforge.launchers.command import ALONE
 
-__all__ = ["Nodes", "announced"]
+__all__ = ["ENDPOINT", "NODES", "Nodes", "announced", "fixed_number", "local_address"]
 
+NODES = "DDPFORGE_NODES"  # the variable that carries `--nnodes` to the ranks
+ENDPOINT = "DDPFORGE_ENDPOINT"  # for a launcher that has to find the first node there
 PORT = 29500  # torchrun's
+
+# torch's rendezvous compares heartbeats by the wall clocks of two nodes. Of a fixed number none may be missing, so a
+# late heartbeat may be as late as clocks may differ. A number that varies waits for a dead node as long as this.
+_FIXED = {"keep_alive_interval": 5, "keep_alive_max_attempt": 9}
+_VARIES = {"keep_alive_interval": 2, "keep_alive_max_attempt": 5, "last_call_timeout": 10}
 _RANGE = re.compile(r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?")
 
 
@@ -53,6 +61,24 @@ class Nodes:
         return is_mine(host) and not _answers(host, int(port))
 
     @property
+    def is_fixed(self) -> bool:
+        """True if training needs all of the nodes."""
+        return self.fewest == self.most
+
+    @property
+    def tolerance(self) -> int:
+        """The seconds by which the rendezvous lets clocks differ; beyond, a node takes another one for dead."""
+        found = _FIXED if self.is_fixed else _VARIES
+        return found["keep_alive_interval"] * (found["keep_alive_max_attempt"] - 1)
+
+    def variables(self) -> dict[str, str]:
+        """The variables that this machine's launcher and ranks get: how many nodes there are, and whom to meet."""
+        if self.endpoint is None:
+            return {}
+        number = str(self.most) if self.is_fixed else f"{self.fewest}:{self.most}"
+        return {NODES: number} | ({} if self.is_first else {ENDPOINT: self.endpoint})
+
+    @property
     def store(self) -> str | None:
         """The place of the watch's store: the port after the endpoint's; None where there is no endpoint."""
         host, _, port = (self.endpoint or "").rpartition(":")
@@ -62,16 +88,48 @@ class Nodes:
         """torchrun's flags."""
         if self.endpoint is None:
             return [*ALONE]
-        number = f"{self.fewest}:{self.most}" if self.fewest < self.most else str(self.most)
+        number = str(self.most) if self.is_fixed else f"{self.fewest}:{self.most}"
+        # By itself torchrun compares names, and where /etc/hosts has 127.0.1.1 for this one nobody hosts the store.
+        settings = {"is_host": int(self.is_first), **(_FIXED if self.is_fixed else _VARIES)}
+        # And it gives the others this machine's name, which they may not know.
+        address = local_address(self.endpoint, is_first=self.is_first)
         return [
             *(f"--nnodes={number}", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={run_id}"),
-            # By itself torchrun compares names, and where /etc/hosts has 127.0.1.1 for this one nobody hosts the store.
-            f"--rdzv-conf=is_host={int(self.is_first)}",
+            f"--rdzv-conf={','.join(f'{key}={value}' for key, value in settings.items())}",
+            *([f"--local-addr={address}"] if address else []),
         ]
 
     def worlds(self, nproc: int) -> Sequence[int]:
         """All numbers of ranks that there may be with `nproc` on each machine."""
         return [nodes * nproc for nodes in range(self.fewest, self.most + 1)]
+
+
+def fixed_number(words: Sequence[str]) -> int | None:
+    """The number of nodes in flags of torchrun; None if they name none, or one that may change."""
+    for word, following in pairwise([*words, ""]):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == "--nnodes":
+            found = _RANGE.fullmatch(value if equals else following)
+            return int(found[1]) if found and found[2] in (None, found[1]) else None
+    return None
+
+
+def local_address(endpoint: str, *, is_first: bool) -> str | None:
+    """Returns the address by which this machine reaches the endpoint, so that the others reach it there.
+
+    The first node may know the endpoint's name as 127.0.1.1, its own; the others do not, so it has that name. None
+    where there is no route.
+    """
+    host, _, port = endpoint.rpartition(":")
+    name = host.strip("[]")
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(name, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # nothing is sent: the kernel chooses the address
+            address = str(probe.getsockname()[0]).partition("%")[0]
+    except (OSError, ValueError):
+        return None
+    return name if is_first and address.startswith("127.") else address
 
 
 def announced(environ: Mapping[str, str]) -> dict[str, str]:

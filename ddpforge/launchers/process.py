@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from ddpforge.launchers.command import variables_for
 from ddpforge.launchers.requests import heard, insists
-from ddpforge.launchers.store import store_at
+from ddpforge.launchers.store import ADDRESS, clock_at, store_at
 from ddpforge.launchers.verdict import VERDICT, Ended, Words
 
 __all__ = ["PATIENCE", "launch", "start"]
@@ -24,6 +24,7 @@ PATIENCE = 15.0  # seconds that a launcher gets to end after its ranks
 _BLIND = 0.2  # of that, where it has not even noticed: it looks often, unless a store hangs that it has lost touch with
 _LOOK = 1.0
 _ENDED = {"Z", "X"}  # as the kernel has it: nobody has asked for the exit code yet, or somebody has
+_PARTING = 15.0  # seconds that a launcher gets to end after ranks that are done, when no other rank is alive
 _SAVING = 600.0  # seconds for ranks that outlive their launcher
 _TELLING = 10.0  # seconds for the processes beside them
 
@@ -56,12 +57,13 @@ def start(
     Launchers flatten every failure to 1, so the ranks also write their codes to a file that only this launch knows.
     SIGTERM, SIGUSR1, SIGHUP and Ctrl-C each reach the launcher as one SIGTERM, which it passes on to the ranks: they
     finish their step and save. A second one of the same kills launcher and ranks; so does a launcher's own failure to
-    end within `patience` seconds of its ranks.
+    end within `patience` seconds of its ranks. A launcher that waits for lost machines when all
+    ranks are done is ended too.
     """
     with tempfile.NamedTemporaryFile(prefix="ddpforge-") as file, store or store_at(None, here=True) as ours:
         said = Path(file.name)
         environment = {**variables_for(nproc), **os.environ, **ours, **variables, VERDICT: file.name}
-        running = _Running(lambda: Words(said, nproc))
+        running = _Running(lambda: Words(said, nproc), environment.get(ADDRESS))
         with heard(running.ask):
             # A session of its own: a terminal would send Ctrl-C to the launcher too, which gives up at the second.
             running.begin(command, env=environment, start_new_session=True, stdout=output, stderr=output)
@@ -72,8 +74,8 @@ def start(
 class _Running:
     """A launcher, and what it was asked."""
 
-    def __init__(self, words: Callable[[], Words]) -> None:
-        self._words = words
+    def __init__(self, words: Callable[[], Words], store: str | None) -> None:
+        self._words, self._store = words, store
         self._process: subprocess.Popen[bytes] | None = None
         self._asked: dict[int, float] = {}
 
@@ -102,17 +104,37 @@ class _Running:
         """Its exit code, when its ranks have ended too."""
         assert self._process is not None
         idle: float | None = None  # since when no rank has been alive, after one failed
+        parting: float | None = None  # since when all ranks here are done
         while True:
             try:
                 code = self._process.wait(_LOOK)
                 break
             except subprocess.TimeoutExpired:
+                parting = (parting or time.monotonic()) if self._all_done() else None
+                if parting and self._is_quiet(time.monotonic() - parting):
+                    self._kill()
                 states = self._left_alone()
                 idle = (idle or time.monotonic()) if states else None
                 if idle and time.monotonic() - idle > patience * (_BLIND if "Z" in states else 1.0):
                     self._kill()
         self._wait_for_ranks()
         return code
+
+    def _all_done(self) -> bool:
+        words = self._words()
+        return words.all_done and set(map(_state, words.pids)) <= _ENDED
+
+    def _is_quiet(self, parting: float) -> bool:
+        """True if no rank has shown itself for long: torchrun waits five minutes for a machine that was lost.
+
+        The ranks here have been done for `parting` seconds.
+        """
+        if not self._store or parting < _PARTING:
+            return False
+        if (answer := clock_at(self._store)) is None:
+            return True  # the store's machine is gone
+        quiet = answer["quiet"]  # None: no rank has been watched yet, so one elsewhere may be busy
+        return parting > 2 * _PARTING if quiet is None else bool(quiet > _PARTING)
 
     def _left_alone(self) -> str:
         """The states of its ranks, "Z" for one that it has not looked at since; empty unless all have failed."""

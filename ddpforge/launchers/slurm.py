@@ -164,8 +164,8 @@ def _directives(job: Job) -> str:
 def _settings(job: Job) -> str:
     number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if job.array else '"$SLURM_JOB_ID"'
     lines = [f"max_requeues={job.max_requeues}", f"job={number}"]
-    if not job.task_per_rank and job.nodes > 1:  # this script runs on the first node
-        lines += ['export head="$SLURMD_NODENAME:$((15000 + SLURM_JOB_ID % 15000))"']
+    if not job.task_per_rank and job.nodes > 1:  # this script runs on the first node; a launch takes two ports
+        lines += ['export head="$SLURMD_NODENAME:$((10000 + 2 * (SLURM_JOB_ID % 5000)))"']
     return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ from ddpforge.errors import EnvironmentProblem
 
 __all__ = ["adopt_slurm"]
 
-_PORTS, _MANY = 20_000, 12_000  # from there on so many: below those that Linux hands out by itself
+_PORTS, _MANY = 20_000, 12_000  # from there on so many: below those that Linux hands out, above those of a launch
 
 
 def adopt_slurm(environ: MutableMapping[str, str] = os.environ) -> bool:
@@ -72,6 +72,6 @@ def _reachable(node: str) -> str:
 
 def _port(environ: MutableMapping[str, str]) -> int:
     """The same on all tasks of a step, and another one for every other step, and for a job that is started again."""
-    attempt = int(environ.get("SLURM_RESTART_COUNT", "0"))
+    attempt = int(environ.get("SLURM_RESTART_COUNT", "0")) % 7
     step = int(environ.get("SLURM_STEP_ID", "0"))
-    return _PORTS + (int(environ["SLURM_JOB_ID"]) * 31 + step * 7 + attempt) % _MANY
+    return _PORTS + (int(environ["SLURM_JOB_ID"]) * 97 + step * 7 + attempt) % _MANY

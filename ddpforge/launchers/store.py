@@ -2,23 +2,27 @@
 
 It lives in the launcher, so it answers while ranks hang, freeze or die. One line of JSON asks, one answers:
 `{"attempt": …, "row": {…}}` writes a rank's row, `"alarm": true` calls everybody, `"ask": true` reads all rows, and
-`"cause": {…}` says which rank failed: the first one counts, and every answer has it.
+`"cause": {…}` says which rank failed: the first one counts, and every answer has it. `{"clock": true}` reads the clock
+of the store's machine, and for how many seconds no rank has written.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import socketserver
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-__all__ = ["ADDRESS", "Attempts", "serving", "store_at"]
+__all__ = ["ADDRESS", "Attempts", "clock_at", "serving", "store_at"]
 
 ADDRESS = "DDPFORGE_STORE"
 LONGEST = 1 << 16  # bytes of a question
+_WAIT = 5.0  # seconds
 MOST = 8  # attempts; ranks of older ones are gone
 
 
@@ -28,15 +32,20 @@ class Attempts:
     def __init__(self) -> None:
         self._attempts: dict[str, tuple[dict[int, Any], list[str], list[Any]]] = {}
         self._lock = threading.Lock()
+        self._heard: float | None = None  # when the newest row came
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Takes what `question` tells, and answers it; raises KeyError or TypeError for what is none."""
+        if "clock" in question:
+            quiet = None if self._heard is None else time.monotonic() - self._heard
+            return {"clock": time.time(), "host": socket.gethostname(), "quiet": quiet}
         with self._lock:
             rows, calls, causes = self._attempts.setdefault(str(question["attempt"]), ({}, [], []))
             if len(self._attempts) > MOST:
                 del self._attempts[next(iter(self._attempts))]
             if row := question.get("row"):
                 rows[int(row["rank"])] = row
+                self._heard = time.monotonic()
             if question.get("alarm"):
                 calls.append("alarm")
             if question.get("cause"):
@@ -65,6 +74,21 @@ class _Talk(socketserver.StreamRequestHandler):
             with suppress(BrokenPipeError, ConnectionResetError):
                 answer = self.server.attempts.answer(json.loads(line))
                 self.wfile.write(json.dumps(answer).encode() + b"\n")
+
+
+def clock_at(address: str) -> dict[str, Any] | None:
+    """Returns what the store at HOST:PORT answers about its clock; None where none answers within seconds."""
+    host, _, port = address.rpartition(":")
+    with (
+        suppress(OSError, ValueError),
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_WAIT) as line,
+        line.makefile("rw") as words,
+    ):
+        words.write(json.dumps({"clock": True}) + "\n")
+        words.flush()
+        answer = json.loads(words.readline(LONGEST))
+        return answer if isinstance(answer, dict) and "clock" in answer else None
+    return None
 
 
 @contextmanager

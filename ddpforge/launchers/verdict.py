@@ -138,6 +138,11 @@ class Words:
         return self.codes[-self._nproc :] == [0] * self._nproc
 
     @property
+    def begun(self) -> bool:
+        """True when ranks have had the run's folder: what they do is not to be cut short."""
+        return any("begun" in word for word in self._last)
+
+    @property
     def halted(self) -> bool:
         """True when ranks were to stop for good."""
         return any("halt" in word for word in self._last)

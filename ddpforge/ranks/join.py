@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import psutil
@@ -16,8 +20,9 @@ from accelerate import Accelerator
 from accelerate.commands.config import default_config_file, load_config_from_file
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, patch_environment
 
-from ddpforge.errors import StrategyError
+from ddpforge.errors import EnvironmentProblem, ExitCode, PeerFailed, StrategyError
 from ddpforge.interfaces import Ranks, Strategy, World
+from ddpforge.launchers.nodes import NODES, fixed_number
 from ddpforge.ranks.arithmetic import set_arithmetic
 from ddpforge.ranks.collectives import Alone, Group
 from ddpforge.ranks.devices import DeviceCheck, choose_device, device_type, told_cpu
@@ -49,6 +54,7 @@ _DECIDED_BY = {
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "strategy.offload_parameters",
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "strategy.extra",
 }
+_LONGEST = 300  # characters of an error of torch's that are shown
 _ON_GPUS = "cuda:nccl,cpu:gloo"  # gloo for what is on the host: objects, and the shards of cpu_offload
 
 
@@ -57,8 +63,10 @@ def join(train: TrainSection, strategy: Strategy) -> World:
 
     `strategy` only says what else the launcher may have been told, and whether a single process needs a group. All
     ranks of the world see different data; the strategy's `setup` may know better. Raises StrategyError where the
-    launcher contradicts the recipe, or the world is not the one that was announced.
+    launcher contradicts the recipe, or the world is not the one that was announced, and EnvironmentProblem where nodes
+    are missing or do not reach each other.
     """
+    _refuse_fewer_nodes()
     _refuse_contradictions(train, strategy.launcher)
     choose_interface()
     set_arithmetic(train)
@@ -67,10 +75,12 @@ def join(train: TrainSection, strategy: Strategy) -> World:
     if on_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         run_as_batch()
     timeout = timedelta(seconds=train.timeout.seconds)
-    agreement = DeviceCheck(device, timeout)
+    with _ports_named():
+        agreement = DeviceCheck(device, timeout)
     handlers = [InitProcessGroupKwargs(timeout=timeout, **_backend(device))]
-    _meet_again(device, timeout)
-    with patch_environment(ACCELERATE_USE_DEEPSPEED="false", ACCELERATE_USE_FSDP="false"):
+    with _ports_named():
+        _meet_again(device, timeout)
+    with _ports_named(), patch_environment(ACCELERATE_USE_DEEPSPEED="false", ACCELERATE_USE_FSDP="false"):
         # Accelerate forms the world and nothing more; what shards the model is handed its own options.
         accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[*handlers])
     _check_world(accelerator)
@@ -101,6 +111,35 @@ def limit_waiting(groups: Iterable[dist.ProcessGroup], train: TrainSection) -> N
     set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # its older name
     for group in groups:
         set_timeout(timeout, group)
+
+
+@contextmanager
+def _ports_named() -> Iterator[None]:
+    """Raises EnvironmentProblem in place of torch's error where ranks of several nodes do not reach each other."""
+    try:
+        yield
+    except RuntimeError as error:
+        lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+        if not lost or int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
+            raise
+        said = str(error).strip().partition("\n")[0][:_LONGEST]
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        here = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
+        raise EnvironmentProblem(
+            f"{here} does not reach the others, who meet at {place}: {said}",
+            hints=[
+                f"open the ports between all nodes that their systems hand out by themselves: {_handed_out()}",
+                "another rank may have ended before it joined: the other nodes' output says so",
+            ],
+        ) from error
+
+
+def _handed_out() -> str:
+    """The ports that this system gives to programs that name none."""
+    try:
+        return "-".join(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    except OSError:
+        return "49152-65535"
 
 
 def _meet_again(device: torch.device, timeout: timedelta) -> None:
@@ -179,6 +218,41 @@ def _check_world(accelerator: Accelerator) -> None:
                 f"accelerate launch --multi_gpu --num_processes {asked} -m ddpforge run RECIPE",
             ],
         )
+
+
+def _refuse_fewer_nodes() -> None:
+    """Raises on every rank where torchrun was to start a fixed number of nodes, and has gone on without some.
+
+    Its rendezvous compares heartbeats by the nodes' wall clocks, and takes a node with another time for dead.
+    """
+    asked, got = nodes_asked_for(), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    if asked is None or got >= asked:
+        return
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    raises = EnvironmentProblem if speaks else partial(PeerFailed, ExitCode.ENVIRONMENT)
+    raise raises(
+        f"{got} of {asked} nodes are here: the launcher on {socket.gethostname()} takes the others for dead",
+        hints=[
+            "compare the clocks of all nodes (`date`), which the rendezvous needs alike: chrony or ntpd",
+            "`ddpforge launch --nnodes A:B` if fewer nodes may train",
+        ],
+    )
+
+
+def nodes_asked_for() -> int | None:
+    """The fixed number of nodes that a rendezvous of torchrun was started for; None where there is no such number.
+
+    `ddpforge launch` passes it on; a bare torchrun has it on its command line.
+    """
+    if number := os.environ.get(NODES):
+        return fixed_number([f"--nnodes={number}"])
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    try:
+        words = psutil.Process().parent().cmdline()
+    except (psutil.Error, AttributeError):
+        return None
+    return fixed_number(words) if any("torchrun" in word or "torch.distributed" in word for word in words) else None
 
 
 def processes_asked_for() -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpforge.errors import ExitCode
+from ddpforge.cli import complain
+from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PeerFailed, UsageError
 
 SCRIPT = """
 from ddpforge.cli.ending import ending
@@ -116,3 +117,31 @@ def test_a_folder_whose_name_is_no_text_or_not_ascii_under_a_c_locale_is_as_good
             command = [sys.executable, "-m", "ddpforge", "check", "tiny.toml"]
             ended = subprocess.run(command, cwd=place, env={**os.environ, **variables}, capture_output=True, text=True)
             assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("group", "local", "rank", "error", "said"),
+    [
+        ("1", "0", "2", PeerFailed(ExitCode.FAILED, "rank 0 failed first: no"), "error: rank 0 failed first: no\n"),
+        ("1", "0", "2", UsageError("no"), "error: no\n"),
+        ("1", "1", "3", PeerFailed(ExitCode.FAILED, "no"), ""),
+        ("0", "1", "1", PeerFailed(ExitCode.FAILED, "no"), ""),
+        ("0", "0", "0", UsageError("no"), "error: no\n"),
+        ("1", "0", "2", EnvironmentProblem("my disk"), "[rank 2] error: my disk\n"),
+        ("1", "0", "2", PeerFailed(ExitCode.FAILED, "no", launcher_says=True), ""),
+    ],
+)
+def test_every_node_shows_the_error_once(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    group: str,
+    local: str,
+    rank: str,
+    error: ForgeError,
+    said: str,
+) -> None:
+    """People look at the output of any node; on one of them rank 0 writes."""
+    for name, value in (("GROUP_RANK", group), ("LOCAL_RANK", local), ("RANK", rank)):
+        monkeypatch.setenv(name, value)
+    complain(error)
+    assert capsys.readouterr().err == said

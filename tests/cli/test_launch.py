@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,12 +24,14 @@ class Launcher:
     def __init__(self) -> None:
         self.started: list[tuple[list[str], int]] = []
         self.patience = 0.0
+        self.nodes: dict[str, str] = {}
         self.ended = Ended(ExitCode.STOPPED)
 
     def __call__(
         self, command: list[str], *, nproc: int, patience: float, variables: Mapping[str, str], store: object
     ) -> Ended:
-        assert variables.keys() == {"DDPFORGE_STARTED"}
+        self.nodes = {name: value for name, value in variables.items() if name != "DDPFORGE_STARTED"}
+        assert len(variables) == len(self.nodes) + 1
         self.patience = patience
         self.started.append((command, nproc))
         return self.ended
@@ -167,13 +170,18 @@ def test_json_is_told_by_the_launcher_where_the_first_rank_could_not(
 NODES = ["--nnodes", "2", "--node-rank", "1", "--endpoint", "node01"]
 
 
-def test_several_machines_and_restarts_are_flags_of_torchrun(launcher: Launcher) -> None:
+def test_several_machines_and_restarts_are_flags_of_torchrun(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddpforge.launchers.nodes.local_address", lambda *_, **__: "10.0.0.7")
     assert invoke("digits", "-n", "2", *NODES, "--run-id", "x", "--max-restarts", "3").exit_code == ExitCode.STOPPED
     ((command, _),) = launcher.started
     assert command[5 : command.index("--no-python")] == [
         *("--nproc-per-node=2", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node01:29500", "--rdzv-id=x"),
-        *("--rdzv-conf=is_host=0", "--max-restarts=3"),
+        *("--rdzv-conf=is_host=0,keep_alive_interval=5,keep_alive_max_attempt=9", "--local-addr=10.0.0.7"),
+        "--max-restarts=3",
     ]
+    assert launcher.nodes == {"DDPFORGE_NODES": "2", "DDPFORGE_ENDPOINT": "node01:29500"}
     assert launcher.patience == 615.0  # the other machine may take its time to meet again
     invoke("digits", "-n", "2", *NODES)
     assert launcher.patience == 15.0
@@ -184,12 +192,24 @@ def test_several_machines_and_restarts_are_flags_of_torchrun(launcher: Launcher)
 def test_what_other_engines_say_is_taken_where_an_option_is_left_out(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ddpforge.starting.refuse_held_ports", lambda endpoint: None)
     for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "NPROC_PER_NODE": "2"}.items():
         monkeypatch.setenv(f"PET_{name}", value)
     invoke("digits", "-n", "4", "--endpoint", "b:7")
     ((command, nproc),) = launcher.started
     assert nproc == 4
-    assert {"--nnodes=2", "--rdzv-endpoint=b:7", "--rdzv-conf=is_host=1"} <= set(command)
+    assert {"--nnodes=2", "--rdzv-endpoint=b:7"} <= set(command)
+    assert any(word.startswith("--rdzv-conf=is_host=1,") for word in command)
+    assert launcher.nodes == {"DDPFORGE_NODES": "2"}
+
+
+def test_an_endpoint_whose_port_is_held_is_refused_before_ranks_are_started(launcher: Launcher) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        result = invoke("digits", "--nnodes", "2", "--node-rank", "0", "--endpoint", f"127.0.0.1:{port}")
+    assert result.exit_code == ExitCode.ENVIRONMENT
+    assert f"port {port} of {socket.gethostname()} cannot be taken: Address already in use" in result.stderr
+    assert launcher.started == []
 
 
 @pytest.mark.parametrize(
@@ -253,4 +273,5 @@ def test_what_ranks_refuse_after_a_restart_is_the_status_of_the_run(
 
 def test_how_a_batch_divides_among_several_nodes_is_left_to_their_ranks(launcher: Launcher) -> None:
     assert invoke("digits", "--nproc", "3", "--", "--nnodes=64").exit_code == ExitCode.STOPPED
+    assert launcher.nodes == {"DDPFORGE_NODES": "64"}  # fewer are refused
     assert len(launcher.started) == 1

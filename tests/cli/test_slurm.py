@@ -70,10 +70,39 @@ def test_the_environment_that_setup_enters_has_a_ddpforge_of_its_own(tmp_path: P
     assert trap < setup < start
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("lr-${env:SLURM_ARRAY_TASK_ID}-wide", "lr-wide"),
+        ("${env:SLURM_ARRAY_TASK_ID}", "digits"),
+        ("x${env:SLURM_ARRAY_TASK_ID}", "x"),
+    ],
+)
+def test_an_array_has_no_name_of_its_first_job(name: str, shown: str) -> None:
+    assert f"job-name={shown}" in directives(written("digits", "--array=10-11", "--set", f"name={name}"))
+
+
+@pytest.mark.parametrize("first", [4999, 15000, 123456])
+def test_jobs_with_neighbouring_numbers_do_not_share_a_port(first: int) -> None:
+    """A launch takes the endpoint's port and the next one, and a job of one task for each rank has others."""
+    (line,) = [line for line in written("digits", "--nodes=2").splitlines() if line.startswith("export head=")]
+
+    def ports(job: int) -> set[int]:
+        environment = {"SLURM_JOB_ID": str(job), "SLURMD_NODENAME": "n1"}
+        shell = subprocess.run(["bash", "-c", f'{line}; echo "$head"'], env=environment, text=True, capture_output=True)
+        host, _, port = shell.stdout.strip().partition(":")
+        assert host == "n1"
+        return {int(port), int(port) + 1}
+
+    taken = [port for job in range(first, first + 4) for port in ports(job)]
+    assert len(set(taken)) == 8
+    assert all(10_000 <= port < 20_000 for port in taken)
+
+
 def test_jobs_of_an_array_train_runs_of_their_own() -> None:
     name = "name=digits-${env:SLURM_ARRAY_TASK_ID}"
     script = written("digits", "--array=2-6:2%1", "--set", name)
-    assert {"array=2-6:2%1", "output=%x-%A_%a.out", "job-name=digits-2"} <= {*directives(script)}
+    assert {"array=2-6:2%1", "output=%x-%A_%a.out", "job-name=digits"} <= {*directives(script)}
     assert command(script) == f"ddpforge launch digits '--set={name}' --nproc=1"
     assert 'job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in script
 

@@ -92,3 +92,117 @@ def test_a_launch_on_each_of_two_hosts_trains_as_one_does(hosts: Hosts, tmp_path
     hosts["a"].run(*ddpforge, "together.toml", "-n", "2", cwd=tmp_path)
     assert losses(tmp_path, "apart") == losses(tmp_path, "together")
     assert len(losses(tmp_path, "apart")) == 12
+
+
+# A clock that is ahead, for all processes of a host: torch's rendezvous asks `datetime`, others `time`.
+AHEAD = """
+import copyreg, datetime, os, time
+
+real, now, ahead = datetime.datetime, time.time, float(os.environ.get("CLOCK_AHEAD", "0"))
+
+def rebuilt(text):
+    return real.fromisoformat(text)
+
+copyreg.pickle(real, lambda moment: (rebuilt, (moment.isoformat(),)))
+
+class Kind(type):
+    def __instancecheck__(cls, value):
+        return isinstance(value, real)
+
+class Ahead(real, metaclass=Kind):
+    @classmethod
+    def now(cls, tz=None):
+        return real.now(tz) + datetime.timedelta(seconds=ahead)
+
+if ahead:
+    datetime.datetime, time.time = Ahead, lambda: now() + ahead
+"""
+
+
+@pytest.mark.parametrize(
+    ("ahead", "where"),
+    [(20, "a"), pytest.param(300, "a", marks=pytest.mark.full), pytest.param(300, "b", marks=pytest.mark.full)],
+)
+def test_two_hosts_whose_clocks_differ_train_together_or_not_at_all(
+    hosts: Hosts, tmp_path: Path, ahead: int, where: str
+) -> None:
+    """By torch's own settings the host that is 20 s ahead drops the other, trains alone, and ends with 0."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(AHEAD)
+    (tmp_path / "tiny.toml").write_text(RECIPE.format(name="tiny", strategy=DDP))
+    words = [sys.executable, "-m", "ddpforge", "launch", "tiny.toml", "-n", "1", "--nnodes", "2", "--endpoint", "nodea"]
+    launches = {
+        letter: hosts[letter].start(
+            *words,
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(tmp_path / "site"), "CLOCK_AHEAD": str(ahead if letter == where else 0)},
+        )
+        for letter in "ab"
+    }
+    (code, first), (other, second) = (launch.ended(timeout=300) for launch in launches.values())
+    way = "ahead of" if where == "a" else "behind"
+    assert f"the clock of nodea is {ahead}.0 s {way} that of nodeb" in second
+    if ahead == 20:
+        assert (code, other) == (0, 0), first + second
+        assert "the clock of nodeb (rank 1) is 20.0 s behind that of nodea (rank 0)" in first
+        assert json.loads((tmp_path / "runs/tiny/status.json").read_text())["world_size"] == 2
+    else:
+        assert (code, other) == (3, 3), first + second
+        assert "1 of 2 nodes are here" in first + second
+        assert not (tmp_path / "runs").exists()
+    assert "frame #" not in first + second
+    assert "Traceback" not in first + second
+
+
+# The launcher of rank 1 is as good as cut off when the run is done.
+LOST = """
+import os, signal
+from ddpforge.interfaces import Callback
+
+class Lost(Callback):
+    def on_step(self, info):
+        if info.step == 12 and os.environ["RANK"] == "1":
+            os.kill(os.getppid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.full
+def test_a_host_that_is_lost_right_after_the_end_does_not_hold_the_other(hosts: Hosts, tmp_path: Path) -> None:
+    """torchrun alone waits 300 s; `tests/launch/test_launch.py` has the same without hosts."""
+    (tmp_path / "lost.py").write_text(LOST)
+    recipe = RECIPE.format(name="tiny", strategy=DDP) + '[callbacks.lost]\nuse = "./lost.py:Lost"\n'
+    (tmp_path / "tiny.toml").write_text(recipe)
+    words = [sys.executable, "-m", "ddpforge", "launch", "tiny.toml", "-n", "1", "--nnodes", "2", "--endpoint", "nodea"]
+    launches = [hosts[letter].start(*words, cwd=tmp_path) for letter in "ab"]
+    assert [launch.ended(timeout=150)[0] for launch in launches] == [0, 0]
+
+
+def test_hosts_that_do_not_know_each_others_names_meet_by_address_and_both_show_a_refusal(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    """By torchrun's own settings they hang: rank 0 gives the others its name. What only ranks find, both hosts show."""
+    for host in hosts.values():
+        host.names.write_text("127.0.0.1 localhost\n")
+    hosts["b"].own_disk(tmp_path / "runs", tmp_path / "disk")
+    (tmp_path / "tiny.toml").write_text(RECIPE.format(name="tiny", strategy=DDP))
+    meet = ("-n", "1", "--nnodes", "2", "--endpoint", hosts["a"].address)
+    words = [sys.executable, "-m", "ddpforge", "launch", "tiny.toml", *meet]
+    launches = [hosts[letter].start(*words, cwd=tmp_path) for letter in "ab"]
+    for code, said in [launch.ended(timeout=120) for launch in launches]:
+        assert code == 3, said
+        assert "is not seen by rank 1 on nodeb" in said
+        assert said.count("error:") == 1, said
+        assert "frame #" not in said
+        assert "Traceback" not in said
+
+
+def test_an_endpoint_that_another_program_holds_is_named_on_both_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(RECIPE.format(name="tiny", strategy=DDP))
+    hold = "import socket; server = socket.create_server(('', 29501)); print(flush=True); server.accept(); input()"
+    hosts["a"].start(sys.executable, "-u", "-c", hold, cwd=tmp_path).stdout.readline()
+    words = [sys.executable, "-m", "ddpforge", "launch", "tiny.toml", "-n", "1", "--nnodes", "2", "--endpoint", "nodea"]
+    launches = [hosts[letter].start(*words, cwd=tmp_path) for letter in "ab"]
+    for code, said in [launch.ended(timeout=120) for launch in launches]:
+        assert code == 3, said
+        assert "port 29501 of nodea" in said
+        assert "Traceback" not in said

@@ -52,10 +52,11 @@ def test_clocks_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     def look(ranks: object) -> list[str]:
         off = 90.0 if ranks.rank == 1 else 0.0  # type: ignore[attr-defined]
         everyone = ranks.everyone  # type: ignore[attr-defined]
-        ranks.everyone = lambda now: everyone(now + off)  # type: ignore[attr-defined]
+        host = f"node{ranks.rank}"  # type: ignore[attr-defined]
+        ranks.everyone = lambda told: everyone((host, told[1] + off))  # type: ignore[attr-defined]
         return [finding.what for finding in together.clocks(ranks)]  # type: ignore[arg-type]
 
-    assert in_threads(3, look)[0] == ["the clock of rank 1 is 90.0 s off that of rank 0"]
+    assert in_threads(3, look)[0] == ["the clock of node1 (rank 1) is 90.0 s ahead of that of node0 (rank 0)"]
 
 
 def test_a_slow_link_is_named() -> None:

@@ -457,6 +457,46 @@ signal.pause()
     assert begin(pretend(script), nproc=1, patience=0.0).code == 1
 
 
+@pytest.mark.parametrize("alive", [False, True])
+def test_a_launcher_that_waits_for_a_lost_machine_is_ended_when_ranks_are_done(
+    monkeypatch: pytest.MonkeyPatch, alive: bool
+) -> None:
+    """torchrun waits five minutes for other launchers; a rank elsewhere that is alive shows itself each second."""
+    monkeypatch.setattr("ddpforge.launchers.process._PARTING", 0.2)
+    shows = """
+import json, socket, threading, time
+host, port = os.environ["DDPFORGE_STORE"].split(":")
+line = socket.create_connection((host, int(port))).makefile("rw")
+def show():
+    line.write(json.dumps({"attempt": "a", "row": {"rank": 1}}) + "\\n")
+    line.flush()
+    line.readline()
+show()
+"""
+    waits = """
+for _ in range(30):
+    show()
+    time.sleep(0.1)
+record_death(0, 9); sys.exit(0)
+"""
+    script = f"""
+import subprocess
+{shows}
+dead = subprocess.Popen(["true"])
+dead.wait()
+os.getpid = lambda: dead.pid
+record_start(); record_verdict(0)
+{waits if alive else "signal.pause()"}
+"""
+    codes: list[int] = []
+    conclude = Words.conclude
+    monkeypatch.setattr(
+        Words, "conclude", lambda self, code, asked: (codes.append(code), conclude(self, code, asked))[1]
+    )
+    assert begin(pretend(script), nproc=1, patience=1e9).code == 0
+    assert codes == ([0] if alive else [-signal.SIGKILL])
+
+
 def test_a_launcher_that_has_not_noticed_the_end_of_its_ranks_is_ended_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torchrun does not while it asks a store that its machine has lost touch with."""
     monkeypatch.setattr("ddpforge.launchers.process._BLIND", 0.0)

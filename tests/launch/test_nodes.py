@@ -16,14 +16,18 @@ def test_one_machine_stands_alone() -> None:
     assert Nodes.of("1", 0, "node01").flags("id") == ["--standalone", "--local-addr=127.0.0.1"]
 
 
-def test_machines_meet_where_they_are_told() -> None:
+def test_machines_meet_where_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fixed number waits long for a heartbeat, as clocks differ; one that varies, no longer than a death may cost."""
+    monkeypatch.setattr(nodes, "local_address", lambda *_, **__: "10.0.0.7")
     assert Nodes.of("2", 1, "node01").flags("tiny-me") == [
         *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node01:29500", "--rdzv-id=tiny-me"),
-        "--rdzv-conf=is_host=0",
+        "--rdzv-conf=is_host=0,keep_alive_interval=5,keep_alive_max_attempt=9",
+        "--local-addr=10.0.0.7",
     ]
     assert Nodes.of("1:3", 0, "[fe80::1]:7").flags("x") == [
         *("--nnodes=1:3", "--rdzv-backend=c10d", "--rdzv-endpoint=[fe80::1]:7", "--rdzv-id=x"),
-        "--rdzv-conf=is_host=1",
+        "--rdzv-conf=is_host=1,keep_alive_interval=2,keep_alive_max_attempt=5,last_call_timeout=10",
+        "--local-addr=10.0.0.7",
     ]
 
 
@@ -31,6 +35,35 @@ def test_the_store_of_the_watch_is_at_the_port_after_the_endpoints() -> None:
     assert Nodes.of("2", 1, "node01").store == "node01:29501"
     assert Nodes.of("1:3", 0, "[fe80::1]:7").store == "[fe80::1]:8"
     assert Nodes.of("1", 0, "node01").store is Nodes.of(None, None, None).store is None
+
+
+def test_ranks_and_launchers_learn_how_many_nodes_there_are_and_others_whom_to_meet() -> None:
+    assert Nodes.of(None, None, None).variables() == {}
+    assert Nodes.of("2", 0, "node01").variables() == {"DDPFORGE_NODES": "2"}
+    assert Nodes.of("2:2", 1, "node01:7").variables() == {"DDPFORGE_NODES": "2", "DDPFORGE_ENDPOINT": "node01:7"}
+    assert Nodes.of("1:2", 0, "node01").variables() == {"DDPFORGE_NODES": "1:2"}
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        ("--nnodes=2 --rdzv-backend=c10d", 2),
+        ("torchrun --nnodes 3", 3),
+        ("--nnodes=2:2", 2),
+        ("--nnodes=1:2", None),
+        ("--rdzv-backend=c10d", None),
+        ("--nnodes", None),
+    ],
+)
+def test_a_fixed_number_of_nodes_is_read_from_flags_of_torchrun(words: str, number: int | None) -> None:
+    assert nodes.fixed_number(words.split()) == number
+
+
+def test_the_local_address_is_the_one_by_which_the_endpoint_is_reached() -> None:
+    assert nodes.local_address("127.0.0.1:29500", is_first=False) == "127.0.0.1"
+    assert nodes.local_address("[::1]:29500", is_first=False) in ("::1", None)  # None: a machine without IPv6
+    assert nodes.local_address("localhost:29500", is_first=True) == "localhost"  # a name that others know
+    assert nodes.local_address("no-such-host.invalid:29500", is_first=False) is None
 
 
 def test_worlds_are_all_that_there_may_be() -> None:
@@ -75,6 +108,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "node01")
     monkeypatch.setattr(socket, "getfqdn", lambda: "node01")
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(nodes, "local_address", lambda *_, **__: None)
     monkeypatch.setattr(nodes, "_answers", lambda host, port: port == 4711)
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [Card("127.0.0.1")], "eth0": [Card("10.0.0.1")]})
 
@@ -86,12 +120,13 @@ def network(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_machine_knows_its_own_addresses(host: str, mine: bool) -> None:
     """torchrun compares an address with what the machine's own name resolves to: 127.0.1.1, and nobody is the host."""
     assert is_mine(host) is mine
-    assert Nodes.of("2", None, host).flags("x")[-1] == f"--rdzv-conf=is_host={int(mine)}"
+    (settings,) = [flag for flag in Nodes.of("2", None, host).flags("x") if flag.startswith("--rdzv-conf=")]
+    assert settings.startswith(f"--rdzv-conf=is_host={int(mine)},")
 
 
 @pytest.mark.usefixtures("network")
 def test_a_second_launch_on_one_machine_meets_the_first() -> None:
-    assert Nodes.of("2", None, "node01:4711").flags("x")[-1] == "--rdzv-conf=is_host=0"
+    assert not Nodes.of("2", None, "node01:4711").is_first
 
 
 @pytest.mark.usefixtures("network")

@@ -9,20 +9,30 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
 from ddpforge.launchers import torchrun
-from ddpforge.launchers.verdict import record_halt
+from ddpforge.launchers.verdict import record_begun, record_halt, record_start
+
+
+def agent_of(monkeypatch: pytest.MonkeyPatch, state: WorkerState, failures: Any, **group: Any) -> tuple[Any, Any]:
+    """An agent of two restarts whose ranks are in this state, and their group."""
+    ended = RunResult(state, failures=failures)
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *_: ended)
+    agent = object.__new__(torchrun._agent())
+    agent._remaining_restarts = 2
+    return agent, SimpleNamespace(**group)
 
 
 def remaining(monkeypatch: pytest.MonkeyPatch, *codes: int, fewest: int = 2, most: int = 2) -> int:
     """The restarts that are left of two when ranks have ended with `codes`."""
     failures: Any = {rank: SimpleNamespace(exitcode=code) for rank, code in enumerate(codes)}
-    ended = RunResult(WorkerState.FAILED if codes else WorkerState.HEALTHY, failures=failures)
-    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *_: ended)
-    agent = object.__new__(torchrun._agent())
-    agent._remaining_restarts = 2
     handler = SimpleNamespace(settings=SimpleNamespace(min_nodes=fewest, max_nodes=most))
-    agent._monitor_workers(SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler)))
+    state = WorkerState.FAILED if codes else WorkerState.HEALTHY
+    agent, group = agent_of(
+        monkeypatch, state, failures, spec=SimpleNamespace(rdzv_handler=handler), group_world_size=1
+    )
+    agent._monitor_workers(group)
     return int(agent._remaining_restarts)
 
 
@@ -73,3 +83,26 @@ def test_a_second_signal_does_not_end_ranks_that_are_saving(monkeypatch: pytest.
         for number, handler in before.items():
             signal.signal(number, handler)
     assert told == [((signal.SIGTERM,), {"timeout": 600})]
+
+
+def test_ranks_that_wait_for_a_node_whose_launcher_has_ended_are_ended_before_they_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher that fails closes the rendezvous; ranks that still join would wait for the others ten minutes."""
+    monkeypatch.setenv("DDPFORGE_VERDICT", str(tmp_path / "verdict"))
+    (tmp_path / "verdict").touch()
+    monkeypatch.setattr(torchrun, "_GRACE", -1.0)
+    shut: list[Any] = []
+    monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda _, *signals: shut.extend(signals))
+    closed = SimpleNamespace(is_closed=lambda: True)
+    spec = SimpleNamespace(local_world_size=1, rdzv_handler=closed)
+    agent, group = agent_of(monkeypatch, WorkerState.HEALTHY, {}, group_world_size=2, spec=spec)
+    with pytest.raises(RendezvousClosedError):
+        agent._monitor_workers(group)
+    assert shut == [signal.SIGKILL]
+    closed.is_closed = lambda: False
+    assert agent._monitor_workers(group).state == WorkerState.HEALTHY
+    closed.is_closed = lambda: True
+    record_start()
+    record_begun()  # they notice by themselves, and may be saving
+    assert agent._monitor_workers(group).state == WorkerState.HEALTHY

@@ -68,6 +68,7 @@ def test_where_rank_0_fails_the_others_end_with_its_exit_code(error: Exception, 
     assert first is error
     assert isinstance(second, PeerFailed)
     assert second.exit_code == code
+    assert second.message == ("no" if code == 2 else "rank 0 failed first: ZeroDivisionError: ")  # for its own node
 
 
 def test_a_group_of_ranks_makes_tensors_of_its_own_device() -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from doubles import Elsewhere
 from forked import in_ranks, refused, train
 
-from ddpforge.errors import StrategyError
+from ddpforge.errors import EnvironmentProblem, PeerFailed, StrategyError
 from ddpforge.interfaces import World
 from ddpforge.ranks import join
 from ddpforge.ranks.collectives import Group
@@ -212,3 +213,78 @@ def test_ranks_that_a_bare_torchrun_starts_again_do_not_look_for_those_that_died
         return in_ranks(2, rank)
 
     assert [attempt(count) for count in range(3)] == [[[0, 1], [0, 1]]] * 3
+
+
+# ---------------------------------------------------------------------------------------------- fewer nodes than asked
+class Launcher:
+    """The parent of a rank, as psutil shows it."""
+
+    words = ""
+
+    def parent(self) -> "Launcher":
+        return self
+
+    def cmdline(self) -> list[str]:
+        return self.words.split()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words", "asked"),
+    [
+        ("2", "", 2),  # what `ddpforge launch` passes on
+        ("1:3", "torchrun --nnodes=2", None),
+        (None, "python torchrun --nnodes 2 --rdzv-backend c10d", 2),
+        (None, "python -m torch.distributed.run --nnodes=3", 3),
+        (None, "python torchrun --nnodes 1:2", None),
+        (None, "python torchrun --standalone", None),
+        (None, "python launcher.py --nnodes 2", None),
+    ],
+)
+def test_a_world_of_fewer_nodes_than_were_asked_for_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, nodes: str | None, words: str, asked: int | None
+) -> None:
+    """The rendezvous of torchrun has dropped one: each host would train a run of its own to a good end."""
+    monkeypatch.setattr(Launcher, "words", words)
+    monkeypatch.setattr(join.psutil, "Process", Launcher)
+    monkeypatch.delenv("DDPFORGE_NODES", raising=False)
+    if nodes:
+        monkeypatch.setenv("DDPFORGE_NODES", nodes)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert join.nodes_asked_for() == asked
+    for here, there, raises in ((1, 0, EnvironmentProblem), (1, 1, PeerFailed), (2, 0, None), (3, 0, None)):
+        monkeypatch.setenv("GROUP_WORLD_SIZE", str(here))
+        monkeypatch.setenv("LOCAL_RANK", str(there))
+        if raises and asked:
+            with pytest.raises(raises, match=f"1 of {asked} nodes are here") as refused:
+                join._refuse_fewer_nodes()
+            assert refused.value.exit_code == 3
+        elif not asked or here >= asked:
+            join._refuse_fewer_nodes()
+
+
+# ---------------------------------------------------------------------------------------------- ports that are closed
+def test_a_port_that_is_closed_between_nodes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch raises its own error after `train.timeout`, with frames of C++ and no word about what to open."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nothing listens there
+        port = closed.getsockname()[1]
+        environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": "2"}
+
+        def rank(_: int) -> str:
+            os.environ.update(environment)
+            try:
+                join.join(train(timeout="1s"), DDP())
+            except EnvironmentProblem as error:
+                return " | ".join([error.message, *error.hints])
+            return ""
+
+        (said,) = in_ranks(1, rank)
+    assert said.startswith(
+        f"rank 1 on {socket.gethostname()} does not reach the others, who meet at 127.0.0.1:{port}: "
+    )
+    assert "frame #" not in said
+    assert "open the ports between all nodes that their systems hand out by themselves: " in said
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    with pytest.raises(RuntimeError), join._ports_named():  # one node: no port is closed
+        raise RuntimeError("gloo: no")

@@ -1,0 +1,123 @@
+"""Nodes look for the first one: what is at the endpoint, and what time it is there."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+
+from ddpforge.errors import EnvironmentProblem
+from ddpforge.launchers import meeting, store
+from ddpforge.launchers.meeting import meet, refuse_held_ports
+
+
+@contextmanager
+def stranger(answer: bytes = b"") -> Iterator[int]:
+    """A program of another kind, which takes connections; yields its port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            held = []
+            while True:
+                try:
+                    held.append(server.accept()[0])
+                    if answer:
+                        held[-1].recv(64)
+                        held.pop().sendall(answer)
+                except OSError:
+                    return
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture(autouse=True)
+def _threads_end() -> Iterator[None]:
+    """Waits for handshakes that were given up: a process may not end while one is in C++."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "handshake":
+            thread.join(30)
+
+
+def pair() -> int:
+    """A port that is free, as the next one is; below those that the system hands out meanwhile."""
+    for port in range(12_000, 20_000, 2):
+        try:
+            refuse_held_ports(f"node01:{port}")
+        except EnvironmentProblem:
+            continue
+        return port
+    raise AssertionError("no two ports are free")
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_an_endpoint_whose_port_or_the_next_one_is_held_is_refused_on_the_first_node(later: int) -> None:
+    port = pair()
+    held = port + later
+    with (
+        socket.create_server(("127.0.0.1", held)),
+        pytest.raises(EnvironmentProblem, match=f"port {held} of .* cannot be taken: Address already in use"),
+    ):
+        refuse_held_ports(f"node01:{port}")
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n"])
+def test_another_program_at_the_endpoint_is_named_by_nodes_that_would_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    monkeypatch.setattr(meeting, "_ANSWER", 1.0)
+    with stranger(answer) as held, pytest.raises(EnvironmentProblem, match=f"another program holds port {held}"):
+        meet(f"127.0.0.1:{held}", None, "2")
+
+
+def test_a_launch_whose_second_port_is_held_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first node refuses to start, and a node that waits for it sees why."""
+    monkeypatch.setattr(meeting, "_QUIET", 0.0)
+    monkeypatch.setattr(meeting, "_LOOK", 0.01)
+    with stranger() as free:
+        pass
+    with stranger(b"no\n") as held, pytest.raises(EnvironmentProblem, match=f"another program holds port {held}"):
+        meet(f"127.0.0.1:{free}", f"127.0.0.1:{held}", "2")
+
+
+def test_an_endpoint_where_nothing_listens_is_an_error_in_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(meeting, "_MEETING", 0.1)
+    monkeypatch.setattr(meeting, "_QUIET", 0.0)
+    monkeypatch.setattr(meeting, "_LOOK", 0.15)
+    with stranger() as held:
+        pass
+    with pytest.raises(EnvironmentProblem, match=f"no first node at 127.0.0.1:{held}"):
+        meet(f"127.0.0.1:{held}", None, "2")
+    assert capsys.readouterr().err == f"waiting for the first node at 127.0.0.1:{held} (Connection refused)\n"
+
+
+@contextmanager
+def first_node() -> Iterator[tuple[str, str]]:
+    """Yields the endpoint, where there is a store of torch's, and the place of the launcher's."""
+    torchs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    with store.serving() as port:
+        yield f"127.0.0.1:{torchs.port}", f"127.0.0.1:{port}"
+
+
+def test_clocks_that_differ_are_named_with_both_hosts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with first_node() as (endpoint, place):
+        meet(endpoint, place, "2")
+        meet(endpoint, None, "2")  # behind a service that passes one port on
+        assert capsys.readouterr().err == ""
+        now = time.time
+        monkeypatch.setattr(store, "time", type("Time", (), {"time": staticmethod(lambda: now() + 20)}))
+        monkeypatch.setattr(meeting.socket, "gethostname", lambda: "nodea")
+        meet(endpoint, place, "2")
+        said = capsys.readouterr().err
+        assert said == "warning: the clock of nodea is 20.0 s ahead of that of nodea: set both by chrony or ntpd\n"
+        with pytest.raises(EnvironmentProblem, match=r"20.0 s ahead of .* would take each other for dead"):
+            meet(endpoint, place, "1:2")  # where a node that is taken for dead is not missed
