@@ -203,7 +203,7 @@ class Attempt:
         return trainer
 
     def _refuse_another_run(self, checkpoint: Reader, prints: Mapping[str, DataPrint]) -> None:
-        """Raises for a checkpoint that another run wrote, and for data that is no longer what it was trained on."""
+        """Raises CheckpointError for a checkpoint of another run, and UsageError for data that has changed since."""
         run = checkpoint.facts.run
         if run and run != self.folder.id and "run" not in self._allow_change:
             raise CheckpointError(

@@ -183,9 +183,9 @@ class Registry:
             ) from breach
 
     def build(self, kind: str, component: Chosen, **given: Any) -> Any:
-        """Calls the component with its validated options, and with those of `given` that its signature asks for.
+        """Calls the component with its validated options, and with those of `given` that it has a parameter for.
 
-        A signature asks for a value with a parameter of that name and no default.
+        A parameter of that name which has a default is the component's own option, and gets no value of `given`.
 
         Raises RefusedOptions when the component refuses its options, with a TypeError or ValueError that it raises
         itself, and BuildFailed for such an error from elsewhere and for a sys.exit; any other exception of its own

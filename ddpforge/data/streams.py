@@ -135,7 +135,7 @@ class _Pass:
         """Raises PluginError where the data has another number of samples than its `__len__` promises.
 
         The run's length is counted by that promise: another number would train another number of epochs. At the last
-        sample that was promised it asks for one more, as a run may end there.
+        sample that was promised it reads one more, as a run may end there.
         """
         if self._length is None or (self._count < self._length and not ended):
             return
