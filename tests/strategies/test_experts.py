@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.moe import ExpertLayers, MoEGPT
 from ddpforge.builtin.tasks.moe_language_modelling import MoELanguageModelling
-from ddpforge.errors import StrategyError, UsageError
+from ddpforge.errors import UsageError
 from ddpforge.interfaces import Pass
 from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.pipeline import Pipeline
@@ -90,9 +90,9 @@ def test_models_without_experts_or_with_too_few_are_refused_before_ranks_join() 
     assert message == "strategy.experts = 3 does not divide the 4 experts of a layer | use one of 1, 2, 4"
     message = refused(UsageError, lambda: FSDP(context=2).check(moe(), task, ()))
     assert "the experts of MoEGPT are shared out over whole ones" in message
-    message = refused(StrategyError, lambda: FSDP(tensor=2).check(moe(), task, ()))
+    message = refused(UsageError, lambda: FSDP(tensor=2).check(moe(), task, ()))
     assert message.startswith("strategy.tensor = 2 needs a plan of which layers are cut how, and MoEGPT has none")
-    message = refused(StrategyError, lambda: Pipeline().check(moe(), task, ()))
+    message = refused(UsageError, lambda: Pipeline().check(moe(), task, ()))
     assert message.startswith("MoEGPT does not say of which steps its forward pass is made")
 
 
