@@ -148,7 +148,7 @@ class Stepper:
     def _compute(self, module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
         phases.mark(phases.FORWARD)
         loss, outputs = self._meter.compute(module, one)
-        # Outputs that are kept through the backward pass are a fifth of a language model's peak memory.
+        # Outputs that are kept through the backward pass are a tenth of a language model's peak memory.
         measured = self._meter.measure(outputs, one.batch) if one.measured else {}
         phases.mark(phases.BACKWARD)
         return loss, measured

@@ -137,7 +137,7 @@ def test_steps_without_items_are_counted_over_updates() -> None:
 
 @pytest.mark.parametrize("measure", [True, False])
 def test_outputs_are_kept_through_no_backward_pass(measure: bool) -> None:
-    """Of a language model they are logits: a fifth of its peak memory."""
+    """Of a language model they are logits: a tenth of its peak memory."""
     kept: list[bool] = []
 
     class Square(torch.autograd.Function):
