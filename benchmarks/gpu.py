@@ -428,7 +428,7 @@ def alarm(name: str, found: float, limit: float, unit: str = "") -> Row:
 
 def utilisation(case: Case, seconds: float) -> float:
     """The share of the device's peak in bf16 that a GPT's own operations are (Chowdhery et al., "PaLM", 2022)."""
-    from ddpforge.simulation.devices import DEVICES
+    from ddpforge.tools.simulation.devices import DEVICES
 
     name = torch.cuda.get_device_name(0).lower() if torch.cuda.is_available() else ""
     peak = next((one.half for key, one in DEVICES.items() if key.partition("-")[0] in name), DEVICES["h100"].half)

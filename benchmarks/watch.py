@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from ddpforge.ranks import phases
-from ddpforge.watch.watch import Watch
+from ddpforge.watchdog.watch import Watch
 
 MARKS = 6  # of a step with one micro-batch: data, forward, backward, step, reduce, callbacks
 SECONDS = 20

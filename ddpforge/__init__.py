@@ -7,23 +7,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddpforge.api import TrainedRun as TrainedRun
-    from ddpforge.api import evaluate as evaluate
-    from ddpforge.api import launch as launch
-    from ddpforge.api import load as load
-    from ddpforge.api import predict as predict
+    from ddpforge.app.api import TrainedRun as TrainedRun
+    from ddpforge.app.api import evaluate as evaluate
+    from ddpforge.app.api import launch as launch
+    from ddpforge.app.api import load as load
+    from ddpforge.app.api import predict as predict
+    from ddpforge.app.run import Evaluation as Evaluation
+    from ddpforge.app.run import Outcome as Outcome
+    from ddpforge.app.run import Prediction as Prediction
+    from ddpforge.app.run import run as run
     from ddpforge.recipe import Recipe as Recipe
     from ddpforge.recipe import load_recipe as load_recipe
-    from ddpforge.runner import Evaluation as Evaluation
-    from ddpforge.runner import Outcome as Outcome
-    from ddpforge.runner import Prediction as Prediction
-    from ddpforge.runner import run as run
 
 __version__ = "0.4.0"
 _LAZY = {
     **dict.fromkeys(("Recipe", "load_recipe"), "ddpforge.recipe"),
-    **dict.fromkeys(("Evaluation", "Outcome", "Prediction", "run"), "ddpforge.runner"),
-    **dict.fromkeys(("TrainedRun", "evaluate", "launch", "load", "predict"), "ddpforge.api"),
+    **dict.fromkeys(("Evaluation", "Outcome", "Prediction", "run"), "ddpforge.app.run"),
+    **dict.fromkeys(("TrainedRun", "evaluate", "launch", "load", "predict"), "ddpforge.app.api"),
 }
 __all__ = [
     "Evaluation",

@@ -27,9 +27,9 @@ from ddpforge.interfaces import (
     WholeWeights,
     World,
 )
-from ddpforge.plan import Plan
 from ddpforge.ranks.collectives import Alone
 from ddpforge.recipe.batch import plan_batch
+from ddpforge.recipe.plan import Plan
 from ddpforge.recipe.schema import CheckpointSection, Component, DataSection, OptimizerComponent, Recipe, TrackSection
 from ddpforge.recipe.schema import TrainSection as Train
 from ddpforge.training.evaluation import Evaluator

@@ -1,7 +1,7 @@
 """Starts real ranks quickly: a process that has imported torch once forks them, where a launcher would start each anew.
 
 Every rank is a process of its own with the environment that torchrun gives it, joins a real gloo group and leaves the
-way a launched rank leaves. `tests/launch/test_launch.py` covers the launchers themselves.
+way a launched rank leaves. `tests/launchers/test_launch.py` covers the launchers themselves.
 """
 
 import json
@@ -82,7 +82,7 @@ _IMPORTED = [
     "torch._dynamo",  # by the first optimizer of every process: 2 seconds
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     *(f"ddpforge.cli.{command}" for command in ("run", "evaluate", "export")),
-    *("ddpforge.components.options", "ddpforge.runner"),
+    *("ddpforge.components.options", "ddpforge.app.run"),
     *(f"ddpforge.strategies.{strategy}" for strategy in ("ddp", "fsdp", "pipeline")),
     *("ddpforge.builtin.trackers.console", "ddpforge.runs.metrics"),
 ]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from launched import Ranks
 
+from ddpforge.app.starting import check_world
 from ddpforge.errors import RecipeError
 from ddpforge.recipe import load_recipe
-from ddpforge.starting import check_world
 
 ROOT = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("*/recipe.toml"))

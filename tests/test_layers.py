@@ -22,54 +22,57 @@ LAYERS = [
     {"__main__"},
     {"cli"},
     {"testing"},
-    {"api"},
-    {"simulation"},
-    {"reports", "sweeps", "trials"},
-    {"doctor", "generation", "parity", "runner", "starting"},
-    {"attempt", "hosts"},
-    {"planned"},
-    {"watch"},
+    {"app.api"},
+    {"tools.simulation"},
+    {"tools.reports", "tools.sweeps", "tools.trials"},
+    {"app.generation", "app.run", "app.starting", "tools.doctor", "tools.parity"},
+    {"app.attempt", "app.hosts"},
+    {"app.planned"},
+    {"app", "tools", "watchdog"},
     {"training"},
-    {"exchange"},
+    {"interop"},
     {"data", "runs", "strategies"},
     {"checkpoint"},
     {"ranks"},
-    {"plan"},
     {"launchers", "pytest_options", "recipe"},
     {"components"},
     {"builtin"},
     {"interfaces"},
-    {"confidential", "cores", "direction", "disk", "importing"},
+    {"confidential", "cores", "disk", "importing"},
     {"errors"},
     {""},  # ddpforge itself: the version, and names that are imported when they are used
 ]
 # What is imported before anybody needs torch: commands that only read begin in a moment.
 LIGHT = {
+    "app.starting",
     "cli",
     "components",
     "confidential",
     "cores",
-    "direction",
     "disk",
     "errors",
     "importing",
     "interfaces",
     "launchers",
-    "plan",
     "recipe",
-    "reports",
     "runs",
-    "starting",
-    "watch",
+    "tools.reports",
+    "watchdog",
 }
 LIGHT |= {f"ranks.{name}" for name in ("failures", "halt", "leaving", "logs", "phases", "signals")}
 LIGHT |= {f"checkpoint.{name}" for name in ("manifest", "retention", "schema", "untrusted", "verify")}
 
 
+def room_of(module: str) -> str:
+    """Returns what has a place in LAYERS: a folder, a module at the top, or one that is named there by itself."""
+    words = module.removeprefix("ddpforge").removeprefix(".").split(".")
+    named = set().union(*LAYERS)
+    return next((room for n in (2, 1) if (room := ".".join(words[:n])) in named), words[0])
+
+
 def layer(module: str) -> int:
     """The number of a module's layer, counted from the top."""
-    name = module.removeprefix("ddpforge").removeprefix(".").partition(".")[0]
-    fits = [number for number, names in enumerate(LAYERS) if name in names]
+    fits = [number for number, names in enumerate(LAYERS) if room_of(module) in names]
     assert fits, f"{module} has no place in LAYERS"
     return fits[0]
 
@@ -104,9 +107,9 @@ def graph() -> Mapping[str, set[str]]:
 
 # What may point up or round in a circle, as no program runs through it; each with why it stays.
 TOLERATED = {
-    ("ddpforge", "ddpforge.api"): "public names of the package, imported when they are used",
+    ("ddpforge", "ddpforge.app.api"): "public names of the package, imported when they are used",
     ("ddpforge", "ddpforge.recipe"): "public names of the package, imported when they are used",
-    ("ddpforge", "ddpforge.runner"): "public names of the package, imported when they are used",
+    ("ddpforge", "ddpforge.app.run"): "public names of the package, imported when they are used",
     (
         "ddpforge.interfaces.strategy",
         "ddpforge.recipe.schema",
@@ -123,7 +126,7 @@ TOLERATED = {
 
 
 def package_of(module: str) -> str:
-    return ".".join(module.split(".")[:2])
+    return f"ddpforge.{room_of(module)}"
 
 
 @cache
@@ -210,7 +213,7 @@ def test_a_library_is_imported_in_one_place(library: str, home: str) -> None:
 def test_nothing_light_imports_torch_when_it_is_imported() -> None:
     """Functions may, and `launchers.torchrun` is a program of its own."""
     names = {module: module.removeprefix("ddpforge.") for module in MODULES}
-    light = {module for module, name in names.items() if name in LIGHT or name.partition(".")[0] in LIGHT}
+    light = {module for module, name in names.items() if name in LIGHT or room_of(module) in LIGHT}
     heavy = [
         (module, imported)
         for module in light - {"ddpforge.launchers.torchrun"}

@@ -67,7 +67,7 @@ def site() -> Path:
 def test_every_page_is_built_with_the_docstrings_it_names(site: Path) -> None:
     assert {str(path.relative_to(site).with_suffix(".md")) for path in (site / "docs").rglob("*.html")} >= PAGES
     python = (site / "docs/reference/python.html").read_text()
-    for name in ("ddpforge.runner.run", "ddpforge.api.TrainedRun.model", "ddpforge.interfaces.task.Task.loss"):
+    for name in ("ddpforge.app.run.run", "ddpforge.app.api.TrainedRun.model", "ddpforge.interfaces.task.Task.loss"):
         assert f'id="{name}"' in python
 
 

@@ -188,7 +188,7 @@ COMPONENTS = {
 """Recipes for what pages show in Python and in no recipe."""
 
 PYTHON: dict[str, dict[str, str]] = {
-    "clusters": {"TorchTrainer": "needs GPUs: tests/launch/test_ray.py, without"},
+    "clusters": {"TorchTrainer": "needs GPUs: tests/launchers/test_ray.py, without"},
     "debug": {"Shuffled": ""},
     "migrate-a-plugin": {"AcceleratedStrategy": "as it was under API 1"},
     "python": {"outcome": "", "trained": "", "objective": ""},

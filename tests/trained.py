@@ -11,12 +11,12 @@ from typing import Any
 import torch.distributed.pipelining  # noqa: F401 (once, here, and not in every rank)
 from forked import in_ranks
 
-from ddpforge.attempt import checkpoints_of
+from ddpforge.app.attempt import checkpoints_of
+from ddpforge.app.run import join_ranks
 from ddpforge.components.registry import Registry
 from ddpforge.interfaces import Tracker
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import load_recipe
-from ddpforge.runner import join_ranks
 from ddpforge.runs.folder import RunFolder
 from ddpforge.training.assemble import assemble
 from ddpforge.training.building import build_data_and_model

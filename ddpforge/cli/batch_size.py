@@ -26,7 +26,7 @@ def batch_size(recipe: str, sets: Sequence[str], budget: int | None, nproc: int,
     Each size that divides the batch is tried in a process of its own, for two steps that keep nothing: the largest
     first, then by bisection. On a GPU, memory is what torch has reserved there; otherwise what the process has.
     """
-    from ddpforge.trials.batch_size import find_micro_batch
+    from ddpforge.tools.trials.batch_size import find_micro_batch
 
     # What is tried just now ends, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -17,8 +17,8 @@ from ddpforge.cli.tables import age, number, print_table, printable, size
 from ddpforge.errors import ExitCode
 
 if TYPE_CHECKING:
-    from ddpforge.exchange.compare import Differences, TensorDifference, Value
-    from ddpforge.exchange.imports import Imported
+    from ddpforge.interop.compare import Differences, TensorDifference, Value
+    from ddpforge.interop.imports import Imported
     from ddpforge.runs.listing import Row, Tensor
 
 _SHOWN = 20  # lines of a list that is not asked for in full
@@ -243,7 +243,7 @@ def diff(a: str, b: str, as_json: bool) -> None:
     matter. Exit codes: 0 equal, 1 different, 2 no such checkpoint, 3 one is damaged. Provenance, metrics and recipe
     keys that cannot change the result are listed but do not count as differences.
     """
-    from ddpforge.exchange.compare import compare
+    from ddpforge.interop.compare import compare
     from ddpforge.runs.checkpoints import parse
 
     paths = [parse(a), parse(b)]
@@ -348,7 +348,7 @@ def import_(
     DeepSpeed (ZeRO 1 to 3: float32 weights). Optimizer state comes along where SOURCE has it by parameter: from the
     latter two, which are pickles and need --trust.
     """
-    from ddpforge.exchange.imports import import_checkpoint
+    from ddpforge.interop.imports import import_checkpoint
 
     done = import_checkpoint(source, out, trust=trust, maps=maps, step=step, samples=samples)
     if as_json:

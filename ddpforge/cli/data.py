@@ -11,7 +11,7 @@ from ddpforge.cli.options import json_option, recipe_argument, sets_options
 
 if TYPE_CHECKING:
     from ddpforge.data import MicroBatch
-    from ddpforge.trials.samples import Leaf, Shown
+    from ddpforge.tools.trials.samples import Leaf, Shown
 
 _LONGEST = 300  # characters of a text that is shown
 
@@ -43,7 +43,7 @@ def show(recipe: str, sets: Sequence[str], split: str, batches: int, out: str | 
     dataset can tell what they stand for. Nothing is trained.
     """
     from ddpforge.cli.check import foreseen
-    from ddpforge.trials.samples import describe, first_batches
+    from ddpforge.tools.trials.samples import describe, first_batches
 
     parts = foreseen(recipe, [*sets, "data.workers=0"], 1, None)
     parts.report()
@@ -90,8 +90,8 @@ def _draw(out: str, micro: "MicroBatch") -> None:
     from pathlib import Path
 
     from ddpforge.errors import UsageError
-    from ddpforge.trials.samples import pictures_of
-    from ddpforge.trials.sheet import draw, scaled
+    from ddpforge.tools.trials.samples import pictures_of
+    from ddpforge.tools.trials.sheet import draw, scaled
 
     pictures = pictures_of(micro)
     if pictures is None:

@@ -14,7 +14,7 @@ from ddpforge.errors import ExitCode
 from ddpforge.launchers.srun import adopt_slurm
 
 if TYPE_CHECKING:
-    from ddpforge.doctor.findings import Finding
+    from ddpforge.tools.doctor.findings import Finding
 
 
 @click.command()
@@ -30,7 +30,7 @@ def doctor(recipe: str | None, sets: tuple[str, ...], out: str | None, as_json: 
     """
     adopt_slurm()
 
-    from ddpforge.doctor.visit import visit
+    from ddpforge.tools.doctor.visit import visit
 
     findings = visit(recipe, sets, out)
     if findings is not None:  # this is rank 0

@@ -19,7 +19,7 @@ from ddpforge.errors import ExitCode, ForgeError, Postponed
 from ddpforge.launchers.verdict import record_verdict
 from ddpforge.ranks import leaving
 from ddpforge.ranks.logs import keep_output
-from ddpforge.watch.watch import failed, failure_of_another
+from ddpforge.watchdog.watch import failed, failure_of_another
 
 _WATCH = os.path.join("ddpforge", "strategies", "watch.py")
 _OURS = ("__main__", "click", "contextlib", "ddpforge")  # what a command goes through before a component is called

@@ -8,7 +8,7 @@ from ddpforge.cli.ending import ending, results_alone
 from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_options
 from ddpforge.importing import uncollected
 from ddpforge.launchers.srun import adopt_slurm
-from ddpforge.watch.watch import begin
+from ddpforge.watchdog.watch import begin
 
 
 @click.command("eval")
@@ -32,7 +32,7 @@ def evaluate(
         begin()
 
         with uncollected():
-            from ddpforge.runner import evaluate as evaluate_run
+            from ddpforge.app.run import evaluate as evaluate_run
             from ddpforge.runs.folder import RunFolder
 
         folder = RunFolder.find(run)

@@ -15,8 +15,8 @@ from ddpforge.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ddpforge.exchange.export import Exported, Precision
-    from ddpforge.exchange.hub import Hub
+    from ddpforge.interop.export import Exported, Precision
+    from ddpforge.interop.hub import Hub
 
 
 @click.command()
@@ -119,7 +119,7 @@ class _Weights(NamedTuple):
 
 def _left_out(checkpoint: Path) -> "Mapping[str, Tensor] | None":
     """The model's tensors, built from the recipe, where the checkpoint holds those alone that were trained."""
-    from ddpforge.api import load
+    from ddpforge.app.api import load
     from ddpforge.checkpoint.manifest import read_manifest
     from ddpforge.training.left_out import has_left_out
 
@@ -153,7 +153,7 @@ def _hub(repository: str | None, private: bool) -> "Hub | None":
     """The repository to upload to, which is asked for before anything is written."""
     if repository is None:
         return None
-    from ddpforge.exchange.hub import Hub
+    from ddpforge.interop.hub import Hub
 
     return Hub(repository, private=private)
 
@@ -162,12 +162,12 @@ def _weights(
     checkpoint: Path, out: str | None, default: str, chosen: _Weights, most: int | None, *, beside: bool
 ) -> "Exported":
     """Writes weights into a file or a folder, and what transformers needs `beside` them."""
-    from ddpforge.exchange.export import export as write
-    from ddpforge.exchange.export import export_folder
+    from ddpforge.interop.export import export as write
+    from ddpforge.interop.export import export_folder
 
     if beside:
-        from ddpforge.api import load
-        from ddpforge.exchange.transformers_folder import FolderParts
+        from ddpforge.app.api import load
+        from ddpforge.interop.transformers_folder import FolderParts
 
         trained = load(checkpoint)
         needed = FolderParts.of(trained.bare(), trained.data(), merged=chosen.merge)
@@ -179,10 +179,10 @@ def _weights(
 
 def _program(checkpoint: Path, out: Path, form: str, weights: str, force: bool) -> "Exported":
     """Writes a program of torch.export or ONNX."""
-    from ddpforge.api import load
-    from ddpforge.exchange import programs
-    from ddpforge.exchange.export import exported_file
-    from ddpforge.exchange.new_file import refuse_existing
+    from ddpforge.app.api import load
+    from ddpforge.interop import programs
+    from ddpforge.interop.export import exported_file
+    from ddpforge.interop.new_file import refuse_existing
 
     refuse_existing(out, force=force)
     if form == "onnx":

@@ -51,8 +51,8 @@ def generate(
     """
     texts = _prompts(prompt, prompts)
 
-    from ddpforge.api import load
-    from ddpforge.generation import Sampling
+    from ddpforge.app.api import load
+    from ddpforge.app.generation import Sampling
     from ddpforge.ranks.devices import device_type
     from ddpforge.ranks.logs import setup_logging
     from ddpforge.runs.checkpoints import find

@@ -22,7 +22,7 @@ from ddpforge.errors import ForgeError, Postponed, UsageError
 from ddpforge.ranks.signals import StopRequests
 
 if TYPE_CHECKING:
-    from ddpforge.starting import Ranks
+    from ddpforge.app.starting import Ranks
 
 
 @click.command()
@@ -72,8 +72,8 @@ def launch(
     the exit code is the run's own. What is not said is taken from the variables of SkyPilot and Kubeflow, where there
     are any.
     """
+    from ddpforge.app.starting import prepare
     from ddpforge.ranks.logs import keep_output
-    from ddpforge.starting import prepare
 
     keep_output()
     assigned, flags = before_flags(words)
@@ -106,9 +106,9 @@ def launch(
 
 def _ranks(given: dict[str, Any], flags: tuple[str, ...]) -> "Ranks":
     """The ranks that options and variables ask for; flags of torchrun that say where machines meet stand alone."""
+    from ddpforge.app.starting import Ranks
     from ddpforge.launchers.command import names_rendezvous
     from ddpforge.launchers.nodes import Nodes, announced
-    from ddpforge.starting import Ranks
 
     meeting = ("nnodes", "node_rank", "endpoint", "run_id")
     if names_rendezvous(flags):

@@ -34,7 +34,7 @@ def lr_range(
 
         if out:
             refuse_without_library()
-        from ddpforge.trials.lr_range import lr_range as test
+        from ddpforge.tools.trials.lr_range import lr_range as test
 
         with results_alone(as_json):
             found = test(recipe, low=low, high=high, steps=steps, sets=sets)

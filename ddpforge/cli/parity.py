@@ -13,8 +13,8 @@ from ddpforge.cli import complain
 from ddpforge.cli.options import json_option, recipe_argument, sets_options
 
 if TYPE_CHECKING:
-    from ddpforge.parity.compare import Point, Quantity
-    from ddpforge.parity.runs import ParityReport, Verdict
+    from ddpforge.tools.parity.compare import Point, Quantity
+    from ddpforge.tools.parity.runs import ParityReport, Verdict
 
 _COLUMNS = {"train/loss": "loss", "train/grad_norm": "gradient norm", "weights": "weights"}
 
@@ -66,9 +66,9 @@ def parity(
     learning rate at every step, and the weights and the evaluation after the last. Exit codes: 0 the same, 1 they
     drift apart, 2 usage or recipe, otherwise that of the run that failed.
     """
-    from ddpforge.parity.runs import RunFailed
-    from ddpforge.parity.runs import parity as compare
     from ddpforge.ranks.logs import keep_output
+    from ddpforge.tools.parity.runs import RunFailed
+    from ddpforge.tools.parity.runs import parity as compare
 
     keep_output()
     with ExitStack() as stack:

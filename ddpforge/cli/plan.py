@@ -13,10 +13,10 @@ from ddpforge.importing import uncollected
 
 if TYPE_CHECKING:
     from ddpforge.components.registry import Registry
-    from ddpforge.parity.specs import Spec
-    from ddpforge.simulation.devices import Device
-    from ddpforge.simulation.forecast import Forecast
-    from ddpforge.simulation.search import Choice, Remedy
+    from ddpforge.tools.parity.specs import Spec
+    from ddpforge.tools.simulation.devices import Device
+    from ddpforge.tools.simulation.forecast import Forecast
+    from ddpforge.tools.simulation.search import Choice, Remedy
 
 _DEVICES = ("cpu", "h100", "h200", "a100-80", "a100-40", "l40s", "rtx4090", "mi300x")
 
@@ -80,11 +80,11 @@ def plan(
     """
     with uncollected():
         from ddpforge.components.registry import Registry
-        from ddpforge.parity.specs import parse, split
         from ddpforge.recipe.edit import refuse_no_file
-        from ddpforge.simulation.devices import DEVICES
-        from ddpforge.simulation.forecast import forecast
-        from ddpforge.simulation.search import remedies
+        from ddpforge.tools.parity.specs import parse, split
+        from ddpforge.tools.simulation.devices import DEVICES
+        from ddpforge.tools.simulation.forecast import forecast
+        from ddpforge.tools.simulation.search import remedies
 
     if write and not auto:
         raise click.UsageError("--write goes with --auto")
@@ -127,8 +127,8 @@ def _auto(
     write: bool,
     as_json: bool,
 ) -> None:
-    from ddpforge.parity.specs import parse
-    from ddpforge.simulation.search import best, choices
+    from ddpforge.tools.parity.specs import parse
+    from ddpforge.tools.simulation.search import best, choices
 
     limit = budget or (int(device.memory) if device else None)
     if limit is None:

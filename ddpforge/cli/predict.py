@@ -10,7 +10,7 @@ from ddpforge.cli.options import checkpoint_options, json_option, run_argument, 
 from ddpforge.cli.tables import counted
 from ddpforge.importing import uncollected
 from ddpforge.launchers.srun import adopt_slurm
-from ddpforge.watch.watch import begin
+from ddpforge.watchdog.watch import begin
 
 
 @click.command()
@@ -60,7 +60,7 @@ def predict(
         begin()
 
         with uncollected():
-            from ddpforge.runner import predict as predict_run
+            from ddpforge.app.run import predict as predict_run
             from ddpforge.runs.folder import RunFolder
 
         folder = RunFolder.find(run)

@@ -37,8 +37,8 @@ def report(runs: tuple[str, ...], output: Path, watch: bool, port: int, every: f
     RUN is a run's folder, its name in runs/, or a folder of runs such as a sweep's. The page fetches nothing: it can be
     mailed, kept, and read offline.
     """
-    from ddpforge.reports import gather, render
     from ddpforge.runs.overview import named_runs
+    from ddpforge.tools.reports import gather, render
 
     folders = named_runs(runs)
     if watch:
@@ -56,7 +56,7 @@ def report(runs: tuple[str, ...], output: Path, watch: bool, port: int, every: f
 
 def _serve(page: Callable[[], str], port: int) -> None:
     """Serves until Ctrl-C."""
-    from ddpforge.reports.serving import server_of
+    from ddpforge.tools.reports.serving import server_of
 
     page()  # what is wrong with the folders is said here, and not to a browser
     with server_of(page, port) as server:

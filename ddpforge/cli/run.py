@@ -17,7 +17,7 @@ from ddpforge.launchers.requests import stop_with_parent
 from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.launchers.verdict import STARTED, record_start
 from ddpforge.ranks.signals import StopRequests, stopping_early
-from ddpforge.watch.watch import begin
+from ddpforge.watchdog.watch import begin
 
 if TYPE_CHECKING:
     from ddpforge.runs.folder import RunFolder
@@ -63,7 +63,7 @@ def run(
         record_start()
         ready_for_torch()
         with uncollected():
-            from ddpforge.runner import run as train
+            from ddpforge.app.run import run as train
             from ddpforge.runs.folder import RunFolder
 
         if dry_run or overfit:
@@ -99,8 +99,8 @@ def _refuse_kept(**options: object) -> None:
 
 def _try(recipe: str, sets: Sequence[str], steps: int | None, batches: int | None, as_json: bool) -> None:
     """Trains a few steps that leave nothing behind, and says what they showed."""
-    from ddpforge.trials.dry_run import dry_run
-    from ddpforge.trials.overfit import overfit
+    from ddpforge.tools.trials.dry_run import dry_run
+    from ddpforge.tools.trials.overfit import overfit
 
     with results_alone(as_json):
         if batches:

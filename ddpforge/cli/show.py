@@ -39,7 +39,7 @@ def show(
         click.echo(look(lambda: "\n".join(_shown(recipe, sets, ranks, device, imports, as_json))))
         return
     from ddpforge.components.registry import Registry
-    from ddpforge.simulation.forecast import forecast
+    from ddpforge.tools.simulation.forecast import forecast
 
     text = "\n".join(_shown(recipe, sets, ranks, device, imports, as_json))
     plan = forecast(recipe, None, ranks=ranks, registry=Registry.installed(), sets=sets)

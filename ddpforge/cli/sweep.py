@@ -15,9 +15,9 @@ from ddpforge.cli.tables import counted, number, printable
 from ddpforge.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from ddpforge.sweeps.plan import Plan
-    from ddpforge.sweeps.space import Variant
-    from ddpforge.sweeps.training import Commands, Trained
+    from ddpforge.tools.sweeps.plan import Plan
+    from ddpforge.tools.sweeps.space import Variant
+    from ddpforge.tools.sweeps.training import Commands, Trained
 
 
 @click.command()
@@ -64,10 +64,10 @@ def sweep(
     codes: 0 all done, 1 some failed, 2 usage or recipe, 75 stopped.
     """
     from ddpforge.ranks.logs import keep_output
-    from ddpforge.sweeps.plan import Plan, mode_of
-    from ddpforge.sweeps.plan import devices as share_out
-    from ddpforge.sweeps.space import Space
-    from ddpforge.sweeps.training import Commands
+    from ddpforge.tools.sweeps.plan import Plan, mode_of
+    from ddpforge.tools.sweeps.plan import devices as share_out
+    from ddpforge.tools.sweeps.space import Space
+    from ddpforge.tools.sweeps.training import Commands
 
     keep_output()
     _refuse(draws, trials)
@@ -98,7 +98,7 @@ def _refuse(draws: int | None, trials: int | None) -> None:
 def _train(
     plan: "Plan", commands: "Commands", variants: "Sequence[Variant]", metric: str
 ) -> "tuple[list[Trained], bool]":
-    from ddpforge.sweeps.training import train
+    from ddpforge.tools.sweeps.training import train
 
     waiting, ended = plan.split(variants)
     known = f", {len(ended)} of them trained already" if ended else ""
@@ -110,8 +110,8 @@ def _train(
 def _search(
     plan: "Plan", commands: "Commands", trials: int, options: Mapping[str, object]
 ) -> "tuple[list[Trained], bool]":
-    from ddpforge.sweeps.optuna_study import Search
-    from ddpforge.sweeps.training import train
+    from ddpforge.tools.sweeps.optuna_study import Search
+    from ddpforge.tools.sweeps.training import train
 
     search = Search(plan.space, plan.folder, count=trials, **options)  # type: ignore[arg-type]
 

@@ -4,11 +4,11 @@ Models are plain `torch.nn.Module`s, optimizers plain `torch.optim.Optimizer`s a
 step. Nothing in here imports torch when it runs.
 """
 
-from ddpforge.direction import lower_is_better
 from ddpforge.interfaces.beside import Beside
 from ddpforge.interfaces.callback import Callback, GoBack, RunContext, StepInfo
 from ddpforge.interfaces.context import Context
 from ddpforge.interfaces.data import Data, PartedData
+from ddpforge.interfaces.direction import lower_is_better
 from ddpforge.interfaces.draws import Draws
 from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.interfaces.experts import Experts

@@ -28,7 +28,7 @@ from ddpforge.launchers.requests import stop_with_parent
 __all__ = ["FORK", "Brought", "Nursery", "is_safe"]
 
 FORK = "DDPFORGE_FORK"  # 0: every rank starts by itself
-_IMPORTED = ("ddpforge.runner", "ddpforge.cli.run", "torch._dynamo")  # the last by every first optimizer
+_IMPORTED = ("ddpforge.app.run", "ddpforge.cli.run", "torch._dynamo")  # the last by every first optimizer
 _SUBREAPER = 36  # of <linux/prctl.h>
 _HEADER = 8  # bytes: how long a request is
 _LOOK = 0.01  # seconds

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from ddpforge.direction import lower_is_better
 from ddpforge.errors import RecipeError
+from ddpforge.interfaces.direction import lower_is_better
 from ddpforge.interfaces.durations import Duration
 from ddpforge.recipe.batch import plan_batch
 from ddpforge.recipe.explain import Explainer

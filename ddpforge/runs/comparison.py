@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeVar
 
-from ddpforge.direction import lower_is_better
 from ddpforge.errors import UsageError
+from ddpforge.interfaces.direction import lower_is_better
 from ddpforge.runs.changes import flattened
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.metrics import Row, read_metrics

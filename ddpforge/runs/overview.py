@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpforge.direction import lower_is_better
 from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.interfaces.direction import lower_is_better
 from ddpforge.runs.changes import flattened
 from ddpforge.runs.folder import RunFolder, Status
 from ddpforge.runs.metrics import Row, latest_rows

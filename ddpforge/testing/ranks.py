@@ -29,7 +29,7 @@ _SERVER.set_forkserver_preload(["ddpforge.testing.warmed"])
 # DeepSpeed must not touch a GPU in a process that forks.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 # torch._dynamo is what every first optimizer imports. What cannot be imported is left out.
-_warmed = ["torch._dynamo", "torch.distributed.fsdp", "deepspeed.runtime.zero.muon.muon_optimizer", "ddpforge.runner"]
+_warmed = ["torch._dynamo", "torch.distributed.fsdp", "deepspeed.runtime.zero.muon.muon_optimizer", "ddpforge.app.run"]
 WARMED = "DDPFORGE_WARMED"  # the environment variable with what the process that forks imports, a comma between names
 _PATIENCE = 20.0  # seconds that ranks have to end by themselves when one has failed
 

@@ -18,12 +18,12 @@ from ddpforge.components.kinds import KINDS
 from ddpforge.components.local_code import neighbours
 from ddpforge.errors import ExitCode, PluginError
 from ddpforge.launchers.requests import heard
-from ddpforge.parity.compare import TOLERANCES, Point, Quantity, Record, compare, first_drift
 from ddpforge.testing.cases import Case
 from ddpforge.testing.ranks import run_ranks
 from ddpforge.testing.register import checks_of
 from ddpforge.testing.report import Breach, Interrupted
 from ddpforge.testing.trial import settle
+from ddpforge.tools.parity.compare import TOLERANCES, Point, Quantity, Record, compare, first_drift
 
 __all__ = ["Worlds", "drift_text", "run_to_the_end", "same_training", "write_recipe"]
 

@@ -13,8 +13,8 @@ from torch.optim import SGD, Optimizer
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import ForgeError, UsageError
-from ddpforge.exchange.initial import load_initial
 from ddpforge.interfaces import Callback, CanonicalState, Contract, Replica, RunContext, SavedTensor, Tracker, World
+from ddpforge.interop.initial import load_initial
 from ddpforge.ranks.leaving import nobody_leaves
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.training.beside import place

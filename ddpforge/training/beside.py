@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.errors import CheckpointError, PluginError, StrategyError, UsageError
-from ddpforge.exchange.initial import load_initial
 from ddpforge.interfaces import Beside, Callback, Part, Replica, StepInfo, Strategy, Task, World, read_all
+from ddpforge.interop.initial import load_initial
 from ddpforge.strategies.buffers import equalise_buffers
 from ddpforge.strategies.named_state import match, match_form, tensors
 from ddpforge.training.blocks import find_blocks

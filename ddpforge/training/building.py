@@ -16,10 +16,10 @@ from ddpforge.components.building import build
 from ddpforge.data import RankShare, check_data, end_of_epochs, mix, open_data
 from ddpforge.data.streams import is_stream
 from ddpforge.errors import UsageError
-from ddpforge.exchange.initial import find_initial
 from ddpforge.interfaces import EpochOrder, Order, World
-from ddpforge.plan import Plan
+from ddpforge.interop.initial import find_initial
 from ddpforge.recipe.batch import plan_batch
+from ddpforge.recipe.plan import Plan
 from ddpforge.training.beside import OWNER, declared
 from ddpforge.training.blocks import check_blocks, find_blocks
 from ddpforge.training.contract import count_parameters

@@ -14,8 +14,8 @@ from ddpforge.components.stand_ins import NeedsLibraries, without_libraries
 from ddpforge.data import mix
 from ddpforge.data.streams import are_streams
 from ddpforge.errors import ForgeError, PluginError, UsageError
-from ddpforge.exchange.initial import find_initial
 from ddpforge.interfaces import Metric, Refusal
+from ddpforge.interop.initial import find_initial
 from ddpforge.ranks.devices import device_type
 from ddpforge.recipe.load import check_world
 from ddpforge.recipe.report import did_you_mean

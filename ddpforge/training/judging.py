@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ddpforge.direction import lower_is_better
 from ddpforge.interfaces import Metric
+from ddpforge.interfaces.direction import lower_is_better
 from ddpforge.recipe import LoadedRecipe
 from ddpforge.recipe.origins import Origin
 

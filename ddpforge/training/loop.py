@@ -23,11 +23,11 @@ from ddpforge.data import Batches, MicroBatch
 from ddpforge.errors import CheckpointError, Diverged, PluginError, UsageError
 from ddpforge.interfaces import Callback, GoBack, Replica, Schedule, StepInfo, Task, Total, Tracker, World
 from ddpforge.launchers.verdict import record_halt
-from ddpforge.plan import Plan
 from ddpforge.ranks import phases
 from ddpforge.ranks.halt import Halt, NoHalt
 from ddpforge.ranks.scheduling import look_for_others
 from ddpforge.ranks.signals import NoData, StopRequests, waiting_for_data
+from ddpforge.recipe.plan import Plan
 from ddpforge.recipe.schema import Recipe
 from ddpforge.strategies.several import InTurns
 from ddpforge.training.agreement import HALT, STOP, Agreement, Ballot, Interrupted, Looks

@@ -11,10 +11,10 @@ from torch import nn
 from ddpforge.components.registry import Registry
 from ddpforge.data import Batches
 from ddpforge.interfaces import Beside, Callback, Order, Schedule, Strategy, Task, Tracker
-from ddpforge.plan import Plan
 from ddpforge.recipe import LoadedRecipe, Recipe
 from ddpforge.recipe.batch import BatchPlan
 from ddpforge.recipe.layers import kind_at
+from ddpforge.recipe.plan import Plan
 from ddpforge.recipe.schema import Component, TurnComponent
 from ddpforge.training.contract import Size
 from ddpforge.training.findings import Findings

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ddpforge import disk
 from ddpforge.interfaces import World
-from ddpforge.plan import Window
 from ddpforge.ranks import phases
+from ddpforge.recipe.plan import Window
 
 __all__ = ["Profile"]
 

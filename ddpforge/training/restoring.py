@@ -9,9 +9,9 @@ from typing import Any
 from ddpforge.checkpoint.contents import Facts
 from ddpforge.checkpoint.reader import Reader, Saved
 from ddpforge.errors import CheckpointError
-from ddpforge.exchange.export import chosen_weights
-from ddpforge.exchange.initial import in_dtype
 from ddpforge.interfaces import Callback, CanonicalState, Part, Ranks, Replica, World
+from ddpforge.interop.export import chosen_weights
+from ddpforge.interop.initial import in_dtype
 from ddpforge.recipe.schema import Recipe
 from ddpforge.recipe.toml import loads
 from ddpforge.training.beside import BesideModule

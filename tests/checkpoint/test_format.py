@@ -25,8 +25,8 @@ from ddpforge.checkpoint.manifest import read_manifest
 from ddpforge.checkpoint.retention import newest
 from ddpforge.checkpoint.verify import damages
 from ddpforge.errors import CheckpointError
-from ddpforge.exchange.compare import compare
 from ddpforge.interfaces import CanonicalState
+from ddpforge.interop.compare import compare
 
 SHARD = "shard-00000-of-00001.safetensors"
 

@@ -24,9 +24,9 @@ from ddpforge.checkpoint.manifest import read_manifest
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.retention import newest
 from ddpforge.errors import CheckpointError
-from ddpforge.exchange.export import export
 from ddpforge.interfaces import CanonicalState
 from ddpforge.interfaces.regions import Box, Part, Range, whole
+from ddpforge.interop.export import export
 
 GOLDEN = Path(__file__).parent / "golden"
 SHARD = "shard-00001-of-00002.safetensors"

@@ -30,9 +30,9 @@ from ddpforge.checkpoint.manifest import read_manifest
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.retention import committed, newest
 from ddpforge.errors import CheckpointError
-from ddpforge.exchange.export import export
 from ddpforge.interfaces import CanonicalState
 from ddpforge.interfaces.regions import Box, Part, Pieces, Range, Shape, Simple
+from ddpforge.interop.export import export
 from ddpforge.ranks.collectives import Alone
 from ddpforge.ranks.writers import Peers
 

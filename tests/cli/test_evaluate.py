@@ -11,7 +11,7 @@ import pytest
 from forked import in_ranks
 from launched import Ranks, Zygote
 
-from ddpforge import runner
+from ddpforge.app import run as runner
 from ddpforge.errors import ExitCode
 from ddpforge.runs.checkpoints import choose
 from ddpforge.runs.folder import RunFolder

@@ -45,7 +45,7 @@ def test_the_functions_of_the_package_are_there_every_time() -> None:
     code = """
 import ddpforge
 before = ddpforge.run
-import ddpforge.cli.run, ddpforge.runner
+import ddpforge.cli.run, ddpforge.app.run
 assert ddpforge.run is before, ddpforge.run
 assert callable(ddpforge.run) and callable(ddpforge.load_recipe)
 """

@@ -1,4 +1,4 @@
-"""`ddpforge launch`: what it starts, and when it starts nothing. tests/launch really starts processes."""
+"""`ddpforge launch`: what it starts, and when it starts nothing. tests/launchers really starts processes."""
 
 import json
 import shlex
@@ -192,7 +192,7 @@ def test_several_machines_and_restarts_are_flags_of_torchrun(
 def test_what_other_engines_say_is_taken_where_an_option_is_left_out(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpforge.starting.refuse_held_ports", lambda endpoint: None)
+    monkeypatch.setattr("ddpforge.app.starting.refuse_held_ports", lambda endpoint: None)
     for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "NPROC_PER_NODE": "2"}.items():
         monkeypatch.setenv(f"PET_{name}", value)
     invoke("digits", "-n", "4", "--endpoint", "b:7")

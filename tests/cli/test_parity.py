@@ -12,9 +12,9 @@ from click.testing import CliRunner, Result
 
 from ddpforge.cli import main
 from ddpforge.errors import ExitCode
-from ddpforge.parity.compare import TOLERANCES, Point, Quantity
-from ddpforge.parity.runs import ParityReport, RunFailed, Verdict
-from ddpforge.parity.specs import Spec
+from ddpforge.tools.parity.compare import TOLERANCES, Point, Quantity
+from ddpforge.tools.parity.runs import ParityReport, RunFailed, Verdict
+from ddpforge.tools.parity.specs import Spec
 
 RECIPE = """\
 recipe = 1
@@ -39,7 +39,7 @@ def invoke(*arguments: str) -> Result:
 
 
 class Comparison:
-    """Stands in for `ddpforge.parity.runs.parity`: notes what it was asked for, and answers or fails as told."""
+    """Stands in for `ddpforge.tools.parity.runs.parity`: notes what it was asked for, and answers or fails as told."""
 
     def __init__(self) -> None:
         self.answer: ParityReport | Exception = report()
@@ -56,7 +56,7 @@ class Comparison:
 @pytest.fixture
 def comparison(monkeypatch: pytest.MonkeyPatch) -> Comparison:
     comparison = Comparison()
-    monkeypatch.setattr("ddpforge.parity.runs.parity", comparison)
+    monkeypatch.setattr("ddpforge.tools.parity.runs.parity", comparison)
     return comparison
 
 

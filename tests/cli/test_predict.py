@@ -14,7 +14,7 @@ from launched import Ranks
 
 import ddpforge
 from ddpforge.errors import EnvironmentProblem, ForgeError, PluginError, UsageError
-from ddpforge.exchange.tables import writing
+from ddpforge.interop.tables import writing
 
 RECIPE = """\
 recipe = 1

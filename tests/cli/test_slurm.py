@@ -1,4 +1,4 @@
-"""`ddpforge slurm`: the script that it writes. tests/launch/test_slurm.py gives it to a real Slurm."""
+"""`ddpforge slurm`: the script that it writes. tests/launchers/test_slurm.py gives it to a real Slurm."""
 
 import re
 import subprocess

@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from ddpforge.cli import main
 from ddpforge.errors import ExitCode
-from ddpforge.sweeps.training import Commands
+from ddpforge.tools.sweeps.training import Commands
 
 RECIPE = """\
 recipe = 1

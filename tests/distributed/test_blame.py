@@ -87,7 +87,7 @@ class Fault(Callback):
         os.abort()
 
     def full(self):
-        from ddpforge import planned
+        from ddpforge.app import planned
 
         def plan(recipe, ranks, budget):
             told = recipe.parent / "logs/failure-rank-1.json"

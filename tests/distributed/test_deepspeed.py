@@ -452,7 +452,7 @@ def test_a_launcher_that_contradicts_the_recipe_is_refused(bench: Bench, env: di
 
 @pytest.mark.full
 def test_no_launcher_is_needed_for_one_process(bench: Bench) -> None:
-    """Two processes that import DeepSpeed by themselves are launched in `tests/launch/test_launch.py`."""
+    """Two processes that import DeepSpeed by themselves are launched in `tests/launchers/test_launch.py`."""
     bench("forked", ZERO[3], nproc=1, length="6st")
     text = (bench.folder / "forked.toml").read_text().replace('"forked"', '"alone"')
     (bench.folder / "alone.toml").write_text(text)

@@ -10,7 +10,7 @@ import pytest
 from launched import Zygote
 from sharding import CNN, GPT, RECIPE
 
-from ddpforge.parity.runs import ParityReport, parity
+from ddpforge.tools.parity.runs import ParityReport, parity
 
 STRATEGIES = ["ddp", "single@1", "fsdp", "fsdp:2@4", "deepspeed:1", "deepspeed:2", "deepspeed:3"]
 
@@ -26,7 +26,7 @@ def compare(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> 
         output.write((ranks.stdout + ranks.stderr).encode())
         return max(map(abs, ranks.codes))
 
-    monkeypatch.setattr("ddpforge.parity.runs.torchrun_command", lambda arguments, **_: arguments)
+    monkeypatch.setattr("ddpforge.tools.parity.runs.torchrun_command", lambda arguments, **_: arguments)
     monkeypatch.setattr("ddpforge.launchers.process.launch", launch)
 
     def run(kind: str, strategies: Sequence[str], train: str = "") -> ParityReport:

@@ -10,7 +10,7 @@ from forked import in_ranks
 from hosts import Hosts
 from sharding import DDP, FSDP, ZERO
 
-from ddpforge.runner import run
+from ddpforge.app.run import run
 
 RECIPE = """
 recipe = 1
@@ -168,7 +168,7 @@ class Lost(Callback):
 
 @pytest.mark.full
 def test_a_host_that_is_lost_right_after_the_end_does_not_hold_the_other(hosts: Hosts, tmp_path: Path) -> None:
-    """torchrun alone waits 300 s; `tests/launch/test_launch.py` has the same without hosts."""
+    """torchrun alone waits 300 s; `tests/launchers/test_launch.py` has the same without hosts."""
     (tmp_path / "lost.py").write_text(LOST)
     recipe = RECIPE.format(name="tiny", strategy=DDP) + '[callbacks.lost]\nuse = "./lost.py:Lost"\n'
     (tmp_path / "tiny.toml").write_text(recipe)

@@ -13,8 +13,8 @@ from doubles import Loop, Plain
 from launched import Ranks
 
 from ddpforge.errors import Diverged, UsageError
-from ddpforge.plan import Window
 from ddpforge.ranks import phases
+from ddpforge.recipe.plan import Window
 from ddpforge.training.profiling import Profile
 
 RECIPE = """\

@@ -26,10 +26,10 @@ from ddpforge.data import MicroBatch
 from ddpforge.interfaces import Strategy, Total, World
 from ddpforge.ranks.collectives import Alone, Connected, Group
 from ddpforge.ranks.means import Means
-from ddpforge.simulation.fake import pretended
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.single import Single
+from ddpforge.tools.simulation.fake import pretended
 from ddpforge.training.batchnorm import BatchNormAverager
 from ddpforge.training.step import Stepper
 

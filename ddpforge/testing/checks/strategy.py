@@ -12,7 +12,6 @@ from typing import Any
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.interfaces import Contract, Replica, Strategy
-from ddpforge.parity.compare import TOLERANCES, Record, compare, first_drift
 from ddpforge.recipe import load_recipe
 from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.metrics import read_metrics
@@ -22,6 +21,7 @@ from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, NotApplicable, source_of
 from ddpforge.testing.settings import SETTINGS
 from ddpforge.testing.worlds import Worlds, drift_text, run_to_the_end, write_recipe
+from ddpforge.tools.parity.compare import TOLERANCES, Record, compare, first_drift
 from ddpforge.training.contract import contract_of
 
 _STEPS, _MIDDLE = 12, 6
@@ -219,5 +219,5 @@ class _TrialRun:
             "train": {"timeout": "60s", **self.train},
             "checkpoint": {"every": f"{_MIDDLE}st", "keep": {"last": 9}},
             "track": {"every": "1st"},
-            "callbacks": {_PROBE: {"use": "ddpforge.parity.probe:Probe", "steps": _STEPS, "inherit": False}},
+            "callbacks": {_PROBE: {"use": "ddpforge.tools.parity.probe:Probe", "steps": _STEPS, "inherit": False}},
         }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from ddpforge.exchange.initial import load_initial
+from ddpforge.interop.initial import load_initial
 from ddpforge.ranks.collectives import Alone
 from ddpforge.strategies.named_state import tensors
 from ddpforge.testing.ranks import preload, run_ddpforge

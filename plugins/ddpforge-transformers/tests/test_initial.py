@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ddpforge.errors import UsageError
-from ddpforge.exchange.initial import load_initial
+from ddpforge.interop.initial import load_initial
 from ddpforge.ranks.collectives import Alone
 from ddpforge.strategies.named_state import tensors
 from tiny import TINY

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from ddpforge.app.generation import Sampling, generate
 from ddpforge.builtin.tasks.masked_lm import MaskedLM
 from ddpforge.builtin.tasks.sequence_classification import SequenceClassification
-from ddpforge.generation import Sampling, generate
 from tiny import TINY
 
 from ddpforge_transformers.data import TokenizedJSONL

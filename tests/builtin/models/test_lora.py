@@ -10,13 +10,13 @@ from checkpoint.doubles import checkpoint_of, write
 from safetensors.torch import load_file
 from torch import nn
 
-from ddpforge.api import load
+from ddpforge.app.api import load
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.lora import lora
 from ddpforge.builtin.models.mlp import MLP
 from ddpforge.errors import EnvironmentProblem, UsageError
-from ddpforge.exchange.export import export
 from ddpforge.interfaces import CanonicalState
+from ddpforge.interop.export import export
 from ddpforge.strategies.named_state import tensors
 
 TOKENS = torch.randint(16, (2, 8), generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,1 @@
+"""Runs, evaluations and predictions of a recipe from beginning to end, and the Python API."""

@@ -1,0 +1,487 @@
+"""One attempt at a run: everything is started once and ended once, however it ends."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from os import getpid
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+from ddpforge.app.planned import PlanCheck, Room, advised, compares
+from ddpforge.checkpoint.manager import Checkpoints
+from ddpforge.checkpoint.reader import Reader
+from ddpforge.confidential import redacted
+from ddpforge.errors import CheckpointError, Diverged, ExitCode, ForgeError, OutOfMemory, PeerFailed, UsageError
+from ddpforge.interfaces import Tracker, World
+from ddpforge.launchers.verdict import is_launched
+from ddpforge.ranks import leaving, phases
+from ddpforge.ranks.arithmetic import told_of_determinism
+from ddpforge.ranks.devices import name_of_device
+from ddpforge.ranks.failures import Failures, Report, phrase
+from ddpforge.ranks.halt import Halt, NoHalt
+from ddpforge.ranks.join import leave
+from ddpforge.ranks.logs import setup_logging
+from ddpforge.ranks.rank_zero import on_rank_zero
+from ddpforge.ranks.signals import NoData, training_begins
+from ddpforge.ranks.writers import Peers
+from ddpforge.recipe import Recipe
+from ddpforge.recipe.plan import Window
+from ddpforge.runs.changes import refuse_finished
+from ddpforge.runs.folder import RecipeSnapshot, RunFolder, State, Status
+from ddpforge.runs.metrics import JSONLTracker
+from ddpforge.runs.mirror import Mirror
+from ddpforge.runs.opening import Opened, mention_what_is_lost
+from ddpforge.runs.shown import ShownFiles
+from ddpforge.training.assemble import assemble, ending
+from ddpforge.training.building import build_data_and_model, deal_out
+from ddpforge.training.callbacks import refuse_state
+from ddpforge.training.contract import contract_of
+from ddpforge.training.fingerprint import DataPrint, compare_built, refuse_changed_data
+from ddpforge.training.left_out import has_left_out
+from ddpforge.training.loop import Around, Trainer
+from ddpforge.training.memory import explained, held
+from ddpforge.training.parts import Parts, key_of
+from ddpforge.training.profiling import Profile
+from ddpforge.training.trackers import TrackerGroup
+from ddpforge.training.trying import rehearse_training
+from ddpforge.watchdog.rows import described, here
+from ddpforge.watchdog.watch import Unwatched, Watch
+
+__all__ = ["Attempt", "Outcome", "build_parts", "checkpoints_of", "exit_code_of", "on_every_rank"]
+
+log = logging.getLogger("ddpforge")
+
+_WRITING = 2.0  # seconds in which another rank has written status.json, when it was the first to fail
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a run, as its `status.json` has it."""
+
+    folder: Path
+    status: Status
+    is_main: bool
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """The exit code for the process."""
+        return ExitCode(self.status["exit_code"] or 0)
+
+    def sentence(self) -> str:
+        """The outcome for people."""
+        metrics = {name: value for name, value in self.status["metrics"].items() if name.startswith("eval/")}
+        numbers = "".join(f", {name} {value:.4g}" for name, value in metrics.items() if value is not None)
+        return f"{self.folder}: {self.status['state']} at step {self.status['step']}{numbers}"
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """The end of an attempt that failed on this rank."""
+
+    error: BaseException
+    report: Report  # of what caused it
+    speaks: bool  # whether this rank wrote it down
+    by_another: bool
+
+
+class Attempt:
+    """One attempt at a run on one rank: everything is started once, and ended once, however it ends.
+
+    Whatever was started is ended by one stack, in the opposite order: callbacks, trackers, replica and ranks, the
+    verdict, the claim on the folder.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        opened: Opened,
+        parts: Parts,
+        snapshot: RecipeSnapshot,
+        world: World,
+        peers: Peers,
+        *,
+        claims: ExitStack,
+        prints: Mapping[str, DataPrint] | None,
+        allow_change: Sequence[str],
+        room: Room,
+        mirror: Mirror | None = None,
+        max_time: str | None = None,
+        window: Window | None = None,
+    ) -> None:
+        """`claims` holds the folder; the attempt takes it over when it runs, and ends the `mirror`, on rank 0.
+
+        `prints` are the fingerprints of the data, where data and model are built. `allow_change` names what may differ
+        from the run that is resumed. Steps of a `window` are profiled.
+        """
+        self.folder, self.opened = folder, opened
+        self.parts, self.loaded, self.recipe, self.snapshot = parts, parts.loaded, parts.recipe, snapshot
+        self.world, self._peers, self._claims = world, peers, claims
+        self._prints, self._allow_change = prints, allow_change
+        self._mirror, self._room = mirror, room
+        self._record = JSONLTracker()
+        self.tracker = trackers_of(parts, mirror, self._record) if world.is_main else Tracker()
+        self.trainer: Trainer | None = None
+        self._halt = Halt(folder.path, max_time) if world.is_main else NoHalt()
+        self._state: State = "failed"
+        self._begun = False  # whether the run's folder knows of this attempt
+        self._failures = Failures(folder.logs, opened.token, world.all.rank, world.all.size)
+        self._watch = _watch(folder, opened.token, self.recipe, world)
+        self._failed: _Failed | None = None
+        self._window = window
+
+    def run(self) -> Outcome:
+        """Trains; whatever goes wrong is written down, told to who must know, and raised."""
+        setup_logging(self.world.all.rank, self.folder.path)
+        log.debug(
+            "rank %d of %d on %s, device %s, pid %d",
+            *(self.world.all.rank, self.world.all.size, gethostname(), self.world.device, getpid()),
+        )
+        with self._claims.pop_all() as life:
+            life.enter_context(self._watch)
+            signals = life.enter_context(ExitStack())
+            if self._mirror:
+                life.enter_context(self._mirror)
+            life.push(self._raise_cause)
+            life.push(self._part)
+            life.push(ending(self._finish_trackers))
+            try:
+                with leaving.nobody_leaves():
+                    trainer = self._prepare(life)
+                    # A launcher ends the others of a rank that failed: not mid-word.
+                    signals.enter_context(trainer.stop)
+                    self._state = trainer.fit(*self._around())
+                    phases.mark(phases.END)
+                    trainer.stop.over()
+            except BaseException as error:
+                self._tell(error)  # before anything else is ended: other ranks wait for a word
+                raise
+        return Outcome(self.folder.path, self._status(self._state), self.world.is_main)
+
+    # -- up to the first step
+    def _prepare(self, life: ExitStack) -> Trainer:
+        """A trainer that stands where the run has come to, when everybody is told that training begins."""
+        if self._prints is None:
+            build_parts(self.parts, self.world, rehearses=False)
+            self._prints = compare_built(self.parts, self.world)
+        checkpoints = checkpoints_of(self.folder, self.recipe, self.world, self._peers)
+        checkpoint = checkpoints.open()
+        if checkpoint is None and self.world.is_main:
+            mention_what_is_lost(self.folder)
+        if checkpoint:
+            on_rank_zero(self.world.all, partial(self._refuse_another_run, checkpoint, self._prints))
+        initial = checkpoint is None or has_left_out(checkpoint.facts.loop)
+        init_from = self.recipe.checkpoint.init_from if initial else None
+        trainer = self.trainer = assemble(
+            self.parts,
+            self.world,
+            checkpoints,
+            self.tracker,
+            folder=self.folder.path,
+            life=life,
+            init_from=init_from,
+            begins=checkpoint is None,
+            trained=checkpoint is not None and checkpoint.facts.step > 0,
+        )
+        trainer.halt = self._halt
+        if checkpoint:
+            trainer.restore(checkpoint)
+            self._refuse_nothing_to_do(trainer)
+        if self._window:
+            self._window.refuse_after(trainer.plan.horizon.total)
+        refuse_state(trainer.callbacks)
+        training_begins()
+        trainer.saving.origin = on_rank_zero(self.world.all, lambda: self._begin(trainer))
+        if self.world.is_main:
+            self._follow_rows(trainer, checkpoint)
+        self._begun = True
+        return trainer
+
+    def _refuse_another_run(self, checkpoint: Reader, prints: Mapping[str, DataPrint]) -> None:
+        """Raises CheckpointError for a checkpoint of another run, and UsageError for data that has changed since."""
+        run = checkpoint.facts.run
+        if run and run != self.folder.id and "run" not in self._allow_change:
+            raise CheckpointError(
+                f"{checkpoint.path} is a checkpoint of another run ({run}), and {self.folder.path} is the run "
+                f"{self.folder.id}",
+                hints=[
+                    "move it out of the folder; a new run begins with its weights by checkpoint.init_from",
+                    "or continue it here all the same: --allow-change run",
+                ],
+            )
+        refuse_changed_data(prints, checkpoint.facts.data, self._allow_change)
+
+    def _follow_rows(self, trainer: Trainer, checkpoint: Reader | None) -> None:
+        """Has checkpoints count the rows of metrics.jsonl; logs a warning where some have gone since the last one."""
+        record = self._record
+        trainer.saving.rows = lambda: record.rows
+        before = checkpoint.facts.rows if checkpoint else None
+        if before is not None and record.rows < before:
+            log.warning(
+                "%s has %d rows up to step %d, and had %d when the checkpoint of that step was saved: rows were lost",
+                *(self.folder.metrics, record.rows, trainer.progress.step, before),
+            )
+
+    def _around(self) -> Iterator[Around]:
+        if self._window:
+            yield Profile(self._window, self.folder.path / "profile", self.world)
+        if compares(self.recipe, self.parts.size):
+            yield PlanCheck(self.folder, self.world, self.recipe)
+
+    def _refuse_nothing_to_do(self, trainer: Trainer) -> None:
+        """Raises UsageError where nothing would be trained, and what was trained is not what is asked for."""
+        step = trainer.progress.step
+        if step > trainer.end:
+            raise UsageError(
+                f"{self.folder.path} has come to step {step}, and train.length ends at step {trainer.end}",
+                hints=[
+                    "continue it with a longer train.length, or start from scratch with --fresh",
+                    "what it was at an earlier step is in its checkpoints: ddpforge ckpt ls",
+                ],
+            )
+        earlier = self.opened.earlier
+        if step == trainer.end and earlier is not None and earlier["state"] == "done":
+            changes = [change for change in self.opened.changes if change.path != "train.length"]
+            refuse_finished(self.folder.path, changes, self.opened.edited)
+
+    def _begin(self, trainer: Trainer) -> dict[str, Any]:
+        """Writes down that an attempt begins and starts the trackers; returns what checkpoints say of their origin."""
+        step, strategy = trainer.progress.step, self.recipe.strategy.use
+        attempt = self.folder.begin_attempt(step=step, **self.snapshot)
+        if self._mirror:
+            self._mirror.begin()
+        facts = {
+            "attempt": attempt,
+            "strategy": strategy,
+            **trainer.plan.facts(),
+            "world_size": self.world.all.size,
+            "device": str(self.world.device),
+            "device_name": name_of_device(self.world.device),
+            "parameters": self.parts.size.all,
+            "trained": self.parts.size.trainable,
+            "held": held(contract_of(self.parts.strategy), trainer.replica.weights, self.parts.size),
+            "samples": length_of(self.parts.data["train"]),
+            "evaluated": {name: length_of(self.parts.data[key_of(name)]) for name in self.parts.evaluation},
+        }
+        self.tracker.start(
+            name=self.recipe.name,
+            folder=self.folder.path,
+            config=redacted(self.loaded.tables) | {"run": facts},
+            resumed_at=step if attempt > 1 else None,
+        )
+        self.folder.write_status(self._status("running", begun=True))
+        return {
+            "recipe": self.snapshot["resolved"],
+            "run": self.folder.id,
+            "data": {key: one.as_json() for key, one in (self._prints or {}).items()},
+            "lineage": self.folder.lineage(),
+            "strategy": strategy,
+            "world_size": self.world.all.size,
+        }
+
+    # -- after the last one
+    def _finish_trackers(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._tell(error)
+        tracker, self.tracker = self.tracker, Tracker()
+        tracker.finish(state=self._state, summary=self.trainer.metrics if self.trainer else {})
+
+    def _part(self, _: object, error: BaseException | None, __: object) -> None:
+        """Parts from the other ranks, when all have come so far, and writes the verdict."""
+        if error is not None or self.trainer is None:
+            return
+        self.trainer.replica.close()
+        leave(self.world)
+        if self.world.is_main:
+            self.folder.write_status(self._status(self._state))
+
+    def _raise_cause(self, _: object, error: BaseException | None, __: object) -> None:
+        """Raises what this rank is to say in place of `error`: the cause, with how the run stands."""
+        if error is None:
+            return
+        failed = self._tell(error)
+        raised = failed.error
+        if failed.by_another:
+            raised = self._told(failed)
+        self._attach(raised, self._status(self._state, failed.report), written_here=failed.speaks)
+        if raised is not error:
+            raise raised from error
+
+    # -- when something failed
+    def _tell(self, error: BaseException) -> _Failed:
+        """Writes down the first failure, on the rank that met it before all others.
+
+        What goes wrong here goes to the log: people must hear of `error`, or of the failure of another rank that
+        `error` is no more than a symptom of.
+        """
+        if self._failed:
+            return self._failed
+        error = told_of_determinism(explained(error, self.recipe, self.world.data.size))
+        # For the file alone: the command line shows it, or what caused it.
+        log.error("training failed: %s", phrase(error), exc_info=error, extra={"in_file_only": True})
+        report, is_peers = self._failures.tell(error, exit_code_of(error)), isinstance(error, PeerFailed)
+        phases.say_goodbye()
+        speaks = False
+        if isinstance(error, OutOfMemory):  # a plan takes a while, and the others are not to wait for it
+            speaks = self._write_failure("failed", report)
+            error = advised(error, self.folder, self.world, self.recipe, self._room)
+            report = self._failures.tell(error, exit_code_of(error))
+        cause = self._failures.explain(self._watch.call) if report.symptom and not is_peers else None
+        self._state = "diverged" if isinstance(error, Diverged) else "failed"
+        if isinstance(error, NoData):
+            self._state = "stopped"
+        speaks = not is_peers and self._write_failure(self._state, cause or report, again=speaks)
+        self._failed = _Failed(error, cause or report, speaks=speaks, by_another=cause is not None)
+        return self._failed
+
+    def _write_failure(self, state: State, report: Report, *, again: bool = False) -> bool:
+        """True on the one rank that is the first to know, also where it says it `again`."""
+        first = again
+        try:
+            first = again or self._failures.is_first(report)
+            if (first or (self.world.is_main and not report.told)) and not self._leaves_result(report):
+                self.folder.write_status(self._status(state, report))
+            if first and not report.symptom:
+                self.folder.write_failure(described(report, [here(self.world.all.rank)]))
+        except (ForgeError, OSError) as another:
+            log.warning("while the run was ending: %s", another)
+        return first
+
+    def _leaves_result(self, report: Report) -> bool:
+        """True where a run that has ended well was asked for what cannot be: that changes nothing about it."""
+        earlier = self.opened.earlier
+        refused = report.exit_code == ExitCode.USAGE and not self._begun
+        return refused and earlier is not None and earlier["state"] in ("done", "stopped")
+
+    def _told(self, failed: _Failed) -> ForgeError:
+        """The error for a rank that failed because another did; one rank shows it."""
+        cause = failed.report
+        file = self.folder.logs / f"rank-{cause.rank}.log"
+        words = f"rank {cause.rank} failed first: {cause.error}" if cause.told else str(cause)
+        hints = [f"see {file}" if cause.told else f"where all ranks stood: {self.folder.failure}"]
+        launcher_says = is_launched() and not cause.told  # it has the last word, after what torchrun prints
+        stands_in = cause.rank == 0 and (failed.speaks or (not cause.told and self.world.all.rank == 1))
+        if launcher_says or not (self.world.is_main or stands_in):
+            return PeerFailed(ExitCode(cause.exit_code), words, hints=hints, launcher_says=launcher_says)
+        error = ForgeError(words, hints=hints)
+        error.exit_code = ExitCode(cause.exit_code)
+        return error
+
+    def _attach(self, error: BaseException, status: Status, *, written_here: bool) -> None:
+        """Lets the command line show how the run stands: as the first rank that failed writes it down."""
+        deadline = time.monotonic() + (0.0 if written_here or not self.world.is_main else _WRITING)
+        with suppress(ForgeError):
+            while (written := self.folder.status()) in (None, self.opened.earlier) or written["state"] == "running":
+                if time.monotonic() >= deadline:
+                    written = status
+                    break
+                time.sleep(0.02)
+            status = written
+        error.outcome = Outcome(self.folder.path, status, self.world.is_main)  # type: ignore[attr-defined]
+
+    def _status(self, state: State, report: Report | None = None, *, begun: bool = False) -> Status:
+        """Describes the run for `status.json`; before this attempt trains, as the earlier one left it."""
+        codes = {"running": None, "done": ExitCode.DONE, "stopped": ExitCode.STOPPED}
+        trainer = self.trainer if self._begun or begun else None
+        earlier = self.opened.earlier
+        return Status(
+            state=state,
+            exit_code=report.exit_code if report else codes.get(state, ExitCode.FAILED),
+            step=trainer.progress.step if trainer else earlier["step"] if earlier else 0,
+            total_steps=trainer.plan.horizon.total if trainer else earlier.get("total_steps") if earlier else None,
+            samples=trainer.progress.samples if trainer else earlier["samples"] if earlier else 0,
+            world_size=self.world.all.size,
+            strategy=self.recipe.strategy.use,
+            metrics=trainer.metrics if trainer else earlier["metrics"] if earlier else {},
+            error=str(report) if report else None,
+        )
+
+
+def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> Unwatched:
+    """The watch over this rank, where others wait for it."""
+    if world.all.size == 1:
+        return Unwatched()
+    train = recipe.train
+    return Watch(
+        folder.path,
+        token,
+        world.all.rank,
+        world.all.size,
+        strategy=recipe.strategy.use,
+        stall=0.0 if train.stall == "off" else train.stall.seconds,
+        compiles=train.compile != "off",
+    )
+
+
+def where() -> tuple[str, int]:
+    """The phase that this rank is in, and the step."""
+    place = phases.here()
+    return phases.NAMES[place.phase], place.step
+
+
+def length_of(data: Any) -> int | None:
+    """The number of samples; None of a stream."""
+    return len(data) if hasattr(data, "__len__") else None
+
+
+def exit_code_of(error: BaseException) -> ExitCode:
+    """The exit code of a process that this error ends."""
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    return error.exit_code if isinstance(error, ForgeError) else ExitCode.FAILED
+
+
+def on_every_rank(peers: Peers, action: Callable[[], None]) -> None:
+    """Does it on all ranks. Where one fails, all do, with its exit code; those that did not fail point to it."""
+    mine: Exception | None = None
+    try:
+        action()
+    except Exception as error:
+        mine = error
+    try:
+        told = peers.ranks.everyone(None if mine is None else (phrase(mine), exit_code_of(mine)))
+    except RuntimeError:
+        told = []
+        if mine is None:
+            raise  # `beginning` finds out what became of the other one
+    if mine is not None:
+        raise mine
+    for rank, word in enumerate(told):
+        if word is not None:
+            raise PeerFailed(word[1], f"rank {rank} failed first: {word[0]}")
+
+
+def build_parts(parts: Parts, world: World, *, rehearses: bool) -> None:
+    """Builds data and model; of a new run it tries out the first samples, too."""
+    build_data_and_model(parts)
+    if not parts.found:
+        deal_out(parts, world)
+    if rehearses:
+        rehearse_training(parts)
+    parts.report()
+
+
+def checkpoints_of(folder: RunFolder, recipe: Recipe, world: World, peers: Peers) -> Checkpoints:
+    """The checkpoints in a run's folder."""
+    return Checkpoints(
+        folder.checkpoints,
+        recipe.checkpoint,
+        peers=peers,
+        ranks=world.all,
+        before_commit=folder.sync_metrics,
+    )
+
+
+def trackers_of(parts: Parts, mirror: Mirror | None, record: JSONLTracker) -> Tracker:
+    """The run's own record, the console, the mirror, and what the recipe asks for."""
+    ours: dict[str, Any] = {"jsonl": record, "console": parts.registry.load("tracker", "console")()}
+    ours["console"].where = where
+    ours["shown"] = ShownFiles()
+    if mirror:
+        ours["mirror"] = mirror
+    return TrackerGroup(ours | parts.trackers)

@@ -1,0 +1,215 @@
+"""Starts a recipe's ranks on this machine: checks the recipe first, and tells afterwards what ranks could not."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ddpforge.components.registry import Registry
+from ddpforge.components.stand_ins import look, without_libraries
+from ddpforge.errors import ExitCode, ForgeError, RecipeError, UsageError
+from ddpforge.launchers import process
+from ddpforge.launchers.command import names_rendezvous, torchrun_command, variables_for
+from ddpforge.launchers.meeting import refuse_held_ports
+from ddpforge.launchers.nodes import NODES, Nodes, default_id, fixed_number
+from ddpforge.launchers.store import store_at
+from ddpforge.launchers.verdict import STARTED, Death, Ended
+from ddpforge.ranks.halt import seconds_of
+from ddpforge.recipe.plan import Window
+from ddpforge.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from ddpforge.recipe import LoadedRecipe
+
+__all__ = ["Ranks", "Start", "Started", "check_world", "prepare"]
+
+_MEETING = 600.0  # seconds that torchrun lets machines take to meet
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks to start: `nproc` on each of the `nodes`, by default one per GPU, or one; `flags` go to torchrun."""
+
+    nproc: int | None = None
+    nodes: Nodes = field(default_factory=Nodes)
+    run_id: str | None = None
+    max_restarts: int | None = None
+    flags: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Started:
+    """The end of a launch; `untold` names a rank that could not say anything."""
+
+    ended: Ended
+    folder: RunFolder
+    untold: ForgeError | None
+
+
+@dataclass(frozen=True)
+class Start:
+    """A recipe that was checked, and the launcher's command that trains it."""
+
+    folder: RunFolder
+    command: list[str]
+    nproc: int
+    nodes: Nodes
+    patience: float
+    keeps: bool = True  # False where ranks leave nothing behind
+    variables: Mapping[str, str] = field(default_factory=dict)  # about the other machines
+
+    def run(self) -> Started:
+        """Starts the ranks, and waits for their end."""
+        folder = self.folder
+        if self.nodes.endpoint and self.nodes.is_first:
+            refuse_held_ports(self.nodes.endpoint)
+        before = folder.status_version()
+        ended = process.start(
+            self.command,
+            nproc=self.nproc,
+            patience=self.patience,
+            variables={STARTED: str(time.time()), **self.variables},
+            store=store_at(self.nodes.store, here=self.nodes.is_first),
+        )
+        if not self.keeps:
+            return Started(ended, folder, None if ended.death is None else _killed(ended.death))
+        failure = None
+        if folder.status_version() != before:
+            ended, failure = _as_written(ended, folder), folder.read_failure()
+        return Started(ended, folder, _untold(ended, folder, failure))
+
+    def shown(self) -> str:
+        """The command and its variables for a shell."""
+        variables = {name: os.environ.get(name, value) for name, value in variables_for(self.nproc).items()}
+        return " ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(self.command)])
+
+
+def prepare(
+    recipe: str,
+    ranks: Ranks,
+    *,
+    sets: Sequence[str],
+    out: str | None,
+    fresh: bool,
+    allow_change: Sequence[str],
+    max_time: str | None = None,
+    profile: str | None = None,
+    dry_run: int | None = None,
+    as_json: bool = False,
+) -> Start:
+    """Checks everything that can be checked before a process is started.
+
+    Raises RecipeError, or whatever else stands in the way.
+    """
+    seconds_of(max_time)  # raises UsageError
+    if profile:
+        Window.parse(profile)
+    folder, nproc = look(lambda: _checked(recipe, ranks, sets, out))
+    flags = list(ranks.flags)
+    if not names_rendezvous(flags):
+        flags = [*ranks.nodes.flags(ranks.run_id or default_id(folder.path.name)), *flags]
+    if ranks.max_restarts is not None:
+        flags.append(f"--max-restarts={ranks.max_restarts}")
+
+    nodes = ranks.nodes
+    if fresh and nodes.fewest < nodes.most:
+        raise UsageError(
+            f"--fresh and --nnodes {nodes.fewest}:{nodes.most}: a machine that joins later would start from scratch",
+            hints=["give the run another name with --set name=…, or rename the earlier run's folder"],
+        )
+    arguments = [recipe, *(f"--set={value}" for value in sets), *(f"--allow-change={key}" for key in allow_change)]
+    arguments += [f"--out={out}"] if out else []
+    arguments += ["--fresh"] if fresh else []
+    arguments += [f"--max-time={max_time}"] if max_time else []
+    arguments += [f"--profile={profile}"] if profile else []
+    arguments += [f"--dry-run={dry_run}"] if dry_run else []
+    arguments += ["--json"] if as_json else []
+    command = torchrun_command(arguments, nproc=nproc, flags=flags)
+    restarts = any("restarts" in flag for flag in flags) or ranks.nodes.fewest < ranks.nodes.most
+    # Where ranks are restarted, the launcher waits for other machines to meet it again, which is no fault.
+    patience = process.PATIENCE + (_MEETING if restarts else 0.0)
+    variables = nodes.variables()
+    if number := fixed_number(ranks.flags):
+        variables[NODES] = str(number)
+    return Start(folder, command, nproc, nodes, patience, keeps=not dry_run, variables=variables)
+
+
+def _checked(recipe: str, ranks: Ranks, sets: Sequence[str], out: str | None) -> tuple[RunFolder, int]:
+    """The run's folder and the number of ranks on this machine, of a recipe that can train on all of them."""
+    from ddpforge.recipe import load_recipe
+
+    registry = Registry.installed()
+    if without_libraries():  # other people's code may import anything, which takes seconds: the ranks check that part
+        registry = registry.only_own()
+    loaded = load_recipe(recipe, sets=sets, registry=registry)
+    nproc = ranks.nproc or (loaded.recipe.train.device != "cpu" and _gpus()) or 1
+    if not any(flag.startswith("--nnodes") for flag in ranks.flags):
+        for world in ranks.nodes.worlds(nproc):
+            check_world(loaded, world)
+    return RunFolder.of(loaded.recipe, out), nproc
+
+
+def check_world(loaded: LoadedRecipe, nproc: int) -> None:
+    """Raises RecipeError where the batch cannot be dealt to the ranks that see different data.
+
+    Only a strategy knows how many these are, and importing one takes seconds. A batch that all ranks can share out can
+    be shared out by fewer, which divide them; so a strategy is asked where the batch is refused.
+    """
+    from ddpforge.recipe.load import check_world
+
+    try:
+        check_world(loaded, nproc)
+    except RecipeError:
+        from ddpforge.components.building import build
+
+        strategy = build(Registry.installed(), "strategy", loaded.recipe.strategy)
+        check_world(loaded, strategy.data_ranks(nproc))
+
+
+def _as_written(ended: Ended, folder: RunFolder) -> Ended:
+    """The run's status counts where no rank could say how it ended, and hears of what ranks refused later."""
+    status = folder.status()
+    if status is None or ended.code == 0:
+        return ended
+    if ended.told and ended.code == ExitCode.USAGE and status["exit_code"] != ended.code:
+        error = ended.error or "the ranks refused to continue"
+        folder.amend_failure(error, ended.code, states=("running", "failed", "stopped"))
+    if not ended.told and ended.death is None and status["exit_code"]:
+        return replace(ended, code=status["exit_code"])
+    return ended
+
+
+def _untold(ended: Ended, folder: RunFolder, failure: Mapping[str, Any] | None) -> ForgeError | None:
+    """The failure of a rank that could not say anything; that of one which nobody watched goes into the status."""
+    from ddpforge.ranks.failures import told_causes
+
+    watched = bool(ended.code and failure and failure["told_by"] == "watch")
+    if ended.watched and failure is None:
+        if folder.exists():
+            folder.amend_failure(ended.watched, ended.code)
+        return ForgeError(ended.watched)
+    died = ended.death is not None and failure is not None and failure["rank"] == ended.death.rank
+    if watched and failure and not (died and "without a word" in failure["error"]):
+        return ForgeError(failure["error"], hints=[f"where all ranks stood: {folder.failure}"])
+    if ended.death is None or (told_causes(folder.logs) and not watched):
+        return None
+    killed = _killed(ended.death)
+    if folder.exists():
+        folder.amend_failure(killed.message, ended.code)
+    return killed
+
+
+def _killed(death: Death) -> ForgeError:
+    out_of_memory = ["was there not enough memory? `dmesg` says so"] if death.signal == signal.SIGKILL else []
+    return ForgeError(f"rank {death.rank} was {death}", hints=out_of_memory)
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,284 @@
+"""Weights for other programs: plain safetensors out of a checkpoint, in one file or in several."""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ddpforge import disk
+from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.safetensors_writer import LazyTensor, dtype_name
+from ddpforge.checkpoint.schema import MODEL
+from ddpforge.checkpoint.weights_file import sources, write_weights
+from ddpforge.errors import CheckpointError, UsageError
+from ddpforge.interop.adapters import merged
+from ddpforge.interop.new_file import appearing
+
+Precision = Literal["fp32", "bf16", "fp16"]
+_DTYPES: Mapping[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+INDEX = f"{MODEL}.index.json"
+_OF_TASK = "task."  # begins the names of modules that a task has beside the model
+_OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # what a folder of weights consists of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """The files that an export wrote.
+
+    `file` is what a reader opens: the file, or the index of several files, and `sha256` is its own. `files` has the
+    sha256 of each file with weights in a folder, by name; `bytes` is the size of all.
+    """
+
+    file: Path
+    step: int
+    tensors: int
+    bytes: int
+    sha256: str
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """All files by their names."""
+        return {name: self.file.parent / name for name in (*self.files, self.file.name)}
+
+
+def export(
+    checkpoint: Path,
+    out: Path,
+    *,
+    weights: str = "model",
+    only: Sequence[str] = (),
+    merge: bool = False,
+    dtype: Precision | None = None,
+    force: bool = False,
+    base: Mapping[str, Tensor] | None = None,
+) -> Exported:
+    """Writes the model of a checkpoint to the file `out`, which appears complete or not at all.
+
+    `weights` is "model", or the name of a callback that keeps weights of its own (e.g. "ema"); what it does
+    not keep (buffers, frozen parameters) comes from the model. With `merge` adapters are folded into the weights
+    that they adapt; `base` has those, by name, where the checkpoint has left them out. `only` leaves out what none
+    of its globs names; `dtype` converts the floating-point tensors.
+
+    A tied parameter is written once and its other names become metadata, as by safetensors' own `save_model`:
+    `safetensors.torch.load_model(model, out)` restores the tie.
+
+    Raises UsageError when `out` exists (unless `force`), when no such weights are kept or they do not fit the
+    dtype, and CheckpointError when the checkpoint is damaged or the disk refuses.
+    """
+    if out.exists() and not force:
+        raise UsageError(f"{out} exists", hints=["choose another file with --out, or replace it with --force"])
+
+    reader = Reader(checkpoint)
+    chosen, aliases = _chosen(reader, weights, only, dtype, merge=merge, base=base)
+    size, digest = _write(out, chosen, aliases)
+    return Exported(file=out, step=reader.facts.step, tensors=len(chosen), bytes=size, sha256=digest)
+
+
+def export_folder(
+    checkpoint: Path,
+    out: Path,
+    *,
+    weights: str = "model",
+    only: Sequence[str] = (),
+    merge: bool = False,
+    dtype: Precision | None = None,
+    force: bool = False,
+    most: int | None = None,
+    base: Mapping[str, Tensor] | None = None,
+) -> Exported:
+    """Writes the model into the folder `out`, under the names that transformers gives: all files or none appear.
+
+    With `most`, no file has more bytes of weights than that, unless for a single tensor that is larger. Where one file
+    is enough it is `model.safetensors`; otherwise `model.safetensors.index.json` says which file holds what. `force`
+    replaces such files; others in the folder stay. For everything else see `export`.
+    """
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file", hints=["name a folder with --out"])
+    there = sorted(path for path in out.glob("model*") if _OURS.fullmatch(path.name))
+    if there and not force:
+        raise UsageError(f"{there[0]} exists", hints=["choose another folder with --out, or replace it with --force"])
+
+    reader = Reader(checkpoint)
+    chosen, aliases = _chosen(reader, weights, only, dtype, merge=merge, base=base)
+    shards = _shards(chosen, most)
+    with _staging(out, there) as stage:
+        written: dict[str, tuple[int, str]] = {}
+        for file, names in shards.items():
+            ties = {alias: name for alias, name in aliases.items() if name in names}
+            written[file] = write_weights(stage / file, {name: chosen[name] for name in names}, ties)
+        if len(shards) > 1:
+            disk.write_new(stage / INDEX, [_index(chosen, shards)])
+    main = out / (INDEX if len(shards) > 1 else MODEL)
+    return Exported(
+        file=main,
+        step=reader.facts.step,
+        tensors=len(chosen),
+        bytes=sum(size for size, _ in written.values()),
+        sha256=disk.sha256(main),
+        files={name: digest for name, (_, digest) in written.items()},
+    )
+
+
+def exported_file(out: Path, step: int, tensors: int) -> Exported:
+    """A file that was written with so many tensors in it."""
+    return Exported(file=out, step=step, tensors=tensors, bytes=out.stat().st_size, sha256=disk.sha256(out))
+
+
+def chosen_weights(reader: Reader, weights: str) -> dict[str, LazyTensor]:
+    """The model's weights, or those that a callback keeps, in the order of the model and unread; see `export`."""
+    chosen = sources(reader, "model")
+    return chosen if weights == "model" else chosen | _kept_by(weights, reader, chosen)
+
+
+def _chosen(
+    reader: Reader,
+    weights: str,
+    only: Sequence[str],
+    dtype: Precision | None,
+    *,
+    merge: bool,
+    base: Mapping[str, Tensor] | None,
+) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """The weights to be written, in the order of the model, and the further names of tied ones."""
+    if weights.startswith(_OF_TASK) and not _fits_model(own := sources(reader, "callbacks", weights), reader):
+        chosen, aliases = own, {}  # a module beside the model: a part of it, or another one, by its own names
+    else:
+        chosen, aliases = chosen_weights(reader, weights), dict(reader.aliases)
+        if base is not None:
+            others, ties = _unsaved(base)
+            chosen, aliases = others | chosen, ties | aliases
+    if merge:
+        chosen, aliases = merged(chosen, aliases)
+    if only:
+        named = _named(only, chosen, aliases)
+        chosen = {name: source for name, source in chosen.items() if name in named}
+    if dtype is not None:
+        chosen = {name: _converted(name, source, _DTYPES[dtype]) for name, source in chosen.items()}
+    return chosen, {alias: name for alias, name in aliases.items() if name in chosen}
+
+
+def _unsaved(base: Mapping[str, Tensor]) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """The tensors of a model in memory, in its order, and the further names of tied ones."""
+    first: dict[tuple[int, torch.Size], str] = {}
+    aliases = {}
+    for name, tensor in base.items():
+        known = first.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
+        if known != name:
+            aliases[name] = known
+    kept = {name: tensor for name, tensor in base.items() if name not in aliases}
+    return {name: LazyTensor(dtype_name(x.dtype), tuple(x.shape), x.detach) for name, x in kept.items()}, aliases
+
+
+def _named(globs: Sequence[str], names: Iterable[str], aliases: Mapping[str, str]) -> set[str]:
+    """The tensors that globs name, by any of their names; raises UsageError for a glob that names none."""
+    known = {name: name for name in names} | dict(aliases)
+    found: set[str] = set()
+    for glob in globs:
+        matched = {tensor for name, tensor in known.items() if fnmatchcase(name, glob)}
+        if not matched:
+            near = get_close_matches(glob, known, n=3, cutoff=0)
+            raise UsageError(f"--only {glob} matches no tensor", hints=[f"near it are {', '.join(near)}"])
+        found |= matched
+    return found
+
+
+def _shards(chosen: Mapping[str, LazyTensor], most: int | None) -> dict[str, list[str]]:
+    """Assigns tensors to files: as many as there is room for, then the next file."""
+    shards: list[list[str]] = [[]]
+    room = most
+    for name, source in chosen.items():
+        if room is not None and most is not None:
+            if shards[-1] and source.nbytes > room:
+                shards.append([])
+                room = most
+            room -= source.nbytes
+        shards[-1].append(name)
+    if len(shards) == 1:
+        return {MODEL: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
+
+
+def _index(chosen: Mapping[str, LazyTensor], shards: Mapping[str, Sequence[str]]) -> bytes:
+    """The index of tensors by file, as transformers writes it."""
+    total = sum(source.nbytes for source in chosen.values())
+    places = {name: file for file, names in shards.items() for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    return json.dumps(index, indent=2).encode() + b"\n"
+
+
+@contextmanager
+def _staging(out: Path, replaced: Sequence[Path]) -> Iterator[Path]:
+    """A folder to fill, whose files are then in `out`; in a folder that is there, the index comes last."""
+    new = not out.exists()
+    stage = (out.parent if new else out) / f".{out.resolve().name}.{os.getpid()}.tmp"
+    try:
+        stage.parent.mkdir(parents=True, exist_ok=True)
+        disk.make_folder(stage)
+        yield stage
+        disk.sync_folder(stage)
+        if new:
+            disk.rename(stage, out)
+        else:
+            for path in sorted(replaced, key=lambda each: each.name != INDEX):
+                disk.remove(path)
+            for path in sorted(stage.iterdir(), key=lambda each: each.name == INDEX):
+                disk.rename(path, out / path.name)
+        disk.sync_folder(stage.parent)
+    except OSError as error:
+        raise CheckpointError(f"{out} could not be written: {error.strerror or error}") from error
+    finally:
+        disk.remove(stage)
+
+
+def _fits_model(tensors: Mapping[str, LazyTensor], reader: Reader) -> bool:
+    """True where there are none, or all of them are of the model, by name and shape."""
+    model = sources(reader, "model")
+    return all(name in model and model[name].shape == kept.shape for name, kept in tensors.items())
+
+
+def _kept_by(callback: str, reader: Reader, model: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The callback's tensors, provided that they are weights of this model."""
+    mine = sources(reader, "callbacks", callback)
+    if not mine or any(name not in model or model[name].shape != kept.shape for name, kept in mine.items()):
+        others = ", ".join(sorted({name.partition("/")[0] for name in reader.names("callbacks")})) or "none"
+        raise UsageError(
+            f"the checkpoint {reader.path} holds no weights called {callback!r}",
+            hints=[
+                f"`{callback}` is a module beside the model, with names of its own: `ddpforge export` writes it alone"
+                if mine and callback.startswith(_OF_TASK)
+                else f"callbacks that saved tensors: {others}"
+            ],
+        )
+    return mine
+
+
+def _converted(name: str, source: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    def fetch() -> Tensor:
+        tensor = source.fetch()
+        converted = tensor.to(dtype)
+        if (converted.isinf() & tensor.isfinite()).any():
+            raise UsageError(f"{name} holds values too large for {dtype_name(dtype)}", hints=["use bf16"])
+        return converted
+
+    floating = getattr(torch, source.dtype).is_floating_point
+    return LazyTensor(dtype_name(dtype), source.shape, fetch) if floating else source
+
+
+def _write(out: Path, chosen: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> tuple[int, str]:
+    """`write_weights`, all or nothing."""
+    with appearing(out, CheckpointError) as temporary:
+        return write_weights(temporary, chosen, aliases)

@@ -1,0 +1,292 @@
+"""Makes a checkpoint out of what another program wrote: finds out what it is, renames, and writes."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ddpforge.checkpoint import writer
+from ddpforge.checkpoint.contents import Facts, RankState
+from ddpforge.checkpoint.retention import committed
+from ddpforge.checkpoint.untrusted import DTYPES
+from ddpforge.errors import UsageError
+from ddpforge.interfaces.regions import flaw
+from ddpforge.interop.foreign import dcp, plain, zero
+from ddpforge.interop.foreign.foreign_state import ForeignState, Held, refused
+from ddpforge.ranks.writers import Peers
+from ddpforge.runs.checkpoints import is_checkpoint
+from ddpforge.runs.folder import RunFolder
+
+X = TypeVar("X")
+
+_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "model.")  # that wrappers put before all names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """The result of an import: what it wrote, and what of the source it left out."""
+
+    path: Path
+    kind: str
+    step: int
+    samples: int
+    tensors: int
+    bytes: int
+    dtypes: Mapping[str, int]
+    optimizer: int  # parameters that have state
+    keys: Sequence[str]  # of the optimizer's state
+    aliases: Mapping[str, str]
+    left_out: Sequence[str]
+    hints: Sequence[str] = field(default=())
+
+
+def import_checkpoint(
+    source: Path,
+    out: str,
+    *,
+    trust: bool = False,
+    maps: Sequence[str] = (),
+    step: int | None = None,
+    samples: int | None = None,
+) -> Imported:
+    """Writes the checkpoint `source` of another program into the run `out`, or into a folder of that name.
+
+    `maps` are PATTERN=REPLACEMENT, regular expressions that are applied to every name in turn. `step` and `samples`
+    say where training was, unless the source does. Raises UsageError, before anything is written, for what is no
+    checkpoint, cannot be trusted, or contradicts itself.
+    """
+    folder, run = _target(out)
+    rules = [_rule(text) for text in maps]
+    try:
+        found = _read(source, trust=trust)
+        found = _renamed(found, rules, source)
+        _check(found, source)
+    except ValueError as error:  # parts that do not fit their tensor
+        raise refused(source, error) from error
+
+    facts = Facts(
+        step=found.step or 0 if step is None else step,
+        samples=found.samples or 0 if samples is None else samples,
+        strategy=f"imported from {found.kind}",
+        world_size=1,
+        # Where a run begins that has trained nothing: what the trainer reads back when it resumes.
+        position={"seconds": 0.0, "skipped": 0, "left_out": []},
+    )
+    state = RankState(model=found.model, optimizer=found.optimizer, aliases=found.aliases)
+    path = writer.write(_made(folder), facts, state, Peers.alone())
+    return _report(found, facts, path, run)
+
+
+def _target(out: str) -> tuple[Path, RunFolder | None]:
+    """The folder for the checkpoint, and the run that it belongs to."""
+    for path in (Path(out), Path("runs") / out):
+        if (run := RunFolder(path)).exists():
+            return run.checkpoints, run
+    if is_checkpoint(Path(out)):
+        raise UsageError(f"{out} is a checkpoint", hints=["name a run, or a folder for the new checkpoint"])
+    if Path(out).exists() and not Path(out).is_dir():
+        raise UsageError(f"{out} is a file", hints=["name a run, or a folder for the new checkpoint"])
+    if _is_for_a_run(Path(out)):
+        name = Path(out).name
+        raise UsageError(
+            f"{out} is the place of a run called {name}, which could not begin in a folder of checkpoints alone",
+            hints=[
+                f"import to -o imported/{name}, and set checkpoint.init_from to what is made there",
+                "to go on from its optimizer state too, begin the run first, stop it, and import into it",
+            ],
+        )
+    return Path(out), None
+
+
+def _is_for_a_run(out: Path) -> bool:
+    """True for a place among runs at which there is nothing, or an empty folder."""
+    parent = out.absolute().parent
+    among = parent == Path("runs").absolute() or any(RunFolder(path).exists() for path in parent.glob("*"))
+    return among and not any(out.glob("step-*"))
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made: {error.strerror or error}") from error
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------- reading
+def _read(source: Path, *, trust: bool) -> ForeignState:
+    """Reads the source, of whatever kind it is."""
+    if source.is_file():
+        return plain.read_file(source, trust=trust)
+    if not source.is_dir():
+        raise UsageError(f"there is no {source}", hints=["name a file, or the folder of a checkpoint"])
+    if is_checkpoint(source):
+        raise refused(source, "it is a checkpoint of ddpforge already")
+    if (source / dcp.METADATA).exists():
+        return dcp.read(source, trust=trust)
+    if zero.is_native(source):
+        return zero.read(source, trust=trust)
+    if plain.is_folder(source):
+        return plain.read_folder(source, trust=trust)
+    raise refused(
+        source,
+        "no checkpoint that ddpforge knows is in it",
+        "known are a safetensors file, a state_dict (.pt, .bin), and folders of transformers (model.safetensors), "
+        "torch.distributed.checkpoint (.metadata) and DeepSpeed (latest, *_model_states.pt)",
+    )
+
+
+def _check(found: ForeignState, source: Path) -> None:
+    """Raises UsageError for tensors that a checkpoint cannot hold."""
+    if not found.model:
+        raise refused(source, "there is not one tensor in it")
+    for name, held in _each(found):
+        for tensor in [part.tensor for part in held] if isinstance(held, list) else [held]:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+                what = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} ({tensor.layout})"
+                raise refused(source, f"{name} is {what}, not a dense tensor")
+            if kind not in DTYPES:
+                raise refused(source, f"{name} is of type {kind}", f"a checkpoint holds {', '.join(DTYPES)}")
+        if isinstance(held, list) and not held:
+            raise refused(source, f"nothing is there of {name}")
+        if isinstance(held, list) and (problem := flaw(held[0].shape, [part.simple_region for part in held])):
+            raise refused(source, f"{name}: {problem}")
+    if "" in found.model:
+        raise refused(source, "a tensor in it has no name")
+
+
+def _each(found: ForeignState) -> list[tuple[str, Held]]:
+    state = [(f"{key} of {name}", x) for name, values in found.optimizer.items() for key, x in values.items()]
+    return [*found.model.items(), *((name, x) for name, x in state if isinstance(x, Tensor | list))]
+
+
+# ---------------------------------------------------------------------------------------------- names
+def _rule(text: str) -> tuple[re.Pattern[str], str]:
+    pattern, equals, replacement = text.partition("=")
+    if not equals or not pattern:
+        raise UsageError(f"--map {text}: expected PATTERN=REPLACEMENT", hints=[r"e.g. --map '^module\.='"])
+    try:
+        compiled = re.compile(pattern)
+        compiled.sub(replacement, "")
+    except (re.error, IndexError) as error:
+        raise UsageError(f"--map {text}: {error}", hints=["PATTERN is a regular expression of Python"]) from error
+    return compiled, replacement
+
+
+def _renamed(found: ForeignState, rules: Sequence[tuple[re.Pattern[str], str]], source: Path) -> ForeignState:
+    if not rules:
+        return found
+
+    def new(name: str) -> str:
+        for pattern, replacement in rules:
+            try:
+                name = pattern.sub(replacement, name)
+            except (re.error, IndexError) as error:
+                raise UsageError(f"--map {pattern.pattern}={replacement}: {error}") from error
+        return name
+
+    model = _merged(found.model, new, source, found.left_out)
+    return ForeignState(
+        kind=found.kind,
+        model=model,
+        optimizer=_unique(found.optimizer, new, source),
+        aliases={new(a): new(b) for a, b in found.aliases.items() if new(a) not in model},
+        step=found.step,
+        samples=found.samples,
+        left_out=found.left_out,
+    )
+
+
+def _merged(model: Mapping[str, Held], new: Any, source: Path, left_out: list[str]) -> dict[str, Held]:
+    """The weights under their new names. Two that get the same name must be the same: tied, but written twice."""
+    merged: dict[str, Held] = {}
+    for name, held in model.items():
+        if (other := merged.get(new(name))) is None:
+            merged[new(name)] = held
+        elif _same(held, other):
+            left_out.append(f"{name}: the same as {new(name)}")
+        else:
+            raise refused(source, f"--map gives the name {new(name)} to several tensors that are not the same")
+    return merged
+
+
+def _same(one: Held, other: Held) -> bool:
+    """True when both hold the same numbers, cut alike."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Tensor) or isinstance(other, Tensor) or [p.region for p in one] != [p.region for p in other]:
+        return False
+    return all(a.shape == b.shape and _same(a.tensor, b.tensor) for a, b in zip(one, other, strict=True))
+
+
+def _twice(model: Mapping[str, Held]) -> Iterator[tuple[str, str]]:
+    """Matrices that are there under two names: a tied weight, as formats write it that do not know of ties."""
+    first: dict[tuple[Any, ...], str] = {}
+    for name, held in model.items():
+        shape = tuple(held.shape) if isinstance(held, Tensor) else held[0].shape
+        begin = _first(held).reshape(-1)[:16].tolist()  # tells nearly all apart without reading them
+        if len(shape) < 2 or len({*begin}) < 2:
+            continue
+        other = first.setdefault((shape, _first(held).dtype, *begin), name)
+        if other != name and _same(model[other], held):
+            yield name, other
+
+
+def _unique(values: Mapping[str, X], new: Any, source: Path) -> dict[str, X]:
+    found: dict[str, X] = {}
+    for name, value in values.items():
+        if new(name) in found:
+            raise refused(source, f"--map gives the name {new(name)} to the optimizer's state of several parameters")
+        found[new(name)] = value
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- the report
+def _report(found: ForeignState, facts: Facts, path: Path, run: RunFolder | None) -> Imported:
+    dtypes: dict[str, int] = {}
+    for held in found.model.values():
+        kind = str(_first(held).dtype).removeprefix("torch.")
+        dtypes[kind] = dtypes.get(kind, 0) + 1
+    hints = []
+    if prefix := _common_prefix([*found.model, *found.aliases]):
+        hints.append(f"all names begin with {prefix!r}; to leave it out: --map '^{re.escape(prefix)}='")
+    for name, other in _twice(found.model):
+        rule = f"^{re.escape(name)}$={other}"
+        hints.append(f"{name} is the same as {other}; if the model ties them, leave it out: --map '{rule}'")
+    if run is not None and (newer := [each for each in committed(path.parent)[0] if each.manifest.step > facts.step]):
+        hints.append(f"a run resumes from step {newer[0].manifest.step}, which is newer; see --step")
+    return Imported(
+        path=path,
+        kind=found.kind,
+        step=facts.step,
+        samples=facts.samples,
+        tensors=len(found.model),
+        bytes=sum(_bytes(held) for held in found.model.values()),
+        dtypes=dtypes,
+        optimizer=len(found.optimizer),
+        keys=sorted({key for values in found.optimizer.values() for key in values}),
+        aliases=found.aliases,
+        left_out=found.left_out,
+        hints=hints,
+    )
+
+
+def _first(held: Held) -> Tensor:
+    return held if isinstance(held, Tensor) else held[0].tensor
+
+
+def _bytes(held: Held) -> int:
+    return held.nbytes if isinstance(held, Tensor) else sum(part.tensor.nbytes for part in held)
+
+
+def _common_prefix(names: Sequence[str]) -> str:
+    """The prefixes of wrappers that all names have, one after the other."""
+    prefix = ""
+    while more := next((p for p in _PREFIXES if all(name.startswith(prefix + p) for name in names)), ""):
+        prefix += more
+    return prefix

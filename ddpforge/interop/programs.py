@@ -1,0 +1,169 @@
+"""A trained model as a program that runs without its code: of torch.export, or ONNX."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ddpforge import disk
+from ddpforge.builtin.datasets.files import library
+from ddpforge.errors import ForgeError, PluginError, UsageError
+from ddpforge.interfaces import Task
+from ddpforge.interop.new_file import appearing
+
+__all__ = ["SAMPLES", "Inputs", "inputs_of", "require_onnx", "write_onnx", "write_pt2"]
+
+SAMPLES = 3  # in the example: a size of 1, or one that is also another dimension's, would be taken for a constant
+_LARGEST = 2**31 - 2**20  # bytes of a protocol buffer, which an ONNX file is
+
+
+class _Called(Exception):
+    """The task has called the model."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of a model for a batch of `samples`; `names` has them by the parameters of its `forward`."""
+
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+    names: Mapping[str, Any]
+    samples: int
+
+    @property
+    def shapes(self) -> dict[str, Any]:
+        """The batch as a dimension of any size, where a tensor begins with it; all else is as in the example."""
+        batch = {0: torch.export.Dim("batch")}
+        return {name: tree_map(lambda x: batch if self._has_rows(x) else None, x) for name, x in self.names.items()}
+
+    def first(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same of the first sample alone."""
+        found: Any = tree_map(lambda x: x[:1] if self._has_rows(x) else x, (self.args, self.named))
+        return tuple(found[0]), found[1]
+
+    def _has_rows(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.ndim > 0 and len(value) == self.samples
+
+
+def inputs_of(model: nn.Module, task: Task, batch: Any, samples: int) -> Inputs:
+    """Finds out what the task calls the model with; raises UsageError where it does not call it."""
+    called: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        called.append((args, named))
+        raise _Called
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        for ask in (task.predict, task.loss):
+            with suppress(_Called, UsageError), torch.no_grad():
+                ask(model, batch)
+            if called:
+                args, named = called[0]
+                names = inspect.signature(model.forward).bind(*args, **named).arguments
+                return _checked(Inputs(args, named, names, samples), model)
+    finally:
+        hook.remove()
+    raise UsageError(
+        f"{type(task).__name__} does not call the model itself, so it is not known what to export it for",
+        hints=["-o FILE.safetensors writes the weights alone"],
+    )
+
+
+def _checked(inputs: Inputs, model: nn.Module) -> Inputs:
+    if not any(map(inputs._has_rows, tree_leaves((inputs.args, inputs.named)))):
+        raise UsageError(
+            f"{type(model).__name__} is called with no tensor that has a row for each of {inputs.samples} samples",
+            hints=[f"the first evaluation set must have {inputs.samples} samples or more"],
+        )
+    return inputs
+
+
+def write_pt2(model: nn.Module, inputs: Inputs, out: Path) -> None:
+    """Writes the model as `torch.export.load` reads it; for batches of any size. Raises UsageError where it cannot be.
+
+    The file appears when what it computes, of one sample, has been found to be what the model computes.
+    """
+    program = _exported(model, inputs)
+    with appearing(out) as temporary:
+        with disk.create(temporary) as file:
+            torch.export.save(program, file)
+            disk.sync(file)
+        with _told("torch.export", model):
+            _compare(model, inputs, torch.export.load(temporary).module())
+
+
+def require_onnx() -> None:
+    """Raises EnvironmentProblem where a library is missing."""
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        library(name, "onnx")
+
+
+def write_onnx(model: nn.Module, inputs: Inputs, out: Path) -> None:
+    """The same as an ONNX file, whose inputs are called as the arguments of `forward`; checked with onnxruntime."""
+    require_onnx()
+    if (size := sum(tensor.nbytes for tensor in model.state_dict().values())) > _LARGEST:
+        raise UsageError(f"the model has {size:,} bytes, and an ONNX file holds 2 GiB", hints=["-o FILE.pt2 holds it"])
+    program = _exported(model, inputs)
+    with _told("ONNX", model):
+        made: Any = torch.onnx.export(program, dynamo=True, verbose=False)
+        data: bytes = made.model_proto.SerializeToString()
+    with appearing(out) as temporary:
+        disk.write_new(temporary, [data])
+        with _told("onnxruntime", model):
+            session = library("onnxruntime", "onnx").InferenceSession(data, providers=["CPUExecutionProvider"])
+            _compare(model, inputs, partial(_run_onnx, session))
+
+
+def _run_onnx(session: Any, *args: Any, **named: Any) -> list[Tensor]:
+    tensors = [x.numpy() for x in _tensors((args, named))]
+    given = {each.name: x for each, x in zip(session.get_inputs(), tensors, strict=True)}
+    return [torch.from_numpy(x) for x in session.run(None, given)]
+
+
+def _exported(model: nn.Module, inputs: Inputs) -> Any:
+    with _told("torch.export", model), torch.no_grad():
+        return torch.export.export(model, inputs.args, inputs.named, dynamic_shapes=inputs.shapes)
+
+
+@contextmanager
+def _told(by: str, model: nn.Module) -> Iterator[None]:
+    """Tells a library's complaint about a model in a line; warnings about its own ways are nobody's business."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except ForgeError:
+        raise
+    except Exception as error:  # of many kinds, which share no base
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        raise UsageError(
+            f"{by} cannot take the model {type(model).__name__}: {type(error).__name__}: {first}",
+            hints=["its forward must not decide by the values in tensors, nor by the size of the batch"],
+        ) from error
+
+
+@torch.no_grad()
+def _compare(model: nn.Module, inputs: Inputs, program: Any) -> None:
+    """Raises PluginError unless the program computes what the model does, of one sample and of several."""
+    for args, named in (inputs.first(), (inputs.args, inputs.named)):
+        for one, other in zip(_tensors(program(*args, **named)), _tensors(model(*args, **named)), strict=True):
+            if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-3, atol=1e-4, equal_nan=True):
+                raise PluginError(
+                    f"the exported program does not compute what the model {type(model).__name__} does",
+                    hints=["its forward depends on more than its arguments, or decides by the size of the batch"],
+                )
+
+
+def _tensors(found: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(found) if isinstance(x, Tensor)]

@@ -1,6 +1,0 @@
-"""Reports on runs: one HTML file that needs no network, made from their folders alone."""
-
-from ddpforge.reports.contents import Report, gather
-from ddpforge.reports.page import render
-
-__all__ = ["Report", "gather", "render"]

@@ -1,0 +1,1 @@
+"""Programs around training, one folder a tool."""

@@ -1,0 +1,210 @@
+"""Looks at one machine by itself: packages, devices, memory, limits, disk, names and variables."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from importlib.metadata import requires
+from pathlib import Path
+
+from ddpforge.components.installed import version
+from ddpforge.confidential import redact
+from ddpforge.data.workers import takes_sockets
+from ddpforge.ranks.interface import GLOO, addresses_of, best_interface, interfaces, is_only_here
+from ddpforge.ranks.scheduling import may_run_as_batch
+from ddpforge.tools.doctor.findings import Finding, error, note, ok, warning
+
+__all__ = ["files", "limits", "names", "packages", "shared_memory", "variables", "writing_speed"]
+
+_GIB = 1 << 30
+_ENOUGH_FILES = 4096  # a run opens a few for each loader process, shard and connection
+_SHM = Path("/dev/shm")
+_INFINIBAND = Path("/sys/class/infiniband")
+_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_PROBE = 64 << 20  # bytes that are written to time a disk
+_SLOW_LOOK_UP = 1.0  # seconds
+
+_WORTH_KNOWING = re.compile(
+    "(NCCL|GLOO|TORCH|PYTORCH|ACCELERATE|CUDA|OMP|MKL|DDPFORGE|FI|UCX|HSA|PET|TORCHELASTIC|PYTHONHASH)(_.*|SEED)"
+)
+_BY_LAUNCHER = re.compile(
+    "TORCHELASTIC_.*|PET_.*|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|TORCH_CPP_LOG_LEVEL|TORCH_NCCL_ASYNC_ERROR_HANDLING|OMP_NUM_THREADS"
+)
+_HARMFUL = {
+    "CUDA_LAUNCH_BLOCKING": ("every kernel is waited for, which makes training slow", r"[^0]"),
+    "TORCH_DISTRIBUTED_DEBUG": ("every collective is checked, which makes training slow", "DETAIL"),
+    "NCCL_P2P_DISABLE": ("GPUs of one machine talk through its memory", r"[^0]"),
+    "NCCL_SHM_DISABLE": ("GPUs of one machine may talk over the network", r"[^0]"),
+    "NCCL_IB_DISABLE": ("InfiniBand is not used", r"[^0]"),
+    "NCCL_DEBUG": ("NCCL writes a lot", "INFO|TRACE"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("every tensor is a call of the driver", r"[^0]"),
+    "TORCH_NCCL_BLOCKING_WAIT": ("the CPU waits for every collective", r"[^0]"),
+}
+
+
+def packages(distribution: str = "ddpforge") -> Iterator[Finding]:
+    """Compares what is installed with the ranges that ddpforge asks for; what an extra wants may be absent.
+
+    The extra `bench` is left out: its pins say what was measured, not what works.
+    """
+    from packaging.requirements import Requirement
+
+    python = ".".join(map(str, sys.version_info[:3]))
+    shown = [f"Python {python}", f"{distribution} {version(distribution)}"]
+    for text in requires(distribution) or ():
+        wanted = Requirement(text)
+        if "bench" in str(wanted.marker):
+            continue
+        extra = "extra" in str(wanted.marker)
+        if (found := version(wanted.name)) is None:
+            if not extra:
+                yield error(f"{wanted.name} is not installed", f"pip install '{wanted.name}{wanted.specifier}'")
+            continue
+        if not wanted.specifier.contains(found, prereleases=True):
+            say = warning if extra else error
+            fix = f"pip install '{wanted.name}{wanted.specifier}'"
+            yield say(f"{wanted.name} is {found}, and {distribution} wants {wanted.specifier}", fix)
+        if wanted.name in ("torch", "accelerate", "deepspeed", "wandb"):
+            shown.append(f"{wanted.name} {found}")
+    yield ok(", ".join(dict.fromkeys(shown)))
+
+
+def shared_memory(workers: int | None, place: Path = _SHM) -> Iterator[Finding]:
+    """Loader processes hand batches over in /dev/shm, of which Docker gives a container 64 MiB; so does NCCL."""
+    total = shutil.disk_usage(place).total if place.is_dir() else 0
+    size = f"{place} has {total / _GIB:.1f} GiB" if total >= _GIB else f"{place} has {total >> 20} MiB"
+    if total >= _GIB:
+        yield ok(size)
+    elif workers == 0:
+        yield note(f"{size}: enough for data.workers = 0")
+    else:
+        yield warning(
+            f"{size}, and loader processes hand batches over there", "docker run --shm-size=8g, or data.workers = 0"
+        )
+
+
+def limits(ranks: int = 1, workers: int | None = None) -> Iterator[Finding]:
+    """Open files, locked memory, cores and memory that this process may have; `ranks` are those on this machine."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _ENOUGH_FILES:
+        more = min(65536, hard) if hard > soft else 65536
+        raising = f"ulimit -n {more}" if hard > soft else "raise the hard limit: docker run --ulimit nofile=65536"
+        yield warning(f"a process may open {soft} files", raising)
+    else:
+        yield ok(f"a process may open {soft} files")
+    if workers != 0 and not takes_sockets(folder := tempfile.gettempdir()):
+        fix = "set TMPDIR to a shorter path, such as /tmp"
+        yield error(f"the name of the folder for temporary files is too long for loader processes: {folder}", fix)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked != resource.RLIM_INFINITY and _INFINIBAND.is_dir():
+        fix = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
+        yield warning(f"{locked >> 10} KiB of memory may be locked, and InfiniBand needs more", fix)
+    yield from _cores(ranks * (1 + (workers or 0)))
+    if ranks > 1 and not may_run_as_batch():
+        yield note("SCHED_BATCH is refused here: the threads of ranks on CPUs may stop each other for milliseconds")
+    if _MEMORY_LIMIT.exists() and (text := _MEMORY_LIMIT.read_text().strip()).isdecimal():
+        yield note(f"this container may have {int(text) / _GIB:.1f} GiB of memory")
+
+
+def _cores(processes: int) -> Iterator[Finding]:
+    ours, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    text = f"{ours} of {there} CPU cores" if ours < there else f"{ours} CPU cores"
+    if ours < processes:
+        yield warning(
+            f"{text} for {processes} processes", "ask for more (Slurm: --cpus-per-task), or fewer data.workers"
+        )
+    else:
+        yield ok(text)
+
+
+def names(master: str = "") -> Iterator[Finding]:
+    """The address that other machines would be told, and whether interfaces are there that variables name."""
+    host, begin = socket.gethostname(), time.perf_counter()
+    found = addresses_of(host)
+    if (took := time.perf_counter() - begin) > _SLOW_LOOK_UP:
+        yield warning(f"it took {took:.1f} s to look {host} up", "mend the name server, or list the host in /etc/hosts")
+    yield _reached(host, found, master)
+    there = {name for _, name in socket.if_nameindex()}
+    for variable, prefixes in ((GLOO, False), ("NCCL_SOCKET_IFNAME", True)):
+        wanted = os.environ.get(variable, "")
+        if not wanted or wanted.startswith("^"):
+            continue
+        absent = [
+            name
+            for name in wanted.lstrip("=").split(",")
+            if name not in there and not (prefixes and any(each.startswith(name) for each in there))
+        ]
+        if absent:
+            yield error(
+                f"{variable}={wanted}, and there is no {', '.join(absent)}", f"one of {', '.join(interfaces())}"
+            )
+
+
+def _reached(host: str, found: list[str], master: str) -> Finding:
+    if not is_only_here(found):
+        return ok(f"{host} is {', '.join(found)}")
+    chosen, said = os.environ.get(GLOO) or best_interface(master), ", ".join(found) or "unknown"
+    if chosen:
+        return note(f"{host} is {said} to itself; with other machines gloo talks over {chosen}")
+    there = ", ".join(interfaces())
+    if not there:
+        return note(f"{host} is {said} to itself, and there is no network")
+    fix = f"export {GLOO}=… ({there}), or mend /etc/hosts"
+    return warning(f"{host} is {said} to itself: other machines would not find it", fix)
+
+
+def variables(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Lists variables that change how a run behaves; those that make it slow with what they do."""
+    listed = []
+    for name, value in sorted(environ.items()):
+        says, bad = _HARMFUL.get(name, ("", None))
+        if bad and re.match(bad, value):
+            yield warning(f"{name}={value}: {says}", f"unset {name}")
+        elif _WORTH_KNOWING.fullmatch(name) and not _BY_LAUNCHER.fullmatch(name):
+            listed.append(f"{name}={redact(value)}")
+    if listed:
+        yield note(f"set: {' '.join(listed)}")
+
+
+def files(folder: Path, checkpoint: int | None, keeps: int) -> Iterator[Finding]:
+    """Room and speed of the disk for runs; `checkpoint` is the size of one in bytes, of which `keeps` are kept."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+    free = shutil.disk_usage(there).free
+    try:
+        speed = writing_speed(there)
+    except OSError as failed:
+        yield error(f"{there} cannot be written: {failed.strerror}", "--out DIR, or output_dir in the recipe")
+        return
+    text = f"{free / _GIB:.1f} GiB are free for {folder}, which takes {speed / 2**20:.0f} MiB/s"
+    if checkpoint is None:
+        yield ok(text)
+        return
+    size, needed = f"{checkpoint / 2**20:,.1f} MiB", checkpoint * (keeps + 1)  # one more while it is written
+    if needed > free:
+        fix = "another --out, checkpoint.keep.last = 1, or free some space"
+        yield error(f"{text}; {keeps + 1} checkpoints of {size} do not fit", fix)
+    else:
+        yield ok(f"{text}: {checkpoint / speed:.2f} s for a checkpoint of at most {size}")
+
+
+def writing_speed(folder: Path) -> float:
+    """Bytes a second that reach the disk: a file is written, synced and removed."""
+    data = os.urandom(1 << 20)
+    path = folder / f".ddpforge-doctor-{os.getpid()}"
+    begin = time.perf_counter()
+    try:
+        with path.open("xb") as file:
+            for _ in range(_PROBE // len(data)):
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return _PROBE / (time.perf_counter() - begin)
+    finally:
+        path.unlink(missing_ok=True)

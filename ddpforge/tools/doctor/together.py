@@ -1,0 +1,134 @@
+"""Looks at what only several ranks can see: a folder and the time that they share, and how fast they talk."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations, pairwise
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ddpforge.app.hosts import clocks_apart, holds_locks, refuse_differences
+from ddpforge.errors import EnvironmentProblem, PeerFailed
+from ddpforge.interfaces import Ranks, World
+from ddpforge.tools.doctor.findings import Finding, error, note, ok, warning
+
+if TYPE_CHECKING:
+    from ddpforge.components.registry import Registry
+    from ddpforge.recipe import LoadedRecipe
+
+__all__ = ["alike", "bandwidth", "clocks", "folder", "links"]
+
+_SIZES = (1, 16, 64)  # MiB
+_ROUNDS = 5
+_LINK = 4  # MiB
+_MOST_LINKS = 66  # all pairs of 12 hosts; of more, each with the next
+_UNEVEN = 3.0  # so many times slower than others is worth a look
+_CLOCKS = 1.0  # seconds; a run itself says nothing before 3
+
+
+def alike(ranks: Ranks, loaded: LoadedRecipe, registry: Registry) -> Iterator[Finding]:
+    """Compares the software and the recipe of all."""
+    yield from _refused(
+        lambda: refuse_differences(ranks, loaded, registry), "all ranks have the same software and recipe"
+    )
+
+
+def folder(ranks: Ranks, place: Path) -> Iterator[Finding]:
+    """Looks whether all see what rank 0 writes, and that it is locked."""
+    locks = True
+
+    def look() -> None:
+        nonlocal locks
+        locks = holds_locks(place, ranks)
+
+    yield from _refused(look, f"{place} is shared by all ranks")
+    if not locks:
+        fix = "mount it with locks (NFS: without nolock); until then see that no second run trains there"
+        yield warning(f"file locks do not hold in {place}", fix)
+
+
+def _refused(check: Callable[[], None], well: str) -> Iterator[Finding]:
+    try:
+        check()
+    except (EnvironmentProblem, PeerFailed) as refused:
+        yield error(refused.message, "; ".join(refused.hints))
+    else:
+        yield ok(well)
+
+
+def clocks(ranks: Ranks) -> Iterator[Finding]:
+    """The largest difference to rank 0's clock, in the best of a few rounds: no better than an exchange is fast."""
+    apart = clocks_apart(ranks, _ROUNDS)
+    if abs(apart.ahead) > _CLOCKS:
+        fix = (
+            "chrony or ntpd on every host: torch's rendezvous, logs and a train.length of wall time follow these clocks"
+        )
+        yield warning(str(apart), fix)
+    else:
+        yield ok(f"clocks differ by {abs(apart.ahead) * 1e3:.0f} ms at most")
+
+
+def bandwidth(world: World) -> Iterator[Finding]:
+    """All-reduces of several sizes, as gradients are: the best of a few."""
+    for size in _SIZES:
+        values = torch.ones(size << 18, device=world.device)
+        took = min(_timed(world, lambda values=values: dist.all_reduce(values)) for _ in range(_ROUNDS))  # type: ignore[misc]
+        rate = 2 * (world.all.size - 1) / world.all.size * size / 1024 / took
+        yield ok(f"an all-reduce of {size} MiB takes {took * 1e3:.1f} ms: {rate:.2f} GiB/s a rank")
+
+
+def _timed(world: World, action: Callable[[], object]) -> float:
+    world.all.barrier()
+    begin = time.perf_counter()
+    action()
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    return time.perf_counter() - begin
+
+
+def links(world: World) -> Iterator[Finding]:
+    """The bandwidth between pairs of hosts, or of ranks where there is one host; one after another."""
+    hosts = world.all.everyone(socket.gethostname())
+    first = {host: hosts.index(host) for host in dict.fromkeys(hosts)}
+    ends = list(first.values()) if len(first) > 1 else list(range(world.all.size))
+    pairs = list(combinations(ends, 2))
+    pairs = pairs if len(pairs) <= _MOST_LINKS else list(pairwise(ends))
+    rates = {pair: _rate(world, pair) for pair in pairs}
+    yield from _judged({f"{_name(hosts, a)} and {_name(hosts, b)}": rate for (a, b), rate in rates.items()})
+
+
+def _name(hosts: Sequence[str], rank: int) -> str:
+    return f"rank {rank} on {hosts[rank]}"
+
+
+def _rate(world: World, pair: tuple[int, int]) -> float:
+    """GiB a second there and back; every rank returns it."""
+    values, best = torch.ones(_LINK << 18, device=world.device), 0.0
+
+    def exchange() -> None:
+        here, there = pair if world.all.rank == pair[0] else pair[::-1]
+        for sender in pair:
+            (dist.send if sender == here else dist.recv)(values, there)
+
+    for _ in range(3):
+        took = _timed(world, exchange if world.all.rank in pair else lambda: None)
+        best = max(best, 2 * _LINK / 1024 / took)
+    rates: list[float] = world.all.everyone(best)
+    return rates[pair[0]]
+
+
+def _judged(rates: Mapping[str, float]) -> Iterator[Finding]:
+    usual, slowest = median(rates.values()), min(rates, key=lambda pair: rates[pair])
+    text = f"{slowest} exchange {rates[slowest]:.2f} GiB/s"
+    if rates[slowest] * _UNEVEN < usual:
+        yield warning(f"{text}, where others have {usual:.2f}", "look at the cable, the switch and the interface there")
+    elif len(rates) > 1:
+        yield note(f"the slowest of {len(rates)} links: {text}; the median is {usual:.2f}")
+    else:
+        yield note(text)

@@ -1,0 +1,101 @@
+"""All that the doctor looks at, in order: each machine by itself, then the ranks together."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpforge.components.registry import Registry
+from ddpforge.cores import ranks_here
+from ddpforge.errors import ForgeError
+from ddpforge.interfaces.durations import Duration
+from ddpforge.recipe import load_recipe
+from ddpforge.runs.environment import world_size
+from ddpforge.tools.doctor import machine
+from ddpforge.tools.doctor.devices import devices
+from ddpforge.tools.doctor.findings import Finding, error, merged
+
+if TYPE_CHECKING:
+    from ddpforge.recipe import LoadedRecipe
+
+__all__ = ["visit"]
+
+_STANDS_IN = "digits"  # whose settings are those of most recipes
+_COPIES = 3  # of every parameter: the weight and, as most optimizers keep, two numbers more
+_BYTES = 4
+_JOINING = Duration(1, "m")
+
+
+def visit(recipe: str | None, sets: Sequence[str], out: str | None) -> list[Finding] | None:
+    """The findings on rank 0; None on others. Raises RecipeError for a recipe that cannot be read."""
+    registry = Registry.installed()
+    loaded = load_recipe(recipe or _STANDS_IN, sets=sets, registry=registry)
+    place = Path(out or loaded.recipe.output_dir)
+    mine = list(_alone(loaded if recipe else None, registry, place))
+    if world_size() == 1:
+        return merged([(socket.gethostname(), mine)])
+    return _together(loaded, registry, place, mine)
+
+
+def _alone(loaded: LoadedRecipe | None, registry: Registry, place: Path) -> Iterator[Finding]:
+    """This machine by itself: the first of its ranks looks."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    here = ranks_here()
+    workers = loaded.recipe.data.workers if loaded else None
+    workers = 0 if workers == "auto" else workers  # which takes the cores and the memory that are there
+    yield from machine.packages()
+    yield from devices()
+    yield from machine.names(os.environ.get("MASTER_ADDR", ""))
+    yield from machine.shared_memory(workers)
+    yield from machine.limits(here, workers)
+    yield from machine.variables()
+    size = None
+    if loaded:
+        try:
+            size = _checkpoint(loaded, registry)
+        except ForgeError as refused:
+            yield error(refused.message, "; ".join(refused.hints) or "ddpforge check RECIPE --build")
+    keep = loaded.recipe.checkpoint.keep if loaded else None
+    yield from machine.files(place, size, keep.last + keep.best if keep else 0)
+
+
+def _checkpoint(loaded: LoadedRecipe, registry: Registry) -> int:
+    """Bytes of a checkpoint, at most; raises what makes the recipe impossible here."""
+    from ddpforge.training.building import build_data_and_model
+    from ddpforge.training.foreseeing import foresee
+    from ddpforge.training.parts import Parts
+
+    parts = Parts(loaded, registry)
+    foresee(parts, ranks=world_size())
+    build_data_and_model(parts, meta=True)
+    parts.report()
+    return parts.size.all * _COPIES * _BYTES
+
+
+def _together(loaded: LoadedRecipe, registry: Registry, place: Path, mine: Sequence[Finding]) -> list[Finding] | None:
+    from ddpforge.components.building import build
+    from ddpforge.ranks.join import join, leave
+    from ddpforge.tools.doctor import together
+
+    train = loaded.recipe.train.model_copy(update={"timeout": _JOINING})
+    try:
+        world = join(train, build(registry, "strategy", loaded.recipe.strategy))
+    except (ForgeError, RuntimeError) as failed:
+        hint = "can every host reach MASTER_ADDR, and the others? `ddpforge doctor` on each says more"
+        hint = "; ".join(failed.hints) if isinstance(failed, ForgeError) and failed.hints else hint
+        return merged([(socket.gethostname(), [*mine, error(f"ranks do not meet: {failed}", hint)])])
+    ranks = world.all
+    ours = [
+        *together.alike(ranks, loaded, registry),
+        *together.folder(ranks, place),
+        *together.clocks(ranks),
+        *together.bandwidth(world),
+        *together.links(world),
+    ]
+    told = ranks.everyone((socket.gethostname(), mine))
+    leave(world)
+    return [*merged(told), *ours] if ranks.is_main else None

@@ -1,0 +1,6 @@
+"""Reports on runs: one HTML file that needs no network, made from their folders alone."""
+
+from ddpforge.tools.reports.contents import Report, gather
+from ddpforge.tools.reports.page import render
+
+__all__ = ["Report", "gather", "render"]

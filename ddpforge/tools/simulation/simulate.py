@@ -1,0 +1,354 @@
+"""Runs the steps of a recipe on fake tensors, with ddpforge's own assembling and its strategy: what one rank does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_iter
+
+from ddpforge.data import MicroBatch, RankShare, open_data
+from ddpforge.interfaces import Pass, RunContext, Tracker, World
+from ddpforge.ranks import phases
+from ddpforge.strategies import torch_replica
+from ddpforge.strategies.fsdp import strategy as fsdp
+from ddpforge.strategies.several import InTurns, members
+from ddpforge.tools.simulation.fake import Post, fake_batch, fakes, pretended, without_memory
+from ddpforge.tools.simulation.work import Work
+from ddpforge.training import assemble
+from ddpforge.training.batchnorm import BatchNormAverager
+from ddpforge.training.blocks import find_blocks
+from ddpforge.training.building import build_data_and_model
+from ddpforge.training.callbacks import overriding
+from ddpforge.training.foreseeing import foresee
+from ddpforge.training.ledger import LOSS, Ledger, Living
+from ddpforge.training.one_turn import of_turns
+from ddpforge.training.optimizers import build_optimizer
+from ddpforge.training.parts import Parts
+from ddpforge.training.shows import Shows
+from ddpforge.training.step import Stepper
+from ddpforge.training.turns import Turns
+
+__all__ = ["Simulated", "simulate"]
+
+_STATE = ("weights", "master weights", "gradients", "optimizer state", "buffers")
+_MICRO_BATCHES = 2  # of a step: the memory of more is the same, and their work a multiple
+
+
+@dataclass
+class Simulated:
+    """One rank's step, as it was counted: bytes of what lives at the largest moment, and of what is always there."""
+
+    peak: int
+    phase: str  # in which the peak lies
+    kinds: dict[str, int]
+    largest: Sequence[Living] = ()
+    work: Work = field(default_factory=Work)
+    state: dict[str, int] = field(default_factory=dict)  # weights, gradients, optimizer state, buffers
+    model_flops: int = 0  # of all ranks together
+    whole: int = 0  # bytes of the model's weights, on all ranks together
+    items: float = 0.0  # that the loss of a micro-batch sums over
+
+    def onward(self, fewer: Simulated, times: float) -> Simulated:
+        """Adds `times` as much as this one has more than one of fewer micro-batches."""
+
+        def grown(now: int, before: int) -> int:
+            return now + int((now - before) * times)
+
+        return replace(
+            self,
+            peak=grown(self.peak, fewer.peak),
+            kinds={name: grown(size, fewer.kinds.get(name, 0)) for name, size in self.kinds.items()},
+            state={name: grown(size, fewer.state.get(name, 0)) for name, size in self.state.items()},
+            work=self.work + (self.work - fewer.work) * times,
+        )
+
+
+def simulate(
+    parts: Parts,
+    ranks: int,
+    *,
+    rank: int = 0,
+    largest: int = 10,
+    micro_batches: int | None = None,
+    post: Post | None = None,
+) -> Simulated:
+    """Simulates an optimizer step of a recipe, of which no more than the model is built, as `rank` takes it.
+
+    The optimizer makes its state before: of gradients without a pass, or in a step that is not counted. The step has
+    all of its micro-batches, or so many. `post` is what stages of a pipeline that were simulated before have sent, see
+    `fakes`. Raises RecipeError for a recipe that cannot train, `Unsimulated` for what runs on real ranks only, and what
+    torch raises for an operation that has no shapes without values.
+    """
+    foresee(parts, ranks=ranks, device="cuda")
+    if not parts.built.model:
+        build_data_and_model(parts, meta=True)
+    parts.report()
+    with pretended(ranks, rank) as everyone:
+        world = parts.strategy.setup(parts.recipe.train, everyone)
+        first, batches = _batches(parts, world, micro_batches)
+        whole = sum(p.numel() * p.element_size() for p in parts.model.parameters())
+        counted = parts.task.count(first.data)
+        items = float(first.samples if counted is None else counted)
+        with (
+            fakes(post) as mode,
+            patch.object(assemble, "prove", _nothing),
+            patch.object(torch_replica, "watched", _unwatched),
+            patch.object(
+                sys.modules.get("ddpforge.strategies.deepspeed.replica", torch_replica), "watched", _unwatched
+            ),
+            patch.object(fsdp, "_refuse_norms", _nothing),  # of CPUs, and this may be for GPUs
+        ):
+            batches = [one._replace(data=fake_batch(one.data, mode)) for one in batches]
+            found = _Rank(parts, world).simulate(first, batches, largest)
+        return replace(found, items=items, whole=whole)
+
+
+def _batches(parts: Parts, world: World, most: int | None) -> tuple[MicroBatch, list[MicroBatch]]:
+    """The first micro-batches of this rank, of which the last is the step's last."""
+    batch = parts.plan.batch
+    opened = open_data(
+        parts.data["train"],
+        order=parts.order,
+        global_batch=batch.global_batch,
+        share=RankShare(world.data.rank, world.data.size, batch.micro_batch, parts.recipe.train.elastic_shards),
+        drop_last=parts.recipe.train.last_batch == "drop",
+        seed=parts.recipe.train.seed,
+        workers=0,
+        prefetch=2,
+        pin=False,
+    )
+    if parts.strategy.grows_evenly(world.all.size) is None:
+        most = _MICRO_BATCHES
+    some = list(islice(opened.training(0), min(batch.accumulation, most or batch.accumulation)))
+    some[-1] = some[-1]._replace(last=True)
+    return some[0], some
+
+
+def _nothing(*_: Any) -> None:
+    """Stands in for checks of other ranks and of this machine, neither of which the plan is for."""
+
+
+def _unwatched(*_: Any, **__: Any) -> AbstractContextManager[None]:
+    """Stands in for the watch over a first forward pass, which looks for mistakes in a model."""
+    return nullcontext()
+
+
+class _Counted(Stepper):
+    """Takes the number of samples for that of items, which the values of a batch would tell; sees outputs."""
+
+    seen: Any = staticmethod(lambda outputs: None)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        compute = self._meter.compute
+
+        def seeing(module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
+            loss, outputs = compute(module, one)
+            self.seen(outputs)
+            return loss, outputs
+
+        self._meter.compute = seeing  # type: ignore[method-assign]
+
+    def _count(self, first: MicroBatch, micro_batches: Any) -> tuple[list[MicroBatch], int]:
+        return list(micro_batches), first.step_samples
+
+
+class _Rank:
+    """A rank with its part of the model; within `fakes`."""
+
+    def __init__(self, parts: Parts, world: World) -> None:
+        self._parts, self._world = parts, world
+        recipe = parts.recipe
+        without_memory(parts.model)
+        for beside in parts.beside.values():
+            without_memory(beside.module)
+        self._modules: list[str] = []  # whose forward passes are running
+        self._phase = phases.START
+        self._work = Work()
+        self._ledger = Ledger(lambda: phases.NAMES[self._phase], self._module, self._work.add)
+        with self._ledger:
+            self._model = model = assemble._spread(parts)
+            self._optimizer = build_optimizer(
+                parts.registry, recipe.optimizer, model, list(parts.turns), recipe.train.blocks
+            )
+            self._replica = assemble._prepared(parts, world, model, self._optimizer)
+            self._place_others()
+        own = self._optimizer.parts if isinstance(self._optimizer, InTurns) else {"": self._optimizer}
+        steppers = {
+            turn: _Counted(world, self._replica, one, own[turn], BatchNormAverager(None), seed=0, skips=False)
+            for turn, one in of_turns(parts.task).items()
+        }
+        for stepper in steppers.values():
+            stepper.seen = lambda outputs: self._ledger.note(_tensors(outputs), LOSS)
+        self._turns = Turns(self._replica, steppers, parts.turns)
+
+    def _place_others(self) -> None:
+        """Places what is beside the model: modules of the task, and weights that callbacks keep."""
+        parts, world, replica = self._parts, self._world, self._replica
+        for beside in parts.beside.values():
+            parts.strategy.beside(beside.module, find_blocks(beside.module, ()))
+        run = RunContext(
+            model=replica.bare,
+            world=world,
+            weights=replica.weights,
+            folder=Path(gettempdir()),
+            forward=replica.forward,
+            show=Shows(Tracker(), is_main=False),
+            gradients=replica.gradients_by_name,
+        )
+        parts.task.start(replica.bare, world)
+        for name in overriding(parts.callbacks, "evaluating"):
+            parts.callbacks[name].on_start(run)
+
+    def simulate(self, first: MicroBatch, batches: Sequence[MicroBatch], largest: int) -> Simulated:
+        ledger, work = self._ledger, self._work
+        ledger.note((one for batch in batches for one in _tensors(batch.data)), "batch")
+        self._note()
+        marks: list[Work] = []
+
+        def enter(phase: int) -> None:
+            self._phase = phase
+            if phase == phases.FORWARD:
+                marks.append(work.copy())
+            if phase == phases.STEP:
+                self._name_gradients()
+
+        phases.follow(enter)
+        try:
+            with self._naming(), ledger:
+                self._make_state(batches)
+                ledger.restart()
+                work.operations.clear()
+                work.sent.clear()
+                marks.clear()
+                with self._shapes_known():
+                    self._step(2, first, batches)
+        finally:
+            phases.follow(None)
+        self._note()
+        alive = sorted(ledger.alive(), key=lambda piece: -piece.bytes)
+        return Simulated(
+            peak=ledger.peak,
+            phase=ledger.peak_phase,
+            kinds=ledger.by_kind(),
+            largest=alive[:largest],
+            work=self._whole_step(work, marks, len(batches)),
+            state=self._state,
+        )
+
+    def _make_state(self, batches: Sequence[MicroBatch]) -> None:
+        """Has the optimizer make its state: of any gradients, where all weights have one and it asks for no more."""
+        replica, optimizer = self._replica, self._optimizer
+        if (
+            isinstance(replica, torch_replica.TorchReplica)
+            and replica.gradients.complete
+            and not replica.gradients.stay  # else where they are after a step
+            and getattr(self._parts.strategy, "tensor", 1) == 1  # whose first pass sends more than later ones
+            and getattr(optimizer, "passes", 1) == 1
+            and self._parts.recipe.train.precision != "fp16"  # whose scale is made in a backward pass
+        ):
+            for parameter in replica.gradients.trained:
+                parameter.grad = torch.empty_like(parameter)
+            optimizer.step()
+            replica.gradients.clear()
+        else:  # one micro-batch is enough, but a pipeline is made for as many as it is given
+            self._step(1, batches[-1], batches[-1:] if self._one_by_one else batches)
+
+    @contextmanager
+    def _shapes_known(self) -> Iterator[None]:
+        """Leaves out what stages of a pipeline do in their first step only: they find out the shapes they receive."""
+
+        def uncounted(prepare: Callable[..., Any]) -> Callable[..., Any]:
+            def prepared(*args: Any, **kwargs: Any) -> Any:
+                before = self._work.copy()
+                found = prepare(*args, **kwargs)
+                self._work.operations, self._work.sent = before.operations, before.sent
+                self._ledger.restart()
+                return found
+
+            return prepared
+
+        names = ("_prepare_forward_infra", "_prepare_backward_infra")
+        with ExitStack() as stack:
+            for name in names:
+                stack.enter_context(patch.object(PipelineStage, name, uncounted(getattr(PipelineStage, name))))
+            yield
+
+    @property
+    def _one_by_one(self) -> bool:
+        """True if micro-batches are computed one after the other, on this rank alone."""
+        return self._parts.strategy.grows_evenly(self._world.all.size) is None
+
+    def _whole_step(self, work: Work, marks: Sequence[Work], micro_batches: int) -> Work:
+        """The work of all micro-batches, of which some were simulated."""
+        further = self._parts.plan.batch.accumulation - micro_batches
+        return work + (marks[1] - marks[0]) * further if further and self._one_by_one else work
+
+    def _step(self, number: int, first: MicroBatch, batches: Sequence[MicroBatch]) -> None:
+        draws = ((first, iter(batches)) for _ in range(self._turns.draws))
+        self._replica.module.train()
+        self._replica.on_gradient = lambda _: self._note()
+        self._turns.train(number, draws, measure=False)
+        self._phase = phases.DATA
+        self._note()
+
+    def _note(self) -> None:
+        """Says what the tensors are for that are known by name."""
+        ledger, model = self._ledger, self._model
+        parameters = list(model.parameters())
+        ledger.note(parameters, "weights")
+        held = (part.tensor for part in self._replica.weights.parts().values())
+        ledger.note((x for x in held if ledger.kind_of(x) != "weights"), "master weights")
+        ledger.note((x for p in parameters for x in _tensors(vars(p)) if x is not p.grad), "weights")
+        ledger.note(model.buffers(), "buffers")
+        ledger.note((p.grad for p in parameters if p.grad is not None), "gradients")
+        for _, optimizer in members(self._optimizer):
+            ledger.note((x for one in optimizer.state.values() for x in _tensors(one)), "optimizer state")
+
+    def _name_gradients(self) -> None:
+        """Calls gradients what backward passes have left behind, now that they are over."""
+        self._note()
+        for piece in self._ledger.living():
+            if piece.kind == "backward":
+                piece.kind = "gradients"
+        self._state = dict.fromkeys(_STATE, 0)
+        for piece in self._ledger.living():
+            if piece.kind in self._state:
+                self._state[piece.kind] += piece.bytes
+
+    def _module(self) -> str:
+        return self._modules[-1] if self._modules else ""
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Knows whose forward pass is running."""
+        names = {id(module): name for name, module in self._model.named_modules()}
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self._modules.append(names.get(id(module), ""))
+
+        def leave(*_: Any) -> None:
+            self._modules.pop()
+
+        hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _tensors(nest: Any) -> Iterator[Tensor]:
+    return (one for one in tree_iter(nest) if isinstance(one, Tensor))

@@ -1,0 +1,52 @@
+"""Tells a search how a trial is getting on, and ends it where the search sees no hope for it."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from ddpforge.interfaces import Callback
+from ddpforge.interfaces.callback import RunContext
+from ddpforge.tools.sweeps.journal import PRUNED, opened_trial
+
+__all__ = ["OptunaPruning"]
+
+logger = logging.getLogger("ddpforge")
+
+
+class OptunaPruning(Callback):
+    """Reports `metric` after every evaluation to an Optuna study, whose pruner may end the run.
+
+    Rank 0 reads and writes the study's journal; all ranks do what it says.
+    """
+
+    def __init__(
+        self,
+        journal: Annotated[str, Field(min_length=1, description="The file that the study is kept in.")],
+        trial: Annotated[int, Field(ge=0, description="The trial's number.")],
+        metric: Annotated[str, Field(min_length=1, description='An evaluation metric, e.g. "eval/loss".')],
+    ) -> None:
+        self._journal, self._number, self._metric = Path(journal), trial, metric
+
+    def on_start(self, run: RunContext) -> None:
+        """Opens the study."""
+        self._ranks = run.world.all
+        if self._ranks.is_main:
+            self._trial = opened_trial(self._journal, self._number)
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """True where the trial is to end."""
+        ends = self._ranks.broadcast(self._ranks.is_main and self._asks(step, metrics))
+        if ends and self._ranks.is_main:
+            logger.info("pruned: the search expects no good %s of trial %d", self._metric, self._number)
+        return ends
+
+    def _asks(self, step: int, metrics: Mapping[str, float]) -> bool:
+        if self._metric not in metrics:
+            return False  # of another evaluation set
+        self._trial.report(metrics[self._metric], step)
+        if ends := self._trial.should_prune():
+            self._trial.set_user_attr(PRUNED, True)
+        return bool(ends)

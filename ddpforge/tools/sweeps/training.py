@@ -1,0 +1,162 @@
+"""Trains the runs of a sweep, each by a command of its own: some at a time, and none twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from ddpforge.cores import share_of_cores
+from ddpforge.errors import ExitCode
+from ddpforge.launchers.requests import heard
+from ddpforge.runs.folder import RunFolder
+from ddpforge.runs.overview import Standing, standing
+from ddpforge.tools.sweeps.space import Variant
+
+__all__ = ["Commands", "Trained", "train"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The end of a run: its state, or "refused" where it left no folder; `log` has what it printed."""
+
+    name: str
+    state: str
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    error: str | None = None
+    log: Path
+
+    @classmethod
+    def of(cls, run: Standing, log: Path) -> Trained:
+        """The end of a run that has a folder."""
+        return cls(name=run.folder.path.name, state=run.state, metrics=run.metrics, error=run.error, log=log)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commands:
+    """The commands of a sweep's runs: `nproc` processes each, `jobs` runs at a time, each on `devices` of its own."""
+
+    recipe: str
+    folder: Path
+    nproc: int = 1
+    jobs: int = 1
+    devices: Sequence[str] = ()  # GPUs, as CUDA_VISIBLE_DEVICES names them; none: no run is told
+
+    def line(self, variant: Variant) -> list[str]:
+        """The command that trains a run, or resumes it."""
+        start = ["launch", f"--nproc={self.nproc}"] if self.nproc > 1 else ["run"]
+        sets = [f"--set={text}" for text in (*variant.sets, f"name={variant.name}")]
+        return [sys.executable, "-P", "-m", "ddpforge", *start, self.recipe, f"--out={self.folder}", *sets]
+
+    def variables(self, slot: int) -> dict[str, str]:
+        """The environment of the run in one of the `jobs` places."""
+        found = {"OMP_NUM_THREADS": str(share_of_cores(self.jobs * self.nproc)), **os.environ}
+        if self.devices:
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices[slot * self.nproc : (slot + 1) * self.nproc])
+        return found
+
+    def log(self, variant: Variant) -> Path:
+        """The file of what a run prints."""
+        return self.folder / "logs" / f"{variant.name}.log"
+
+
+def train(
+    variants: Iterable[Variant],
+    commands: Commands,
+    *,
+    begins: Callable[[Variant], None] = lambda _: None,
+    told: Callable[[Variant, Trained], None] = lambda *_: None,
+) -> tuple[list[Trained], bool]:
+    """Trains each of `variants`, which may be chosen as runs end; `told` hears of each end, one at a time.
+
+    Also returns whether somebody asked to stop: a first signal lets the runs save, and a second ends them at once.
+    """
+    queue = _Queue(iter(variants), commands, begins, told)
+    places = [threading.Thread(target=queue.work, args=(slot,)) for slot in range(commands.jobs)]
+    with heard(queue.stop):
+        for place in places:
+            place.start()
+        for place in places:
+            place.join()
+    if queue.error:
+        raise queue.error
+    return queue.ended, queue.stopped
+
+
+class _Queue:
+    """Runs that wait, those that train, and those that have ended; several threads work on it."""
+
+    def __init__(
+        self,
+        waiting: Iterator[Variant],
+        commands: Commands,
+        begins: Callable[[Variant], None],
+        told: Callable[[Variant, Trained], None],
+    ) -> None:
+        self.ended: list[Trained] = []
+        self.stopped = False
+        self.error: BaseException | None = None
+        self._waiting, self._commands, self._begins, self._told = waiting, commands, begins, told
+        self._lock = threading.Lock()
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def work(self, slot: int) -> None:
+        """Trains one run after another, in one place."""
+        try:
+            while variant := self._next():
+                self._train(variant, slot)
+        except BaseException as error:
+            self.error = self.error or error
+
+    def stop(self, number: int, _: FrameType | None) -> None:
+        """Asks all runs to save and end; called by a signal, so it waits for nobody."""
+        self.stopped = True
+        for process in list(self._processes.values()):
+            if process.poll() is None:
+                process.terminate()
+
+    def _next(self) -> Variant | None:
+        with self._lock:
+            if self.stopped or self.error:
+                return None
+            if variant := next(self._waiting, None):
+                self._begins(variant)
+            return variant
+
+    def _train(self, variant: Variant, slot: int) -> None:
+        log = self._commands.log(variant)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            # A session of its own: a terminal would send Ctrl-C to it, too.
+            process = self._processes[slot] = subprocess.Popen(
+                self._commands.line(variant),
+                env=self._commands.variables(slot),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+            if self.stopped:
+                process.terminate()
+            code = process.wait()
+        trained = _outcome(self._commands.folder / variant.name, variant, log, code)
+        with self._lock:
+            self.ended.append(trained)
+            self._told(variant, trained)
+
+
+def _outcome(path: Path, variant: Variant, log: Path, code: int) -> Trained:
+    """The end as the run's folder tells it; what was refused says why at the end of its log alone."""
+    folder = RunFolder(path)
+    if folder.exists() and (code != ExitCode.USAGE or standing(folder).state == "failed"):
+        return Trained.of(standing(folder), log)
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = next((line for line in reversed(lines) if "error" in line.casefold()), lines[-1] if lines else "")
+    state = "stopped" if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED, -signal.SIGTERM) else "refused"
+    return Trained(name=variant.name, state=state, error=said or f"exit code {code}", log=log)

@@ -1,0 +1,165 @@
+"""Trains a few steps of a recipe, evaluates a little, and measures both; nothing of it is kept."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from ddpforge.data import Batches
+from ddpforge.errors import Postponed
+from ddpforge.interfaces import StepInfo
+from ddpforge.ranks import leaving, phases
+from ddpforge.ranks.switches import restored
+from ddpforge.tools.trials.opening import FirstBatches, Trial, opened
+from ddpforge.training.parts import Parts
+
+__all__ = ["Measured", "dry_run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The cost of steps, on the main rank; `memory` in bytes is that of the rank which took most.
+
+    `seconds` are those of a step after the first, which may have to compile; None where there was but one.
+    """
+
+    steps: int
+    total_steps: int | None
+    first_seconds: float
+    seconds: float | None
+    samples_per_second: float | None
+    time: Mapping[str, float]  # the share of each phase, after the first step
+    memory: int
+    evaluated: int  # batches
+    to_evaluate: int | None  # that a whole evaluation has
+    evaluation_seconds: float | None
+    loss: tuple[float | None, float | None]  # of the first row, and of the last: see track.every
+    is_main: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        found = asdict(self)
+        del found["is_main"]
+        return found
+
+    def lines(self) -> Iterator[str]:
+        """The same for people."""
+        yield f"{self.steps} {'step' if self.steps == 1 else 'steps'} on trial; nothing was kept"
+        yield f"  first step   {_seconds(self.first_seconds)}"
+        if self.seconds is not None and self.samples_per_second is not None:
+            yield f"  step         {_seconds(self.seconds)}, {self.samples_per_second:,.0f} samples/s"
+            yield f"  time         {', '.join(f'{name} {share:.0%}' for name, share in self.time.items())}"
+        if self.evaluation_seconds is not None:
+            of = f" of {self.to_evaluate:,}" if self.to_evaluate else ""
+            yield f"  evaluation   {_seconds(self.evaluation_seconds)} for {self.evaluated}{of} batches"
+        yield f"  memory       {self.memory / 2**30:.2f} GiB at most on a rank"
+        yield f"  loss         {_loss(self.loss[0])} → {_loss(self.loss[1])}"
+        if self.seconds is not None and self.total_steps is not None:
+            whole = _seconds(self.total_steps * self.seconds)
+            yield f"  whole run    {self.total_steps:,} steps in about {whole}, without evaluations and checkpoints"
+
+
+@leaving.nobody_leaves()
+@restored()
+def dry_run(source: str | Path, steps: int, *, sets: Sequence[str] = ()) -> Measured:
+    """Trains so many steps of a recipe, and evaluates on as many batches of each set; called on every rank.
+
+    Everything is as in a run of the recipe, its callbacks too, but for what would be kept: there is no folder, no
+    tracker hears of it, and nothing is saved. Raises ForgeError as a run does.
+    """
+    with opened(source, sets=sets, change=lambda parts: _evaluate_little(parts, steps)) as trial:
+        clock = _Clock(trial)
+        infos = [clock.after(info) for info in trial.steps(steps)]
+        if not infos:
+            raise Postponed("asked to stop before the first step", hints=["nothing was to be kept"])
+        clock.stop()
+        return _measured(trial, clock, infos)
+
+
+def _evaluate_little(parts: Parts, most: int) -> None:
+    parts.evaluation = {name: cast(Batches, FirstBatches(one, most)) for name, one in parts.evaluation.items()}
+
+
+class _Clock:
+    """Measures the first step, and those after it together; waits for a GPU only where these begin and end."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._device = trial.world.device
+        self._steps = 0
+        self.first = self.others = 0.0
+        self.samples = 0  # of the first step
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._since, self._spent = self._now(), phases.spent()
+
+    def after(self, info: StepInfo) -> StepInfo:
+        """A step has been trained."""
+        self._steps += 1
+        if self._steps == 1:
+            self.first, self.samples = self._now() - self._since, info.samples
+            self._since, self._spent = self._now(), phases.spent()
+        return info
+
+    def stop(self) -> None:
+        """There are no more."""
+        self.others = self._now() - self._since
+        self.spent = [now - before for now, before in zip(phases.spent(), self._spent, strict=True)]
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def memory(self) -> int:
+        """The most bytes that this process has taken: of the GPU, where it uses one."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_reserved(self._device))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB
+
+
+def _measured(trial: Trial, clock: _Clock, infos: Sequence[StepInfo]) -> Measured:
+    more = len(infos) - 1
+    whole = sum(clock.spent)
+    sets = cast(Mapping[str, FirstBatches], trial.parts.evaluation)
+    began = time.perf_counter()
+    if sets:
+        trial.trainer.evaluator.evaluate(infos[-1].step)
+    seconds = time.perf_counter() - began
+    rows = [info for info in infos if info.metrics]
+    lengths = [one.steps_per_epoch for one in sets.values()]
+    return Measured(
+        steps=len(infos),
+        total_steps=trial.parts.plan.horizon.total,
+        first_seconds=clock.first,
+        seconds=clock.others / more if more else None,
+        samples_per_second=(infos[-1].samples - clock.samples) / clock.others if more else None,
+        time={name: one / whole for name, one in zip(phases.NAMES, clock.spent, strict=True) if more and one},
+        memory=max(trial.world.all.everyone(clock.memory())),
+        evaluated=sum(one.seen for one in sets.values()),
+        to_evaluate=None if not sets or None in lengths else sum(lengths),
+        evaluation_seconds=seconds if sets else None,
+        loss=(_finite(rows[0]), _finite(rows[-1])),
+        is_main=trial.world.is_main,
+    )
+
+
+def _finite(info: StepInfo) -> float | None:
+    loss = info.metrics.get("train/loss", math.nan)
+    return loss if math.isfinite(loss) else None
+
+
+def _loss(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4g}"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:,.3g} min"

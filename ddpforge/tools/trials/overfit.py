@@ -1,0 +1,86 @@
+"""Trains on a few batches again and again: a model that cannot learn even these has a mistake in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ddpforge.data import Batches
+from ddpforge.errors import Diverged, Postponed
+from ddpforge.ranks import leaving
+from ddpforge.ranks.switches import restored
+from ddpforge.tools.trials.opening import Repeated, opened, without_the_rest
+from ddpforge.training.parts import Parts
+
+__all__ = ["Overfitted", "overfit"]
+
+_LINES = 10  # of losses
+_LEARNT, _HALF = 0.1, 0.5  # of the first loss
+
+
+@dataclass(frozen=True)
+class Overfitted:
+    """The training loss after each step, on `batches` global batches."""
+
+    batches: int
+    losses: Sequence[float]
+    is_main: bool
+
+    @property
+    def share(self) -> float:
+        """The mean of the last losses, one of each batch, as a share of that of the first ones."""
+        first, last = self.losses[: self.batches], self.losses[-self.batches :]
+        return (sum(last) / len(last)) / (sum(first) / len(first))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which has no NaN."""
+        losses = [loss if math.isfinite(loss) else None for loss in self.losses]
+        return {"batches": self.batches, "losses": losses, "share": self.share if math.isfinite(self.share) else None}
+
+    def lines(self) -> Iterator[str]:
+        """The same for people, with a verdict."""
+        batches = "batch" if self.batches == 1 else f"{self.batches} batches"
+        yield f"{len(self.losses)} steps on the first {batches}; nothing was kept"
+        every = max(1, len(self.losses) // _LINES)
+        for step in sorted({*range(1, len(self.losses) + 1, every), len(self.losses)}):
+            yield f"  step {step:>6,}  loss {self.losses[step - 1]:.4g}"
+        yield f"  {self._verdict()}"
+
+    def _verdict(self) -> str:
+        if not math.isfinite(self.share):
+            return "the loss is not finite: lower optimizer.lr, and look at the samples with `ddpforge data show`"
+        if self.share <= _LEARNT:
+            return "learnt: model, loss and optimizer work together"
+        if self.share <= _HALF:
+            return "still learning: try more steps (--dry-run 1000), or another optimizer.lr"
+        return (
+            "hardly learnt: look at the samples and their targets with `ddpforge data show`, try another optimizer.lr, "
+            "and see whether dropout, weight decay or augmentation keep the model from it"
+        )
+
+
+@leaving.nobody_leaves()
+@restored()
+def overfit(source: str | Path, batches: int, *, steps: int = 200, sets: Sequence[str] = ()) -> Overfitted:
+    """Trains so many steps on the first global batches of a recipe, at its own rate; called on every rank.
+
+    The schedule, callbacks and evaluations are left out, and samples are fetched once. Raises ForgeError as a run does.
+    """
+
+    def change(parts: Parts) -> None:
+        without_the_rest(parts, lambda step: 1.0)
+        parts.built.training = cast(Batches, Repeated(parts.training, batches))
+
+    losses: list[float] = []
+    with opened(source, sets=[*sets, "track.every=1st"], change=change) as trial:
+        trial.trainer.end = steps
+        try:
+            losses += (info.metrics["train/loss"] for info in trial.steps(steps))
+        except Diverged:
+            losses.append(math.nan)
+    if not losses:
+        raise Postponed("asked to stop before the first step", hints=["nothing was to be kept"])
+    return Overfitted(batches, losses, trial.world.is_main)

@@ -1,0 +1,265 @@
+"""Starts the process beside a rank, and lets it see where the rank stands."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ddpforge.errors import ExitCode, ForgeError, PeerFailed
+from ddpforge.launchers.store import ADDRESS
+from ddpforge.launchers.verdict import record_watch
+from ddpforge.ranks import phases
+from ddpforge.ranks.failures import is_symptom, phrase
+from ddpforge.watchdog import sidecar
+from ddpforge.watchdog.board import Board
+from ddpforge.watchdog.process import STACKS
+
+__all__ = ["Unwatched", "Watch", "begin", "beginning", "failed", "failure_of_another", "over"]
+
+# What two starts of ranks do not share; torchrun takes another port for every attempt.
+_ATTEMPT = (
+    *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    *("SLURM_JOB_ID", "SLURM_STEP_ID"),
+)
+_STALL = 600.0  # seconds: the recipe's default, until the recipe is read
+_GRACE = 6.0  # seconds in which a rank that starts ends by itself when another one has failed
+_PATIENCE = 1.5  # seconds in which the cause of a failure is told
+_ANSWER = 15.0  # seconds in which those that were called say who is at fault
+_OLD = 15.0  # seconds
+_LEFT_TO_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+class Unwatched:
+    """A rank without others: whoever started it sees what becomes of it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing was started."""
+
+    def call(self) -> None:
+        """There is nobody to call."""
+
+
+class Watch(Unwatched):
+    """While entered, a process beside this one watches where the rank stands, see `sidecar`.
+
+    `folder` is the run's, `attempt` the token of this attempt, `stall` the seconds for which a rank may stand in one
+    place (0: for ever), `compiles` whether the first step has to compile.
+    """
+
+    def __init__(
+        self, folder: Path, attempt: str, rank: int, size: int, *, strategy: str, stall: float, compiles: bool
+    ) -> None:
+        self._settings = {
+            "folder": str(folder.absolute()),
+            "logs": f"{folder.absolute()}/logs",
+            "attempt": attempt,
+            "rank": rank,
+            "size": size,
+            "strategy": strategy,
+            "stall": stall,
+            "compiles": compiles,
+            "grace": 10.0,
+            "store": os.environ.get(ADDRESS, ""),
+        }
+
+    def __enter__(self) -> Self:
+        over()
+        self._beside = _Beside(self._settings)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """The attempt has ended, and has said how."""
+        phases.say_goodbye()
+        self._beside.end()
+
+    def call(self) -> None:
+        """Has the processes beside all ranks say where those stand, and find the one that the others wait for."""
+        _board(self._settings).call()
+
+
+class _Beside:
+    """The process beside this one, started with `settings`, and the memory that both share."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._words, self._stacks = os.memfd_create("ddpforge-words"), os.memfd_create("ddpforge-stacks")
+        os.truncate(self._words, phases.WORDS * 8)
+        phases.share(memoryview(mmap.mmap(self._words, phases.WORDS * 8)).cast("q"))
+        faulthandler.register(STACKS, file=self._stacks, all_threads=True)
+        self._keeps_last = not faulthandler.is_enabled()  # else the user has said where they go
+        if self._keeps_last:
+            faulthandler.enable(file=self._stacks, all_threads=True)  # at SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL
+        mine = {"pid": os.getpid(), "main": threading.get_ident(), "path": sys.path}
+        told = {**settings, **mine, "words": self._words, "stacks": self._stacks}
+        command = [sys.executable, "-S", "-E", sidecar.__file__, json.dumps(told)]
+        with _left_to_the_rank():
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=(self._words, self._stacks)
+            )
+        record_watch(self._process.pid)
+
+    def end(self) -> None:
+        """Ends the watch, but not the rank."""
+        self._process.kill()
+        self._process.wait()
+        faulthandler.unregister(STACKS)
+        if self._keeps_last:
+            faulthandler.disable()
+        os.close(self._words)
+        os.close(self._stacks)
+
+
+# ---------------------------------------------------------------------------------------------- before there is a run
+class _Starting:
+    """The watch over a rank from its first line until its attempt is watched."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.settings, self._beside = settings, _Beside(settings)
+
+    def end(self) -> None:
+        self._beside.end()
+        if not self.settings["store"]:
+            logs, rank = Path(self.settings["logs"]), self.settings["rank"]
+            with suppress(OSError):
+                (logs / f"phase-rank-{rank}.json").unlink(missing_ok=True)
+                logs.rmdir()  # by the last rank
+
+
+_starting: list[_Starting] = []  # at most one, of this process
+
+
+def begin() -> None:
+    """Starts to watch this process, if it is one rank of many, at its first line: before imports, and before it joins.
+
+    Ranks meet at the launcher's store; without one, in a folder of this machine's, where all of them are here.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 or _starting or "RANK" not in os.environ:
+        return
+    store = os.environ.get(ADDRESS, "")
+    meeting = "-".join(os.environ.get(name, "") for name in _ATTEMPT)
+    logs = "" if store else _meeting_place(meeting, alone=os.environ.get("LOCAL_WORLD_SIZE") == str(size))
+    if store or logs:
+        settings = {"folder": "", "logs": logs, "attempt": f"start {meeting}", "rank": int(os.environ["RANK"])}
+        settings |= {"size": size, "stall": _STALL, "compiles": False, "grace": _GRACE, "store": store}
+        _starting.append(_Starting(settings))
+
+
+def over() -> None:
+    """Ends the watch over the start: nothing is left to be watched, or the attempt's own watch begins."""
+    while _starting:
+        _starting.pop().end()
+
+
+def failed(code: int, error: str | None) -> None:
+    """Tells the other ranks, which may wait for this one to join them, that it ends with `code`; it has said why."""
+    phases.say_goodbye()
+    if _starting and code:
+        rank = _starting[0].settings["rank"]
+        _board(_starting[0].settings).tell({"rank": rank, "error": error or "", "code": int(code), "told": True})
+
+
+def failure_of_another() -> PeerFailed | None:
+    """Returns the failure of another rank while this one starts, if one is known."""
+    if not _starting:
+        return None
+    board = _board(_starting[0].settings)
+    board.rows()  # an answer has the cause
+    return _peer_failed(cause) if (cause := board.cause()) else None
+
+
+def _peer_failed(cause: Mapping[str, Any]) -> PeerFailed:
+    """Returns the error for this rank: rank 0 alone says what all ranks find out alike, as of a recipe."""
+    said = not cause.get("told") or cause["code"] != ExitCode.USAGE
+    return PeerFailed(
+        ExitCode(cause["code"]), f"rank {cause['rank']} failed first: {cause['error']}", launcher_says=said
+    )
+
+
+@contextmanager
+def beginning() -> Iterator[None]:
+    """Raises the failure of another rank in place of what it causes here, while ranks start.
+
+    A rank that did not come is found when the others have waited `train.timeout` for it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_symptom(error):
+            raise
+        if cause := _cause():
+            raise _peer_failed(cause) from error
+        raise ForgeError(f"another rank did not answer before training began: {phrase(error)}") from error
+
+
+def _cause() -> Any:
+    """Returns the first failure, as far as the processes beside the ranks find it out."""
+    if not _starting:
+        return None
+    phases.say_goodbye()  # this rank is not what the others wait for
+    board = _board(_starting[0].settings)
+    for patience in (_PATIENCE, _ANSWER):
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            board.called()
+            board.rows()  # an answer has the cause
+            if cause := board.cause():
+                return cause
+            time.sleep(0.1)
+        if patience == _PATIENCE:
+            board.call()
+    return None
+
+
+def _board(settings: Mapping[str, Any]) -> Board:
+    return Board(settings["logs"], settings["attempt"], settings["store"], seldom=0.0)
+
+
+def _meeting_place(name: str, *, alone: bool) -> str:
+    """A folder of this user's in which the ranks of this machine find each other; empty where there can be none."""
+    place = Path(tempfile.gettempdir()) / f"ddpforge-{os.getuid()}-{sha256(name.encode()).hexdigest()[:16]}"
+    try:
+        if not alone:
+            return ""
+        with suppress(FileExistsError):
+            place.mkdir(mode=0o700)
+        found = place.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            return ""
+        for old in place.iterdir():
+            if time.time() - old.stat().st_mtime > _OLD:  # of an earlier start, which was killed
+                old.unlink(missing_ok=True)
+    except OSError:
+        return ""
+    return str(place)
+
+
+@contextmanager
+def _left_to_the_rank() -> Iterator[None]:
+    """Has a process that is started here never get the signals that tell a rank to stop."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RANK)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

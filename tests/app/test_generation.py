@@ -1,0 +1,228 @@
+"""Text out of language models: how tokens are drawn, and whole runs that were trained a moment ago."""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from forked import in_ranks, refused
+from torch import Tensor, nn
+
+import ddpforge
+from ddpforge.app.generation import Sampling, check_language, generate
+from ddpforge.builtin.models.gpt import GPT
+from ddpforge.builtin.models.moe import MoEGPT
+from ddpforge.builtin.tasks.classification import Classification
+from ddpforge.builtin.tasks.language_modelling import LanguageModelling
+from ddpforge.cli.generate import generate as command
+from ddpforge.errors import ForgeError, PluginError, UsageError
+from ddpforge.interfaces import Context
+
+TEXT = "abcdefghij" * 300
+RECIPE = """\
+recipe = 1
+name = "{name}"
+model = {{ use = "gpt", vocab_size = 256, block_size = 16, layers = 1, heads = 2, width = 32 }}
+data.train = {{ use = "text", split = "train", path = "text.txt", block_size = 16, level = "{level}" }}
+data.eval = {{ use = "text", split = "eval", path = "text.txt", block_size = 16, level = "{level}" }}
+task = {{ use = "language_modelling" }}
+optimizer = {{ use = "adamw", lr = 1e-2 }}
+strategy = {{ use = "single" }}
+train = {{ length = "40st", global_batch = 16, device = "cpu", eval_every = "40st" }}
+checkpoint = {{ every = "40st" }}
+"""
+
+
+class Letters:
+    """Data of the tokens 0 to 9."""
+
+    def encode(self, text: str) -> list[int]:
+        return [int(letter) for letter in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(map(str, tokens))
+
+
+class Counts(nn.Module):
+    """Ten tokens: after a token comes the next, or with a third of its probability the one after."""
+
+    block_size = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.seen: list[int] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.seen.append(tokens.shape[1])
+        logits = torch.full((*tokens.shape, 10), -30.0)
+        logits.scatter_(2, (tokens[..., None] + 1) % 10, 1.0986123)
+        return logits.scatter_(2, (tokens[..., None] + 2) % 10, 0.0)
+
+
+def drawn(*prompts: str, model: Any = None, **how: Any) -> list[str]:
+    return list(generate(model or Counts(), Letters(), prompts, Sampling(**how)))
+
+
+def test_what_can_be_drawn() -> None:
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+    for how, expected in (
+        ({}, [0.5, 0.25, 0.125, 0.125]),
+        ({"temperature": 0.5}, [16 / 22, 4 / 22, 1 / 22, 1 / 22]),
+        ({"top_k": 2}, [2 / 3, 1 / 3, 0, 0]),
+        ({"top_p": 0.5}, [0.5, 0, 0, 0]),  # the first has it alone
+        ({"top_p": 0.51}, [0.5, 0.25, 0, 0]),
+    ):
+        assert Sampling(**how).probabilities(logits).tolist() == pytest.approx(expected), how
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"tokens": 0}, "tokens = 0: it must be 1 or more"),
+        ({"temperature": 0.0}, "it must be more than 0 | to take the most probable token: greedy"),
+        ({"top_k": 0}, "top_k = 0"),
+        ({"top_p": 1.5}, "top_p = 1.5"),
+        ({"greedy": True, "top_k": 3}, "greedy takes the most probable token, and top_k says"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(how: Any, said: str) -> None:
+    assert said in refused(UsageError, lambda: Sampling(**how))
+
+
+def test_the_most_probable_token_is_taken_and_the_context_is_cut_aloud(caplog: pytest.LogCaptureFixture) -> None:
+    model = Counts()
+    logging.getLogger("ddpforge").propagate = True
+    assert drawn("78", "123456", model=model, tokens=3, greedy=True) == ["901", "789"]
+    assert model.seen == [2, 3, 4, 4, 4, 4]
+    assert caplog.messages == [
+        "the model sees the last 4 tokens at a time, of 5",
+        "the model sees the last 4 tokens at a time, of 9",
+    ]
+
+
+def test_a_model_with_a_method_and_a_config_of_its_own_is_none_of_transformers() -> None:
+    """As nanoGPT's has them; it was called as `generate(input_ids=…, attention_mask=…)`."""
+
+    class Own(Counts):
+        config = ("layers", 1)
+
+        def generate(self, idx: torch.Tensor, max_new_tokens: int) -> None:
+            raise AssertionError
+
+    assert drawn("1", model=Own(), tokens=3, greedy=True) == drawn("1", tokens=3, greedy=True) == ["234"]
+
+
+def test_a_seed_gives_a_text_whatever_the_other_prompts() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    (first,) = drawn("0", tokens=400)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert drawn("0", "5", tokens=400)[0] == first
+    assert drawn("0", tokens=400, seed=1) != [first]
+    steps = [(int(b) - int(a)) % 10 for a, b in zip("0" + first, first, strict=False)]
+    assert set(steps) == {1, 2}
+    assert steps.count(2) == pytest.approx(100, abs=30)
+
+
+def test_a_mixture_of_experts_writes_too() -> None:
+    torch.manual_seed(0)
+    model = MoEGPT(vocab_size=10, block_size=8, layers=1, heads=2, width=8, experts=4).eval()
+    (text,) = drawn("12", model=model, tokens=3, greedy=True)
+    assert int(text[0]) == model(torch.tensor([[1, 2]])).logits[0, -1].argmax()
+
+
+def seen(model: nn.Module) -> list[int]:
+    """The numbers of tokens that a model is called with, from now on."""
+    found: list[int] = []
+    model.register_forward_pre_hook(lambda module, args: found.append(args[0].shape[1]))
+    return found
+
+
+@pytest.mark.parametrize("how", [{"greedy": True}, {}, {"temperature": 0.7, "top_k": 5}, {"top_p": 0.8, "seed": 3}])
+@pytest.mark.parametrize("form", [{"layers": 1}, {"layers": 3, "tie_embeddings": False, "bias": False}])
+def test_a_model_that_asks_a_context_sees_each_token_once_and_writes_the_same(
+    monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], form: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = GPT(vocab_size=10, block_size=48, heads=2, width=32, **form).eval()
+    for parameter in model.parameters():  # as initialised, all tokens are about as probable
+        parameter.data *= 5
+    calls = seen(model)
+    texts = drawn("1234", "5", model=model, tokens=60, **how)
+    assert calls == [4, *[1] * 44, *[48] * 15, 1, *[1] * 47, *[48] * 12]  # beyond the block size all positions move
+    monkeypatch.setattr("ddpforge.app.generation._Cache.of", lambda model: None)
+    calls.clear()
+    assert drawn("1234", "5", model=model, tokens=60, **how) == texts
+    assert calls[:60] == [*range(4, 49), *[48] * 15]
+    assert len(set(texts[0])) > 1
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        GPT(vocab_size=10, block_size=8, layers=2, heads=2, width=8, causal=False),
+        MoEGPT(vocab_size=10, block_size=8, layers=1, heads=2, width=8, experts=4),
+    ],
+    ids=["sees later tokens", "tokens compete for experts"],
+)
+def test_a_model_in_which_earlier_tokens_depend_on_later_ones_sees_all_each_time(model: nn.Module) -> None:
+    calls = seen(model.eval())
+    (text,) = drawn("12", model=model, tokens=4, greedy=True)
+    assert calls == [2, 3, 4, 5]
+    logits = model(torch.tensor([[1, 2, *map(int, text[:3])]]))
+    assert int(text[3]) == getattr(logits, "logits", logits)[0, -1].argmax()
+    assert type(getattr(model, "context", None)) is Context
+
+
+def test_what_is_no_language_model_is_refused() -> None:
+    assert "does not predict the next token" in refused(UsageError, lambda: check_language(Classification(), Letters()))
+    assert "encode(text)" in refused(PluginError, lambda: check_language(LanguageModelling(), [1]))
+    assert "is empty" in refused(UsageError, lambda: drawn("1", ""))
+
+
+# ---------------------------------------------------------------------------------------------- whole runs
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text(TEXT)
+    for level in ("bytes", "characters"):
+        (folder / f"{level}.toml").write_text(RECIPE.format(name=level, level=level))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        in_ranks(1, lambda _: [ddpforge.run(f"{level}.toml").exit_code for level in ("bytes", "characters")])
+    return folder
+
+
+def test_a_trained_model_goes_on_in_its_own_tokens(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained)
+    for level in ("bytes", "characters"):
+        run = ddpforge.load(f"runs/{level}")
+        assert run.generate("abcd", "ghij", tokens=24, greedy=True) == [(TEXT * 2)[4:28], TEXT[:24]]
+    said = refused(ForgeError, lambda: ddpforge.load("runs/characters").generate("abz"))
+    assert said.startswith("'z' is not among the 10 characters that the model has seen: 'abcdefghij'")
+
+
+def test_the_command(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained)
+    Path("prompts.txt").write_text("abcd\n\nefgh\n")
+
+    def said(*arguments: str) -> str:
+        done = CliRunner().invoke(command, ["bytes", *arguments, "-n", "6"])
+        assert done.exception is None, done.exception
+        return done.stdout
+
+    assert said("--prompt", "bcde", "--greedy") == "bcdefghija\n"
+    assert said("--prompts", "prompts.txt", "--greedy") == "abcdefghij\n---\nefghijabcd\n"
+    rows = [json.loads(line) for line in said("--prompts", "prompts.txt", "--greedy", "--json").splitlines()]
+    assert rows == [{"prompt": "abcd", "text": "efghij"}, {"prompt": "efgh", "text": "ijabcd"}]
+    assert said("-p", "abc", "--temperature", "9", "--seed", "3") == said(
+        "-p", "abc", "--temperature", "9", "--seed", "3"
+    )
+
+    for arguments in ([], ["--prompt", "a", "--prompts", "prompts.txt"]):
+        assert "say what to continue" in str(CliRunner().invoke(command, ["bytes", *arguments]).exception)

@@ -1,0 +1,103 @@
+"""A run in numbers: batches, length and cadences, from a recipe and the steps of an epoch."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from ddpforge.errors import UsageError
+from ddpforge.interfaces.durations import Duration, Horizon
+from ddpforge.recipe.batch import plan_batch
+from ddpforge.recipe.plan import Plan, in_steps
+from ddpforge.recipe.schema import CheckpointSection, Component, DataSection, OptimizerComponent, Recipe, TrainSection
+
+PART = Component(use="x")
+
+
+def recipe(train: dict[str, Any], checkpoint: dict[str, Any] | None = None, *, evaluates: bool = True) -> Recipe:
+    return Recipe(
+        recipe=1,
+        name="run",
+        model=PART,
+        data=DataSection(train=PART, eval=PART if evaluates else None),
+        task=PART,
+        optimizer=OptimizerComponent(use="x"),
+        train=TrainSection.model_validate({"length": "2ep", "global_batch": 64} | train),
+        checkpoint=CheckpointSection.model_validate(checkpoint or {}),
+    )
+
+
+def planned(train: dict[str, Any], per_epoch: int | None = 10, ranks: int = 2, **more: Any) -> Plan:
+    made = recipe(train, **more)
+    plan = Plan.of(made, plan_batch(made.train, ranks), per_epoch)
+    assert plan is not None
+    return plan
+
+
+def test_durations_become_steps_and_the_batch_is_dealt_to_ranks() -> None:
+    plan = planned({"micro_batch": 8, "eval_every": "0.5ep"}, checkpoint={"every": "7st", "keep": {"every": "1ep"}})
+    assert plan.horizon == Horizon(20, 10)
+    assert plan.every == {
+        "track.every": 10,
+        "checkpoint.every": 7,
+        "checkpoint.keep.every": 10,
+        "train.eval_every": 5,
+    }
+    assert plan.facts() == {"total_steps": 20, "steps_per_epoch": 10, "micro_batch": 8, "accumulation": 4}
+
+
+def test_the_micro_batch_is_that_of_a_shard() -> None:
+    """256 samples in 8 shards on 2 ranks: 4 passes of 32 on each."""
+    facts = planned({"global_batch": 256, "elastic_shards": 8}).facts()
+    assert (facts["micro_batch"], facts["accumulation"]) == (32, 4)
+
+
+def test_what_goes_by_the_clock_is_counted_nowhere() -> None:
+    plan = planned({"length": "1h", "eval_every": "10m"}, checkpoint={"every": "5m"})
+    assert plan.horizon == Horizon(None, 10)
+    assert plan.every == {"track.every": 10}
+
+
+def test_percent_are_of_the_whole_run() -> None:
+    plan = planned({"eval_every": "25%"}, checkpoint={"every": "50%", "keep": {"every": "100%"}})
+    shares = {"train.eval_every": 5, "checkpoint.every": 10, "checkpoint.keep.every": 20}
+    assert plan.every == {"track.every": 10} | shares
+    with pytest.raises(UsageError, match=r"train\.eval_every: 25% needs to know how many steps the run has"):
+        planned({"length": "1h", "eval_every": "25%"})
+    with pytest.raises(ValidationError, match="it is what 100% means"):
+        planned({"length": "50%"})
+
+
+def test_a_run_that_does_not_evaluate_has_no_cadence_of_evaluations() -> None:
+    assert "train.eval_every" not in planned({}, evaluates=False).every
+
+
+def test_epochs_of_data_without_a_length_are_refused_by_the_key_that_asks_for_them() -> None:
+    with pytest.raises(UsageError, match=r"train\.eval_every: 1ep needs to know how long an epoch is") as caught:
+        in_steps("train.eval_every", Duration.parse("1ep"), Horizon(100, steps_per_epoch=None))
+    assert "in steps" in caught.value.hints[0]
+
+
+def test_all_that_cannot_be_counted_is_noted_in_one_pass() -> None:
+    noted: list[str] = []
+
+    @contextmanager
+    def noting(*path: str) -> Iterator[None]:
+        try:
+            yield
+        except UsageError:
+            noted.append(".".join(path))
+
+    made = recipe({"eval_every": "1ep"}, {"every": "1ep"})
+    assert Plan.of(made, plan_batch(made.train, 1), None, noting=noting) is None
+    assert noted == ["train.length", "checkpoint.every", "train.eval_every"]
+
+
+@pytest.mark.parametrize(("length", "total"), [("2ep", 17), ("1.5ep", 15)])
+def test_whole_epochs_of_no_one_length_end_where_their_order_says(length: str, total: int) -> None:
+    made = recipe({"length": length}, evaluates=False)
+    plan = Plan.of(made, plan_batch(made.train, 2), 10, ends={1: 8, 2: 17}.get)
+    assert plan is not None
+    assert plan.horizon.total == total

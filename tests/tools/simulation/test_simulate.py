@@ -1,0 +1,367 @@
+"""Steps on fake tensors among ranks that are not there: memory, work and what is sent, by the strategies' own code."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from apart import apart
+from torch.nn.parallel import DistributedDataParallel
+from torch_versions import needs_pipelines
+
+from ddpforge.components.registry import Registry
+from ddpforge.strategies.pipeline.strategy import Pipeline
+from ddpforge.tools.parity.specs import parse
+from ddpforge.tools.simulation import zero
+from ddpforge.tools.simulation.devices import DEVICES
+from ddpforge.tools.simulation.fake import pretended
+from ddpforge.tools.simulation.forecast import Forecast, forecast
+from ddpforge.tools.simulation.work import Sent
+
+RECIPE = """
+recipe = 1
+name = "planned"
+[model]
+use = "gpt"
+vocab_size = 256
+block_size = 16
+layers = 2
+heads = 2
+width = 64
+[data.train]
+use = "text"
+split = "train"
+block_size = 16
+[task]
+use = "language_modelling"
+[optimizer]
+use = "adamw"
+lr = 1e-3
+[train]
+length = "4st"
+global_batch = 64
+"""
+MIB = 2**20
+
+Plan = Callable[..., Forecast]
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    """The forecast of the recipe above, or of another, under a strategy on so many ranks."""
+
+    def made(strategy: str, *sets: str, ranks: int = 1, text: str = RECIPE, device: str = "") -> Forecast:
+        (tmp_path / "recipe.toml").write_text(text, encoding="utf-8")
+        registry = Registry.installed()
+        return apart(
+            lambda: forecast(
+                str(tmp_path / "recipe.toml"),
+                parse(strategy, registry, ranks=ranks),
+                ranks=ranks,
+                registry=registry,
+                sets=sets,
+                device=DEVICES.get(device),
+            )
+        )
+
+    return made
+
+
+# ---------------------------------------------------------------------------------------------- what is always there
+@pytest.fixture(scope="module")
+def of_zero(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Forecasts on 8 ranks, of a process of their own: DeepSpeed sets up logging anew."""
+    recipe = tmp_path_factory.mktemp("zero") / "recipe.toml"
+    recipe.write_text(RECIPE, encoding="utf-8")
+    # DeepSpeed keeps small weights whole, unless it is told not to.
+    third = "deepspeed:3:extra={zero_optimization={stage3_param_persistence_threshold=0}}"
+    chosen = f"ddp,deepspeed:1,deepspeed:2,fsdp,{third}"
+    command = [sys.executable, "-m", "ddpforge", "plan", str(recipe), "--ranks=8", "--json", f"--strategies={chosen}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {one["strategy"][:11]: one for one in json.loads(done.stdout)}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "weights", "state"),
+    [
+        # Bytes for each parameter, and over how many ranks they are shared: Rajbhandari et al., "ZeRO" (2020), figure
+        # 1, where weights and gradients take 4 bytes (they are fp32 here), and Adam's moments 8.
+        ("ddp", (4, 1), (8, 1)),
+        ("deepspeed:1", (4, 1), (8, 8)),
+        ("deepspeed:2", (4, 1), (8, 8)),
+        ("deepspeed:3", (4, 8), (8, 8)),
+        ("fsdp", (4, 8), (8, 8)),
+    ],
+)
+def test_weights_and_optimizer_state_are_those_of_the_zero_paper(
+    of_zero: dict[str, dict[str, Any]], strategy: str, weights: tuple[int, int], state: tuple[int, int]
+) -> None:
+    found = of_zero[strategy]
+    assert not found["unsimulated"]
+    for kind, (each, among) in (("weights", weights), ("optimizer state", state)):
+        assert found["state"][kind] == pytest.approx(found["parameters"] * each / among, rel=0.02)
+    assert found["checkpoint"] == pytest.approx(found["parameters"] * 12, rel=0.02)
+
+
+@pytest.mark.parametrize(("strategy", "among"), [("ddp", 1), ("fsdp", 8), ("fsdp:replicas=2", 4)])
+def test_gradients_are_shared_like_the_contract_says(plan: Plan, strategy: str, among: int) -> None:
+    found = plan(strategy, ranks=8)
+    assert found.state["gradients"] == pytest.approx(found.parameters * 4 / among, rel=0.02)
+
+
+def test_a_thousand_ranks_are_simulated_like_two(plan: Plan) -> None:
+    found = plan("fsdp", "train.global_batch=1024", ranks=1024)
+    assert not found.unsimulated
+    assert found.state["weights"] < 2 * found.parameters * 4 / 1024 + 50 * 256  # a row of each tensor, at the least
+    assert found.batch["data_ranks"] == 1024
+
+
+# ---------------------------------------------------------------------------------------------- the largest moment
+def test_activations_grow_with_the_micro_batch_and_nothing_else_does(plan: Plan) -> None:
+    one, two = (plan("ddp", f"train.micro_batch={size}", ranks=2) for size in (8, 16))
+    assert one.kinds
+    assert two.kinds
+    assert one.state == two.state
+    assert two.kinds["activations"] == pytest.approx(2 * one.kinds["activations"], rel=0.01)
+    assert two.peak
+    assert one.peak
+    assert two.peak > one.peak
+
+
+def test_memory_does_not_depend_on_how_many_micro_batches_follow(plan: Plan) -> None:
+    two, eight = (plan("ddp", f"train.global_batch={size}", "train.micro_batch=8", ranks=2) for size in (32, 128))
+    assert (two.batch["accumulation"], eight.batch["accumulation"]) == (2, 8)
+    assert two.peak == eight.peak
+    assert eight.flops == 4 * (two.flops or 0)
+    assert eight.wire == two.wire  # gradients are reduced once a step
+
+
+def test_sharded_weights_are_gathered_for_every_micro_batch(plan: Plan) -> None:
+    two, eight = (plan("fsdp", f"train.global_batch={size}", "train.micro_batch=8", ranks=2) for size in (32, 128))
+    assert two.wire
+    assert eight.wire
+    assert eight.wire["all_gather over 2"] == 4 * two.wire["all_gather over 2"]
+
+
+def test_averaged_weights_and_several_optimizers_are_counted(plan: Plan) -> None:
+    plain = plan("ddp", ranks=2)
+    averaged = plan("ddp", "callbacks.ema={use='ema',decay=0.99}", ranks=2)
+    assert averaged.peak == pytest.approx((plain.peak or 0) + plain.parameters * 4, rel=0.001)
+    muon = plan("ddp", "optimizer.groups.matrices={use='muon',parameters=['2d'],lr=0.01}", ranks=2)
+    assert muon.state["optimizer state"] < plain.state["optimizer state"]  # momentum alone, for matrices
+
+
+def test_a_loss_that_gathers_rows_of_all_ranks_is_simulated(plan: Plan) -> None:
+    found = plan("ddp", ranks=4, text=(Path(__file__).parents[3] / "recipes/contrastive-digits.toml").read_text())
+    assert not found.unsimulated
+    assert found.wire
+    assert "all_gather over 4" in found.wire
+
+
+def test_a_loss_in_chunks_takes_less_memory_and_no_more_work(plan: Plan) -> None:
+    long = ("model.vocab_size=4096", "train.micro_batch=32")
+    whole, chunked = (plan(strategy, *long, *more) for strategy, more in (("ddp", []), ("ddp", ["task.loss_chunk=64"])))
+    logits = 32 * 16 * 4096 * 4
+    assert whole.peak
+    assert chunked.peak
+    assert chunked.peak < whole.peak - logits
+    assert chunked.flops == whole.flops
+
+
+@pytest.mark.parametrize(
+    "key", ["tf32=true", "cudnn_benchmark=true", "sync_batchnorm=true", "compile=default", 'device="cuda"']
+)
+def test_what_only_a_gpu_does_is_planned_for_where_there_is_none(plan: Plan, key: str) -> None:
+    assert plan("ddp", f"train.{key}").peak == plan("ddp").peak
+
+
+def test_recomputing_takes_less_memory_and_more_work(plan: Plan) -> None:
+    kept, again = (plan("ddp", f"train.activation_checkpointing={flag}") for flag in ("false", "true"))
+    assert again.peak
+    assert kept.peak
+    assert again.peak < 0.8 * kept.peak
+    assert again.flops
+    assert kept.flops
+    assert 1.15 < again.flops / kept.flops < 4 / 3  # the head is not computed again
+
+
+@needs_pipelines
+def test_the_stage_that_needs_most_is_told_of_a_pipeline(plan: Plan) -> None:
+    whole, staged = plan("ddp", ranks=1), plan("pipeline", "train.micro_batch=16", ranks=2)
+    assert not staged.unsimulated
+    # The embedding is on both stages: it is tied to the head.
+    assert 0.5 < staged.state["weights"] / whole.state["weights"] < 0.7
+    assert staged.wire
+    assert staged.wire["send over 2"] == pytest.approx(4 * 16 * 16 * 64 * 4, abs=4)  # torch 2.14 sends a number more
+    assert staged.all_flops == pytest.approx(whole.flops, rel=0.01)
+
+
+@needs_pipelines
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("GPipe", marks=pytest.mark.full), "ZBVZeroBubble"])
+def test_a_long_step_of_a_pipeline_is_reckoned_from_two_short_ones(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    strategy = f'pipeline:schedule="{schedule}"'
+    reckoned = plan(strategy, "train.micro_batch=1", "train.global_batch=19", ranks=2)
+    monkeypatch.setattr(Pipeline, "grows_evenly", lambda self, ranks: (18, 19))  # none is left to be reckoned
+    simulated = plan(strategy, "train.micro_batch=1", "train.global_batch=19", ranks=2)
+    assert reckoned.batch["accumulation"] == 19
+    assert reckoned.as_dict() == simulated.as_dict()
+
+
+@needs_pipelines
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "pipeline",
+        pytest.param("pipeline:stages=4:tensor=2", marks=pytest.mark.full),
+        pytest.param('pipeline:schedule="GPipe"', marks=pytest.mark.full),
+    ],
+)
+def test_one_of_the_stages_with_equal_layers_stands_for_all(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    ranks = 8 if "tensor" in strategy else 4
+    quick = plan(strategy, "model.layers=8", "train.micro_batch=8", ranks=ranks)
+    told = Pipeline.distinct_ranks
+
+    def each(*args: Any) -> dict[int, Any]:
+        forms = told(*args)
+        assert len(set(forms.values())) == 3 < len(forms)
+        return {rank: rank for rank in forms}
+
+    monkeypatch.setattr(Pipeline, "distinct_ranks", each)
+    assert plan(strategy, "model.layers=8", "train.micro_batch=8", ranks=ranks).as_dict() == quick.as_dict()
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_zero_is_simulated_like_its_own_code_for_all_ranks(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    quick = plan("deepspeed:3", "train.global_batch=66", ranks=ranks)
+    monkeypatch.setattr(zero, "_STAND_INS", zero._STAND_INS[:1])  # without which there is no step
+    assert plan("deepspeed:3", "train.global_batch=66", ranks=ranks).as_dict() == quick.as_dict()
+
+
+def test_a_tensor_parallel_rank_computes_its_share(plan: Plan) -> None:
+    whole, shared = plan("ddp", ranks=1), plan("fsdp:tensor=2", ranks=2)
+    assert shared.batch["data_ranks"] == 1
+    assert shared.flops == pytest.approx((whole.flops or 0) / 2, rel=0.01)
+
+
+def test_compressed_gradients_send_half(plan: Plan) -> None:
+    plain, half = plan("ddp", ranks=2), plan('ddp:compression="bf16"', ranks=2)
+    assert plain.wire
+    assert half.wire
+    assert half.wire["all_reduce over 2"] == plain.wire["all_reduce over 2"] / 2 == plain.parameters * 4 / 2
+
+
+def test_the_largest_tensors_have_their_makers_names(plan: Plan) -> None:
+    found = plan("ddp", ranks=2)
+    assert len(found.largest) == 10
+    assert [one["bytes"] for one in found.largest] == sorted((one["bytes"] for one in found.largest), reverse=True)
+    makers = " ".join(one["made_by"] for one in found.largest)
+    assert "blocks.0.mlp" in makers
+    assert "_log_softmax" in makers
+    assert "head" not in makers, "logits are kept through the backward pass"
+
+
+# ---------------------------------------------------------------------------------------------- work
+def test_gpt_2_computes_what_the_formula_says(plan: Plan) -> None:
+    """6 operations for each parameter and token (Kaplan et al., 2020), and 14 · layers · width · length for attention.
+
+    Flash attention computes the scores a second time in its backward pass (Dao et al., 2022): 7 products, not 6.
+    """
+    sets = ["model={use=gpt,vocab_size=50257,block_size=1024,layers=12,heads=12,width=768}"]
+    sets += ["data.train.block_size=1024", "train.global_batch=1"]
+    found = plan("single", *(one.replace("=gpt,", '="gpt",') for one in sets))
+    tokens, positions = 1024, 1024 * 768
+    assert found.items == tokens
+    assert found.parameters == pytest.approx(124.4e6, rel=0.002)
+    expected = 6 * (found.parameters - positions) * tokens + 14 * 12 * 768 * tokens * tokens
+    assert found.flops == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "sent"), [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("send", 1.0), ("recv", 0)]
+)
+def test_bytes_on_the_wire_are_those_of_ring_algorithms(name: str, sent: float) -> None:
+    assert Sent(name, 4, 1000).wire == 1000 * sent
+
+
+def test_a_faster_device_takes_less_time(plan: Plan) -> None:
+    slow, fast = (plan("ddp", "train.precision=bf16", ranks=8, device=name).seconds for name in ("a100-80", "h100"))
+    assert slow
+    assert fast
+    assert fast.compute < slow.compute
+    assert fast.least == max(fast.compute, fast.communication) < fast.most == fast.compute + fast.communication
+
+
+# --------------------------------------------------------------------------------------------- what cannot be simulated
+ODD = """
+import torch
+from torch import nn
+
+class Odd(nn.Module):
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.layer = nn.Linear(64, outputs)
+    def forward(self, x):
+        x = x.flatten(1)
+        if x.unique().tolist()[:1] == [0.5]:
+            x = x + 1
+        return self.layer(x)
+"""
+DIGITS = """
+recipe = 1
+name = "odd"
+model = { use = "./odd.py:Odd", outputs = 10 }
+data.train = { use = "digits", split = "train" }
+task = { use = "classification" }
+optimizer = { use = "adamw", lr = 1e-3 }
+train = { length = "4st", global_batch = 64 }
+"""
+
+
+def test_a_model_that_looks_at_values_is_told_and_counted_by_arithmetic(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(ODD, encoding="utf-8")
+    found = plan("ddp", ranks=2, text=DIGITS)
+    assert "unique" in found.unsimulated
+    assert (found.peak, found.kinds, found.flops, found.fits) == (None, None, None, None)
+    assert found.state == {"weights": 2600, "gradients": 2600, "optimizer state": 5200 + 2 * 4}
+    assert found.checkpoint == 2600 * 3 + 8
+
+
+def test_a_recipe_that_cannot_train_is_refused_as_check_does(plan: Plan) -> None:
+    with pytest.raises(RuntimeError, match=r"RecipeError: .*heads"):
+        plan("ddp", "model.heads=3")
+
+
+def test_ranks_that_have_joined_simulate_none() -> None:
+    def twice() -> None:
+        with pretended(4), pretended(2):
+            pass
+
+    with pytest.raises(RuntimeError, match=r"UsageError: .*joined other ranks"):
+        apart(twice)
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE, encoding="utf-8")
+
+    def same() -> bool:
+        def all_of() -> tuple[object, ...]:
+            ours = DistributedDataParallel.__init__, torch.nn.Module._apply
+            return *ours, torch.UntypedStorage.resize_, dist.get_backend, dist.all_gather_object
+
+        before, registry = all_of(), Registry.installed()
+        forecast(str(tmp_path / "recipe.toml"), parse("fsdp", registry, ranks=2), ranks=2, registry=registry)
+        return before == all_of() and not dist.is_initialized() and torch.ones(2).sum().item() == 2
+
+    assert apart(same)

@@ -1,0 +1,118 @@
+"""Searches by Optuna: what is tried next, what is told, how they go on, and which runs end early."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import optuna
+import pytest
+from run_folders import made, trained
+
+from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.ranks.collectives import Alone
+from ddpforge.tools.sweeps.journal import opened_trial
+from ddpforge.tools.sweeps.optuna_study import Search
+from ddpforge.tools.sweeps.pruning import OptunaPruning
+from ddpforge.tools.sweeps.space import Space, Variant
+from ddpforge.tools.sweeps.training import Trained
+
+WORDS = ["lr=1e-4..1e-1:log", "act=a,b", "width=1..8", "epochs=3"]
+
+
+def search(folder: Path, count: int = 6, **options: Any) -> Search:
+    given: dict[str, Any] = {"metric": "eval/loss", "mode": "min", "seed": 0, "prunes": False}
+    return Search(Space.parse(WORDS), folder, count=count, **(given | options))
+
+
+def outcome(variant: Variant, state: str = "done", loss: float | None = 0.5) -> Trained:
+    return Trained(name=variant.name, state=state, metrics={"eval/loss": loss}, log=Path("log"))
+
+
+def trials(folder: Path) -> list[optuna.trial.FrozenTrial]:
+    return search(folder, 0)._study.trials
+
+
+def values(variant: Variant) -> dict[str, str]:
+    return dict(text.split("=", 1) for text in variant.sets)
+
+
+def drained(found: Search) -> Iterator[Variant]:
+    """Each run's loss is the distance of its learning rate from 0.01, so that there is something to find."""
+    for variant in found:
+        yield variant
+        found.told(variant, outcome(variant, loss=abs(float(values(variant)["lr"]) - 0.01)))
+
+
+def test_runs_are_chosen_one_by_one_from_the_space(tmp_path: Path) -> None:
+    found = list(drained(search(tmp_path, 12)))
+    assert [variant.name for variant in found] == [f"trial-{number:04}" for number in range(12)]
+    assert all(values(variant)["epochs"] == "3" for variant in found)
+    assert all(1e-4 <= float(values(variant)["lr"]) <= 0.1 for variant in found)
+    assert len({values(variant)["lr"] for variant in found}) == 12
+    told = trials(tmp_path)
+    assert [trial.value for trial in told] == [abs(float(values(one)["lr"]) - 0.01) for one in found]
+
+
+def test_a_search_that_was_killed_goes_on_with_what_it_had_begun(tmp_path: Path) -> None:
+    first = search(tmp_path)
+    before = [next(first), next(first), next(first)]
+    first.told(before[0], outcome(before[0]))
+    made(tmp_path / before[1].name, state="stopped")
+
+    with trained(made(tmp_path / before[2].name, state="running")):  # by somebody else
+        assert next(search(tmp_path)) == before[1]
+        again = search(tmp_path)
+        assert [next(again).name for _ in range(2)] == ["trial-0001", "trial-0003"]
+    assert next(again).name == "trial-0004"
+    assert [variant.name for variant in search(tmp_path)] == [f"trial-{n:04}" for n in (1, 2, 3, 4, 5)]
+    assert len({trial.params["lr"] for trial in trials(tmp_path)}) == 6
+
+
+def test_the_study_hears_what_came_of_each_run(tmp_path: Path) -> None:
+    found = search(tmp_path)
+    for state, loss in [("done", 0.5), ("done", None), ("diverged", None), ("failed", None), ("stopped", 0.1)]:
+        variant = next(found)
+        found.told(variant, outcome(variant, state, loss))
+    assert [trial.state.name for trial in trials(tmp_path)] == ["COMPLETE", "PRUNED", "PRUNED", "FAIL", "RUNNING"]
+
+
+def test_another_space_is_refused(tmp_path: Path) -> None:
+    next(search(tmp_path))
+    other = Search(Space.parse(["act=x,y"]), tmp_path, count=5, metric="eval/loss", mode="min", seed=0, prunes=False)
+    with pytest.raises(UsageError, match="has other values"):
+        next(other)
+
+
+def test_without_optuna_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(EnvironmentProblem, match="which is not installed") as caught:
+        search(tmp_path)
+    assert caught.value.hints == ("pip install 'ddpforge[optuna]'",)
+
+
+# ---------------------------------------------------------------------------------------------- pruning
+def pruning(folder: Path, number: int) -> OptunaPruning:
+    callback = OptunaPruning(str(folder / "optuna.log"), number, "eval/loss")
+    callback.on_start(SimpleNamespace(world=SimpleNamespace(all=Alone())))  # type: ignore[arg-type]
+    return callback
+
+
+def test_a_hopeless_run_ends_and_is_told_as_pruned(tmp_path: Path) -> None:
+    found = search(tmp_path, 8, prunes=True)
+    for number in range(6):  # the median counts after five
+        variant = next(found)
+        assert "callbacks.pruning" in values(variant)
+        assert not pruning(tmp_path, number).on_eval(1, {"eval/loss": 0.5, "other": 1.0})
+        found.told(variant, outcome(variant))
+    hopeless = next(found)
+    callback = pruning(tmp_path, 6)
+    assert not callback.on_eval(1, {"eval/a/loss": 9.0})  # another set
+    assert callback.on_eval(1, {"eval/loss": 9.0})
+    found.told(hopeless, outcome(hopeless, loss=9.0))
+    good = next(found)
+    assert not pruning(tmp_path, 7).on_eval(1, {"eval/loss": 0.1})
+    found.told(good, outcome(good, loss=0.1))
+    assert [trial.state.name for trial in trials(tmp_path)[5:]] == ["COMPLETE", "PRUNED", "COMPLETE"]
+    assert opened_trial(tmp_path / "optuna.log", 6).number == 6

@@ -1,0 +1,204 @@
+"""Trials of a recipe: what they measure, and that they leave nothing behind; real ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from launched import Ranks
+
+from ddpforge.cli import main
+
+RECIPE = """\
+recipe = 1
+name = "tiny"
+model = { use = "mlp", inputs = 64, outputs = 10, hidden = [16] }
+data.train = { use = "digits", split = "train" }
+data.eval = { use = "digits", split = "test" }
+task = { use = "classification", metrics = ["accuracy"] }
+optimizer = { use = "adamw", lr = 0.01 }
+train = { length = "2ep", global_batch = 64, eval_batch = 8 }
+checkpoint = { every = "2st", at_start = true }
+track.csv = {}
+
+[callbacks.noted]
+use = "./noted.py:Noted"
+"""
+NOTED = '''\
+"""A callback that says where it is."""
+
+from pathlib import Path
+
+from ddpforge.interfaces import Callback, RunContext
+
+
+class Noted(Callback):
+    def on_start(self, run: RunContext) -> None:
+        (run.folder / "mine").write_text("a file in the run's folder")
+        if run.world.is_main:
+            Path("where").write_text(str(run.folder))
+
+    def on_end(self, error: BaseException | None) -> None:
+        print("the end")
+'''
+
+
+@pytest.fixture(autouse=True)
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.toml").write_text(RECIPE)
+    Path("noted.py").write_text(NOTED)
+
+
+def files() -> set[str]:
+    return {path.name for path in Path().iterdir() if path.name[0] not in "._"}
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_dry_run_measures_and_keeps_nothing(ddpforge: Callable[..., Ranks], nproc: int) -> None:
+    said = ddpforge("run", "tiny.toml", "--dry-run", "3", "--json", nproc=nproc)
+    found: dict[str, Any] = json.loads(said.stdout)
+    assert (found["steps"], found["total_steps"]) == (3, 46)
+    assert (found["evaluated"], found["to_evaluate"]) == (3, 45 if nproc == 1 else 23)
+    assert sum(found["time"].values()) == pytest.approx(1, abs=1e-6)
+    assert found["samples_per_second"] == pytest.approx(64 / found["seconds"])
+    assert found["memory"] > 50e6
+    assert found["loss"][0] == pytest.approx(2.3, abs=0.3)
+    assert files() == {"tiny.toml", "noted.py", "where"}
+    assert not Path(Path("where").read_text()).exists()
+
+
+def test_a_dry_run_leaves_an_earlier_run_as_it_is(ddpforge: Callable[..., Ranks]) -> None:
+    ddpforge("run", "tiny.toml", "train.length=2st")
+    before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
+    said = ddpforge("run", "tiny.toml", "train.length=4st", "optimizer.lr=0.1", "--dry-run", "9")
+    lines = said.stdout.splitlines()
+    assert lines[1] == "4 steps on trial; nothing was kept"
+    assert [line.split("  ")[1] for line in lines[2:]] == [
+        *("first step", "step", "time", "evaluation", "memory", "loss", "whole run")
+    ]
+    assert {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("option", ["--fresh", "--profile=1..2", "--out=elsewhere"])
+def test_what_is_about_a_run_is_refused(ddpforge: Callable[..., Ranks], option: str) -> None:
+    refused = ddpforge("run", "tiny.toml", "--dry-run", "1", option, fails=True)
+    assert refused.codes == [2]
+    assert "a trial keeps nothing" in refused.stderr
+
+
+def test_one_batch_is_learnt_by_heart(ddpforge: Callable[..., Ranks]) -> None:
+    said = ddpforge("run", "tiny.toml", "--overfit", "1", "--dry-run", "120", "train.length=3st", nproc=2)
+    lines = said.stdout.splitlines()
+    assert lines[0] == "120 steps on the first batch; nothing was kept"
+    assert lines[-1] == "  learnt: model, loss and optimizer work together"
+    assert files() == {"tiny.toml", "noted.py"}
+
+
+def test_what_cannot_be_learnt_is_said_so(ddpforge: Callable[..., Ranks]) -> None:
+    said = ddpforge("run", "tiny.toml", "--overfit", "2", "--dry-run", "6", "--json", "optimizer.lr=1e-9")
+    found = json.loads(said.stdout)
+    assert len(found["losses"]) == 6
+    assert found["losses"][0] == pytest.approx(found["losses"][2], rel=1e-4)  # the same batch again
+    assert found["losses"][0] != pytest.approx(found["losses"][1], rel=1e-4)
+    assert found["share"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_range_of_rates_is_tested_up_to_where_it_diverges(ddpforge: Callable[..., Ranks]) -> None:
+    options = ("--from", "1e-5", "--to", "1e5", "--steps", "60", "--json")
+    said = ddpforge("lr-range", "tiny.toml", *options, "optimizer.use=sgd", "optimizer.lr=0.1", nproc=2)
+    found = json.loads(said.stdout)
+    assert found["lr"][0] == pytest.approx(1e-5)
+    assert found["lr"][1] / found["lr"][0] == pytest.approx(1e10 ** (1 / 59))
+    assert len(found["lr"]) < 60
+    assert 1e-3 < found["suggestion"] < 10
+    assert files() == {"tiny.toml", "noted.py"}
+
+
+@pytest.mark.parametrize("options", [("--from", "0"), ("--from", "1", "--to", "0.1")])
+def test_a_range_that_is_none_is_refused(ddpforge: Callable[..., Ranks], options: tuple[str, ...]) -> None:
+    refused = ddpforge("lr-range", "tiny.toml", *options, fails=True)
+    assert refused.codes == [2]
+    assert "cannot test 100 rates" in refused.stderr
+
+
+# ---------------------------------------------------------------------------------------------- data
+def shown(*arguments: str) -> Any:
+    result = CliRunner().invoke(main, ["data", "show", "tiny.toml", *arguments])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_the_first_batches_are_those_of_training() -> None:
+    result = shown("--batches", "2", "-o", "sheet.png")
+    lines = result.stdout.splitlines()
+    assert lines[0] == "train, batch 1: 64 samples"
+    assert lines[1].startswith("  0  float32 [64, 1, 8, 8]  0 … 1, mean 0.3")
+    assert lines[2].startswith("  1  int64 [64]")
+    counts = dict(pair.split(": ") for pair in lines[2].split("  ")[-1].split(", "))
+    assert sum(map(int, counts.values())) == 64
+    assert lines[3] == "train, batch 2: 64 samples"
+    assert "sheet.png: 64 pictures" in result.stderr
+    assert Path("sheet.png").read_bytes().startswith(b"\x89PNG")
+    assert not Path("runs").exists()
+
+
+def test_a_forward_pass_may_have_a_part_of_a_step() -> None:
+    found = json.loads(shown("--batches", "1", "--json", "train.micro_batch=16").stdout)["batches"][0]
+    assert (found["samples"], found["step_samples"]) == (16, 64)
+    assert found["leaves"][1]["shape"] == [16]
+
+
+def test_an_object_of_its_own_is_shown_by_what_it_holds() -> None:
+    shutil.copy(Path(__file__).parents[2] / "odd_batches.py", ".")
+    graphs = ["model={use='./odd_batches.py:GraphNet'}", "task={use='./odd_batches.py:GraphTask'}"]
+    result = shown("--batches", "1", *graphs, "data.train={use='./odd_batches.py:Graphs'}")
+    lines = result.stdout.splitlines()
+    assert [line.split("  ")[1] for line in lines[1:]] == ["nodes", "graph", "targets"]
+
+
+def test_an_evaluation_set_is_shown_by_its_name() -> None:
+    found = json.loads(shown("--split", "eval", "--batches", "1", "--json").stdout)
+    assert found["batches"][0]["samples"] == 8
+    refused = CliRunner().invoke(main, ["data", "show", "tiny.toml", "--split", "eval.hard"])
+    assert refused.exit_code == 2
+    assert "the recipe has no [data.eval.hard]\n  = help: there are train, eval" in refused.stderr
+
+
+def test_tokens_are_shown_as_text(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    (tmp_path / "tiny.toml").write_text(
+        """\
+recipe = 1
+name = "tiny"
+model = { use = "gpt", block_size = 20, layers = 1, heads = 1, width = 8 }
+data.train = { use = "text", split = "train", path = "text.txt", block_size = 20 }
+task = { use = "language_modelling" }
+optimizer = { use = "adamw", lr = 0.01 }
+train = { length = "2st", global_batch = 4 }
+"""
+    )
+    lines = shown("--batches", "1").stdout.splitlines()
+    assert lines[1].startswith("  0  int64 [4, 20]  32 … ")
+    first, target = lines[2].removeprefix("    "), lines[6].removeprefix("    ")
+    assert first in "The quick brown fox jumps over the lazy dog. " * 2
+    assert target[:-1] == first[1:]
+
+
+def test_where_there_are_no_pictures_none_are_drawn(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(
+        RECIPE.replace('"digits", split = "train"', '"./flat.py:Flat"').partition("[callbacks")[0]
+    )
+    (tmp_path / "flat.py").write_text(
+        "import torch\n\nclass Flat:\n    classes = 10\n\n    def __len__(self):\n        return 64\n\n"
+        "    def __getitem__(self, index):\n        return torch.full((64,), torch.nan), index % 10\n"
+    )
+    refused = CliRunner().invoke(main, ["data", "show", "tiny.toml", "-o", "sheet.png"])
+    assert refused.exit_code == 2
+    assert "  0  float32 [64, 64]  4,096 not finite" in refused.stdout
+    assert "there are no pictures in the batch" in refused.stderr

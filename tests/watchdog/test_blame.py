@@ -1,0 +1,121 @@
+"""The rank that the others wait for, from where all of them stand."""
+
+from typing import Any
+
+import pytest
+
+from ddpforge.watchdog.blame import Blame, blame
+from ddpforge.watchdog.rows import Row
+
+ENGINE = "torch/autograd/graph.py:10 in _engine_run_backward"
+
+
+def row(rank: int, phase: str = "backward", marks: int = 50, **more: Any) -> Row:
+    return Row(rank, f"node{rank}", 100 + rank, phase, 15, marks, 9.0, **{"answers": True, "at": ENGINE, **more})
+
+
+def found(*rows: Row, size: int = 0) -> Blame:
+    return blame({one.rank: one for one in rows}, size or len(rows))
+
+
+def test_the_rank_with_the_fewest_marks_is_where_the_others_cannot_go_on() -> None:
+    assert found(row(0), row(1, "data", 48, at="faults.py:3 in load"), row(2)) == (
+        [1],
+        "stood in data of step 15 for 9 s at faults.py:3 in load; the others waited for it",
+    )
+
+
+def test_an_earlier_step_comes_before_fewer_marks() -> None:
+    assert found(row(0, marks=40), row(1, marks=41)._replace(step=14)).ranks == [1]
+
+
+def test_of_ranks_in_one_place_the_one_that_is_not_in_a_collective_is_at_fault() -> None:
+    """Under FSDP all are in the same forward pass: one in its own code, the others wait for its weights."""
+    waits = "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:300 in foreach_all_gather_copy_out"
+    found_ = found(row(0, "forward", at=waits), row(1, "forward", at="model.py:7 in forward"))
+    assert found_.ranks == [1]
+    assert "the others waited for it" in found_.sentence
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        *("ddpforge/training/norms.py:31 in take", "ddpforge/ranks/means.py:86 in _reduce"),
+        *("ddpforge/checkpoint/staging.py:110 in finish", "torch/cuda/streams.py:110 in synchronize"),
+        *("ddpforge/training/step.py:173 in _look", "ddpforge/strategies/torch_replica.py:155 in clip"),
+    ],
+)
+def test_a_rank_that_waits_for_its_gpu_waits_for_the_others(at: str) -> None:
+    """With NCCL the host runs ahead, and first stands still where it reads what the collective is to give."""
+    assert found(row(0, at=at), row(1, at="model.py:7 in forward"), row(2, at=at)).ranks == [1]
+    assert "none is behind" in found(row(0, at=at), row(1, at=at)).sentence
+
+
+def test_a_rank_that_is_ahead_is_waited_for_where_those_behind_only_wait() -> None:
+    """In a pipeline the next rank cannot begin before it gets what the first one computes."""
+    waits = "torch/distributed/distributed_c10d.py:4000 in wait"
+    assert found(row(0, "forward", 53, at="model.py:7 in forward"), row(1, marks=50, at=waits)).ranks == [0]
+
+
+def test_a_rank_that_has_lost_touch_waited_for_another() -> None:
+    assert found(row(0, at="", left=True), row(1, at="model.py:7 in forward")).ranks == [1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "sentence"),
+    [
+        ([row(0)], [1], "did not answer, and was never heard of: its host may be gone"),
+        (
+            [row(0), row(1, "data", answers=False)],
+            [1],
+            "did not answer (process 101 on node1), last heard of in data of step 15",
+        ),
+        (
+            [row(0, "data", 3), row(1, frozen=True, at="")],
+            [1],
+            "was frozen, as by SIGSTOP, in backward of step 15 for 9 s",
+        ),
+        (
+            [row(0, "data", 3), row(1, cut_off=8.0)],
+            [1],
+            f"on node1 lost touch with the first host 8 s ago: it stood in backward of step 15 for 9 s at {ENGINE}",
+        ),
+    ],
+    ids=["unknown", "silent", "frozen", "cut off"],
+)
+def test_who_does_not_answer_is_frozen_or_cut_off_is_at_fault_wherever_it_stands(
+    rows: list[Row], ranks: list[int], sentence: str
+) -> None:
+    assert found(*rows, size=2) == (ranks, sentence)
+
+
+def test_a_store_that_was_out_of_reach_for_a_moment_is_no_fault() -> None:
+    assert found(row(0, "data", 3), row(1, cut_off=2.5)).ranks == [0]
+
+
+def test_several_may_be_waited_for() -> None:
+    assert found(row(0), row(1, "data", 4, at="a.py:1 in x"), row(2, "data", 4, at="a.py:1 in x")) == (
+        [1, 2],
+        "stood in data of step 15 for 9 s at a.py:1 in x; as did rank 2; the others waited",
+    )
+
+
+def test_where_none_is_behind_nobody_is_said_to_be() -> None:
+    assert found(row(0), row(1)) == (
+        [0, 1],
+        f"and all others stood in backward of step 15 for 9 s at {ENGINE}: none is behind",
+    )
+
+
+@pytest.mark.parametrize("broken", [{}, {"rank": 1}, [1], "x", {**row(1)._asdict(), "more": 1}])
+def test_a_row_that_is_none_is_refused(broken: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        Row.read(broken)
+    with pytest.raises(ValueError):
+        Row.read({**row(1)._asdict(), "seconds": "long"})
+
+
+def test_a_row_grows_older() -> None:
+    shown = row(1)._replace(time=100.0)
+    assert shown.as_of(103.0).seconds == 12.0
+    assert shown.as_of(99.0).seconds == 9.0  # another host's clock

@@ -1,0 +1,307 @@
+"""A rank is watched: for how long it may stand where, who decides that it has stood too long, and what comes then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+from doubles import Clock
+
+from ddpforge.ranks.phases import BACKWARD, DATA, END, EVAL, FORWARD, SAVE, START, Place
+from ddpforge.watchdog.blame import Blame
+from ddpforge.watchdog.rows import Row
+from ddpforge.watchdog.sentry import Limits, Sentry
+
+
+class Job:
+    """Ranks without processes, whose watchers see each other at once."""
+
+    def __init__(self, ranks: int = 2, stall: float = 80.0, compiles: bool = False) -> None:
+        self.clock = Clock()
+        self.rows: dict[int, Row] = {}
+        self.alarm = self.failed = False
+        self.told: list[tuple[int, Blame]] = []
+        self.ended: list[int] = []
+        self.late: list[int] = []
+        self.dead: set[int] = set()
+        limits = Limits(stall, compiles)
+        self.ranks = [Rank(self, rank) for rank in range(ranks)]
+        self.sentries = [
+            Sentry(one.rank, ranks, one, one, one, limits, clock=self.clock, sleep=self.pass_time) for one in self.ranks
+        ]
+        self.awake = set(range(ranks))
+
+    def pass_time(self, seconds: float) -> None:
+        """Others answer while one waits."""
+        self.clock.now += seconds
+        if self.alarm:
+            for rank in sorted(self.awake):
+                self.rows[rank] = self.ranks[rank].row(answers=True)
+
+    def run(self, seconds: int) -> None:
+        """Looks once a second."""
+        for _ in range(seconds):
+            self.clock.now += 1
+            for rank in sorted(self.awake):
+                if self.sentries[rank].look():
+                    self.awake.discard(rank)
+
+
+class Rank:
+    """The process, the board and the teller of one rank."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank, self.pid = job, rank, 100 + rank
+        self.at = Place(START, 0, 0, 0, False)
+        self.stopped = False
+        self.cut_off = 0.0
+        self.code = ""
+        self.written: Callable[[], None] = lambda: None
+
+    def go(self, phase: int, step: int = 5, *, first: int = 1, left: bool = False) -> None:
+        self.at = Place(phase, step, self.at.marks + 1, first, left)
+
+    # the process
+    def ended(self, wait: float) -> bool:
+        return self.rank in self.job.ended
+
+    def place(self) -> Place:
+        return self.at
+
+    def frozen(self) -> bool:
+        return self.stopped
+
+    def death(self) -> str:
+        return "was killed by signal 9 (SIGKILL)"
+
+    def stacks(self) -> str:
+        self.written()
+        return "stacks"
+
+    def last_stacks(self) -> str:
+        return self.code
+
+    def line(self, stacks: str) -> str:
+        return "x.py:1 in x"
+
+    def end(self) -> None:
+        self.job.ended.append(self.rank)
+
+    # the board
+    def show(self, row: Row) -> None:
+        self.job.rows[self.rank] = row
+
+    def call(self) -> None:
+        self.job.alarm = True
+
+    def called(self) -> bool:
+        return self.job.alarm
+
+    def rows(self) -> dict[int, Row]:
+        return dict(self.job.rows)
+
+    def row(self, *, answers: bool) -> Row:
+        return self.job.rows[self.rank]._replace(answers=answers, frozen=self.stopped)
+
+    # the teller
+    def someone_failed(self) -> bool:
+        return self.job.failed
+
+    def keep_stacks(self, stacks: str) -> None:
+        assert stacks == (self.code or ("" if self.at.left or self.rank in self.job.dead else "stacks"))
+
+    def tell(self, found: Blame, rows: Mapping[int, Row]) -> None:
+        if not self.job.failed:
+            self.job.told.append((self.rank, found))
+            self.job.failed = True
+
+    def tell_end(self, why: str) -> None:
+        self.job.late.append(self.rank)
+
+
+@pytest.mark.parametrize(
+    ("phase", "step", "compiles", "limit"),
+    [
+        (DATA, 5, False, 80),
+        (FORWARD, 5, True, 80),
+        (FORWARD, 1, False, 240),  # the first step of the attempt
+        (FORWARD, 1, True, 480),
+        (EVAL, 5, False, 240),
+        (SAVE, 5, False, 480),
+        (START, 0, False, 480),
+        (END, 5, False, 480),
+    ],
+)
+def test_a_rank_is_late_when_its_phases_limit_is_over(phase: int, step: int, compiles: bool, limit: int) -> None:
+    job = Job(1, compiles=compiles)
+    job.ranks[0].go(phase, step)
+    job.run(limit)
+    assert not job.alarm
+    job.run(3)
+    assert job.alarm
+    assert job.ended == [0]
+
+
+def test_without_a_limit_a_rank_may_stand_for_ever() -> None:
+    job = Job(1, stall=float("inf"))
+    job.run(5_000)
+    assert not job.alarm
+
+
+def test_a_rank_that_moves_on_while_its_stacks_are_written_is_not_condemned() -> None:
+    job = Job(2)
+    slow, waits = job.ranks
+    slow.go(DATA)
+    waits.at = waits.at._replace(marks=9)
+    waits.go(BACKWARD)
+    job.run(80)
+    slow.written = lambda: slow.go(FORWARD)
+    job.run(2)
+    slow.written = lambda: None
+    waits.go(BACKWARD)
+    job.run(70)
+    assert not job.alarm
+    job.run(20)
+    assert job.told[0][1].ranks == [0]
+
+
+def test_place_and_line_of_a_rank_are_of_one_moment() -> None:
+    job = Job(2)
+    moves = job.ranks[0]
+    for rank in job.ranks:
+        rank.go(DATA)
+    job.run(30)
+    moves.written = lambda: moves.go(FORWARD)
+    job.alarm = True
+    job.run(1)
+    assert (job.rows[0].phase, int(job.rows[0].seconds), job.rows[0].at) == ("data", 30, "")
+    assert (job.rows[1].phase, int(job.rows[1].seconds), job.rows[1].at) == ("data", 30, "x.py:1 in x")
+
+
+def test_every_mark_begins_a_new_stay() -> None:
+    """Also one in the same phase of the same step: a step may have many micro-batches."""
+    job = Job(1)
+    for _ in range(20):
+        job.ranks[0].go(BACKWARD)
+        job.run(70)
+    assert not job.alarm
+
+
+def test_the_rank_that_is_behind_is_named_and_all_are_ended() -> None:
+    job = Job(3)
+    for rank in job.ranks:
+        rank.go(DATA)
+    for rank in (job.ranks[0], job.ranks[2]):
+        rank.go(BACKWARD)
+    job.run(85)
+    (_, found), *more = job.told
+    assert not more
+    assert found.ranks == [1]
+    assert found.sentence.startswith("stood in data of step 5 for 8")
+    assert sorted(job.ended) == [0, 1, 2]
+    assert sorted(job.late) == [0, 1, 2]
+
+
+def test_a_rank_waits_for_one_that_may_be_where_it_is_for_longer() -> None:
+    job = Job()
+    job.ranks[0].go(BACKWARD, step=5)
+    job.ranks[1].go(SAVE, step=4)
+    job.run(300)
+    assert not job.alarm
+    job.ranks[1].go(BACKWARD, step=5)
+    for rank in job.ranks:
+        rank.go(DATA, step=6)
+    job.run(60)
+    assert not job.alarm
+
+
+def test_a_frozen_rank_is_named_wherever_it_stands() -> None:
+    job = Job()
+    job.ranks[1].go(BACKWARD)
+    job.ranks[0].go(BACKWARD)
+    job.ranks[0].stopped = True
+    job.run(85)
+    assert [found.ranks for _, found in job.told] == [[0]]
+    assert job.told[0][1].sentence.startswith("was frozen, as by SIGSTOP, in backward of step 5")
+
+
+def test_a_rank_whose_host_is_gone_does_not_answer() -> None:
+    job = Job()
+    for rank in job.ranks:
+        rank.go(BACKWARD)
+    job.run(5)
+    job.awake.discard(1)
+    job.run(90)
+    assert [found.ranks for _, found in job.told] == [[1]]
+    assert "did not answer (process 101 on " in job.told[0][1].sentence
+
+
+def test_a_job_that_was_suspended_is_not_late() -> None:
+    """SIGSTOP for all processes, as a scheduler sends it: the clock went on, and nobody else."""
+    job = Job()
+    for rank in job.ranks:
+        rank.go(BACKWARD)
+    job.run(5)
+    job.clock.now += 10_000
+    job.run(60)
+    assert not job.alarm
+
+
+def test_one_that_died_is_named_by_the_process_beside_it_unless_it_has_spoken() -> None:
+    job = Job()
+    job.ranks[1].go(FORWARD)
+    job.run(1)
+    job.dead = {0, 1}
+    job.sentries[1].died()
+    ((rank, found),) = job.told
+    assert (rank, found.ranks) == (1, [1])
+    assert found.sentence.startswith("was killed by signal 9 (SIGKILL) in forward of step 5 (process 101 on ")
+    job.sentries[0].died()  # its launcher has ended it for the other's failure
+    assert len(job.told) == 1
+
+    spoken = Job()
+    spoken.ranks[0].go(END, left=True)
+    spoken.sentries[0].died()
+    assert spoken.told == []
+
+
+def test_one_that_crashed_is_named_with_its_line() -> None:
+    job = Job()
+    job.ranks[1].go(BACKWARD)
+    job.ranks[1].code = "Fatal Python error: Aborted"
+    job.run(1)
+    job.sentries[1].died()
+    assert " in backward of step 5 at x.py:1 in x (process 101 on " in job.told[0][1].sentence
+
+
+def test_a_rank_that_does_not_notice_anothers_failure_is_ended() -> None:
+    job = Job()
+    job.ranks[0].go(BACKWARD)
+    job.failed = True
+    job.run(9)
+    assert job.ended == []
+    job.run(3)
+    assert sorted(job.ended) == [0, 1]
+
+
+def test_a_frozen_one_is_ended_at_once_and_one_that_has_noticed_is_left_alone() -> None:
+    job = Job()
+    job.ranks[0].stopped = True
+    job.ranks[1].go(BACKWARD, left=True)
+    job.failed = True
+    job.run(1)
+    assert job.ended == [0]
+    job.run(60)
+    assert job.ended == [0]
+
+
+def test_a_rank_that_lost_touch_answers_and_ends_by_itself() -> None:
+    job = Job()
+    job.ranks[1].go(DATA)
+    job.ranks[0].go(BACKWARD)
+    job.run(1)
+    job.ranks[0].at = job.ranks[0].at._replace(left=True)
+    job.alarm = True
+    job.run(1)
+    assert [found.ranks for _, found in job.told] == [[1]]
+    assert job.ended == [1]
