@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from ddpforge.app.api import launch as launch
     from ddpforge.app.api import load as load
     from ddpforge.app.api import predict as predict
-    from ddpforge.app.run import Evaluation as Evaluation
+    from ddpforge.app.evaluate import Evaluation as Evaluation
+    from ddpforge.app.evaluate import Prediction as Prediction
     from ddpforge.app.run import Outcome as Outcome
-    from ddpforge.app.run import Prediction as Prediction
     from ddpforge.app.run import run as run
     from ddpforge.recipe import Recipe as Recipe
     from ddpforge.recipe import load_recipe as load_recipe
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 __version__ = "0.4.0"
 _LAZY = {
     **dict.fromkeys(("Recipe", "load_recipe"), "ddpforge.recipe"),
-    **dict.fromkeys(("Evaluation", "Outcome", "Prediction", "run"), "ddpforge.app.run"),
+    **dict.fromkeys(("Evaluation", "Prediction"), "ddpforge.app.evaluate"),
+    **dict.fromkeys(("Outcome", "run"), "ddpforge.app.run"),
     **dict.fromkeys(("TrainedRun", "evaluate", "launch", "load", "predict"), "ddpforge.app.api"),
 }
 __all__ = [

@@ -16,7 +16,8 @@ Exceptions carry facts: what was found, and `hints`, each a way to mend it. The 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -37,22 +38,43 @@ class ExitCode(IntEnum):
 class ForgeError(Exception):
     """An expected failure: shown as a message with hints, never as a traceback.
 
-    `trace` is the traceback of somebody else's code behind it, as text, where only that tells what is wrong.
+    `key` names the recipe's key that is at fault, e.g. "train.freeze"; a component names an option of its own by its
+    bare name, also by beginning the message with it: "width: …".
+    `trace` is the traceback of code outside ddpforge behind the error, as text, if only that explains it.
     """
 
     exit_code = ExitCode.FAILED
     trace = ""
 
-    def __init__(self, message: str, *, hints: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, *, hints: Sequence[str] = (), key: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.hints = tuple(hints)
+        self.key = key
 
 
 class UsageError(ForgeError):
     """The command line, or a path it names, is wrong."""
 
     exit_code = ExitCode.USAGE
+
+
+_KEY = re.compile(r"(\w+(?:\.\w+)+)\b|(\w+)(?:: | = )")
+
+
+def leading_key(message: str) -> str:
+    """Returns the key with which a message begins, as in "train.fp8 …", "width: …" and "width = 3 …"; else ""."""
+    found = _KEY.match(message)
+    return (found[1] or found[2]) if found else ""
+
+
+@contextmanager
+def recipe_faults(key: str = "") -> Iterator[None]:
+    """Raises a ValueError from inside as a UsageError: parts of the recipe do not fit together. `key` is as there."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error), key=key) from error
 
 
 @dataclass(frozen=True)

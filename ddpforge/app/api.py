@@ -11,10 +11,10 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor, nn
 
-from ddpforge.app import run as run_module
+from ddpforge.app import evaluate as evaluation
 from ddpforge.app.attempt import Outcome
+from ddpforge.app.build import TEACHERS, WEIGHTS
 from ddpforge.app.generation import Sampling, check_language, generate
-from ddpforge.app.run import Evaluation, Prediction
 from ddpforge.app.starting import Ranks, prepare
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.building import build
@@ -31,10 +31,8 @@ from ddpforge.runs.checkpoints import choose, is_checkpoint
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.metrics import read_metrics
 from ddpforge.strategies.named_state import tensors
-from ddpforge.training.building import WEIGHTS
-from ddpforge.training.foreseeing import TEACHERS
 from ddpforge.training.left_out import has_left_out, refuse_others
-from ddpforge.training.parts import key_of
+from ddpforge.training.stages import key_of
 
 __all__ = ["TrainedRun", "evaluate", "launch", "load", "predict"]
 
@@ -91,13 +89,13 @@ def evaluate(
     checkpoint: _Checkpoint = "newest",
     sets: Sequence[str] = (),
     only: Sequence[str] = (),
-) -> Evaluation:
+) -> evaluation.Evaluation:
     """Evaluates a run's checkpoint, the "newest", the "best" or that of a step, as `ddpforge eval` does; on every rank.
 
     `run` is a run's folder, or its name in runs/. For the rest see `runner.evaluate`. Raises ForgeError.
     """
     folder = RunFolder.find(str(run))
-    return run_module.evaluate(folder, **_chosen(checkpoint), sets=sets, only=only)
+    return evaluation.evaluate(folder, **_chosen(checkpoint), sets=sets, only=only)
 
 
 def predict(
@@ -110,14 +108,14 @@ def predict(
     sets: Sequence[str] = (),
     limit: int | None = None,
     force: bool = False,
-) -> Prediction:
+) -> evaluation.Prediction:
     """Writes what a run's model predicts of a dataset to `out`, a .jsonl or .parquet file, as `ddpforge predict` does.
 
     `run` is a run's folder, or its name in runs/. For the rest see `runner.predict`. Raises ForgeError.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"limit={limit}: there must be 1 sample or more", hints=["leave it out for all"])
-    return run_module.predict(
+    return evaluation.predict(
         RunFolder.find(str(run)),
         Path(out),
         **_chosen(checkpoint),

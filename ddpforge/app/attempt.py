@@ -23,7 +23,7 @@ from ddpforge.launchers.verdict import is_launched
 from ddpforge.ranks import leaving, phases
 from ddpforge.ranks.arithmetic import told_of_determinism
 from ddpforge.ranks.devices import name_of_device
-from ddpforge.ranks.failures import Failures, Report, phrase
+from ddpforge.ranks.failures import Failures, Report, exit_code_of, phrase
 from ddpforge.ranks.halt import Halt, NoHalt
 from ddpforge.ranks.join import leave
 from ddpforge.ranks.logs import setup_logging
@@ -39,21 +39,19 @@ from ddpforge.runs.mirror import Mirror
 from ddpforge.runs.opening import Opened, mention_what_is_lost
 from ddpforge.runs.shown import ShownFiles
 from ddpforge.training.assemble import assemble, ending
-from ddpforge.training.building import build_data_and_model, deal_out
 from ddpforge.training.callbacks import refuse_state
-from ddpforge.training.contract import contract_of
-from ddpforge.training.fingerprint import DataPrint, compare_built, refuse_changed_data
+from ddpforge.training.contract import Size, contract_of
+from ddpforge.training.fingerprint import DataPrint, refuse_changed_data
 from ddpforge.training.left_out import has_left_out
 from ddpforge.training.loop import Around, Trainer
 from ddpforge.training.memory import explained, held
-from ddpforge.training.parts import Parts, key_of
 from ddpforge.training.profiling import Profile
+from ddpforge.training.stages import Chosen, Dealt, key_of
 from ddpforge.training.trackers import TrackerGroup
-from ddpforge.training.trying import rehearse_training
 from ddpforge.watchdog.rows import described, here
 from ddpforge.watchdog.watch import Unwatched, Watch
 
-__all__ = ["Attempt", "Outcome", "build_parts", "checkpoints_of", "exit_code_of", "on_every_rank"]
+__all__ = ["Attempt", "Outcome", "checkpoints_of"]
 
 log = logging.getLogger("ddpforge")
 
@@ -101,13 +99,13 @@ class Attempt:
         self,
         folder: RunFolder,
         opened: Opened,
-        parts: Parts,
+        chosen: Chosen,
         snapshot: RecipeSnapshot,
         world: World,
         peers: Peers,
         *,
+        build: Callable[[], tuple[Dealt, Mapping[str, DataPrint]]],
         claims: ExitStack,
-        prints: Mapping[str, DataPrint] | None,
         allow_change: Sequence[str],
         room: Room,
         mirror: Mirror | None = None,
@@ -116,16 +114,16 @@ class Attempt:
     ) -> None:
         """`claims` holds the folder; the attempt takes it over when it runs, and ends the `mirror`, on rank 0.
 
-        `prints` are the fingerprints of the data, where data and model are built. `allow_change` names what may differ
-        from the run that is resumed. Steps of a `window` are profiled.
+        `build` builds data and model, unless that was done. `allow_change` names what may differ from the run that is
+        resumed. Steps of a `window` are profiled.
         """
         self.folder, self.opened = folder, opened
-        self.parts, self.loaded, self.recipe, self.snapshot = parts, parts.loaded, parts.recipe, snapshot
+        self._chosen, self.recipe, self.snapshot = chosen, chosen.recipe, snapshot
         self.world, self._peers, self._claims = world, peers, claims
-        self._prints, self._allow_change = prints, allow_change
+        self._build, self._allow_change = build, allow_change
         self._mirror, self._room = mirror, room
         self._record = JSONLTracker()
-        self.tracker = trackers_of(parts, mirror, self._record) if world.is_main else Tracker()
+        self.tracker = trackers_of(chosen, mirror, self._record) if world.is_main else Tracker()
         self.trainer: Trainer | None = None
         self._halt = Halt(folder.path, max_time) if world.is_main else NoHalt()
         self._state: State = "failed"
@@ -152,10 +150,10 @@ class Attempt:
             life.push(ending(self._finish_trackers))
             try:
                 with leaving.nobody_leaves():
-                    trainer = self._prepare(life)
+                    trainer, around = self._prepare(life)
                     # A launcher ends the others of a rank that failed: not mid-word.
                     signals.enter_context(trainer.stop)
-                    self._state = trainer.fit(*self._around())
+                    self._state = trainer.fit(*around)
                     phases.mark(phases.END)
                     trainer.stop.over()
             except BaseException as error:
@@ -164,21 +162,19 @@ class Attempt:
         return Outcome(self.folder.path, self._status(self._state), self.world.is_main)
 
     # -- up to the first step
-    def _prepare(self, life: ExitStack) -> Trainer:
+    def _prepare(self, life: ExitStack) -> tuple[Trainer, Sequence[Around]]:
         """A trainer that stands where the run has come to, when everybody is told that training begins."""
-        if self._prints is None:
-            build_parts(self.parts, self.world, rehearses=False)
-            self._prints = compare_built(self.parts, self.world)
+        parts, prints = self._build()
         checkpoints = checkpoints_of(self.folder, self.recipe, self.world, self._peers)
         checkpoint = checkpoints.open()
         if checkpoint is None and self.world.is_main:
             mention_what_is_lost(self.folder)
         if checkpoint:
-            on_rank_zero(self.world.all, partial(self._refuse_another_run, checkpoint, self._prints))
+            on_rank_zero(self.world.all, partial(self._refuse_another_run, checkpoint, prints))
         initial = checkpoint is None or has_left_out(checkpoint.facts.loop)
         init_from = self.recipe.checkpoint.init_from if initial else None
         trainer = self.trainer = assemble(
-            self.parts,
+            parts,
             self.world,
             checkpoints,
             self.tracker,
@@ -188,7 +184,7 @@ class Attempt:
             begins=checkpoint is None,
             trained=checkpoint is not None and checkpoint.facts.step > 0,
         )
-        trainer.halt = self._halt
+        trainer.consensus.halt = self._halt
         if checkpoint:
             trainer.restore(checkpoint)
             self._refuse_nothing_to_do(trainer)
@@ -196,11 +192,11 @@ class Attempt:
             self._window.refuse_after(trainer.plan.horizon.total)
         refuse_state(trainer.callbacks)
         training_begins()
-        trainer.saving.origin = on_rank_zero(self.world.all, lambda: self._begin(trainer))
+        trainer.saving.origin = on_rank_zero(self.world.all, lambda: self._begin(trainer, parts, prints))
         if self.world.is_main:
             self._follow_rows(trainer, checkpoint)
         self._begun = True
-        return trainer
+        return trainer, list(self._around(parts.size))
 
     def _refuse_another_run(self, checkpoint: Reader, prints: Mapping[str, DataPrint]) -> None:
         """Raises CheckpointError for a checkpoint of another run, and UsageError for data that has changed since."""
@@ -227,10 +223,10 @@ class Attempt:
                 *(self.folder.metrics, record.rows, trainer.progress.step, before),
             )
 
-    def _around(self) -> Iterator[Around]:
+    def _around(self, size: Size) -> Iterator[Around]:
         if self._window:
             yield Profile(self._window, self.folder.path / "profile", self.world)
-        if compares(self.recipe, self.parts.size):
+        if compares(self.recipe, size):
             yield PlanCheck(self.folder, self.world, self.recipe)
 
     def _refuse_nothing_to_do(self, trainer: Trainer) -> None:
@@ -249,7 +245,7 @@ class Attempt:
             changes = [change for change in self.opened.changes if change.path != "train.length"]
             refuse_finished(self.folder.path, changes, self.opened.edited)
 
-    def _begin(self, trainer: Trainer) -> dict[str, Any]:
+    def _begin(self, trainer: Trainer, parts: Dealt, prints: Mapping[str, DataPrint]) -> dict[str, Any]:
         """Writes down that an attempt begins and starts the trackers; returns what checkpoints say of their origin."""
         step, strategy = trainer.progress.step, self.recipe.strategy.use
         attempt = self.folder.begin_attempt(step=step, **self.snapshot)
@@ -262,23 +258,23 @@ class Attempt:
             "world_size": self.world.all.size,
             "device": str(self.world.device),
             "device_name": name_of_device(self.world.device),
-            "parameters": self.parts.size.all,
-            "trained": self.parts.size.trainable,
-            "held": held(contract_of(self.parts.strategy), trainer.replica.weights, self.parts.size),
-            "samples": length_of(self.parts.data["train"]),
-            "evaluated": {name: length_of(self.parts.data[key_of(name)]) for name in self.parts.evaluation},
+            "parameters": parts.size.all,
+            "trained": parts.size.trainable,
+            "held": held(contract_of(parts.strategy), trainer.replica.weights, parts.size),
+            "samples": length_of(parts.data["train"]),
+            "evaluated": {name: length_of(parts.data[key_of(name)]) for name in parts.evaluation},
         }
         self.tracker.start(
             name=self.recipe.name,
             folder=self.folder.path,
-            config=redacted(self.loaded.tables) | {"run": facts},
+            config=redacted(parts.loaded.tables) | {"run": facts},
             resumed_at=step if attempt > 1 else None,
         )
         self.folder.write_status(self._status("running", begun=True))
         return {
             "recipe": self.snapshot["resolved"],
             "run": self.folder.id,
-            "data": {key: one.as_json() for key, one in (self._prints or {}).items()},
+            "data": {key: one.as_json() for key, one in prints.items()},
             "lineage": self.folder.lineage(),
             "strategy": strategy,
             "world_size": self.world.all.size,
@@ -429,43 +425,6 @@ def length_of(data: Any) -> int | None:
     return len(data) if hasattr(data, "__len__") else None
 
 
-def exit_code_of(error: BaseException) -> ExitCode:
-    """The exit code of a process that this error ends."""
-    if isinstance(error, KeyboardInterrupt):
-        return ExitCode.INTERRUPTED
-    return error.exit_code if isinstance(error, ForgeError) else ExitCode.FAILED
-
-
-def on_every_rank(peers: Peers, action: Callable[[], None]) -> None:
-    """Does it on all ranks. Where one fails, all do, with its exit code; those that did not fail point to it."""
-    mine: Exception | None = None
-    try:
-        action()
-    except Exception as error:
-        mine = error
-    try:
-        told = peers.ranks.everyone(None if mine is None else (phrase(mine), exit_code_of(mine)))
-    except RuntimeError:
-        told = []
-        if mine is None:
-            raise  # `beginning` finds out what became of the other one
-    if mine is not None:
-        raise mine
-    for rank, word in enumerate(told):
-        if word is not None:
-            raise PeerFailed(word[1], f"rank {rank} failed first: {word[0]}")
-
-
-def build_parts(parts: Parts, world: World, *, rehearses: bool) -> None:
-    """Builds data and model; of a new run it tries out the first samples, too."""
-    build_data_and_model(parts)
-    if not parts.found:
-        deal_out(parts, world)
-    if rehearses:
-        rehearse_training(parts)
-    parts.report()
-
-
 def checkpoints_of(folder: RunFolder, recipe: Recipe, world: World, peers: Peers) -> Checkpoints:
     """The checkpoints in a run's folder."""
     return Checkpoints(
@@ -477,11 +436,11 @@ def checkpoints_of(folder: RunFolder, recipe: Recipe, world: World, peers: Peers
     )
 
 
-def trackers_of(parts: Parts, mirror: Mirror | None, record: JSONLTracker) -> Tracker:
+def trackers_of(parts: Chosen, mirror: Mirror | None, record: JSONLTracker) -> Tracker:
     """The run's own record, the console, the mirror, and what the recipe asks for."""
     ours: dict[str, Any] = {"jsonl": record, "console": parts.registry.load("tracker", "console")()}
     ours["console"].where = where
     ours["shown"] = ShownFiles()
     if mirror:
         ours["mirror"] = mirror
-    return TrackerGroup(ours | parts.trackers)
+    return TrackerGroup(ours | dict(parts.trackers))

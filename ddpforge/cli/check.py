@@ -12,7 +12,8 @@ from ddpforge.components.stand_ins import look, need_libraries, without_librarie
 from ddpforge.errors import ForgeError, RecipeError, UsageError
 
 if TYPE_CHECKING:
-    from ddpforge.training.parts import Parts
+    from ddpforge.preflight import Problems
+    from ddpforge.training.stages import Chosen
 
 
 @click.command()
@@ -53,59 +54,69 @@ def check(
 
 def _check(recipe: str, sets: Sequence[str], ranks: int, device: str | None, builds: bool, imports: bool) -> str:
     """Describes the run that the recipe amounts to; raises ForgeError when it cannot be run."""
-    parts = foreseen(recipe, sets, ranks, device, imports=imports)
-    if not builds and not parts.found:
-        _check_cut(parts)
-    built = _build(parts) if builds else ""
-    parts.report()
-    skipped = f"; not imported, nor checked: {', '.join(parts.not_imported)}" if parts.not_imported else ""
-    return f"{parts.batch}{skipped}{built}"
+    chosen, problems = choose_and_check(recipe, sets, ranks, device, imports=imports)
+    if not builds and not problems:
+        _check_cut(chosen, problems)
+    built = _build(chosen, problems) if builds else ""
+    problems.raise_if_any()
+    skipped = f"; not imported, nor checked: {', '.join(problems.not_imported)}" if problems.not_imported else ""
+    return f"{chosen.batch}{skipped}{built}"
 
 
-def foreseen(recipe: str, sets: Sequence[str], ranks: int, device: str | None, *, imports: bool = True) -> "Parts":
-    """Loads a recipe and asks what can be known of it on so many ranks; `report` of what it returns says that."""
+def choose_and_check(
+    recipe: str, sets: Sequence[str], ranks: int, device: str | None, *, imports: bool = True
+) -> "tuple[Chosen, Problems]":
+    """Loads a recipe, and finds the problems that so many ranks would have with it before data and model are built."""
+    from ddpforge import preflight
+    from ddpforge.app.build import choose
     from ddpforge.components.registry import Registry
     from ddpforge.recipe import load_recipe
     from ddpforge.runs.folder import RunFolder
-    from ddpforge.training.foreseeing import foresee
-    from ddpforge.training.parts import Parts
 
     registry = Registry.installed() if imports else Registry.installed().only_registered()
     loaded = load_recipe(recipe, sets=sets, registry=registry)
-    parts = Parts(loaded, registry)
-    foresee(parts, ranks=ranks, device=device, folder=RunFolder.of(loaded.recipe))
-    return parts
+    problems = preflight.Problems(loaded)
+    resumes = any(RunFolder.of(loaded.recipe).checkpoints.glob("step-*"))
+    chosen = choose(loaded, registry, problems, ranks=ranks, device=device, resumes=resumes)
+    preflight.check(chosen, problems)
+    return chosen, problems
 
 
-def _check_cut(parts: "Parts") -> None:
-    """Asks a strategy that cuts the model whether it can: that is no matter of data."""
-    known = parts.built.strategy is not None and parts.built.task is not None
-    if not known or not parts.strategy.cuts_model or parts.recipe.model.use in parts.not_imported:
+def _check_cut(chosen: "Chosen", problems: "Problems") -> None:
+    """Checks that a strategy which cuts the model can do so, without data."""
+    from ddpforge.training.stages import MISSING
+
+    if chosen.strategy is MISSING or chosen.task is MISSING or chosen.recipe.model.use in problems.not_imported:
+        return
+    if not chosen.strategy.cuts_model:
         return
     if without_libraries():
         need_libraries()
-    from ddpforge.training.building import check_cut
+    from ddpforge.app.build import check_cut
 
-    check_cut(parts)
+    check_cut(chosen, problems)
 
 
-def _build(parts: "Parts") -> str:
-    from ddpforge.training.building import build_data_and_model, shares_of, short_steps
-    from ddpforge.training.trying import try_out
+def _build(chosen: "Chosen", problems: "Problems") -> str:
+    from ddpforge import preflight
+    from ddpforge.app.build import build, describe_shares, short_steps
 
-    build_data_and_model(parts, meta=True)
-    tried = try_out(parts)
-    parts.report()
-    steps = parts.plan.horizon.total
+    built = build(chosen, problems, meta=True)
+    fits = preflight.check_built(built, problems)
+    if not problems:
+        preflight.check_optimizer(built, problems)
+    results = preflight.check_each_dataset(built, problems) if fits else {}
+    problems.raise_if_any()
+    steps = built.plan.horizon.total
     lines = [
-        f"{parts.size.all:,} parameters, {parts.size.trainable:,} of them trainable",
-        f"{steps:,} steps" if steps is not None else f"{parts.recipe.train.length} of training",
+        f"{built.size.all:,} parameters, {built.size.trainable:,} of them trainable",
+        f"{steps:,} steps" if steps is not None else f"{built.recipe.train.length} of training",
     ]
-    lines += [note] if (note := short_steps(parts)) else []
-    lines += [f"optimizer of {share}" for share in shares_of(parts)]
-    for key, rehearsal in tried.items():
-        numbers = "".join(f", {name} {value:.4g}" for name, value in rehearsal.metrics.items())
-        lines.append(f"[data.{key}] gives {rehearsal.batch}{numbers}")
+    lines += [note] if (note := short_steps(built)) else []
+    lines += [f"optimizer of {share}" for share in describe_shares(built)]
+    for key, result in results.items():
+        numbers = "".join(f", {name} {value:.4g}" for name, value in result.metrics.items())
+        lines.append(f"[data.{key}] gives {result.batch}{numbers}")
     return "".join(f"\n  {line}" for line in lines)
 
 

@@ -42,12 +42,12 @@ def show(recipe: str, sets: Sequence[str], split: str, batches: int, out: str | 
     Of each tensor: its place in the batch, type, shape and range; how often each label comes; tokens as text, where the
     dataset can tell what they stand for. Nothing is trained.
     """
-    from ddpforge.cli.check import foreseen
+    from ddpforge.cli.check import choose_and_check
     from ddpforge.tools.trials.samples import describe, first_batches
 
-    parts = foreseen(recipe, [*sets, "data.workers=0"], 1, None)
-    parts.report()
-    micros, read = first_batches(parts, split, batches)
+    chosen, problems = choose_and_check(recipe, [*sets, "data.workers=0"], 1, None)
+    problems.raise_if_any()
+    micros, read = first_batches(chosen, problems, split, batches)
     shown = [describe(micro, read) for micro in micros]
     if as_json:
         click.echo(json.dumps({"split": split, "batches": [asdict(one) for one in shown]}))

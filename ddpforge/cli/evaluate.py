@@ -32,7 +32,7 @@ def evaluate(
         begin()
 
         with uncollected():
-            from ddpforge.app.run import evaluate as evaluate_run
+            from ddpforge.app.evaluate import evaluate as evaluate_run
             from ddpforge.runs.folder import RunFolder
 
         folder = RunFolder.find(run)

@@ -60,7 +60,7 @@ def predict(
         begin()
 
         with uncollected():
-            from ddpforge.app.run import predict as predict_run
+            from ddpforge.app.evaluate import predict as predict_run
             from ddpforge.runs.folder import RunFolder
 
         folder = RunFolder.find(run)

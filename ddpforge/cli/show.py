@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ddpforge.cli.check import choose_and_check
 from ddpforge.cli.options import device_option, imports_option, json_option, ranks_option, recipe_argument, sets_options
 from ddpforge.cli.plan import short
 from ddpforge.components.stand_ins import look
@@ -52,37 +53,30 @@ def show(
 def _shown(
     recipe: str, sets: Sequence[str], ranks: int, device: str | None, imports: bool, as_json: bool
 ) -> Iterator[str]:
-    from ddpforge.components.registry import Registry
-    from ddpforge.recipe import load_recipe
-    from ddpforge.runs.folder import RunFolder
     from ddpforge.training.contract import contract_of
-    from ddpforge.training.foreseeing import foresee
-    from ddpforge.training.parts import Parts
+    from ddpforge.training.stages import MISSING
     from ddpforge.training.turns import draws_of
 
-    registry = Registry.installed() if imports else Registry.installed().only_registered()
-    loaded = load_recipe(recipe, sets=sets, registry=registry)
-    parts = Parts(loaded, registry)
-    foresee(parts, ranks=ranks, device=device, folder=RunFolder.of(loaded.recipe))
-    parts.report()
-    loaded = parts.loaded  # with what the components declare
-    contract = contract_of(parts.strategy) if parts.built.strategy is not None else None
-    generated = parts.strategy.generated_config(loaded.recipe.train, ranks) if contract else {}
+    chosen, problems = choose_and_check(recipe, sets, ranks, device, imports=imports)
+    problems.raise_if_any()
+    loaded = chosen.loaded  # with what the components declare
+    contract = None if chosen.strategy is MISSING else contract_of(chosen.strategy)
+    generated = chosen.strategy.generated_config(loaded.recipe.train, ranks) if contract else {}
 
     if as_json:
         facts = {
-            "batch": asdict(parts.batch),
+            "batch": asdict(chosen.batch),
             "contract": asdict(contract) if contract else None,
             "generated": generated,
-            "not_imported": parts.not_imported,
+            "not_imported": problems.not_imported,
         }
         yield json.dumps(_as_dict(loaded) | facts, indent=2)
         return
     yield _annotated(loaded)
-    yield f"\n# batch: {parts.batch}"
-    if (draws := draws_of(parts.turns)) > 1:
+    yield f"\n# batch: {chosen.batch}"
+    if (draws := draws_of(chosen.turns)) > 1:
         yield f"# batches per step: {draws}"
-    for use in parts.not_imported:
+    for use in problems.not_imported:
         yield f"# not imported, nor are its options checked: {use}"
     for name, promise in _promises(contract, ranks) if contract else ():
         yield f"# {loaded.recipe.strategy.use} {name}: {promise}"

@@ -111,23 +111,23 @@ def slurm(
 
 def _check(recipe: str, sets: Sequence[str], out: str | None, ranks: int, *, gpus: bool, array: str | None) -> Recipe:
     """The recipe, which can be trained by so many ranks; the first of an array's."""
-    from ddpforge.cli.check import foreseen
+    from ddpforge.cli.check import choose_and_check
     from ddpforge.launchers.slurm import indices
     from ddpforge.recipe import load_recipe
     from ddpforge.runs.folder import RunFolder
 
     numbers = indices(array) if array else []
     with _as_task(numbers[:1]):
-        parts = foreseen(recipe, sets, ranks, "cuda" if gpus else None)
-        parts.report()
-        first = RunFolder.of(parts.recipe, out).path
+        chosen, problems = choose_and_check(recipe, sets, ranks, "cuda" if gpus else None)
+        problems.raise_if_any()
+        first = RunFolder.of(chosen.recipe, out).path
     with _as_task(numbers[1:2]):
         if numbers[1:] and RunFolder.of(load_recipe(recipe, sets=sets).recipe, out).path == first:
             raise UsageError(
                 f"all jobs of --array {array} would train in {first}",
                 hints=[f"name each by its number: --set 'name={first.name}-${{env:{_INDEX}}}'"],
             )
-    return parts.recipe
+    return chosen.recipe
 
 
 def _name(recipe: str, sets: Sequence[str]) -> str:

@@ -29,7 +29,7 @@ from ddpforge.components.loading import importing, is_file, local_file
 from ddpforge.components.local_code import import_file
 from ddpforge.components.stand_ins import need_libraries
 from ddpforge.confidential import SECRET, redact, reveal
-from ddpforge.errors import PluginError
+from ddpforge.errors import PluginError, leading_key
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -210,7 +210,7 @@ class Registry:
             if not on_purpose(error, function):
                 raise BuildFailed(kind, component.use, error) from error
             message = f"{kind} `{component.use}` cannot be built: {redact(str(error))}"
-            raise RefusedOptions(message, hints=where_raised(error)) from error
+            raise RefusedOptions(message, hints=where_raised(error), key=leading_key(str(error))) from error
 
     def _build_nested(self, value: object, given: Mapping[str, Any]) -> object:
         from ddpforge.components.options import Nested

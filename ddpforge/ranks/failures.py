@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 
 from ddpforge import disk
 from ddpforge.confidential import redact
-from ddpforge.errors import EnvironmentProblem
+from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError
 
 __all__ = ["Failures", "Report", "is_symptom", "phrase", "told_causes"]
 
@@ -173,3 +173,10 @@ class Failures:
             if patience == _PATIENCE:
                 call()
         return None
+
+
+def exit_code_of(error: BaseException) -> ExitCode:
+    """The exit code of a process that this error ends."""
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    return error.exit_code if isinstance(error, ForgeError) else ExitCode.FAILED

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpforge import preflight
+from ddpforge.app.build import build_checked, choose
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
@@ -29,6 +31,7 @@ from ddpforge.components.registry import Registry
 from ddpforge.data.nests import close, digest
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, GoBack, Part, RunContext, StepInfo, Strategy, Tracker, Weights, World
+from ddpforge.preflight import Problems
 from ddpforge.ranks.failures import is_symptom
 from ddpforge.ranks.join import join, leave
 from ddpforge.ranks.writers import Peers
@@ -36,10 +39,7 @@ from ddpforge.recipe import LoadedRecipe, load_recipe
 from ddpforge.testing.checks.data import batches
 from ddpforge.testing.report import place_of
 from ddpforge.training.assemble import assemble
-from ddpforge.training.building import build_data_and_model
-from ddpforge.training.foreseeing import foresee
 from ddpforge.training.loop import Trainer
-from ddpforge.training.parts import Parts
 
 _PATIENCE = timedelta(seconds=60)
 
@@ -63,11 +63,11 @@ class Site:
     def trainer(self, tracker: Tracker, folder: str = "checkpoints") -> Trainer:
         """A trainer of the job's recipe."""
         recipe = self.loaded.recipe
-        parts = Parts(self.loaded, self.registry)
-        foresee(parts, ranks=self.world.all.size)
-        parts.built.strategy = self.strategy
-        build_data_and_model(parts)
-        parts.report()
+        problems = Problems(self.loaded)
+        chosen = choose(self.loaded, self.registry, problems, ranks=self.world.all.size)
+        chosen = replace(chosen, strategy=self.strategy)
+        preflight.check(chosen, problems)
+        parts = build_checked(chosen, self.world, problems, samples=False)
         checkpoints = Checkpoints(self.folder / folder, recipe.checkpoint, peers=self.peers, ranks=self.world.all)
         (self.folder / folder).mkdir(exist_ok=True)
         trainer = assemble(parts, self.world, checkpoints, tracker, folder=self.folder, life=ExitStack())

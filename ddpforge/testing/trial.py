@@ -17,7 +17,7 @@ from ddpforge.testing import companions
 from ddpforge.testing.cases import Case
 from ddpforge.testing.report import Breach, blame, source_of
 from ddpforge.training.beside import declared
-from ddpforge.training.one_turn import of_turns
+from ddpforge.training.turns import of_turns
 
 __all__ = ["SAMPLES", "Trial", "first_batches", "fresh", "settle", "trial_of"]
 

@@ -12,19 +12,17 @@ from torch.optim import SGD, Optimizer
 
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
-from ddpforge.errors import ForgeError, UsageError
-from ddpforge.interfaces import Callback, CanonicalState, Contract, Replica, RunContext, SavedTensor, Tracker, World
+from ddpforge.errors import ForgeError, recipe_faults
+from ddpforge.interfaces import Callback, CanonicalState, Replica, RunContext, SavedTensor, Tracker, World
 from ddpforge.interop.initial import load_initial
 from ddpforge.ranks.leaving import nobody_leaves
-from ddpforge.recipe.schema import TrainSection
+from ddpforge.training.batchnorm import watch_batchnorm
 from ddpforge.training.beside import place
 from ddpforge.training.blocks import find_blocks, rework_blocks
-from ddpforge.training.building import deal_out
 from ddpforge.training.compiling import compile_losses
 from ddpforge.training.contract import contract_of, prove
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import compare_built, refuse_other_groups
-from ddpforge.training.fitness import watch_batchnorm
 from ddpforge.training.float8 import put_float8
 from ddpforge.training.freezing import hold_statistics
 from ddpforge.training.left_out import has_left_out
@@ -32,10 +30,10 @@ from ddpforge.training.loop import Trainer
 from ddpforge.training.memory_format import check_channels_last, put_channels_last
 from ddpforge.training.optimizers import build_optimizer
 from ddpforge.training.parameter_groups import here, parameter_groups
-from ddpforge.training.parts import Parts
 from ddpforge.training.restoring import restore_callbacks, restore_kept, restore_weights
 from ddpforge.training.shows import Shows
-from ddpforge.training.sums import SMALL
+from ddpforge.training.stages import Built, Dealt
+from ddpforge.training.task_checks import SMALL
 from ddpforge.training.task_state import NAME, TaskState, Unsaved, has_state, refuse_parameters
 from ddpforge.training.turns import draws_of
 from ddpforge.training.whole import keep_whole
@@ -46,7 +44,7 @@ log = logging.getLogger("ddpforge")
 
 
 def assemble(
-    parts: Parts,
+    parts: Dealt,
     world: World,
     checkpoints: Checkpoints,
     tracker: Tracker,
@@ -67,12 +65,9 @@ def assemble(
     Raises UsageError for parts that do not fit together, PluginError for a broken one.
     """
     recipe = parts.recipe
-    if not parts.is_open:
-        deal_out(parts, world)
-
     whole = None if trained else keep_whole(parts, contract_of(parts.strategy), world)
     model = _spread(parts)
-    with _recipes_fault():
+    with recipe_faults():
         watch_batchnorm(model, *parts.training.fewest(_batches(parts)))
         turns, blocks = list(parts.turns), recipe.train.blocks
         optimizer = build_optimizer(parts.registry, recipe.optimizer, model, turns, blocks)
@@ -91,8 +86,7 @@ def assemble(
         replica=replica,
         task=parts.task,
         optimizer=optimizer,
-        compares=not parts.task.whole_batch and _may_compare(contract_of(parts.strategy), recipe.train, parts.size.all),
-        schedule=parts.schedule,
+        compares=_compares(parts),
         schedules=parts.schedules,
         plan=parts.plan,
         training=parts.training,
@@ -108,7 +102,7 @@ def assemble(
 
 @contextmanager
 def evaluating(
-    parts: Parts, world: World, checkpoint: Reader, folder: Path, *, weights: str | None = None
+    parts: Dealt, world: World, checkpoint: Reader, folder: Path, *, weights: str | None = None
 ) -> Iterator[Evaluator]:
     """An evaluator out of `parts`, which are built, with the weights of `checkpoint` and its callbacks' state.
 
@@ -118,11 +112,10 @@ def evaluating(
     A strategy prepares a model together with an optimizer: it gets SGD, which keeps nothing. Callbacks that have
     started hear how it ended. Raises what `assemble` raises, and CheckpointError where the checkpoint does not fit.
     """
-    deal_out(parts, world)
     compare_built(parts, world)
     with ExitStack() as life:
         model = _spread(parts)
-        with _recipes_fault():
+        with recipe_faults():
             groups = here(parameter_groups(model, ()))
         replica = _prepared(parts, world, model, SGD(groups, lr=0.0))
         beside = _beside(parts, world, replica, begins=False)
@@ -138,19 +131,19 @@ def evaluating(
 
 
 # ---------------------------------------------------------------------------------------------- what both are made of
-def _beside(parts: Parts, world: World, replica: Replica, *, begins: bool) -> dict[str, Callback]:
+def _beside(parts: Dealt, world: World, replica: Replica, *, begins: bool) -> dict[str, Callback]:
     """Returns what checkpoints hold of the task, by name: modules beside the model, and its own state."""
     found: dict[str, Callback] = {**place(parts.beside, parts.strategy, replica, world, begins=begins)}
     return {**found, NAME: TaskState(parts.task, replica, world.all)} if has_state(parts.task) else found
 
 
-def _spread(parts: Parts) -> nn.Module:
+def _spread(parts: Built) -> nn.Module:
     """The model as the strategy lays it over ranks.
 
     An optimizer is built afterwards: one of the parameters before would train nothing.
     """
     train = parts.recipe.train
-    with _recipes_fault():
+    with recipe_faults():
         blocks = find_blocks(parts.model, train.blocks)
         put_float8(parts.model, blocks, train)
         rework_blocks(blocks, train)
@@ -163,13 +156,13 @@ def _spread(parts: Parts) -> nn.Module:
         return parts.strategy.wrap(bare, blocks)
 
 
-def _batches(parts: Parts) -> int | None:
+def _batches(parts: Dealt) -> int | None:
     """Counts the global batches of the run; None where that is not known."""
     total = parts.plan.horizon.total
     return total and total * draws_of(parts.turns)
 
 
-def _prepared(parts: Parts, world: World, model: nn.Module, optimizer: Optimizer) -> Replica:
+def _prepared(parts: Built, world: World, model: nn.Module, optimizer: Optimizer) -> Replica:
     """Has the strategy prepare both; proves that the replica is what the strategy promises."""
     strategy = parts.strategy
     replica = strategy.prepare(model, optimizer)
@@ -190,7 +183,7 @@ def _initialise(replica: Replica, source: str, world: World, *, skip: Sequence[s
     load_initial(source, state.model, state.aliases, take, world.all, skip=skip)
 
 
-def _start(parts: Parts, world: World, replica: Replica, shows: Shows, folder: Path, life: ExitStack) -> None:
+def _start(parts: Dealt, world: World, replica: Replica, shows: Shows, folder: Path, life: ExitStack) -> None:
     run = RunContext(
         model=replica.bare,
         world=world,
@@ -226,7 +219,7 @@ def ending(duty: Callable[[BaseException | None], None]) -> Callable[[object, Ba
 
 
 def _evaluator(
-    parts: Parts,
+    parts: Dealt,
     world: World,
     replica: Replica,
     beside: Mapping[str, Callback],
@@ -242,15 +235,7 @@ def _evaluator(
     )
 
 
-def _may_compare(contract: Contract, train: TrainSection, parameters: int) -> bool:
-    """True if the first loss can be compared with that of its halves, in a copy of the model, in a moment."""
-    return "weights" not in contract.shards and train.compile == "off" and parameters <= SMALL
-
-
-@contextmanager
-def _recipes_fault() -> Iterator[None]:
-    """A ValueError in here says that parts of the recipe do not fit together."""
-    try:
-        yield
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+def _compares(parts: Dealt) -> bool:
+    """True if the first loss is still to be compared with that of its halves, in a copy of the model, in a moment."""
+    whole = "weights" not in contract_of(parts.strategy).shards and parts.recipe.train.compile == "off"
+    return parts.compares and not parts.task.whole_batch and whole and parts.size.all <= SMALL

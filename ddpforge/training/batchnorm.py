@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["BatchNormAverager", "Buffers", "unchanged"]
+from ddpforge.errors import UsageError
+
+__all__ = ["BatchNormAverager", "Buffers", "unchanged", "watch_batchnorm"]
 
 
 class Buffers:
@@ -83,3 +85,36 @@ class BatchNormAverager:
             torch._foreach_add_(self._sums, self._averaged)
         else:
             self._sums = [x.clone() for x in self._averaged]
+
+
+def watch_batchnorm(model: nn.Module, full: int, last: int) -> None:
+    """Has the first training pass refuse a BatchNorm for which a later micro-batch would be too small.
+
+    `full` and `last` are the sizes of the smallest micro-batch of a full step, and of an epoch's last. A BatchNorm
+    needs two values per channel: two samples, unless each has several (pixels), which only the first batch tells.
+    """
+    if min(full, last) > 1:
+        return
+    hints = ['set train.last_batch = "drop"', "or a train.global_batch that leaves another rest"]
+    if full <= 1:
+        hints = ["set train.micro_batch to 2 or more, and train.global_batch to twice the ranks or more"]
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+            _watch(name, module, hints)
+
+
+def _watch(name: str, module: nn.Module, hints: list[str]) -> None:
+    called = f"`{name}`" if name else "the model"
+
+    def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if not module.training:
+            return
+        handle.remove()
+        if inputs[0].numel() == inputs[0].shape[0] * inputs[0].shape[1]:
+            raise UsageError(
+                f"{called} ({type(module).__name__}) normalises over the samples of a micro-batch, and there "
+                "are micro-batches of one sample",
+                hints=hints,
+            )
+
+    handle = module.register_forward_pre_hook(torch.compiler.disable(look))  # type: ignore[no-untyped-call]

@@ -10,18 +10,20 @@ from itertools import chain
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import ExitCode, PeerFailed, UsageError
 from ddpforge.interfaces import Callback, Compute, Draws, Pass, Replica, Rows, Task, Total, World
 from ddpforge.ranks import phases
 from ddpforge.ranks.signals import NoData, waiting_for_data
-from ddpforge.training.agreement import Interrupted, Looks
 from ddpforge.training.callbacks import add_numbers
+from ddpforge.training.consensus import Interrupted, Looks
 from ddpforge.training.fingerprint import Fingerprint
-from ddpforge.training.one_turn import finished, of_turn, of_turns, reports_of
-from ddpforge.training.totals import Meter, add
+from ddpforge.training.step import measure
+from ddpforge.training.task_checks import CheckedTask
+from ddpforge.training.totals import add, items_of, loss_total
+from ddpforge.training.turns import finished, of_turn, of_turns, reports_of
 from ddpforge.training.whole_batch import check_whole
 
 __all__ = ["Evaluator", "prefix"]
@@ -61,7 +63,7 @@ class Evaluator:
         self.looks = Looks()  # whether to continue
         self.failed_together = False  # whether all ranks know that the newest evaluation has failed
         self._has_begun = False  # whether a batch has ever been evaluated
-        self._meters = {turn: Meter(one, "evaluation") for turn, one in of_turns(task).items()}
+        self._turns = {turn: CheckedTask(one, "evaluation") for turn, one in of_turns(task).items()}
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Means over each set, as of the weights after `step`; called on every rank. `prefix` begins their names.
@@ -111,7 +113,7 @@ class Evaluator:
         read = Fingerprint()
         quantities: dict[str, Total | Rows] = {}
         counted: Tensor | float = 0.0
-        for turn in self._meters:
+        for turn in self._turns:
             found = self.quantities(read.noted(micro_batches), turn)
             if "loss" in found:
                 counted = counted + cast(Total, found["loss"]).count
@@ -130,11 +132,19 @@ class Evaluator:
 
     def quantities(self, micro_batches: Iterable[MicroBatch], turn: str = "") -> dict[str, Total | Rows]:
         """This rank's sums and counts, and rows, with the losses of a turn; stand-ins at the end count nothing."""
-        meter = self._meters[turn]
+        task = self._turns[turn]
+
+        def compute(module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
+            one.seed()
+            return task.loss(module, one.batch)
+
         found: dict[str, Total | Rows] = {}
-        results = self.results(self._whole(micro_batches), meter.compute)
+        results = self.results(self._whole(micro_batches), compute)
         for micro, batch, result in results if self._has_begun else self._begun(results):
-            add(found, meter.quantities(micro, batch, result))
+            if result is not None:  # else another rank has the loss, and counts it
+                loss, outputs = result
+                measured = measure(task, outputs, batch) if micro.samples else {}
+                add(found, {"loss": loss_total(loss, items_of(self._task, micro)), **measured})
         return found
 
     def _begun(self, results: Iterator[_Result]) -> Iterator[_Result]:

@@ -22,7 +22,7 @@ from ddpforge.data.streams import is_stream
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Ranks, World
 from ddpforge.ranks.rank_zero import on_rank_zero
-from ddpforge.training.parts import Parts
+from ddpforge.training.stages import Built
 
 __all__ = [
     "DataPrint",
@@ -83,7 +83,7 @@ class Fingerprint:
 
 
 # ---------------------------------------------------------------------------------------------- what ranks have built
-def compare_built(parts: Parts, world: World) -> dict[str, DataPrint]:
+def compare_built(parts: Built, world: World) -> dict[str, DataPrint]:
     """Raises on every rank unless all have built the same model and data; returns the data's fingerprints by key."""
     refuse_other_models(world.all, parts.model)
     workers = parts.recipe.data.workers

@@ -1,4 +1,4 @@
-"""The training loop: what ranks agree on, and what happens between steps."""
+"""The training loop: the order of a run, and what happens between steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -20,46 +20,39 @@ from torch.optim import Optimizer
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.data import Batches, MicroBatch
-from ddpforge.errors import CheckpointError, Diverged, PluginError, UsageError
+from ddpforge.errors import CheckpointError, Diverged, PluginError
 from ddpforge.interfaces import Callback, GoBack, Replica, Schedule, StepInfo, Task, Total, Tracker, World
-from ddpforge.launchers.verdict import record_halt
 from ddpforge.ranks import phases
-from ddpforge.ranks.halt import Halt, NoHalt
-from ddpforge.ranks.scheduling import look_for_others
 from ddpforge.ranks.signals import NoData, StopRequests, waiting_for_data
 from ddpforge.recipe.plan import Plan
 from ddpforge.recipe.schema import Recipe
 from ddpforge.strategies.several import InTurns
-from ddpforge.training.agreement import HALT, STOP, Agreement, Ballot, Interrupted, Looks
 from ddpforge.training.batchnorm import BatchNormAverager
 from ddpforge.training.beside import with_statistics
-from ddpforge.training.cadence import Alarm, Cadence, Stopwatch
+from ddpforge.training.cadence import Alarm, Cadence
 from ddpforge.training.callbacks import add_numbers, may_end, overriding, reads_gradients
+from ddpforge.training.consensus import Consensus, Interrupted, Looks
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.left_out import complete, without_state_of_frozen
-from ddpforge.training.norms import GradientNorms
-from ddpforge.training.one_turn import finished, of_turn, of_turns, reports_of
+from ddpforge.training.nonfinite import NonfinitePolicy, RollBack
 from ddpforge.training.progress import Progress
 from ddpforge.training.rates import Rates
 from ddpforge.training.restoring import is_another, restore_callbacks
+from ddpforge.training.rows import RowBuilder
 from ddpforge.training.saving import Saving
 from ddpforge.training.shows import Shows
-from ddpforge.training.spending import Spending
-from ddpforge.training.step import Stepper
+from ddpforge.training.step import KeepsBuffers, Stepper, check_first_loss, update_of
 from ddpforge.training.task_state import Unsaved
-from ddpforge.training.turns import Turns
+from ddpforge.training.turns import Draws, StepFunction, draws_of, of_turns, reports_of, step_function, updates_of
 from ddpforge.training.whole import Whole
 
 __all__ = ["Around", "Trainer"]
 
 log = logging.getLogger("ddpforge")
 
-_MOST_SKIPS = 100  # steps in a row without a finite gradient, after which skipping is no longer training
 _MOST_ROLLBACKS = 10
 _FACTOR = "callbacks/lr_factor"
-_EMPTY = "?empty"  # the steps since the last row in which no target counted
-_MANY_EMPTY = 100  # steps, all of them so, after which nothing will ever be learnt
 
 
 class Around(Protocol):
@@ -76,18 +69,11 @@ class Around(Protocol):
         """No step follows; the next one would have been `step`."""
 
 
-class _GoBack(Exception):
-    """Training is to continue from the last checkpoint, without the steps in `bad`."""
-
-    def __init__(self, bad: Sequence[int], why: str) -> None:
-        self.bad, self.why = bad, why
-
-
 class Trainer:
     """Trains one model on one rank, in step with the other ranks.
 
-    A step is one optimizer step, or the turns of the task; micro-batches are its inner loop. `schedules` are those of
-    turns that have one of their own. Every public method is collective.
+    A step is one optimizer step, or the turns of the task; micro-batches are its inner loop. `schedules` has the
+    recipe's schedule as "", and those of turns that have one of their own. Every public method is collective.
     """
 
     def __init__(
@@ -99,8 +85,7 @@ class Trainer:
         task: Task,
         optimizer: Optimizer,
         compares: bool = False,
-        schedule: Schedule,
-        schedules: Mapping[str, Schedule] | None = None,
+        schedules: Mapping[str, Schedule],
         plan: Plan,
         training: Batches,
         evaluator: Evaluator,
@@ -112,16 +97,11 @@ class Trainer:
         whole: Whole | None = None,
     ) -> None:
         # what the run is made of
-        self.world = world
-        self.replica = replica
-        self.task = task
-        self.optimizer = optimizer
-        self.plan = plan
-        self.training, self._workers = training, training.workers
-        self.evaluator = evaluator
-        self.callbacks = callbacks
-        self.tracker = tracker
+        self.world, self.replica, self.task, self.optimizer = world, replica, task, optimizer
+        self.plan, self.training, self.evaluator = plan, training, evaluator
+        self.callbacks, self.tracker = callbacks, tracker
         self.saving = Saving(checkpoints, recipe.checkpoint, replica, lambda: self.callbacks, tracker, world.all)
+        self._recipe = recipe
         self._shows = shows or Shows(tracker, is_main=world.is_main)
         self._unsaved = unsaved  # None once it has looked
         self._shown_gradient: int | None = None  # the step whose gradient callbacks were shown last
@@ -129,7 +109,6 @@ class Trainer:
         self._reads_gradients = reads_gradients(callbacks)
         if self._reads_gradients:
             replica.on_gradient = self._show_gradient
-        self._recipe = recipe
 
         # how often what happens
         self.end = math.inf if plan.horizon.total is None else plan.horizon.total
@@ -146,48 +125,58 @@ class Trainer:
         self.progress = Progress()
         self.metrics: dict[str, float] = {}  # the newest value of every metric
         self._evaluated: int | None = None  # the step of the newest evaluation
+        self._interrupted = False  # whether an evaluation was
         self._rollbacks, self._back_at = 0, -1  # how often in a row to the same step
-        self._norms = GradientNorms()
-        self._stopwatch = Stopwatch()
-        self._pace = Stopwatch()  # since ranks agreed last; what callbacks do counts, so that slow ones delay no stop
-        self._spending = Spending()
-        self._shares: Mapping[str, float] = {}  # of wall time since the row before the newest, by phase
-        self._items: float | None = None  # that a rank has in the step of the newest row; None where they are samples
+        self._drawn: list[MicroBatch] = []  # the first micro-batches of the global batches of this step
         self._read = Fingerprint()
-        self._empty, self._first_step = 0.0, 0  # steps in which no target counted, of those after `_first_step`
 
         # what ranks agree on
         self.stop = StopRequests()
-        self.halt: Halt = NoHalt()
-        self._ballot = Ballot([STOP, HALT, "end", *(cadence.key for cadence in self.cadences)])
-        self._agreed = Agreement()
-        self._agree_every = 1
-        evaluator.looks = Looks(self._look)
-        self._interrupted = False  # whether an evaluation was
-        self._drawn: list[MicroBatch] = []  # the first micro-batches of the global batches of this step
+        self.consensus = Consensus(world.all, self.stop, [cadence.key for cadence in self.cadences])
+        self.nonfinite = NonfinitePolicy(recipe.train.on_nonfinite, replica)
+        evaluator.looks = Looks(self.consensus.poll)
 
-        stateful = with_statistics(replica.bare, callbacks.values())
-        statistics = BatchNormAverager(stateful if recipe.train.elastic_shards else None)
-        parts = optimizer.parts if isinstance(optimizer, InTurns) else {"": optimizer}
-        steppers = {
+        # Read before any state is restored: the recipe, not a checkpoint, decides the learning rate.
+        self._rates = Rates(optimizer, schedules)
+        self._factor = 1.0  # by which callbacks multiply the rates
+        self._steppers = self._stepper_of_turns(compares=compares, whole=whole)
+        turns = {turn: recipe.optimizer.turns[turn] for turn in task.turns}
+        self._train_step, self._draws = step_function(replica, self._update_functions(), turns), draws_of(turns)
+        self.rows = RowBuilder(world, task, plan, self._rates, len(updates_of(turns)))
+
+    def _stepper_of_turns(self, *, compares: bool, whole: Whole | None) -> dict[str, Stepper]:
+        """Returns the stepper of each turn of the task, or that of all as ""."""
+        recipe, world, replica, optimizer = self._recipe, self.world, self.replica, self.optimizer
+        self._stateful = stateful = with_statistics(replica.bare, self.callbacks.values())
+        statistics = BatchNormAverager(stateful) if recipe.train.elastic_shards else None
+        optimizers = optimizer.parts if isinstance(optimizer, InTurns) else {"": optimizer}
+        compare_whole = [partial(whole.compare, replica, world)] if whole else []
+        return {
             turn: Stepper(
                 world,
                 replica,
                 one,
-                parts[turn],
-                statistics,
+                update_of(replica, optimizers[turn], stateful),
                 seed=recipe.train.seed,
-                skips=recipe.train.on_nonfinite == "skip" or recipe.train.precision == "fp16",
-                compares=compares,
                 stateful=stateful,
-                before_first=partial(whole.compare, replica, world) if whole else None,
+                statistics=statistics,
+                first_checks=[
+                    *compare_whole,
+                    *([partial(check_first_loss, world, replica, one, stateful)] if compares else []),
+                ],
                 before_update=lambda: self.saving.before_update(),  # a trial puts another in its place
             )
-            for turn, one in of_turns(task).items()
+            for turn, one in of_turns(self.task).items()
         }
-        self._turns = Turns(replica, steppers, {turn: recipe.optimizer.turns[turn] for turn in task.turns})
-        # Read before any state is restored: the recipe, not a checkpoint, decides the learning rate.
-        self._rates = Rates(optimizer, schedule, schedules or {})
+
+    def _update_functions(self) -> dict[str, StepFunction]:
+        """Returns the function that makes an update of each turn."""
+        train = self._recipe.train
+        keeps = train.on_nonfinite == "skip" or train.precision == "fp16"
+        return {
+            turn: (KeepsBuffers(stepper, self._stateful) if keeps else stepper).train_step
+            for turn, stepper in self._steppers.items()
+        }
 
     # ------------------------------------------------------------------------------------------ the run
     def restore(self, checkpoint: Reader) -> None:
@@ -207,7 +196,7 @@ class Trainer:
         self._shows.step = facts.step
         self.metrics = dict(facts.metrics)
         self.saving.step = facts.step
-        # Who stops a run does not wait for an evaluation that is due: the next attempt makes up for it.
+        # A stop skips an evaluation that is due: the next attempt makes it first.
         self._evaluated = facts.step if any(name.startswith("eval/") for name in facts.metrics) else None
 
     def fit(self, *around: Around) -> Literal["done", "stopped"]:
@@ -227,7 +216,7 @@ class Trainer:
             for one in around:
                 one.close(self.progress.step + 1)
         left = self.progress.step < self.end or self._interrupted
-        return "stopped" if self._agreed.stops and left else "done"
+        return "stopped" if self.consensus.agreed.stops and left else "done"
 
     def steps(self) -> Iterator[StepInfo]:
         """Trains one step after the other, each of which is complete when it is yielded; raises what `fit` does.
@@ -242,32 +231,20 @@ class Trainer:
                 try:
                     yield from self._train()
                     break
-                except _GoBack as request:
+                except RollBack as request:
                     self._go_back(request)
                 except Diverged:  # on all ranks alike: what is being saved is still good
                     self.saving.settle()
                     raise
             self.saving.settle(last=True)
 
-    @property
-    def _epoch(self) -> float:
-        """The number of steps of an epoch, where it is known."""
-        return self.plan.horizon.steps_per_epoch or math.inf
-
     def _train(self) -> Iterator[StepInfo]:
-        self._empty, self._first_step = 0.0, self.progress.step
-        source = self.training.training(self.progress.step * self._turns.draws)
-        alarms = self._alarms()
-        self.replica.module.train()
-        self._setting_rates = overriding(self.callbacks, "lr_factor")
-        self._adding_columns = overriding(self.callbacks, "on_log")
-        self._stopwatch.restart()
-        self._pace.restart()
-        self._spending.restart()
-        looks_are_free = _looks_are_free(self.world.device)
-        # Whoever asked while all this was starting does not wait for a step, which may have to be compiled.
-        ended = self._look(0.0).stops or self.progress.step >= self.end
-        if not self._agreed.stops and self._owes_evaluation():
+        source = self.training.training(self.progress.step * self._draws)
+        self._prepare()
+        reading_is_free = _reading_is_free(self.world.device)
+        # A stop that was requested during the start does not wait for a step, which may have to be compiled.
+        ended = self.consensus.poll(0.0).stops or self.progress.step >= self.end
+        if not self.consensus.agreed.stops and self._owes_evaluation():
             ended = self._evaluate_and_report(self.progress.step) or ended
 
         # The order is part of the contract: step, callbacks, log, evaluate, save. Callbacks come right after the
@@ -275,23 +252,24 @@ class Trainer:
         while not ended:
             step = self.progress.step + 1
             logs = step == 1 or step == self.end or step % self.log_every == 0
-            agrees = logs or step % self._agree_every == 0
+            agrees = logs or step % self.consensus.every == 0
             try:
                 totals = self._step(step, source, measure=logs)
             except NoData:
                 if self._drawn or self.progress.step == 0:
                     raise  # in the middle of a step, or with nothing to be saved
-                self._agreed = Agreement(frozenset((STOP,)))
+                self.consensus.stop_now()
                 self._save(last=True)
                 return
-            if not looks_are_free:
+            if not reading_is_free:
                 self.saving.reserve()
 
-            if agrees or looks_are_free:
-                self._look_at_norms(totals, logs=logs)
-            means = self._agree(totals, alarms, logs=logs) if agrees else {}
-            wanted = self._agreed.wanted if agrees else frozenset[str]()
-            stops = agrees and self._agreed.stops
+            log_bad = partial(self._log_bad, totals)
+            if agrees or reading_is_free:
+                self.nonfinite.apply(self.progress, log_bad, logs=logs)
+            means = self._agree(totals, logs=logs) if agrees else {}
+            wanted = self.consensus.agreed.wanted if agrees else frozenset[str]()
+            stops = agrees and self.consensus.agreed.stops
 
             info = self._info(means)
             ended = self._report(info) or step == self.end or stops or "end" in wanted
@@ -299,15 +277,24 @@ class Trainer:
             saves = self.save_cadence.due(step, wanted)
             if evaluates or saves or ended:
                 # What a bad step left behind is not evaluated, nor saved to go back to.
-                self._look_at_norms(totals, logs=False)
+                self.nonfinite.apply(self.progress, log_bad, logs=False)
             if evaluates:
                 ended = self._evaluate_and_report(step) or ended
             if ended or saves or self._is_best(step):
                 self._save(last=ended)
             yield info
 
+    def _prepare(self) -> None:
+        """Sets what an attempt, or what follows a rollback, begins with."""
+        self.replica.module.train()
+        self._setting_rates = overriding(self.callbacks, "lr_factor")
+        self._adding_columns = overriding(self.callbacks, "on_log")
+        self.rows.restart(self.progress.step)
+        self.consensus.pace.restart()
+        self.consensus.alarms = self._alarms()
+
     def _alarms(self) -> list[Alarm]:
-        """The alarms that the clock sets off. Only rank 0's clock counts; the others learn of it when ranks agree."""
+        """Returns the alarms of the clock. Only rank 0's counts; the others learn of it when ranks agree."""
         if not self.world.is_main:
             return []
         alarms = [cadence.alarm for cadence in self.cadences if cadence.alarm]
@@ -317,22 +304,22 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------ one step
     def _step(self, step: int, source: Iterator[MicroBatch], *, measure: bool) -> dict[str, Total]:
-        """One step. Returns this rank's totals: the losses and, when `measure`, the task's metrics."""
+        """Takes one step; returns this rank's totals: the losses and, if it is to `measure`, the task's metrics."""
         self._shows.step = step
         phases.enter_step(step)
-        self._factor = self._wanted_factor()
+        self._factor = self._wanted_factor() if self._setting_rates else 1.0
         self._rates.set(step - 1, self._factor)
 
-        drawn = self._drawn = list[MicroBatch]()
-        draws = self._draws(source, drawn)
+        self._drawn = []
+        draws = self._draw(source)
         totals: dict[str, Total] = {}
         if step in self.progress.left_out:
             for _, micro_batches in draws:
                 deque(micro_batches, maxlen=0)
             self.saving.before_update()  # what follows a step may change weights, too
         else:
-            totals, norm = self._turns.train(step, draws, measure=measure)
-            self._norms.add(step, norm)
+            totals, norm = self._train_step(step, draws, measure=measure)
+            self.nonfinite.norms.add(step, norm)
             if self._reads_gradients and self._shown_gradient is None:
                 kind = type(self.replica).__name__
                 raise PluginError(
@@ -341,25 +328,34 @@ class Trainer:
             if self._unsaved and not self._unsaved.look():
                 self._unsaved = None
         self.progress.step = step
-        for first in drawn:
+        for first in self._drawn:
             self._read.note(first)
             self.progress.samples += first.step_samples
-        self._stopwatch.add(sum(first.step_samples for first in drawn))
-        self._pace.add(0)
+            self.rows.stopwatch.samples += first.step_samples
+        self.rows.stopwatch.steps += 1
+        self.consensus.pace.steps += 1
         return totals
+
+    def _draw(self, source: Iterator[MicroBatch]) -> Draws:
+        """Yields the global batches of a step, each to be used up before the next."""
+        for _ in range(self._draws):
+            phases.mark(phases.DATA)
+            with waiting_for_data:
+                first = next(source)
+            self._drawn.append(first)
+            yield first, _until_last(first, source)
 
     def _wanted_factor(self) -> float:
         """Multiplies the factors of all callbacks; raises PluginError for one that is no factor."""
         factor = 1.0
         for name in self._setting_rates:
-            asked: Any = self.callbacks[name].lr_factor()
-            is_number = isinstance(asked, Real)
-            if not (is_number and 0 <= asked < math.inf):
+            wanted: Any = self.callbacks[name].lr_factor()
+            if not (isinstance(wanted, Real) and 0 <= float(wanted) < math.inf):
                 raise PluginError(
-                    f"callback `{name}` multiplies the learning rate of step {self.progress.step + 1} with {asked!r}",
+                    f"callback `{name}` multiplies the learning rate of step {self.progress.step + 1} with {wanted!r}",
                     hints=["return a finite number of 0 or more from `lr_factor`"],
                 )
-            factor *= asked
+            factor *= float(wanted)
         return factor
 
     def _show_gradient(self, norm: Tensor) -> None:
@@ -367,92 +363,36 @@ class Trainer:
         for callback in self.callbacks.values():
             callback.on_gradient(self.progress.step + 1, norm)
 
-    def _draws(
-        self, source: Iterator[MicroBatch], drawn: list[MicroBatch]
-    ) -> Iterator[tuple[MicroBatch, Iterator[MicroBatch]]]:
-        """The global batches of a step, each to be used up before the next; the first of each goes into `drawn`."""
-        for _ in range(self._turns.draws):
-            phases.mark(phases.DATA)
-            with waiting_for_data:
-                drawn.append(next(source))
-            yield drawn[-1], _until_last(drawn[-1], source)
-
     # ------------------------------------------------------------------------------------------ agreement
-    def _agree(self, totals: Mapping[str, Total], alarms: Iterable[Alarm], *, logs: bool) -> dict[str, float]:
-        """One reduction over ranks: whether anybody wants to stop or an alarm rang, and where it `logs` the means.
+    def _agree(self, totals: Mapping[str, Total], *, logs: bool) -> dict[str, float]:
+        """Makes one reduction over ranks: of their requests and, if the step `logs`, of the metrics; returns means.
 
-        Where it does not, no device is waited for.
+        If it does not log, no device is waited for.
         """
-        pace = self._pace.seconds / self._pace.steps
-        self._pace.restart()
-        ballot = self._ballot.totals(self._wishes(alarms), seconds=pace, saved=self.saving.ready)
-
+        riding: dict[str, Any] = {**self.consensus.totals(saved=self.saving.ready), **self._read.totals()}
+        if self._setting_rates:
+            riding[_FACTOR] = self._factor
         phases.mark(phases.REDUCE)
-        rates = {_FACTOR: self._factor} if self._setting_rates else {}
-        said = {**ballot, **self._read.totals(), **rates}
         if logs:
-            spent = self._spending.totals(totals, counts=self._turns.counts) if totals else {}
-            empty = {_EMPTY: Total(torch.as_tensor(self._turns.take_empty()), 1)} if self._turns.counts else {}
-            means = self.world.all.mean({**totals, **said, **spent, **empty}, reports_of(self.task))
-            self._look_at_targets(means.pop(_EMPTY, 0.0))
-            if spent:
-                self._shares, self._items = self._spending.taken(means)
+            empty = sum((stepper.take_empty() for stepper in self._steppers.values()), start=torch.zeros(()))
+            riding |= self.rows.totals(totals, counts=self._counts, empty=empty)
+            means = self.world.all.mean({**totals, **riding}, reports_of(self.task))
+            self.rows.take(means, self.progress, self.end)
         else:
-            means = self.world.all.average(said)
+            means = self.world.all.average(riding)
         self._read.refuse_another(means, step=self.progress.step)
         self._refuse_another_factor(means.pop(_FACTOR, self._factor))
-        self._count(means)
-        if self._agreed.all_saved:
+        if self.consensus.take(means).all_saved:
             self.saving.settle()
-        self._agree_every = self._agreed.every
         return means
 
-    def _look_at_targets(self, empty: float) -> None:
-        """Logs in how many steps since the last row no target counted; raises UsageError if none ever did."""
-        if not empty:
-            return
-        before, self._empty = self._empty, self._empty + empty
-        steps = self.progress.step - self._first_step
-        if self._empty >= steps * len(self._turns.updates) and (
-            steps >= _MANY_EMPTY or (self._first_step == 0 and self.progress.step >= min(self.end, self._epoch))
-        ):
-            raise UsageError(
-                f"no target has counted in {steps} steps: nothing is learnt",
-                hints=[
-                    "look at the targets that the dataset gives (`ddpforge data show`): all are the ignored one, or "
-                    "truncation has cut them off"
-                ],
-            )
-        if before == 0 or int(self._empty).bit_length() > int(before).bit_length():
-            log.warning(
-                "by step %d no target counted in %d of %d steps: their gradient is zero, and the optimizer's momentum "
-                "and weight decay act alone",
-                self.progress.step,
-                self._empty,
-                steps,
-            )
-
-    def _wishes(self, alarms: Iterable[Alarm] = ()) -> set[str]:
-        """This rank's."""
-        wanted = {alarm.name for alarm in alarms if alarm.rings()}
-        wanted |= {STOP} if self.stop.requested else set()
-        return wanted | ({HALT} if self.halt.asked() else set())
-
-    def _look(self, seconds: float) -> Agreement:
-        """The same agreement where no step is done, whose parts take so many seconds here: only about stopping."""
-        ballot = self._ballot.totals(self._wishes(), seconds=seconds, saved=False)
-        return self._count(self.world.all.average(ballot))
-
-    def _count(self, means: dict[str, float]) -> Agreement:
-        look_for_others()  # ranks agree about once a second, in training and in evaluations
-        self._agreed = self._ballot.count(means)
-        if HALT in self._agreed.wanted:
-            record_halt()
-            self.halt.obeyed()
-        return self._agreed
+    @property
+    def _counts(self) -> bool:
+        """True if the task counts items that are not samples; known after the first step."""
+        return any(stepper.counts for stepper in self._steppers.values())
 
     def _refuse_another_factor(self, mean: float) -> None:
-        """Raises PluginError where callbacks of other ranks want other rates, which would part the weights."""
+        """Raises PluginError if callbacks of other ranks want other rates, by which weights would diverge."""
         if not math.isclose(mean, self._factor, rel_tol=1e-9, abs_tol=1e-12):
             raise PluginError(
                 f"callbacks {', '.join(self._setting_rates)} multiply the learning rate of step {self.progress.step} "
@@ -460,40 +400,14 @@ class Trainer:
                 hints=["decide in `lr_factor` from what callbacks are told, which is the same on every rank"],
             )
 
-    def _look_at_norms(self, totals: Mapping[str, Total], *, logs: bool) -> None:
-        """Does what the recipe says where a gradient was not finite; `logs` says that the step is to have a row.
-
-        The norm is that of the reduced gradient, hence the same on every rank, and the strategy has kept such a
-        gradient away from the weights already: all ranks come to the same decision without talking.
-        """
-        bad = self._norms.take()
-        self.progress.skipped += len(bad)
-        if not bad or self.replica.overflowed():
-            return
-
-        goes_on = self._recipe.train.on_nonfinite == "skip" and self._norms.nonfinite_in_a_row < _MOST_SKIPS
-        if not (goes_on and logs and bad[-1] == self.progress.step):  # else the row of this step says it
-            self._log_bad(bad[-1], totals)
-        if self._recipe.train.on_nonfinite == "rollback":
-            raise _GoBack(bad, f"the gradient of step {bad[0]} is not finite")
-        if not goes_on:
-            raise Diverged(
-                f"the gradient of step {bad[0]} is not finite; it was kept away from the weights",
-                hints=[
-                    "lower optimizer.lr, set train.clip_norm, or look at that step's samples",
-                    'or let the run continue with train.on_nonfinite = "skip" or "rollback"',
-                ],
-            )
-        log.warning("step %s: the gradient is not finite; left out", ", ".join(map(str, bad)))
-
-    def _log_bad(self, step: int, totals: Mapping[str, Total]) -> None:
-        """The log tells the truth about a bad step: its loss, where it is still at hand, and its norm."""
+    def _log_bad(self, totals: Mapping[str, Total], step: int) -> None:
+        """Logs the row of a step whose gradient is not finite: its loss, if that is still at hand, and its norm."""
         means = self.world.all.mean(totals, reports_of(self.task)) if step == self.progress.step else {}
         row = {f"train/{name}": value for name, value in means.items()}
-        self._log(step, {"samples": self.progress.samples, **row, "train/grad_norm": self._norms.newest})
+        self._log(step, {"samples": self.progress.samples, **row, "train/grad_norm": self.nonfinite.norms.newest})
 
-    def _go_back(self, request: _GoBack) -> None:
-        """Restores the newest checkpoint and leaves the bad steps out from now on."""
+    def _go_back(self, request: RollBack) -> None:
+        """Restores the newest checkpoint, and skips the bad steps from now on."""
         phases.mark(phases.START)
         checkpoint = self.saving.newest()
         if checkpoint is not None and checkpoint.facts.step != self._back_at:
@@ -511,14 +425,14 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------ between steps
     def _info(self, means: dict[str, float]) -> StepInfo:
-        """The facts of the step for callbacks, and for whoever takes steps one by one."""
-        lr = self.optimizer.param_groups[0]["lr"]
-        row = self._row(means, lr) if means else {}
-        seconds = self._stopwatch.seconds / max(1, self._stopwatch.steps)
+        """Returns the facts of the step, for callbacks and for the caller of `steps`."""
+        lr, watch, norm = self.optimizer.param_groups[0]["lr"], self.rows.stopwatch, self.nonfinite.norms.newest
+        row = self.rows.row(means, self.progress, lr=lr, grad_norm=norm) if means else {}
+        seconds = watch.seconds / max(1, watch.steps)
         return StepInfo(step=self.progress.step, samples=self.progress.samples, lr=lr, seconds=seconds, metrics=row)
 
     def _report(self, info: StepInfo) -> bool:
-        """Tells callbacks and tracker about the step; True when a callback wants the run to end."""
+        """Calls the callbacks, and logs the row of the step; True if a callback wants the run to end."""
         phases.mark(phases.CALLBACKS)
         wishes: dict[str, bool | GoBack | None] = {}
         if self.callbacks:
@@ -529,14 +443,11 @@ class Trainer:
             for name in self._adding_columns:
                 add_numbers(row, name, "on_log", self.callbacks[name].on_log(replace(info, metrics=dict(row))))
             self._log(info.step, row)
-            waited = self._shares.get(phases.NAMES[phases.DATA], 0.0)
-            if advice := self._spending.advice(waited, self._stopwatch.seconds, workers=self._workers):
-                log.warning("step %d: %s", info.step, advice)
-            self._stopwatch.restart()
-        found = self._wanted_by_callbacks("on_step", wishes)
+            self.rows.finish_window(info.step, workers=self.training.workers)
+        found = self._wanted_by_callbacks("on_step", wishes) if wishes else ()
         for wish in found:
             if isinstance(wish, GoBack):
-                raise _GoBack(wish.steps, wish.why)
+                raise RollBack(wish.steps, wish.why)
         return any(found)
 
     def _wanted_by_callbacks(
@@ -556,22 +467,7 @@ class Trainer:
         mine = [wishes[name] for name in asking if wishes.get(name)]
         if self.world.all.size == 1 or not asking:
             return [wish for wish in wishes.values() if wish]
-        return [wish for told in self.world.all.everyone(mine) for wish in told]
-
-    def _row(self, means: dict[str, float], lr: float) -> dict[str, float]:
-        row = {f"train/{name}": value for name, value in finished(self.task, means).items()}
-        row |= {"train/grad_norm": self._norms.newest, "lr": lr, "samples": self.progress.samples}
-        row |= {of_turn("lr", name): rate for name, rate in self._rates.named().items()}
-        row["train/samples_per_second"] = self._stopwatch.samples / self._stopwatch.seconds
-        if self._items is not None:
-            per_second = self._items * self.world.data.size * self._stopwatch.steps / self._stopwatch.seconds
-            row[f"train/{self.task.items}_per_second"] = per_second
-        row |= {f"train/time/{phase}": share for phase, share in self._shares.items()}
-        if per_epoch := self.plan.horizon.steps_per_epoch:
-            row["epoch"] = self.progress.step / per_epoch
-        if self.progress.skipped:
-            row["train/skipped_steps"] = self.progress.skipped
-        return row
+        return [wish for every in self.world.all.everyone(mine) for wish in every]
 
     def _log(self, step: int, row: Mapping[str, float]) -> None:
         self.metrics |= row
@@ -579,7 +475,7 @@ class Trainer:
 
     def _must_evaluate(self, step: int, wanted: Collection[str], *, ended: bool, stops: bool) -> bool:
         if self.eval_cadence is None or (stops and step < self.end):
-            return False  # whoever asked us to stop is waiting
+            return False  # a stop does not wait for an evaluation
         return ended or self.eval_cadence.due(step, wanted)
 
     def _owes_evaluation(self) -> bool:
@@ -591,13 +487,13 @@ class Trainer:
         return not self.eval_cadence.alarm and self.eval_cadence.due(step, ())
 
     def _evaluate_and_report(self, step: int) -> bool:
-        self._stopwatch.pause()
+        self.rows.stopwatch.pause()
         try:
             row = self.evaluator.evaluate(step)
         except Interrupted:  # the next attempt evaluates
             self._interrupted = True
-            if not self._agreed.stops:  # no data came
-                self._agreed = Agreement(frozenset((STOP,)))
+            if not self.consensus.agreed.stops:  # no data came
+                self.consensus.stop_now()
             return True
         except Exception:
             if self.evaluator.failed_together:
@@ -611,7 +507,7 @@ class Trainer:
             log.warning("checkpoint.keep.by: no metric is called %s, so none is best; there are %s", keep.by, known)
         with self.replica.weights.observing():
             wishes = {name: callback.on_eval(step, row) for name, callback in self.callbacks.items()}
-        self._stopwatch.resume()
+        self.rows.stopwatch.resume()
         return any(self._wanted_by_callbacks("on_eval", wishes))
 
     def _rescue(self) -> None:
@@ -630,11 +526,11 @@ class Trainer:
         """Begins to save this step, unless that is done already."""
         if self.saving.step == self.progress.step:
             return
-        self._stopwatch.pause()
+        self.rows.stopwatch.pause()
         self.saving.settle()
         self.progress.seconds = time.monotonic() - self._began
         self.saving.save(self.progress, self._metrics_of(self.progress.step), last=last)
-        self._stopwatch.resume()
+        self.rows.stopwatch.resume()
 
     def _metrics_of(self, step: int) -> dict[str, float]:
         """The metrics of the weights at `step`; an older evaluation says nothing about them."""
@@ -642,13 +538,13 @@ class Trainer:
         return {name: value for name, value in self.metrics.items() if not name.startswith(stale)}
 
 
-def _looks_are_free(device: torch.device) -> bool:
+def _reading_is_free(device: torch.device) -> bool:
     """True if reading a norm does not wait for the device."""
     return device.type == "cpu"
 
 
 def _until_last(first: MicroBatch, source: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-    """The micro-batches of one step, fetched one at a time."""
+    """Yields the micro-batches of one step, fetched one at a time."""
     micro = first
     while not micro.last:
         yield micro

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.errors import StrategyError
-from ddpforge.training.fitness import is_dense, repeats
 
-__all__ = ["check_channels_last", "make_dense", "put_channels_last"]
+__all__ = ["check_channels_last", "extent", "is_dense", "make_dense", "put_channels_last", "repeats"]
 
 log = logging.getLogger("ddpforge")
 
@@ -19,7 +18,7 @@ def make_dense(model: nn.Module) -> None:
     """Closes the gaps in the memory of parameters, and gives buffers made with `expand` memory for each element.
 
     torch's fused optimizers update as many numbers from a parameter's first on as it has, gaps included; ranks cannot
-    receive values into a buffer that repeats some. Call after `check_model`, which refuses tensors that share memory.
+    receive values into a buffer that repeats some. Call after `preflight.model`: tensors share no memory.
     """
     gaps = [(name, parameter) for name, parameter in model.named_parameters() if not is_dense(parameter)]
     repeated = [(name, buffer) for name, buffer in model.named_buffers() if repeats(buffer)]
@@ -61,3 +60,33 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights of convolutions that have a layout: 4 dimensions, more than one channel and position."""
     kinds = (nn.Conv2d, nn.ConvTranspose2d)
     return {f"{name}.weight": module.weight for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """True if a tensor's elements fill the memory that it spans, in whatever order."""
+    start, stop = extent(tensor)
+    return not tensor.numel() or (stop - start == tensor.nbytes and not repeats(tensor))
+
+
+def repeats(tensor: Tensor) -> bool:
+    """True if several elements of a tensor are one number in memory."""
+    axes = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    reach = 0
+    for step, size in axes:
+        if step <= reach:
+            break
+        reach += step * (size - 1)
+    else:
+        return False
+    if not tensor.numel():
+        return False
+    places = torch.arange(1 + sum(step * (size - 1) for step, size in axes))
+    found: Tensor = torch.unique(places.as_strided(tensor.shape, tensor.stride()))
+    return found.numel() < tensor.numel()
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor spans: the first, and the one after the last."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return start, start + (int(last) + 1) * tensor.itemsize

@@ -13,12 +13,12 @@ __all__ = ["Rates"]
 
 
 class Rates:
-    """The learning rates of an optimizer's groups at each step; a turn in `schedules` has a schedule of its own."""
+    """The learning rates of an optimizer's groups at each step; `schedules` has the one of all as ""."""
 
-    def __init__(self, optimizer: Optimizer, schedule: Schedule, schedules: Mapping[str, Schedule]) -> None:
+    def __init__(self, optimizer: Optimizer, schedules: Mapping[str, Schedule]) -> None:
         self._parts: Mapping[str, Optimizer] = optimizer.parts if isinstance(optimizer, InTurns) else {"": optimizer}
         self._base = {
-            name: (schedules.get(name, schedule), [group["lr"] for group in part.param_groups])
+            name: (schedules.get(name, schedules[""]), [group["lr"] for group in part.param_groups])
             for name, part in self._parts.items()
         }
 

@@ -1,7 +1,8 @@
-"""Computes a step, or one of its turns: forward and backward of its micro-batches, and the update."""
+"""An optimizer step: forward and backward passes of its micro-batches, and one update of the weights."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -15,29 +16,25 @@ from torch.optim import Optimizer
 
 from ddpforge.data import MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import PluginError, StrategyError
-from ddpforge.interfaces import Explores, Exploring, Pass, Replica, Task, Total, World
+from ddpforge.interfaces import Explores, Exploring, Pass, Replica, Rows, Task, Total, World
 from ddpforge.ranks import phases
 from ddpforge.training.batchnorm import BatchNormAverager, Buffers, unchanged
-from ddpforge.training.first_look import name_of
-from ddpforge.training.sums import refuse_mean
-from ddpforge.training.totals import Meter, add
+from ddpforge.training.task_checks import CheckedTask, check_sum_reduction, checked_quantity, name_of
+from ddpforge.training.totals import add, exact, items_of, loss_total, suspended_autocast
 from ddpforge.training.whole_batch import check_whole
 
-__all__ = ["Stepper"]
-
-_Items = int | Callable[[], Tensor]  # of a step: a number, or what waits until ranks have counted
+__all__ = ["KeepsBuffers", "MultiPassUpdate", "Stepper", "check_first_loss", "update_of"]
 
 _FORWARD = 0xF03A  # keeps the random numbers of forward passes apart from those of the data
 
+_Items = int | Callable[[], Tensor]  # of a step: a number, or a function that waits until ranks have counted
+_ForwardBackward = Callable[[], Any]
+
 
 class Stepper:
-    """Runs one rank's optimizer steps; returns this rank's sums and counts, which the trainer reduces over ranks.
+    """Computes the steps of one rank. It returns the rank's sums and counts, which the trainer reduces over ranks.
 
-    Totals are the loss and, where they are measured, the task's metrics. `stateful` has the buffers that forward passes
-    change, by default the model. `skips` says that training goes on after a step whose gradient is not finite: such a
-    step leaves buffers as they were, too. `compares` has the first loss of all compared with those of its halves: a
-    mean for a sum is refused. `before_first` is called with the first micro-batch of all, `before_update` before the
-    weights change.
+    Features that few runs use are objects that it is given; without them a step is what `train_step` shows.
     """
 
     def __init__(
@@ -45,157 +42,211 @@ class Stepper:
         world: World,
         replica: Replica,
         task: Task,
-        optimizer: Optimizer,
-        statistics: BatchNormAverager,
+        update: Callable[[_ForwardBackward], Tensor] | None = None,
         *,
         seed: int,
-        skips: bool,
-        compares: bool = False,
         stateful: nn.Module | None = None,
-        before_first: Callable[[MicroBatch], None] | None = None,
+        statistics: BatchNormAverager | None = None,
+        first_checks: Iterable[Callable[[MicroBatch], None]] = (),
         before_update: Callable[[], None] = lambda: None,
     ) -> None:
-        self._world, self._replica, self._task = world, replica, task
-        self._optimizer, self._statistics = optimizer, statistics
+        """Prepares the steps of `replica` with the losses of `task`.
+
+        Args:
+            update: changes the weights by the gradients; an optimizer of several passes calls its argument, which
+                computes new gradients of the same micro-batches. None is one `replica.step()`.
+            stateful: has the buffers that forward passes change; None is the model.
+            statistics: averages those of BatchNorm over virtual ranks.
+            first_checks: are called once, with the first micro-batch of all.
+            before_update: is called before the weights change.
+        """
+        self._world, self._replica, self._task = world, replica, CheckedTask(task, "training")
         self._stateful = replica.bare if stateful is None else stateful
-        self._seed, self._skips, self._compares, self._update = seed, skips, compares, 0
-        self._meter, self._before_update = Meter(task, "training"), before_update
-        self._before_first = before_first  # None once it was called
-        self._passes: int = getattr(optimizer, "passes", 1)
+        self._update, self._statistics = update, statistics
+        self._seed, self._first_checks, self._before_update = seed, list(first_checks), before_update
         self.counts = False  # whether the task counts items that are not samples; known after the first step
         self._empty: Tensor | float = 0.0
-        if self._passes > 1 and not isinstance(replica, Explores):
-            raise StrategyError(
-                f"{type(optimizer).__name__} makes {self._passes} passes per step, and the strategy is for optimizers "
-                "that make one",
-                hints=["use another optimizer or another strategy"],
-            )
 
-    def train(
+    def train_step(
         self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool, update: int = 0
     ) -> tuple[dict[str, Total], Tensor]:
-        """One optimizer step on `micro_batches`, of which `first` is one; also returns the gradient's norm (0-d).
+        """Takes one optimizer step on `micro_batches`, of which `first` is one.
 
-        Where a step has several updates, `update` counts them: each draws random numbers of its own.
+        Totals are those of the loss, and of the task's metrics if they are to be measured. The norm (0-d, on the
+        device) is that of the reduced gradient. If a step has several updates, `update` numbers them: each draws
+        random numbers of its own.
         """
-        self._update = update
-        before = Buffers(self._stateful) if self._skips else None
-        totals, norm = self._train(step, first, micro_batches, measure=measure)
-        if before:
-            before.restore_unless(torch.isfinite(norm))
-        return totals, norm
-
-    def _train(
-        self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool
-    ) -> tuple[dict[str, Total], Tensor]:
-        if self._before_first:
-            before_first, self._before_first = self._before_first, None
-            before_first(first)
-        micro_batches, items = self._count(first, micro_batches)
-        if self._passes > 1:
+        while self._first_checks:
+            self._first_checks.pop(0)(first)
+        micro_batches, items = self.count_items(first, micro_batches)
+        if self._update:  # which may go through them again
             micro_batches = list(micro_batches)
-        totals = self._forward_backward(step, micro_batches, items, measure=measure)
+        totals = self.forward_backward(step, update, micro_batches, items, measure=measure)
         if not isinstance(items, int):
             self._empty = self._empty + (items() <= 0)  # on the device: nothing waits for it
-        self._statistics.leave()
         phases.mark(phases.STEP)
         self._before_update()
-        if self._passes > 1:
-            return totals, self._explore(step, cast(list[MicroBatch], micro_batches), items)
-        return totals, self._replica.step()
+        if self._update is None:
+            return totals, self._replica.step()
+        again = partial(self.forward_backward, step, update, micro_batches, items, measure=False)
+        return totals, self._update(again)
 
-    def take_empty(self) -> Tensor | float:
-        """Returns how many steps had no item on any rank since this was last called (0-d, on the device)."""
-        empty, self._empty = self._empty, 0.0
-        return empty
-
-    # -- one step
-    def _count(self, first: MicroBatch, micro_batches: Iterable[MicroBatch]) -> tuple[Iterable[MicroBatch], _Items]:
-        """The step's micro-batches, and how many items they have on all ranks together.
+    def count_items(
+        self, first: MicroBatch, micro_batches: Iterable[MicroBatch]
+    ) -> tuple[Iterable[MicroBatch], _Items]:
+        """Returns the step's micro-batches, and how many items they have on all ranks together.
 
         How many samples a step has is arithmetic; items that only the batches know (tokens) are counted on all ranks
         while the first forward pass runs.
         """
-        if self._task.count(first.data) is None:
+        task = self._task.task
+        if task.count(first.data) is None:
             return micro_batches, first.step_samples
         self.counts = True
-        batches = [micro._replace(items=self._meter.items(micro)) for micro in micro_batches]
+        batches = [micro._replace(items=items_of(task, micro)) for micro in micro_batches]
         mine = torch.as_tensor(sum(torch.as_tensor(micro.items, dtype=torch.float64) for micro in batches))
         if mine.device.type == "cpu" and not 0 <= mine.item() < math.inf:
             raise PluginError(
-                f"{name_of(self._task)}.count gave {mine.item():g} for a step",
+                f"{name_of(task)}.count gave {mine.item():g} for a step",
                 hints=["count how many items the loss sums over, or add up their weights: 0 or more"],
             )
         return batches, cache(self._world.data.begin_sum(mine))
 
-    def _forward_backward(
-        self, step: int, micro_batches: Iterable[MicroBatch], items: _Items, *, measure: bool
+    def forward_backward(
+        self, step: int, update: int, micro_batches: Iterable[MicroBatch], items: _Items, *, measure: bool
     ) -> dict[str, Total]:
-        """All passes of a step, in the replica's order; this rank's totals."""
-        found: dict[str, Total] = {}
+        """Runs all passes of a step, in the replica's order; returns this rank's totals."""
+        totals: dict[str, Total] = {}
         running: deque[MicroBatch] = deque()
 
         def passes() -> Iterator[Pass]:
             for micro in micro_batches:
-                batch = self._replica.own_part(to_device(micro.data, self._world.device))
+                if self._task.task.whole_batch:
+                    check_whole(self._task.task, micro)
+                if self._statistics:
+                    self._statistics.enter(micro.shard)
+                place = (step, micro.number, micro.shard, *([update] if update else []))
                 running.append(micro)
-                yield self._pass(step, micro, batch, items, measure)
+                yield Pass(
+                    batch=self._replica.own_part(to_device(micro.data, self._world.device)),
+                    seed=partial(seed_all, mix(self._seed, _FORWARD, *place), self._world.device),
+                    scale=partial(self._scale, items) if micro.samples else lambda: 0.0,
+                    last=micro.last,
+                    measured=measure and micro.samples > 0,
+                    # A stand-in is no data: statistics must not count it.
+                    around=nullcontext if micro.samples else partial(unchanged, self._stateful),
+                )
 
-        for result in self._replica.passes(passes(), self._compute, trains=True):
-            add(found, self._meter.totals(running.popleft(), result))
-        return found
+        for result in self._replica.passes(passes(), self.compute, trains=True):
+            micro = running.popleft()
+            if result is not None:  # else another rank has the loss, and counts it
+                loss, measured = result
+                counted = items_of(self._task.task, micro) if self.counts else micro.samples
+                add(totals, {"loss": loss_total(loss, counted), **measured})
+        if self._statistics:
+            self._statistics.leave()
+        return totals
 
-    def _compute(self, module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
+    def compute(self, module: nn.Module, one: Pass) -> tuple[Tensor, dict[str, Total]]:
+        """Returns the summed loss of a pass, and the totals of its metrics if they are measured.
+
+        Outputs that were kept through the backward pass would be a tenth of a language model's peak memory.
+        """
         phases.mark(phases.FORWARD)
-        loss, outputs = self._meter.compute(module, one)
-        # Outputs that are kept through the backward pass are a tenth of a language model's peak memory.
-        measured = self._meter.measure(outputs, one.batch) if one.measured else {}
+        one.seed()
+        loss, outputs = self._task.loss(module, one.batch)
+        measured = self._measure(outputs, one.batch) if one.measured else {}
         phases.mark(phases.BACKWARD)
         return loss, measured
 
-    def _pass(self, step: int, micro: MicroBatch, batch: Any, items: _Items, measured: bool) -> Pass:
-        check_whole(self._task, micro)
-        self._statistics.enter(micro.shard)
-        if self._compares and step == 1:
-            self._compares = False
-            with self._replica.forward(), unchanged(self._stateful):  # a copy's forward may be bound to the model
-                refuse_mean(self._replica.bare, self._task, batch, micro.samples)
-        return Pass(
-            batch=batch,
-            seed=partial(seed_all, mix(self._seed, _FORWARD, *self._numbers(step, micro)), self._world.device),
-            scale=partial(self._scale, items) if micro.samples else lambda: 0.0,
-            last=micro.last,
-            measured=measured and micro.samples > 0,
-            # A stand-in is no data: statistics must not count it.
-            around=nullcontext if micro.samples else partial(unchanged, self._stateful),
-        )
-
-    def _numbers(self, step: int, micro: MicroBatch) -> tuple[int, ...]:
-        """The numbers that those drawn in a pass depend on."""
-        place = (step, micro.number, micro.shard)
-        return (*place, self._update) if self._update else place
+    def _measure(self, outputs: Any, batch: Any) -> dict[str, Total]:
+        """Returns the totals of the task's metrics; rows are left out, as training has no time to gather them."""
+        found = measure(self._task, outputs, batch)
+        return {name: quantity for name, quantity in found.items() if isinstance(quantity, Total)}
 
     def _scale(self, items: _Items) -> Tensor | float:
-        """The factor that turns a strategy's mean of gradients over data ranks into the mean over the step's items."""
+        """Returns the factor from a strategy's mean of gradients over data ranks to the mean over the step's items."""
         if isinstance(items, int):
             return self._world.data.size / items
         total = items()
         counted = torch.where(total > 0, total, 1.0)  # of a step without items the gradient is zero, not 0 / 0
         return (self._world.data.size / counted).float()
 
-    def _explore(self, step: int, micro_batches: list[MicroBatch], items: _Items) -> Tensor:
-        """The passes after the first, for an optimizer that makes several, and its update; see `Exploring`."""
-        replica, exploring = cast(Explores, self._replica), cast(Exploring, self._optimizer)
-        for _ in range(1, self._passes):
-            norm = replica.explore(exploring)
+    def take_empty(self) -> Tensor | float:
+        """Returns how many steps had no item on any rank since this was last called (0-d, on the device)."""
+        empty, self._empty = self._empty, 0.0
+        return empty
+
+
+def measure(task: CheckedTask, outputs: Any, batch: Any) -> dict[str, Total | Rows]:
+    """Returns the task's metrics of a batch, computed without gradients and in the outputs' own precision."""
+    with torch.no_grad(), suspended_autocast():
+        found = task.metrics(outputs, batch)
+    for name, quantity in found.items():
+        checked_quantity(name, quantity)  # a later batch may give another form
+    return {name: exact(quantity) for name, quantity in found.items()}
+
+
+# ---------------------------------------------------------------------------------------------- what few runs use
+class KeepsBuffers:
+    """Takes steps after which training goes on if a gradient is not finite: buffers are then as they were before."""
+
+    def __init__(self, stepper: Stepper, stateful: nn.Module) -> None:
+        self._stepper, self._stateful = stepper, stateful
+
+    def train_step(
+        self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool, update: int = 0
+    ) -> tuple[dict[str, Total], Tensor]:
+        """Takes a step of the stepper."""
+        before = Buffers(self._stateful)
+        totals, norm = self._stepper.train_step(step, first, micro_batches, measure=measure, update=update)
+        before.restore_unless(torch.isfinite(norm))
+        return totals, norm
+
+
+class MultiPassUpdate:
+    """Updates the weights with an optimizer that needs gradients at several places (SAM); see `Exploring`."""
+
+    def __init__(self, replica: Replica, optimizer: Exploring, stateful: nn.Module) -> None:
+        self._replica, self._optimizer, self._stateful = replica, optimizer, stateful
+        if not isinstance(replica, Explores):
+            raise StrategyError(
+                f"{type(optimizer).__name__} makes {optimizer.passes} passes per step, and the strategy is for "
+                "optimizers that make one",
+                hints=["use another optimizer or another strategy"],
+            )
+
+    def __call__(self, again: _ForwardBackward) -> Tensor:
+        """Makes the passes after the first, and the update; returns the last norm."""
+        explores, optimizer = cast(Explores, self._replica), self._optimizer
+        for _ in range(1, optimizer.passes):
+            norm = explores.explore(optimizer)
             if not math.isfinite(norm.item()):
-                exploring.restore()
+                optimizer.restore()
                 break
             with unchanged(self._stateful):
-                self._forward_backward(step, micro_batches, items, measure=False)
+                again()
         else:
-            exploring.restore()
+            optimizer.restore()
             norm = self._replica.step()
         if not math.isfinite(norm.item()):  # there was no update, after which forward passes would use what is restored
             self._replica.weights.changed()
         return norm
+
+
+def update_of(replica: Replica, optimizer: Optimizer, stateful: nn.Module) -> MultiPassUpdate | None:
+    """Returns the update of an optimizer that makes several passes; None for all others."""
+    if getattr(optimizer, "passes", 1) == 1:
+        return None
+    return MultiPassUpdate(replica, cast(Exploring, optimizer), stateful)
+
+
+def check_first_loss(world: World, replica: Replica, task: Task, stateful: nn.Module, first: MicroBatch) -> None:
+    """Raises UsageError for a loss that is a mean, before the first step; for what preflight did not call."""
+    batch = replica.own_part(to_device(first.data, world.device))
+    with replica.forward(), unchanged(stateful):  # a copy's forward may be bound to the model
+        try:
+            copied = copy.deepcopy((replica.bare, task))
+        except Exception:
+            return  # not every component can be copied
+        check_sum_reduction(*copied, batch, first.samples)

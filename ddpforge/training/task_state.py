@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ddpforge.data.nests import digest
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Beside, Callback, Metric, Part, Ranks, Replica, Task
-from ddpforge.training.first_look import name_of
+from ddpforge.training.task_checks import name_of
 
 __all__ = ["NAME", "TaskState", "Unsaved", "has_state", "refuse_parameters"]
 

@@ -4,71 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddpforge.data import MicroBatch
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import Pass, Rows, Task, Total
-from ddpforge.training.first_look import FirstLook, checked_quantity
+from ddpforge.interfaces import Rows, Task, Total
 
-__all__ = ["Meter", "add"]
+__all__ = ["add", "exact", "items_of", "loss_total", "suspended_autocast"]
 
 Q = TypeVar("Q", bound=Total | Rows)
 
 
-class Meter:
-    """Calls a task for one use, training or evaluation, and counts what comes of micro-batches."""
+def items_of(task: Task, micro: MicroBatch) -> Tensor | int:
+    """Returns the number of items that the micro-batch's loss sums over, which is counted once."""
+    if not micro.samples:
+        return 0
+    counted = task.count(micro.data) if micro.items is None else micro.items
+    return micro.samples if counted is None else counted
 
-    def __init__(self, task: Task, use: Literal["training", "evaluation"]) -> None:
-        self._task, self._use = task, use
-        self._look = FirstLook(task)
 
-    def compute(self, module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
-        """Seeds random numbers; returns the summed loss of a pass and its outputs."""
-        one.seed()
-        return self._look.loss(module, one.batch, self._use)
+def loss_total(loss: Tensor, items: Tensor | int) -> Total:
+    """Returns a copy of a summed loss, in float64, with its items; of a stand-in, which has none, it is zero."""
+    if isinstance(items, int) and not items:
+        return Total(torch.zeros((), dtype=torch.float64), 0)
+    return _exact_total(Total(loss, items))
 
-    def measure(self, outputs: Any, batch: Any) -> dict[str, Total | Rows]:
-        """Computes the task's metrics of a batch, without gradients and in the outputs' own precision."""
-        with torch.no_grad(), suspended_autocast():
-            more = self._look.metrics(outputs, batch, self._use)
-        return {name: _exact(name, quantity) for name, quantity in more.items()}
 
-    def totals(
-        self, micro: MicroBatch, result: tuple[Tensor, Mapping[str, Total | Rows] | None] | None
-    ) -> dict[str, Total]:
-        """Returns the totals that a micro-batch adds, given its loss and what `measure` made of its outputs.
+def exact(quantity: Total | Rows) -> Total | Rows:
+    """Returns a copy, totals in float64, for adding up: 256 + 1 is 256 in bfloat16. CUDA graphs reuse outputs."""
+    if isinstance(quantity, Rows):
+        return Rows(*(column.detach().clone() for column in quantity.columns))
+    return _exact_total(quantity)
 
-        Rows are left out, as training has no time to gather them. A stand-in adds nothing. Where another rank has the
-        loss (`result` is None), that rank counts it.
-        """
-        if result is None:
-            return {}
-        loss, measured = result
-        if not micro.samples:
-            return {"loss": Total(torch.zeros((), dtype=torch.float64), 0)}
-        found = {name: one for name, one in (measured or {}).items() if isinstance(one, Total)}
-        return {"loss": _exact("loss", Total(loss, self.items(micro))), **found}
 
-    def quantities(self, micro: MicroBatch, batch: Any, result: tuple[Tensor, Any] | None) -> dict[str, Total | Rows]:
-        """Returns the totals and rows that a micro-batch adds, given its loss and outputs; see `totals`."""
-        measured = self.measure(result[1], batch) if result and micro.samples else {}
-        return {**self.totals(micro, result and (result[0], {})), **measured}
-
-    def items(self, micro: MicroBatch) -> Tensor | int:
-        """The number of items that the micro-batch's loss sums over, which is counted once."""
-        if not micro.samples:
-            return 0
-        counted = self._task.count(micro.data) if micro.items is None else micro.items
-        return micro.samples if counted is None else counted
+def _exact_total(total: Total) -> Total:
+    count = total.count.detach().double() if isinstance(total.count, Tensor) else total.count
+    values = total.sum.detach()
+    return Total(values.clone() if values.dtype == torch.float64 else values.double(), count)
 
 
 @contextmanager
 def suspended_autocast() -> Iterator[None]:
-    """Lets what is computed within be computed in the dtypes of its inputs."""
+    """Computes inside in the dtypes of the inputs."""
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -100,17 +80,3 @@ def _shapes(quantity: Total | Rows) -> list[torch.Size]:
 def _described(quantity: Total | Rows) -> str:
     shapes = ", ".join(str(list(shape)) for shape in _shapes(quantity))
     return f"a Total of shape {shapes}" if isinstance(quantity, Total) else f"Rows of shape {shapes}"
-
-
-@overload
-def _exact(name: str, quantity: Total) -> Total: ...
-@overload
-def _exact(name: str, quantity: Total | Rows) -> Total | Rows: ...
-def _exact(name: str, quantity: Total | Rows) -> Total | Rows:
-    """A copy, totals in float64, for adding up: 256 + 1 is 256 in bfloat16. CUDA graphs reuse outputs, copies stay."""
-    checked_quantity(name, quantity)
-    if isinstance(quantity, Rows):
-        return Rows(*(column.detach().clone() for column in quantity.columns))
-    count = quantity.count.detach().double() if isinstance(quantity.count, Tensor) else quantity.count
-    values = quantity.sum.detach()
-    return Total(values.clone() if values.dtype == torch.float64 else values.double(), count)

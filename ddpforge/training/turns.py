@@ -1,23 +1,111 @@
-"""Takes the step of a task: one update, or several, each of which trains its part of the parameters."""
+"""Steps of several updates: a task as each of its turns sees it, and the updates in their order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpforge.data import MicroBatch
-from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Replica, TakesTurns, Total
+from ddpforge.errors import PluginError, StrategyError
+from ddpforge.interfaces import Metric, Replica, TakesTurns, Task, Total
 from ddpforge.recipe.schema import TurnComponent
-from ddpforge.training.one_turn import of_turn
-from ddpforge.training.step import Stepper
 from ddpforge.training.totals import add
 
-__all__ = ["Turns", "draws_of"]
+__all__ = [
+    "OneTurn",
+    "Turns",
+    "draws_of",
+    "finished",
+    "of_turn",
+    "of_turns",
+    "reports_of",
+    "step_function",
+    "takes_turn",
+    "turns_of",
+    "updates_of",
+    "with_sum",
+]
+
+
+# ---------------------------------------------------------------------------------------------- the task
+def turns_of(task: Task) -> tuple[str, ...]:
+    """The turns that a task declares; raises PluginError for what are no names."""
+    turns: Any = task.turns
+    if isinstance(turns, str) or not all(isinstance(turn, str) and re.fullmatch(r"[\w-]+", turn) for turn in turns):
+        raise PluginError(
+            f"{type(task).__name__}.turns is {turns!r}, and must be names of letters, digits, `_` and `-`",
+            hints=['e.g. turns = ("discriminator", "generator")'],
+        )
+    return tuple(turns)
+
+
+def takes_turn(task: Task) -> bool:
+    """True if the loss of a task can be told the turn that it computes."""
+    try:
+        inspect.signature(task.loss).bind(None, None, "")
+    except TypeError:
+        return False
+    return True
+
+
+def of_turns(task: Task) -> dict[str, Task]:
+    """The task as each of its turns sees it, by the turn; one without turns is itself, as ""."""
+    return {turn: cast(Task, OneTurn(task, turn)) for turn in turns_of(task)} or {"": task}
+
+
+class OneTurn:
+    """A task whose loss is that of one turn; everything else is that of `task`."""
+
+    def __init__(self, task: Task, turn: str) -> None:
+        self.task, self.turn = task, turn
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("task", "turn"):  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.task, name)
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """The loss of the turn, and its outputs."""
+        told: Any = self.task.loss
+        pair: tuple[Tensor, Any] = told(model, batch, self.turn)
+        return pair
+
+    def finish(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Returns what the task makes of the turn's metrics, which have its name behind them."""
+        return self.task.finish({of_turn(name, self.turn): value for name, value in metrics.items()})
+
+
+def reports_of(task: Task) -> Mapping[str, Metric]:
+    """A task's metrics by the names of what all of its turns report."""
+    turns = turns_of(task)
+    return {of_turn(name, turn): metric for turn in turns for name, metric in task.reports.items()} or task.reports
+
+
+def finished(task: Task, means: Mapping[str, float]) -> dict[str, float]:
+    """Makes what is reported of averaged metrics."""
+    return task.finish(with_sum(task, means))
+
+
+def with_sum(task: Task, means: Mapping[str, float]) -> dict[str, float]:
+    """Adds, where there are turns, their losses up to `loss`."""
+    losses = [means[name] for turn in task.turns if (name := of_turn("loss", turn)) in means]
+    return {"loss": sum(losses), **means} if losses else dict(means)
+
+
+def of_turn(name: str, turn: str) -> str:
+    """The name of what is reported of a turn."""
+    return f"{name}/{turn}" if turn else name
+
+
+# ---------------------------------------------------------------------------------------------- the updates
+StepFunction = Callable[..., tuple[dict[str, Total], Tensor]]
+"""Takes an update on micro-batches, as `Stepper.train_step` does; returns totals and the gradient's norm."""
 
 Draws = Iterator[tuple[MicroBatch, Iterable[MicroBatch]]]
 """The global batches of a step: of each the first micro-batch on this rank, and all of them."""
@@ -44,35 +132,33 @@ def draws_of(turns: Mapping[str, TurnComponent]) -> int:
     return sum(update.draws for update in updates_of(turns))
 
 
+def step_function(
+    replica: Replica, steps: Mapping[str, StepFunction], turns: Mapping[str, TurnComponent]
+) -> Callable[..., tuple[dict[str, Total], Tensor]]:
+    """Returns the function that takes a step on `draws`: of one update, or of all `turns`."""
+    if turns:
+        return Turns(replica, steps, turns).train_step
+    only = steps[""]
+    return lambda step, draws, *, measure: only(step, *next(draws), measure=measure)
+
+
 class Turns:
-    """Runs the updates of a step: that of `steppers[""]`, or those of the recipe's `turns`, in the order of the task.
+    """Takes steps of several updates: those of the recipe's `turns`, in the order of the task, each by its function.
 
     Each stands for itself: one whose gradient is not finite is left out, and those before and after it are not.
     """
 
-    def __init__(self, replica: Replica, steppers: Mapping[str, Stepper], turns: Mapping[str, TurnComponent]) -> None:
-        self._steppers, self.updates = steppers, updates_of(turns)
-        self.draws = sum(update.draws for update in self.updates)
-        self._replica, self._alone = cast(TakesTurns, replica), steppers.get("")
-        if turns and not isinstance(replica, TakesTurns):
+    def __init__(self, replica: Replica, steps: Mapping[str, StepFunction], turns: Mapping[str, TurnComponent]) -> None:
+        self._steps, self.updates = steps, updates_of(turns)
+        self._replica = cast(TakesTurns, replica)
+        if not isinstance(replica, TakesTurns):
             raise StrategyError(
                 f"the task makes the updates of {' and '.join(turns)} in each step, and the strategy makes one",
                 hints=['set strategy.use = "ddp" or "fsdp"'],
             )
 
-    @property
-    def counts(self) -> bool:
-        """True if the task counts items that are not samples; known after the first step."""
-        return any(stepper.counts for stepper in self._steppers.values())
-
-    def take_empty(self) -> Tensor | float:
-        """Returns how many updates had no item on any rank since this was last called."""
-        return sum((stepper.take_empty() for stepper in self._steppers.values()), start=0.0)
-
-    def train(self, step: int, draws: Draws, *, measure: bool) -> tuple[dict[str, Total], Tensor]:
-        """One step on what `draws` gives; also returns the norm of its gradient (0-d), over all parameters."""
-        if self._alone:
-            return self._alone.train(step, *next(draws), measure=measure)
+    def train_step(self, step: int, draws: Draws, *, measure: bool) -> tuple[dict[str, Total], Tensor]:
+        """Takes one step on the global batches of `draws`; the norm (0-d) is that over all parameters."""
         found: dict[str, Total] = {}
         norms: dict[str, list[Tensor]] = {}
         for number, update in enumerate(self.updates):
@@ -80,9 +166,9 @@ class Turns:
                 first, micro_batches = next(draws)
             if update.shared:
                 micro_batches = list(micro_batches)
-            stepper = self._steppers[update.turn]
+            train_step = self._steps[update.turn]
             with self._replica.turn(update.turn):
-                totals, norm = stepper.train(step, first, micro_batches, measure=measure, update=number)
+                totals, norm = train_step(step, first, micro_batches, measure=measure, update=number)
             add(found, {of_turn(name, update.turn): total for name, total in totals.items()})
             norms.setdefault(update.turn, []).append(norm)
         means = {turn: _root_mean_square(each) for turn, each in norms.items()}

@@ -30,8 +30,8 @@ from ddpforge.ranks.failures import is_symptom
 from ddpforge.strategies import named_state
 from ddpforge.strategies.torch_replica import TorchReplica
 from ddpforge.training.batchnorm import unchanged
-from ddpforge.training.parts import Parts
-from ddpforge.training.sums import SMALL
+from ddpforge.training.stages import Built
+from ddpforge.training.task_checks import SMALL
 
 __all__ = ["Whole", "keep_whole"]
 
@@ -63,7 +63,7 @@ _HINTS = {
 }
 
 
-def keep_whole(parts: Parts, contract: Contract, world: World) -> Whole | None:
+def keep_whole(parts: Built, contract: Contract, world: World) -> Whole | None:
     """Copies model and task before a strategy spreads them, where that cuts forward passes; collective.
 
     None where it does not, or where the whole model cannot be compared with; then a line of the log says so.
@@ -82,7 +82,7 @@ def keep_whole(parts: Parts, contract: Contract, world: World) -> Whole | None:
     return whole
 
 
-def _hindrance(parts: Parts) -> str:
+def _hindrance(parts: Built) -> str:
     """Says why the whole model cannot be compared with; empty if it can be."""
     if any(parameter.is_meta for parameter in parts.model.parameters()):
         return "it is built without memory"

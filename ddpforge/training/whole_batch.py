@@ -2,74 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from numpy.typing import NDArray
 
 from ddpforge.data import MicroBatch
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import EpochOrder, Order, Refusal, Task
-from ddpforge.recipe.schema import TrainSection
-from ddpforge.training.first_look import name_of
+from ddpforge.interfaces import EpochOrder, Task
+from ddpforge.training.task_checks import name_of
 
-__all__ = ["Even", "check_whole", "refusal_of_end", "refusal_of_order", "refusals_of_parts"]
-
-_FEW = 100  # steps of an order whose sizes only it knows
-
-
-def refusals_of_parts(task: Task, train: TrainSection, data_ranks: int) -> Iterator[Refusal]:
-    """The settings under which a step is more than one forward pass on each of `data_ranks` ranks."""
-    if not task.whole_batch:
-        return
-    why = f"{name_of(task)} compares all samples of a step with each other"
-    if train.elastic_shards:
-        yield Refusal(
-            "train.elastic_shards", f"{why}, and `train.elastic_shards` would compute shards apart", ("leave it out",)
-        )
-    elif train.micro_batch and train.micro_batch * data_ranks < train.global_batch:
-        yield Refusal(
-            "train.micro_batch",
-            f"{why}, and `train.micro_batch` = {train.micro_batch} would cut it into "
-            f"{train.global_batch // (train.micro_batch * data_ranks)} forward passes of each rank",
-            (f"leave it out: {train.global_batch // data_ranks} on each rank", "or train on more ranks"),
-        )
-    if train.eval_batch:
-        yield Refusal(
-            "train.eval_batch",
-            f"{why}, {train.global_batch} at a time, and `train.eval_batch` would compare others at evaluation",
-            ("leave it out: an evaluation is dealt to ranks in batches of train.global_batch samples at most",),
-        )
-
-
-def refusal_of_end(task: Task, key: str, smallest: int, data_ranks: int) -> Refusal | None:
-    """The reason against data whose smallest batch, of `smallest` samples, leaves some rank without one."""
-    if not task.whole_batch or smallest >= data_ranks:
-        return None
-    ways = ('set train.last_batch = "drop"', "or train on fewer ranks")
-    return Refusal(
-        key,
-        f"{name_of(task)} compares all samples of a batch with each other, and one of [{key}] has {smallest} for "
-        f"{data_ranks} ranks",
-        ways if key == "data.train" else ways[1:],
-    )
-
-
-def refusal_of_order(task: Task, order: Order, global_batch: int, data_ranks: int, steps: int | None) -> Refusal | None:
-    """The reason against an order whose first steps are not one forward pass of every rank each.
-
-    Of a long run not all steps are looked at; `check_whole` looks at each when it comes.
-    """
-    for step in range(min(_FEW, steps or _FEW) if task.whole_batch else 0):
-        if not data_ranks <= (size := len(order(step))) <= global_batch:
-            return Refusal(
-                "data.order",
-                f"{name_of(task)} compares all samples of a step with each other, and step {step} of the order "
-                f"{name_of(order)} has {size} for {data_ranks} ranks and forward passes of train.global_batch = "
-                f"{global_batch}",
-                ("let every step have a sample for each rank, and no more than train.global_batch",),
-            )
-    return None
+__all__ = ["Even", "check_whole"]
 
 
 def check_whole(task: Task, micro: MicroBatch) -> None:

@@ -15,7 +15,7 @@ from ddpforge.builtin.tasks.masked_lm import MaskedLM
 from ddpforge.data import RankShare, open_data
 from ddpforge.interfaces import Draws, PartedData, Task, Total
 from ddpforge.training.evaluation import Evaluator
-from ddpforge.training.one_turn import of_turns
+from ddpforge.training.turns import of_turns
 
 IDLE: Any = None
 SAMPLES = 11

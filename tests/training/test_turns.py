@@ -17,7 +17,7 @@ from ddpforge.interfaces import Task, Total
 from ddpforge.recipe.schema import Component, TurnComponent
 from ddpforge.strategies.several import InTurns, Several, members
 from ddpforge.training.first_look import name_of
-from ddpforge.training.one_turn import finished, of_turns, turns_of
+from ddpforge.training.turns import finished, of_turns, turns_of
 from ddpforge.training.parameter_groups import parameters_of_turns
 from ddpforge.training.rates import Rates
 from ddpforge.training.turns import Turns, draws_of

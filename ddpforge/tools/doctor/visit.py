@@ -65,15 +65,9 @@ def _alone(loaded: LoadedRecipe | None, registry: Registry, place: Path) -> Iter
 
 def _checkpoint(loaded: LoadedRecipe, registry: Registry) -> int:
     """Bytes of a checkpoint, at most; raises what makes the recipe impossible here."""
-    from ddpforge.training.building import build_data_and_model
-    from ddpforge.training.foreseeing import foresee
-    from ddpforge.training.parts import Parts
+    from ddpforge.app.build import build_without_ranks
 
-    parts = Parts(loaded, registry)
-    foresee(parts, ranks=world_size())
-    build_data_and_model(parts, meta=True)
-    parts.report()
-    return parts.size.all * _COPIES * _BYTES
+    return build_without_ranks(loaded, registry, ranks=world_size()).size.all * _COPIES * _BYTES
 
 
 def _together(loaded: LoadedRecipe, registry: Registry, place: Path, mine: Sequence[Finding]) -> list[Finding] | None:

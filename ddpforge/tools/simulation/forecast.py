@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
+from ddpforge.app.build import build_without_ranks
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ForgeError
 from ddpforge.interfaces import Task
@@ -20,11 +21,9 @@ from ddpforge.tools.simulation.devices import Device, Seconds
 from ddpforge.tools.simulation.fake import Post, fakes, pretended, without_memory
 from ddpforge.tools.simulation.simulate import Simulated, simulate
 from ddpforge.training.blocks import find_blocks
-from ddpforge.training.building import build_data_and_model
 from ddpforge.training.contract import contract_of
-from ddpforge.training.foreseeing import foresee
 from ddpforge.training.optimizers import build_optimizer
-from ddpforge.training.parts import Parts
+from ddpforge.training.stages import Built
 
 __all__ = ["Forecast", "allowance", "forecast"]
 
@@ -99,11 +98,16 @@ def forecast(
     ranks = spec.ranks if spec else ranks
     loaded = load_recipe(recipe, sets=[*sets, *(spec.sets if spec else ())], registry=registry)
     train = loaded.recipe.train.model_copy(update=_PLANNED)
-    parts = Parts(replace(loaded, recipe=loaded.recipe.model_copy(update={"train": train})), registry)
+    loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"train": train}))
+
+    def build() -> Built:
+        return build_without_ranks(loaded, registry, ranks=ranks, device="cuda")
+
     why, found = "", None
     with _quiet():
         try:
-            of_ranks = _simulated(parts, ranks)
+            parts = build()
+            of_ranks = _simulated(parts, ranks, build)
             found = max(of_ranks, key=lambda one: one.peak)
             found = replace(found, model_flops=sum(one.work.flops for one in of_ranks) * ranks // len(of_ranks))
         except ForgeError:
@@ -111,10 +115,7 @@ def forecast(
         except Exception as error:  # of torch, or of a plugin, which has not been made for fakes
             log.debug("cannot be simulated", exc_info=error)
             why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:200]
-            parts = Parts(parts.loaded, registry)
-            foresee(parts, ranks=ranks, device="cuda")
-            build_data_and_model(parts, meta=True)
-            parts.report()
+            parts = build()
     state = found.state if found else _arithmetic(parts, ranks)
     whole = found.whole if found else sum(p.numel() * p.element_size() for p in parts.model.parameters())
     answer = _described(parts, spec.text if spec else parts.recipe.strategy.use, ranks, state, whole)
@@ -126,11 +127,8 @@ def forecast(
     )
 
 
-def _simulated(parts: Parts, ranks: int) -> list[Simulated]:
-    """The ranks that hold different things."""
-    foresee(parts, ranks=ranks, device="cuda")
-    build_data_and_model(parts, meta=True)
-    parts.report()
+def _simulated(parts: Built, ranks: int, build: Callable[[], Built]) -> list[Simulated]:
+    """The ranks that hold different things, the first of `parts`, each other one of what `build` builds."""
     few, more = parts.strategy.grows_evenly(ranks) or (0, 0)
     further = max(0, parts.plan.batch.accumulation - more) if more else 0
     forms = parts.strategy.distinct_ranks(ranks, parts.model, find_blocks(parts.model, parts.recipe.train.blocks))
@@ -138,7 +136,7 @@ def _simulated(parts: Parts, ranks: int) -> list[Simulated]:
     posts: dict[int, Post] = {more: {}, few: {}}
 
     def step(rank: int, micro_batches: int) -> Simulated:
-        own = unused.pop() if unused else Parts(parts.loaded, parts.registry)
+        own = unused.pop() if unused else build()
         return simulate(own, ranks, rank=rank, micro_batches=micro_batches, post=posts[micro_batches])
 
     def run(rank: int) -> Simulated:
@@ -159,7 +157,7 @@ def _simulated(parts: Parts, ranks: int) -> list[Simulated]:
     return found
 
 
-def _filled(answer: Forecast, found: Simulated, parts: Parts, device: Device | None, budget: int | None) -> Forecast:
+def _filled(answer: Forecast, found: Simulated, parts: Built, device: Device | None, budget: int | None) -> Forecast:
     train = parts.recipe.train
     tf32 = train.tf32 or (device is not None and device.fp32 == device.tf32)
     return replace(
@@ -187,7 +185,7 @@ def _filled(answer: Forecast, found: Simulated, parts: Parts, device: Device | N
     )
 
 
-def _described(parts: Parts, strategy: str, ranks: int, state: dict[str, int], weights: int) -> Forecast:
+def _described(parts: Built, strategy: str, ranks: int, state: dict[str, int], weights: int) -> Forecast:
     plan = parts.plan
     held = state.get("master weights") or state["weights"]
     kept = weights * state["optimizer state"] // held if held else 0
@@ -205,7 +203,7 @@ def _described(parts: Parts, strategy: str, ranks: int, state: dict[str, int], w
     )
 
 
-def _arithmetic(parts: Parts, ranks: int) -> dict[str, int]:
+def _arithmetic(parts: Built, ranks: int) -> dict[str, int]:
     """The bytes that a rank holds by the strategy's contract (Rajbhandari et al., "ZeRO", 2020, section 5)."""
     contract = contract_of(parts.strategy)
     with pretended(1), fakes():

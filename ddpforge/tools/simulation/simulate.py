@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_iter
 
 from ddpforge.data import MicroBatch, RankShare, open_data
-from ddpforge.interfaces import Pass, RunContext, Tracker, World
+from ddpforge.interfaces import Replica, RunContext, Task, Tracker, World
 from ddpforge.ranks import phases
 from ddpforge.strategies import torch_replica
 from ddpforge.strategies.fsdp import strategy as fsdp
@@ -27,18 +27,14 @@ from ddpforge.strategies.several import InTurns, members
 from ddpforge.tools.simulation.fake import Post, fake_batch, fakes, pretended, without_memory
 from ddpforge.tools.simulation.work import Work
 from ddpforge.training import assemble
-from ddpforge.training.batchnorm import BatchNormAverager
 from ddpforge.training.blocks import find_blocks
-from ddpforge.training.building import build_data_and_model
 from ddpforge.training.callbacks import overriding
-from ddpforge.training.foreseeing import foresee
 from ddpforge.training.ledger import LOSS, Ledger, Living
-from ddpforge.training.one_turn import of_turns
 from ddpforge.training.optimizers import build_optimizer
-from ddpforge.training.parts import Parts
 from ddpforge.training.shows import Shows
-from ddpforge.training.step import Stepper
-from ddpforge.training.turns import Turns
+from ddpforge.training.stages import Built
+from ddpforge.training.step import Stepper, update_of
+from ddpforge.training.turns import draws_of, of_turns, step_function
 
 __all__ = ["Simulated", "simulate"]
 
@@ -76,7 +72,7 @@ class Simulated:
 
 
 def simulate(
-    parts: Parts,
+    parts: Built,
     ranks: int,
     *,
     rank: int = 0,
@@ -84,17 +80,13 @@ def simulate(
     micro_batches: int | None = None,
     post: Post | None = None,
 ) -> Simulated:
-    """Simulates an optimizer step of a recipe, of which no more than the model is built, as `rank` takes it.
+    """Simulates an optimizer step of a recipe, whose model is built without memory, as `rank` takes it.
 
     The optimizer makes its state before: of gradients without a pass, or in a step that is not counted. The step has
     all of its micro-batches, or so many. `post` is what stages of a pipeline that were simulated before have sent, see
     `fakes`. Raises RecipeError for a recipe that cannot train, `Unsimulated` for what runs on real ranks only, and what
     torch raises for an operation that has no shapes without values.
     """
-    foresee(parts, ranks=ranks, device="cuda")
-    if not parts.built.model:
-        build_data_and_model(parts, meta=True)
-    parts.report()
     with pretended(ranks, rank) as everyone:
         world = parts.strategy.setup(parts.recipe.train, everyone)
         first, batches = _batches(parts, world, micro_batches)
@@ -115,7 +107,7 @@ def simulate(
         return replace(found, items=items, whole=whole)
 
 
-def _batches(parts: Parts, world: World, most: int | None) -> tuple[MicroBatch, list[MicroBatch]]:
+def _batches(parts: Built, world: World, most: int | None) -> tuple[MicroBatch, list[MicroBatch]]:
     """The first micro-batches of this rank, of which the last is the step's last."""
     batch = parts.plan.batch
     opened = open_data(
@@ -145,30 +137,38 @@ def _unwatched(*_: Any, **__: Any) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+class _Seen:
+    """A task whose outputs are seen when a loss is computed; everything else is that of `task`."""
+
+    def __init__(self, task: Task, seen: Callable[[Any], None]) -> None:
+        self._task, self._seen = task, seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """Returns the task's loss and outputs."""
+        loss, outputs = self._task.loss(model, batch)
+        self._seen(outputs)
+        return loss, outputs
+
+
 class _Counted(Stepper):
     """Takes the number of samples for that of items, which the values of a batch would tell; sees outputs."""
 
     seen: Any = staticmethod(lambda outputs: None)
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        compute = self._meter.compute
+    def __init__(self, world: World, replica: Replica, task: Task, update: Any, **options: Any) -> None:
+        super().__init__(world, replica, cast(Task, _Seen(task, lambda outputs: self.seen(outputs))), update, **options)
 
-        def seeing(module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
-            loss, outputs = compute(module, one)
-            self.seen(outputs)
-            return loss, outputs
-
-        self._meter.compute = seeing  # type: ignore[method-assign]
-
-    def _count(self, first: MicroBatch, micro_batches: Any) -> tuple[list[MicroBatch], int]:
+    def count_items(self, first: MicroBatch, micro_batches: Any) -> tuple[list[MicroBatch], int]:
         return list(micro_batches), first.step_samples
 
 
 class _Rank:
     """A rank with its part of the model; within `fakes`."""
 
-    def __init__(self, parts: Parts, world: World) -> None:
+    def __init__(self, parts: Built, world: World) -> None:
         self._parts, self._world = parts, world
         recipe = parts.recipe
         without_memory(parts.model)
@@ -187,12 +187,13 @@ class _Rank:
             self._place_others()
         own = self._optimizer.parts if isinstance(self._optimizer, InTurns) else {"": self._optimizer}
         steppers = {
-            turn: _Counted(world, self._replica, one, own[turn], BatchNormAverager(None), seed=0, skips=False)
+            turn: _Counted(world, self._replica, one, update_of(self._replica, own[turn], self._replica.bare), seed=0)
             for turn, one in of_turns(parts.task).items()
         }
         for stepper in steppers.values():
             stepper.seen = lambda outputs: self._ledger.note(_tensors(outputs), LOSS)
-        self._turns = Turns(self._replica, steppers, parts.turns)
+        functions = {turn: stepper.train_step for turn, stepper in steppers.items()}
+        self._train_step = step_function(self._replica, functions, parts.turns)
 
     def _place_others(self) -> None:
         """Places what is beside the model: modules of the task, and weights that callbacks keep."""
@@ -297,10 +298,10 @@ class _Rank:
         return work + (marks[1] - marks[0]) * further if further and self._one_by_one else work
 
     def _step(self, number: int, first: MicroBatch, batches: Sequence[MicroBatch]) -> None:
-        draws = ((first, iter(batches)) for _ in range(self._turns.draws))
+        draws = ((first, iter(batches)) for _ in range(draws_of(self._parts.turns)))
         self._replica.module.train()
         self._replica.on_gradient = lambda _: self._note()
-        self._turns.train(number, draws, measure=False)
+        self._train_step(number, draws, measure=False)
         self._phase = phases.DATA
         self._note()
 

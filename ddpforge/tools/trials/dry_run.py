@@ -6,7 +6,7 @@ import math
 import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from ddpforge.interfaces import StepInfo
 from ddpforge.ranks import leaving, phases
 from ddpforge.ranks.switches import restored
 from ddpforge.tools.trials.opening import FirstBatches, Trial, opened
-from ddpforge.training.parts import Parts
+from ddpforge.training.stages import Dealt
 
 __all__ = ["Measured", "dry_run"]
 
@@ -74,7 +74,7 @@ def dry_run(source: str | Path, steps: int, *, sets: Sequence[str] = ()) -> Meas
     Everything is as in a run of the recipe, its callbacks too, but for what would be kept: there is no folder, no
     tracker hears of it, and nothing is saved. Raises ForgeError as a run does.
     """
-    with opened(source, sets=sets, change=lambda parts: _evaluate_little(parts, steps)) as trial:
+    with opened(source, sets=sets, change=lambda dealt: _evaluate_little(dealt, steps)) as trial:
         clock = _Clock(trial)
         infos = [clock.after(info) for info in trial.steps(steps)]
         if not infos:
@@ -83,8 +83,9 @@ def dry_run(source: str | Path, steps: int, *, sets: Sequence[str] = ()) -> Meas
         return _measured(trial, clock, infos)
 
 
-def _evaluate_little(parts: Parts, most: int) -> None:
-    parts.evaluation = {name: cast(Batches, FirstBatches(one, most)) for name, one in parts.evaluation.items()}
+def _evaluate_little(dealt: Dealt, most: int) -> Dealt:
+    few = {name: cast(Batches, FirstBatches(one, most)) for name, one in dealt.evaluation.items()}
+    return replace(dealt, evaluation=few)
 
 
 class _Clock:
@@ -127,7 +128,7 @@ class _Clock:
 def _measured(trial: Trial, clock: _Clock, infos: Sequence[StepInfo]) -> Measured:
     more = len(infos) - 1
     whole = sum(clock.spent)
-    sets = cast(Mapping[str, FirstBatches], trial.parts.evaluation)
+    sets = cast(Mapping[str, FirstBatches], trial.dealt.evaluation)
     began = time.perf_counter()
     if sets:
         trial.trainer.evaluator.evaluate(infos[-1].step)
@@ -136,7 +137,7 @@ def _measured(trial: Trial, clock: _Clock, infos: Sequence[StepInfo]) -> Measure
     lengths = [one.steps_per_epoch for one in sets.values()]
     return Measured(
         steps=len(infos),
-        total_steps=trial.parts.plan.horizon.total,
+        total_steps=trial.dealt.plan.horizon.total,
         first_seconds=clock.first,
         seconds=clock.others / more if more else None,
         samples_per_second=(infos[-1].samples - clock.samples) / clock.others if more else None,

@@ -82,7 +82,7 @@ def lr_range(
         )
     sweep = _Sweep(low, high, steps)
     sets = [*sets, "track.every=1st", "train.on_nonfinite=stop"]
-    with opened(source, sets=sets, change=lambda parts: without_the_rest(parts, sweep)) as trial:
+    with opened(source, sets=sets, change=lambda dealt: without_the_rest(dealt, sweep)) as trial:
         sweep.base = trial.trainer.optimizer.param_groups[0]["lr"]
         if not sweep.base:
             raise UsageError("optimizer.lr is 0, and no factor makes another rate of it", hints=["set it to any other"])

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ddpforge.app.attempt import build_parts, on_every_rank
-from ddpforge.app.run import join_ranks, load_parts, peers_of
+from ddpforge.app.build import build_alike, check_chosen, choose
+from ddpforge.app.run import join, peers_of
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
+from ddpforge.components.registry import Registry
 from ddpforge.data import Batches, MicroBatch
 from ddpforge.interfaces import StepInfo, Tracker, World
 from ddpforge.launchers.srun import adopt_slurm
+from ddpforge.preflight import Problems
 from ddpforge.ranks.arithmetic import told_of_determinism
 from ddpforge.ranks.join import leave
 from ddpforge.ranks.signals import training_begins
 from ddpforge.ranks.writers import Peers
+from ddpforge.recipe import load_recipe
+from ddpforge.runs.environment import world_size
 from ddpforge.training.assemble import assemble
-from ddpforge.training.fingerprint import compare_built
 from ddpforge.training.loop import Trainer
 from ddpforge.training.memory import explained
-from ddpforge.training.parts import Parts
 from ddpforge.training.progress import Progress
 from ddpforge.training.saving import Saving
+from ddpforge.training.stages import Dealt
 from ddpforge.watchdog.watch import beginning
 
 __all__ = ["FirstBatches", "Repeated", "Trial", "opened", "without_the_rest"]
@@ -37,7 +40,7 @@ __all__ = ["FirstBatches", "Repeated", "Trial", "opened", "without_the_rest"]
 class Trial:
     """A trainer at step 0 that keeps nothing, and what it is made of."""
 
-    parts: Parts
+    dealt: Dealt
     world: World
     trainer: Trainer
 
@@ -52,37 +55,40 @@ class Trial:
 
 @contextmanager
 def opened(
-    source: str | Path, *, sets: Sequence[str] = (), change: Callable[[Parts], None] = lambda parts: None
+    source: str | Path, *, sets: Sequence[str] = (), change: Callable[[Dealt], Dealt] = lambda dealt: dealt
 ) -> Iterator[Trial]:
-    """The trial of a recipe, on every rank; `change` may put other parts in the place of those that were built.
+    """Opens the trial of a recipe, on every rank; `change` may replace components that were built.
 
     Raises ForgeError as a run does, OutOfMemory where memory is full.
     """
     adopt_slurm()
-    parts = load_parts(source, sets)
-    world = join_ranks(parts)
+    registry = Registry.installed()
+    loaded = load_recipe(source, sets=sets, registry=registry)
+    problems = Problems(loaded)
+    chosen = choose(loaded, registry, problems, ranks=world_size())
+    check_chosen(chosen, problems)
+    world = join(chosen)
     with beginning():
-        peers = peers_of(parts.recipe, world)
-        on_every_rank(peers, lambda: build_parts(parts, world, rehearses=True))
-        compare_built(parts, world)
-    change(parts)
+        peers = peers_of(chosen.recipe, world)
+        built, _ = build_alike(chosen, world, peers, problems, samples=True)
+    dealt = change(built)
     training_begins()  # as of a run: a request to stop ends the trial with a step
     try:
         with TemporaryDirectory(prefix="ddpforge-trial-") as folder, ExitStack() as life:
-            trial = Trial(parts, world, _trainer(parts, world, peers, Path(folder), life))
+            trial = Trial(dealt, world, _trainer(dealt, world, peers, Path(folder), life))
             yield trial
     except (RuntimeError, MemoryError) as error:
-        if (told := told_of_determinism(explained(error, parts.recipe, world.data.size))) is error:
+        if (told := told_of_determinism(explained(error, chosen.recipe, world.data.size))) is error:
             raise
         raise told from error
     trial.trainer.replica.close()
     leave(world)
 
 
-def _trainer(parts: Parts, world: World, peers: Peers, folder: Path, life: ExitStack) -> Trainer:
-    settings = parts.recipe.checkpoint
+def _trainer(dealt: Dealt, world: World, peers: Peers, folder: Path, life: ExitStack) -> Trainer:
+    settings = dealt.recipe.checkpoint
     checkpoints = Checkpoints(folder, settings, peers=peers, ranks=world.all)
-    trainer = assemble(parts, world, checkpoints, Tracker(), folder=folder, life=life, init_from=settings.init_from)
+    trainer = assemble(dealt, world, checkpoints, Tracker(), folder=folder, life=life, init_from=settings.init_from)
     trainer.saving = _NotSaving()
     return trainer
 
@@ -121,10 +127,9 @@ class _NotSaving(Saving):
 
 
 # ---------------------------------------------------------------------------------------------- other parts
-def without_the_rest(parts: Parts, factor: Callable[[int], float]) -> None:
-    """Leaves the recipe's callbacks and evaluations out, and multiplies its learning rates with `factor` of a step."""
-    parts.callbacks, parts.evaluation, parts.schedules = {}, {}, {}
-    parts.built.schedule = factor
+def without_the_rest(dealt: Dealt, factor: Callable[[int], float]) -> Dealt:
+    """Returns the stage without callbacks and evaluations; learning rates are multiplied with `factor` of a step."""
+    return replace(dealt, callbacks={}, evaluation={}, schedules={"": factor})
 
 
 class _Instead:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from ddpforge.errors import Diverged, Postponed
 from ddpforge.ranks import leaving
 from ddpforge.ranks.switches import restored
 from ddpforge.tools.trials.opening import Repeated, opened, without_the_rest
-from ddpforge.training.parts import Parts
+from ddpforge.training.stages import Dealt
 
 __all__ = ["Overfitted", "overfit"]
 
@@ -70,9 +70,9 @@ def overfit(source: str | Path, batches: int, *, steps: int = 200, sets: Sequenc
     The schedule, callbacks and evaluations are left out, and samples are fetched once. Raises ForgeError as a run does.
     """
 
-    def change(parts: Parts) -> None:
-        without_the_rest(parts, lambda step: 1.0)
-        parts.built.training = cast(Batches, Repeated(parts.training, batches))
+    def change(dealt: Dealt) -> Dealt:
+        alone = without_the_rest(dealt, lambda step: 1.0)
+        return replace(alone, training=cast(Batches, Repeated(dealt.training, batches)))
 
     losses: list[float] = []
     with opened(source, sets=[*sets, "track.every=1st"], change=change) as trial:

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpforge import preflight
+from ddpforge.app.build import build, deal
 from ddpforge.data import MicroBatch
 from ddpforge.data.nests import is_object
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import World
+from ddpforge.preflight import Problems
 from ddpforge.ranks.collectives import Alone
-from ddpforge.training.building import build_data_and_model, deal_out
-from ddpforge.training.parts import Parts
+from ddpforge.training.stages import Chosen
 
 __all__ = ["Leaf", "Pictures", "Shown", "describe", "first_batches", "pictures_of"]
 
@@ -60,21 +62,22 @@ class Pictures:
     labels: Sequence[str]
 
 
-def first_batches(parts: Parts, split: str, most: int) -> tuple[list[MicroBatch], Read | None]:
+def first_batches(chosen: Chosen, problems: Problems, split: str, most: int) -> tuple[list[MicroBatch], Read | None]:
     """The first batches of training, or of an evaluation set ("eval", "eval.NAME"), in one process.
 
-    Also returns what reads their tokens. `parts` are foreseen; raises UsageError for a set that the recipe lacks, and
-    all that is found wrong with data and model.
+    Also returns what reads their tokens. Raises UsageError for a set that the recipe lacks, and every error of data and
+    model.
     """
-    known = ["train", *(f"eval.{name}" if name else "eval" for name in parts.recipe.data.evaluations)]
+    known = ["train", *(f"eval.{name}" if name else "eval" for name in chosen.recipe.data.evaluations)]
     if split not in known:
         raise UsageError(f"the recipe has no [data.{split}]", hints=[f"there are {', '.join(known)}"])
-    build_data_and_model(parts, meta=True)
-    parts.report()
-    deal_out(parts, World(all=Alone(), data=Alone(), device=torch.device("cpu"), local_rank=0))
+    built = build(chosen, problems, meta=True)
+    preflight.check_built(built, problems)
+    problems.raise_if_any()
+    dealt = deal(built, World(all=Alone(), data=Alone(), device=torch.device("cpu"), local_rank=0))
     name = split.removeprefix("eval").removeprefix(".")
-    source = parts.training.training(0) if split == "train" else parts.evaluation[name].evaluation()
-    return list(islice(source, most)), getattr(parts.data[split], "decode", None)
+    source = dealt.training.training(0) if split == "train" else dealt.evaluation[name].evaluation()
+    return list(islice(source, most)), getattr(dealt.data[split], "decode", None)
 
 
 def describe(micro: MicroBatch, read: Read | None) -> Shown:

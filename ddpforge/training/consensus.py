@@ -1,4 +1,4 @@
-"""Agreement of the ranks beside metrics: who wants to stop, whose clock has rung, how fast steps are, what is saved."""
+"""Decisions that all ranks share: requests to stop, cadences by the clock, the pace of steps, saved checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-__all__ = ["HALT", "STOP", "Agreement", "Ballot", "Interrupted", "Looks"]
+from ddpforge.interfaces import Ranks
+from ddpforge.launchers.verdict import record_halt
+from ddpforge.ranks.halt import Halt, NoHalt
+from ddpforge.ranks.signals import StopRequests
+from ddpforge.training.cadence import Alarm, Stopwatch
+
+__all__ = ["HALT", "STOP", "Agreement", "Ballot", "Consensus", "Interrupted", "Looks"]
 
 STOP = "stop"  # a signal asks this rank to stop
 HALT = "halt"  # the run's owner asks all of them
@@ -81,3 +87,56 @@ class Looks:
         self.restart()
         if agreed.stops:
             raise Interrupted
+
+
+class Consensus:
+    """Lets the ranks of a run agree about once a second on the requests of each of them.
+
+    The ballots ride on the reduction of metrics; `poll` makes a reduction of its own between the parts of something
+    else. `agreed` is the newest result.
+    """
+
+    def __init__(self, ranks: Ranks, stop: StopRequests, cadences: Sequence[str]) -> None:
+        """`cadences` are the names of alarms that may ring on rank 0, whose clock counts for all."""
+        self._ranks, self._stop = ranks, stop
+        self._ballot = Ballot([STOP, HALT, "end", *cadences])
+        self.halt: Halt = NoHalt()
+        self.agreed = Agreement()
+        self.every = 1  # steps after which ranks agree again
+        self.alarms: Sequence[Alarm] = ()
+        self.pace = (
+            Stopwatch()
+        )  # since ranks agreed last; the time of callbacks counts, so that slow ones delay no stop
+
+    def totals(self, *, saved: bool) -> dict[str, float]:
+        """Returns this rank's ballot for the reduction of a step, and restarts the pace.
+
+        `saved` says that this rank has written its part of a checkpoint.
+        """
+        seconds = self.pace.seconds / self.pace.steps
+        self.pace.restart()
+        requested = self._requests() | {alarm.name for alarm in self.alarms if alarm.rings()}
+        return self._ballot.totals(requested, seconds=seconds, saved=saved)
+
+    def take(self, means: dict[str, float]) -> Agreement:
+        """Takes the ballots of a step, of all ranks, out of `means`; returns the agreement."""
+        self.every = self._count(means).every
+        return self.agreed
+
+    def _count(self, means: dict[str, float]) -> Agreement:
+        self.agreed = self._ballot.count(means)
+        if HALT in self.agreed.wanted:
+            record_halt()
+            self.halt.obeyed()
+        return self.agreed
+
+    def poll(self, seconds: float) -> Agreement:
+        """Agrees about stopping alone, where no step is made; `seconds` is the time of a part on this rank."""
+        return self._count(self._ranks.average(self._ballot.totals(self._requests(), seconds=seconds, saved=False)))
+
+    def stop_now(self) -> None:
+        """Records a stop that every rank knows of: no data came."""
+        self.agreed = Agreement(frozenset((STOP,)))
+
+    def _requests(self) -> set[str]:
+        return ({STOP} if self._stop.requested else set()) | ({HALT} if self.halt.asked() else set())

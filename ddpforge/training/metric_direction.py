@@ -11,10 +11,10 @@ from ddpforge.interfaces.direction import lower_is_better
 from ddpforge.recipe import LoadedRecipe
 from ddpforge.recipe.origins import Origin
 
-__all__ = ["settled", "unsettled"]
+__all__ = ["missing_direction", "with_direction"]
 
 
-def settled(loaded: LoadedRecipe, reports: Mapping[str, Metric]) -> LoadedRecipe:
+def with_direction(loaded: LoadedRecipe, reports: Mapping[str, Metric]) -> LoadedRecipe:
     """The recipe with the `mode` that it leaves out, where one of the task's metrics declares it and its name does not.
 
     It is then part of the resolved recipe: listings of checkpoints know it without the task, and a resumed run in which
@@ -28,7 +28,7 @@ def settled(loaded: LoadedRecipe, reports: Mapping[str, Metric]) -> LoadedRecipe
     return loaded
 
 
-def unsettled(loaded: LoadedRecipe) -> str | None:
+def missing_direction(loaded: LoadedRecipe) -> str | None:
     """The metric of `checkpoint.keep.by`, where nobody tells whether less or more of it is better."""
     keep = loaded.recipe.checkpoint.keep
     return keep.by if keep.by and keep.mode is None and lower_is_better(keep.by) is None else None

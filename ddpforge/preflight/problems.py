@@ -1,8 +1,7 @@
-"""Collects what cannot work, each at its place in the recipe, so that all of it is told in one pass."""
+"""Collects what cannot work, each at its key of the recipe, so that all of it is reported in one pass."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,27 +15,37 @@ from ddpforge.errors import (
     Problem,
     RecipeError,
     UsageError,
+    leading_key,
 )
 from ddpforge.recipe import LoadedRecipe
 from ddpforge.recipe.origins import KeyPath
+from ddpforge.training.stages import NotBuilt
 
-__all__ = ["Findings"]
+__all__ = ["Problems"]
 
 
-class Findings:
-    """The errors found in `loaded` so far, and the code that is not imported, of which nothing is known."""
+class Problems:
+    """The errors found in `loaded` so far, and the components whose code is not imported, of which nothing is known."""
 
     def __init__(self, loaded: LoadedRecipe) -> None:
-        self.loaded = loaded
         self.not_imported: list[str] = []
+        self._loaded = loaded
         self._problems: list[Problem] = []
         self._errors: list[ForgeError] = []
 
+    def __len__(self) -> int:
+        return len(self._problems)
+
     @contextmanager
-    def noting(self, *path: str, faults: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-        """Notes an error in here, at its place in the recipe; `faults` are other exceptions that are the recipe's."""
+    def at(self, *path: str, faults: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """Adds an error raised inside, at `path` or the key that the error names; `faults` are the recipe's, too.
+
+        What needs a component that could not be built is left out: the reason is a problem already.
+        """
         try:
             yield
+        except NotBuilt:
+            return
         except NotImported as error:
             if error.use not in self.not_imported:  # within another component's options
                 self.not_imported.append(error.use)
@@ -44,30 +53,23 @@ class Findings:
             self._problems += error.problems
             self._errors.append(error)
         except ForgeError as error:
-            self.note(path, error)
+            self.add(path, error)
         except faults as error:
-            self.note(path, UsageError(str(error)))
+            self.add(path, UsageError(str(error)))
 
-    def note(self, path: KeyPath, error: ForgeError) -> None:
-        """Notes an error in what stands at `path` of the recipe."""
-        key = self._blamed(path, error.message)
-        self._problems.append(self.loaded.problem(key, error.message, *error.hints, trace=error.trace))
+    def add(self, path: KeyPath, error: ForgeError) -> None:
+        """Adds an error in what the recipe has at `path`, or at the key that the error names."""
+        key = self._key(path, error.key or leading_key(error.message))
+        self._problems.append(self._loaded.problem(key, error.message, *error.hints, trace=error.trace))
         self._errors.append(error)
 
-    def _blamed(self, path: KeyPath, message: str) -> KeyPath:
-        """The key that the message names, in full or as one below `path`; `path` itself where it names none."""
-        words = re.findall(r"[A-Za-z_]\w*(?:\.\w+)*", message)
-        keys = [tuple(word.split(".")) for word in words if "." in word]
-        keys += [(*path, word) for word in words if word != "use"]
-        origins = self.loaded.origins
-        return next((key for key in keys if key in origins and (len(key) > len(path) or key == path)), path)
+    def _key(self, path: KeyPath, named: str) -> KeyPath:
+        """Returns the key that an error names, in full or below `path`, if the recipe has it; else `path`."""
+        names = tuple(named.split(".")) if named else ()
+        candidates = ((*path, *names), names) if names else ()
+        return next((key for key in candidates if key in self._loaded.origins), path)
 
-    @property
-    def found(self) -> bool:
-        """True if anything cannot work."""
-        return bool(self._problems)
-
-    def report(self) -> None:
+    def raise_if_any(self) -> None:
         """Raises what was found: one error of this machine as it is, all else as a RecipeError with every problem."""
         if not self._problems:
             return

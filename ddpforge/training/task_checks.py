@@ -1,11 +1,11 @@
-"""Looks closely at a task's first batch, loss and totals, so that what has the wrong form is told in words."""
+"""Checks the form of what a task returns: its loss, a sum and not a mean, and its metrics."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from inspect import getsourcefile
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,41 +13,49 @@ from torch import Tensor, nn
 from ddpforge.builtin.tasks.forms import described, holds_text
 from ddpforge.components.errors import where_raised
 from ddpforge.components.local_code import PREFIX
+from ddpforge.data.nests import take
+from ddpforge.data.randomness import own_random_numbers
 from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.interfaces import Rows, Task, Total
-from ddpforge.training.one_turn import OneTurn
+from ddpforge.training.turns import OneTurn
 
-__all__ = ["FirstLook", "checked_loss", "checked_metrics", "checked_quantity", "explain", "first_metrics", "name_of"]
+__all__ = [
+    "SMALL",
+    "CheckedTask",
+    "Halves",
+    "check_sum_reduction",
+    "checked_loss",
+    "checked_metrics",
+    "checked_quantity",
+    "explain",
+    "first_metrics",
+    "name_of",
+]
 
 
-class FirstLook:
-    """Calls a task's `loss` and `metrics`; what the first call for each use returns is checked.
+class CheckedTask:
+    """A task whose `loss` and `metrics` are checked at their first call, for training or for evaluation.
 
-    Later calls cost one look into a set.
+    Afterwards `loss` and `metrics` are the task's own methods: a checked call costs later steps nothing.
     """
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._seen: set[tuple[str, str]] = set()
+    def __init__(self, task: Task, use: Literal["training", "evaluation"]) -> None:
+        self.task, self._use = task, use
+        self.loss: Callable[[nn.Module, Any], tuple[Tensor, Any]] = self._first_loss
+        self.metrics: Callable[[Any, Any], Mapping[str, Total | Rows]] = self._first_metrics
 
-    def loss(self, model: nn.Module, batch: Any, use: str) -> tuple[Tensor, Any]:
-        """Calls the task's `loss`, and checks what it returns; `use` is "training" or "evaluation"."""
-        if ("loss", use) in self._seen:
-            return self._task.loss(model, batch)
+    def _first_loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         try:
-            returned = self._task.loss(model, batch)
+            returned = self.task.loss(model, batch)
         except Exception as error:
-            explain(error, self._task, batch, use)
+            explain(error, self.task, batch, self._use)
             raise
-        self._seen.add(("loss", use))
-        return checked_loss(self._task, returned, gradients=use == "training")
+        self.loss = self.task.loss
+        return checked_loss(self.task, returned, gradients=self._use == "training")
 
-    def metrics(self, outputs: Any, batch: Any, use: str) -> Mapping[str, Total | Rows]:
-        """Calls the task's `metrics`, and checks what it returns."""
-        if ("metrics", use) in self._seen:
-            return self._task.metrics(outputs, batch)
-        found = checked_metrics(self._task, first_metrics(self._task, outputs, batch))
-        self._seen.add(("metrics", use))
+    def _first_metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total | Rows]:
+        found = checked_metrics(self.task, first_metrics(self.task, outputs, batch))
+        self.metrics = self.task.metrics
         return found
 
 
@@ -155,3 +163,68 @@ def name_of(part: object) -> str:
     if not kind.__module__.startswith(PREFIX):
         return kind.__qualname__
     return f"{os.path.basename(getsourcefile(kind) or '')}:{kind.__qualname__}"
+
+
+# ---------------------------------------------------------------------------------------------- sum or mean
+SMALL = 50_000_000  # parameters of a model that is copied and evaluated in a moment
+
+
+class Halves(NamedTuple):
+    """Two batches of as many samples, and one of all of these."""
+
+    first: Any
+    second: Any
+    whole: Any
+    samples: int  # of the whole
+
+
+def check_sum_reduction(
+    model: nn.Module, task: Task, batch: Any, samples: int, fetch: Callable[[], Halves] | None = None
+) -> None:
+    """Raises UsageError for a loss that is a mean: that of a batch of `samples` is then not the sum over its halves.
+
+    A batch that cannot be cut is not checked, unless `fetch` gives halves of another one. Losses that are neither
+    (samples of a batch may be compared with each other) are their author's business. Give copies of model and task:
+    the model is put into evaluation mode, and both may keep something of what they see.
+    """
+    try:
+        model.eval()  # samples must not depend on their neighbours
+        *parts, samples = _cut(batch, samples, fetch)
+        first, second, whole = (_loss(model, task, part) for part in parts)
+        again = _loss(model, task, parts[-1], seed=1)
+        items = [task.count(part) for part in parts]
+    except Exception:
+        return  # not every task takes any cut, and not every part can be copied
+    if samples == 0 or whole != again or not _same(2 * whole, first + second) or _same(whole, first + second):
+        return
+    if items[2] is not None and not _same(float(items[2]), sum(float(each or 0) for each in items[:2])):
+        return  # its items are batches: the mean over one is the sum over its items
+    raise UsageError(
+        f"{name_of(task)}.loss returns a mean over the batch: {whole:.6g} for {samples} samples, and {first:.6g} and "
+        f"{second:.6g} for its halves",
+        hints=[
+            'return the sum, e.g. with reduction="sum", or the mean times the samples: ddpforge divides by the items '
+            "of the whole global batch"
+        ],
+    )
+
+
+def _cut(batch: Any, samples: int, fetch: Callable[[], Halves] | None) -> Halves:
+    half = samples // 2
+    try:
+        first, second = (take(batch, start, start + half, samples) for start in (0, half))
+        return Halves(first, second, take(batch, 0, 2 * half, samples), 2 * half)
+    except ValueError:
+        if fetch is None:
+            raise
+        return fetch()
+
+
+def _loss(model: nn.Module, task: Task, batch: Any, *, seed: int = 0) -> float:
+    with own_random_numbers(), torch.no_grad():
+        torch.manual_seed(seed)
+        return float(task.loss(model, batch)[0])
+
+
+def _same(one: float, other: float) -> bool:
+    return abs(one - other) <= 1e-3 * max(abs(one), abs(other))

@@ -1,0 +1,422 @@
+"""Makes the stages of a run out of its recipe: chooses components, builds data and model, deals batches to a rank.
+
+This is the one place where components are built. An error goes into the caller's `Problems`, and the building goes on
+with MISSING in place of the component, so that all errors of a recipe are found in one pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ddpforge import preflight
+from ddpforge.builtin.orders.plain import Shuffled
+from ddpforge.components.building import build as build_component
+from ddpforge.components.registry import Registry
+from ddpforge.data import RankShare, check_data, end_of_epochs, mix, open_data
+from ddpforge.data.streams import is_stream
+from ddpforge.errors import PeerFailed, recipe_faults
+from ddpforge.interfaces import Beside, EpochOrder, Order, Schedule, Task, World
+from ddpforge.preflight import Problems
+from ddpforge.preflight.static import no_order_of_streams
+from ddpforge.ranks.failures import exit_code_of, phrase
+from ddpforge.ranks.writers import Peers
+from ddpforge.recipe import LoadedRecipe
+from ddpforge.recipe.batch import plan_batch
+from ddpforge.recipe.layers import kind_at
+from ddpforge.recipe.load import check_world
+from ddpforge.recipe.plan import Plan
+from ddpforge.training.beside import declared
+from ddpforge.training.blocks import find_blocks
+from ddpforge.training.contract import contract_of, count_parameters
+from ddpforge.training.fingerprint import DataPrint, compare_built
+from ddpforge.training.freezing import freeze
+from ddpforge.training.loaders import served
+from ddpforge.training.memory_format import make_dense
+from ddpforge.training.metric_direction import with_direction
+from ddpforge.training.optimizers import shares
+from ddpforge.training.stages import MISSING, Built, Chosen, Dealt, key_of
+from ddpforge.training.task_checks import SMALL
+from ddpforge.training.turns import draws_of, turns_of
+from ddpforge.training.whole_batch import Even
+
+__all__ = [
+    "TEACHERS",
+    "WEIGHTS",
+    "build",
+    "build_alike",
+    "build_checked",
+    "build_without_ranks",
+    "check_chosen",
+    "check_cut",
+    "choose",
+    "deal",
+    "describe_shares",
+    "short_steps",
+]
+
+T = TypeVar("T")
+
+log = logging.getLogger("ddpforge")
+
+TEACHERS = 0x7EAC  # keeps the random numbers of models that a task holds apart from all others
+WEIGHTS = 0x1217  # keeps the random numbers of initial weights apart from all others
+
+
+# ---------------------------------------------------------------------------------------------- what costs little
+def choose(
+    loaded: LoadedRecipe,
+    registry: Registry,
+    problems: Problems,
+    *,
+    ranks: int,
+    device: str | None = None,
+    trains: bool = True,
+    only: Sequence[str] = (),
+    resumes: bool = False,
+) -> Chosen:
+    """Builds the components of a recipe that need neither data nor model, for `ranks` ranks; see `Chosen`."""
+    strategy, task, data_ranks, batch, other_layout = MISSING, MISSING, 1, MISSING, ""
+    problems.not_imported += [
+        component.use
+        for path, component in loaded.recipe.components().items()
+        if not registry.imports(str(kind_at(path, loaded.tables)), component.use)
+    ]
+    with problems.at("strategy"):
+        strategy = build_component(registry, "strategy", loaded.recipe.strategy)
+        contract_of(strategy)
+        if not trains:
+            strategy, other_layout = strategy.evaluating(ranks)
+        data_ranks = strategy.data_ranks(ranks)
+    with problems.at("task"):
+        torch.manual_seed(mix(loaded.recipe.train.seed, TEACHERS))  # it may hold models
+        task = build_component(registry, "task", loaded.recipe.task)
+        loaded = with_direction(loaded, task.reports)
+    recipe = loaded.recipe
+    if trains:
+        with problems.at("train", "global_batch"):
+            # The batch of a strategy that is not imported is checked as if each rank saw other data.
+            batch = check_world(loaded, ranks if recipe.strategy.use in problems.not_imported else data_ranks)
+    return Chosen(
+        loaded=loaded,
+        registry=registry,
+        ranks=ranks,
+        device=device,
+        trains=trains,
+        only=tuple(only),
+        resumes=resumes,
+        strategy=strategy,
+        data_ranks=data_ranks,
+        task=task,
+        callbacks=_named(registry, problems, "callbacks", "callback", recipe.callbacks),
+        trackers=_named(registry, problems, "track", "tracker", recipe.track.trackers) if trains else {},
+        turns=_turns(task, recipe.optimizer.turns, problems),
+        batch=batch,
+        other_layout=other_layout,
+    )
+
+
+def _named(
+    registry: Registry, problems: Problems, table: str, kind: str, components: Mapping[str, Any]
+) -> dict[str, Any]:
+    found = {}
+    for name, component in components.items():
+        with problems.at(table, name):
+            found[name] = build_component(registry, kind, component)
+    return found
+
+
+def _turns(task: Task, given: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
+    """Returns the recipe's turns in the order of the task, if they are the same; preflight finds others."""
+    found: dict[str, Any] = {}
+    with problems.at("task"):
+        names = turns_of(task)
+        found = {name: given[name] for name in names} if given.keys() == set(names) else {}
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- data and model
+def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
+    """Builds data, model and schedules, the same on every rank.
+
+    With `meta` a large model has no memory, if it can be built so: nothing but its shapes is known then.
+    """
+    recipe, registry = chosen.recipe, chosen.registry
+    components = {"train": recipe.data.train} if chosen.trains else {}
+    components |= {key_of(name): component for name, component in chosen.evaluations().items()}
+    data: dict[str, Any] = {}
+    for key, component in components.items():
+        with problems.at("data", *key.split(".")):
+            data[key] = build_component(registry, "data", component, seed=recipe.train.seed)
+    order, plan = (MISSING, MISSING) if chosen.trains else (None, MISSING)
+    if "train" in data:
+        order, plan = _plan(chosen, data["train"], problems)
+    for key in data.keys() - {"train"}:
+        with problems.at("data", *key.split(".")):
+            open_data(data[key], **_opened(chosen, 1))
+
+    # The same initial weights on every rank.
+    torch.manual_seed(mix(recipe.train.seed, WEIGHTS))
+    model = size = MISSING
+    beside: Mapping[str, Beside] = MISSING
+    with problems.at("model"):
+        candidate = _on_meta(chosen) if meta else _model(chosen)
+        if _is_usable(candidate, problems, "model"):
+            make_dense(candidate)
+            with problems.at("train", "freeze"), recipe_faults():
+                freeze(candidate, recipe.train.freeze)
+            model, size = candidate, count_parameters(candidate)
+    with problems.at("task"):
+        found = declared(chosen.task, model)
+        usable = [_is_usable(one.module, problems, "task") for one in found.values()]  # to name all that are not
+        if all(usable):
+            for one in found.values():
+                make_dense(one.module)
+            beside = found
+    return Built.of(
+        chosen,
+        data=data,
+        order=order,
+        plan=plan,
+        schedules={} if plan is MISSING else _schedules(chosen, plan, problems),
+        model=model,
+        size=size,
+        beside=beside,
+    )
+
+
+def _is_usable(model: nn.Module, problems: Problems, key: str) -> bool:
+    """True if the checks of a bare model find nothing; what they need is not there in a model that fails them."""
+    before = len(problems)
+    preflight.check(model, problems, preflight.CHECKS[nn.Module], key=key)
+    return len(problems) == before
+
+
+def _model(chosen: Chosen) -> nn.Module:
+    with nullcontext() if chosen.strategy is MISSING else chosen.strategy.building():
+        model: nn.Module = build_component(chosen.registry, "model", chosen.recipe.model)
+    return model
+
+
+def _on_meta(chosen: Chosen) -> nn.Module:
+    """Returns the model on the meta device; a small one, and one whose constructor reads values, with its weights."""
+    with suppress(NotImplementedError, RuntimeError), torch.device("meta"):
+        model: nn.Module = build_component(chosen.registry, "model", chosen.recipe.model)
+        if count_parameters(model).all > SMALL:
+            return model
+    model = build_component(chosen.registry, "model", chosen.recipe.model)
+    return model
+
+
+def check_cut(chosen: Chosen, problems: Problems) -> None:
+    """Checks that the strategy can cut the model, which is built without memory, and without data."""
+    with problems.at("model"):
+        model = _on_meta(chosen)
+        with problems.at("train", "blocks"), recipe_faults():
+            found = find_blocks(model, chosen.recipe.train.blocks)
+            with problems.at("strategy"):
+                chosen.strategy.check(model, chosen.task, found)
+
+
+# ---------------------------------------------------------------------------------------------- steps and schedules
+def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[Order | None, Plan]:
+    """Orders the training data and counts the run's steps, and all that happens every so often."""
+    order, plan = MISSING, MISSING
+    with problems.at("data", "train"):
+        check_data(data)
+        with problems.at("data", "order"):
+            order = _order(chosen, data)
+        if order is not MISSING:
+            opened = _opened(chosen, chosen.recipe.train.global_batch)
+            batches = open_data(data, order=order, **opened).steps_per_epoch
+            # A step that draws several batches may reach into the next epoch: an epoch is what has all of its samples.
+            per_epoch = batches and math.ceil(batches / draws_of(chosen.turns))
+            plan = _plan_steps(chosen, per_epoch, order, problems)
+    return order, plan
+
+
+def _plan_steps(chosen: Chosen, per_epoch: int | None, order: Order | None, problems: Problems) -> Plan:
+    batch = plan_batch(chosen.recipe.train, 1) if chosen.batch is MISSING else chosen.batch
+    ends = partial(_end_of_epochs, chosen, order)
+    return Plan.of(chosen.recipe, batch, per_epoch, noting=problems.at, ends=ends) or MISSING
+
+
+def _end_of_epochs(chosen: Chosen, order: Order | None, epochs: int) -> int | None:
+    """Returns the step that so many epochs end with, if the order has epochs of different lengths."""
+    batches = end_of_epochs(order, epochs) if order else None
+    return batches and math.ceil(batches / draws_of(chosen.turns))
+
+
+def _schedules(chosen: Chosen, plan: Plan, problems: Problems) -> dict[str, Schedule]:
+    recipe, registry = chosen.recipe, chosen.registry
+    found: dict[str, Schedule] = {"": MISSING}
+    with problems.at("schedule"):
+        found[""] = build_component(registry, "schedule", recipe.schedule, horizon=plan.horizon)
+    for name, turn in chosen.turns.items():
+        with problems.at("optimizer", "turns", name, "schedule"):
+            if turn.schedule:
+                found[name] = build_component(registry, "schedule", turn.schedule, horizon=plan.horizon)
+    return found
+
+
+def _order(chosen: Chosen, data: Any) -> Order | None:
+    """Returns the order of the training data: as the recipe says, or shuffled."""
+    train, component = chosen.recipe.train, chosen.recipe.data.order
+    if is_stream(data):
+        if component:
+            raise no_order_of_streams(type(data))
+        return None
+    given = {
+        "data": data,
+        "seed": train.seed,
+        "global_batch": train.global_batch,
+        "drop_last": train.last_batch == "drop",
+    }
+    order: Order = build_component(chosen.registry, "order", component, **given) if component else Shuffled(**given)
+    return order
+
+
+def _opened(chosen: Chosen, batch: int) -> dict[str, Any]:
+    fetching = {"seed": chosen.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False}
+    drop_last = chosen.recipe.train.last_batch == "drop"
+    return fetching | {"global_batch": batch, "share": RankShare(0, 1, batch), "drop_last": drop_last}
+
+
+# ---------------------------------------------------------------------------------------------- one rank's batches
+def deal(built: Built, world: World) -> Dealt:
+    """Deals the data out: this rank's part of the training data, and of each evaluation set."""
+    recipe, train, ranks = built.recipe, built.recipe.train, world.data.size
+    workers = recipe.data.workers
+    fetching: dict[str, Any] = {
+        "seed": train.seed,
+        "workers": 0 if workers == "auto" else workers,
+        "prefetch": recipe.data.prefetch,
+        "pin": world.device.type == "cuda",
+        # Of several ranks, the watchdogs see one stand still.
+        "patience": train.stall.seconds if train.stall != "off" and world.all.size == 1 else 0.0,
+    }
+    training = MISSING
+    if built.trains:
+        training = open_data(
+            built.data["train"],
+            order=built.order,
+            global_batch=built.plan.batch.global_batch,
+            share=RankShare(world.data.rank, ranks, built.plan.batch.micro_batch, train.elastic_shards),
+            drop_last=train.last_batch == "drop",
+            **fetching,
+        )
+    batch = train.eval_batch or max(1, train.per_pass(ranks))
+    if built.task.whole_batch:
+        batch = math.ceil(train.global_batch / ranks)
+    evaluation = {
+        name: open_data(
+            data := built.data[key_of(name)],
+            order=Even(data, train.global_batch) if built.task.whole_batch and not is_stream(data) else None,
+            global_batch=batch * ranks,
+            share=RankShare(world.data.rank, ranks, batch),
+            drop_last=False,
+            **fetching,
+        )
+        for name in built.evaluations()
+    }
+    if workers == "auto":
+        if built.trains:
+            training = served("train", built.data["train"], training, world.device, trains=True)
+        for name, batches in evaluation.items():
+            key = key_of(name)
+            evaluation[name] = served(key, built.data[key], batches, world.device, trains=False)
+    if built.trains and world.is_main and (note := short_steps(built)):
+        log.warning("%s", note)
+    return Dealt.of(built, training=training, evaluation=evaluation)
+
+
+# ---------------------------------------------------------------------------------------------- with all checks
+def check_chosen(chosen: Chosen, problems: Problems) -> None:
+    """Raises every error that can be found before ranks join.
+
+    If there is one, data and model are built, too, so that all errors of the recipe come in one pass.
+    """
+    preflight.check(chosen, problems)
+    if problems:
+        built = build(chosen, problems, meta=True)
+        if preflight.check_built(built, problems):
+            preflight.check_first_batch(built, problems)
+    problems.raise_if_any()
+
+
+def build_without_ranks(loaded: LoadedRecipe, registry: Registry, *, ranks: int, device: str | None = None) -> Built:
+    """Builds all of a recipe that would train on `ranks` ranks, a large model without memory; raises every error."""
+    problems = Problems(loaded)
+    chosen = choose(loaded, registry, problems, ranks=ranks, device=device)
+    preflight.check(chosen, problems)
+    built = build(chosen, problems, meta=True)
+    preflight.check_built(built, problems)
+    problems.raise_if_any()
+    return built
+
+
+def build_checked(chosen: Chosen, world: World, problems: Problems, *, samples: bool) -> Dealt:
+    """Builds, checks and deals out all that a rank trains with; raises every error.
+
+    With `samples` the first samples are evaluated as well: of a run that resumes, training has done so.
+    """
+    built = build(chosen, problems)
+    fits = preflight.check_built(built, problems)
+    stage: Built = built if problems else deal(built, world)
+    compared = samples and fits and preflight.check_first_batch(stage, problems)
+    problems.raise_if_any()
+    assert isinstance(stage, Dealt)
+    return replace(stage, compares=not compared)
+
+
+def build_alike(
+    chosen: Chosen, world: World, peers: Peers, problems: Problems, *, samples: bool
+) -> tuple[Dealt, Mapping[str, DataPrint]]:
+    """Builds on all ranks, and compares what they have built; also returns the fingerprints of the data."""
+    dealt = on_every_rank(peers, lambda: build_checked(chosen, world, problems, samples=samples))
+    return dealt, compare_built(dealt, world)
+
+
+def on_every_rank(peers: Peers, action: Callable[[], T]) -> T:
+    """Calls `action` on all ranks. If one fails, all do, with its exit code; those that did not fail point to it."""
+    mine: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        mine = error
+    try:
+        told = peers.ranks.everyone(None if mine is None else (phrase(mine), exit_code_of(mine)))
+    except RuntimeError:
+        told = []
+        if mine is None:
+            raise  # `beginning` finds out what became of the other one
+    if mine is not None:
+        raise mine
+    for rank, word in enumerate(told):
+        if word is not None:
+            raise PeerFailed(word[1], f"rank {rank} failed first: {word[0]}")
+    return result
+
+
+# ---------------------------------------------------------------------------------------------- in words
+def short_steps(built: Built) -> str:
+    """Describes steps that are all smaller than the recipe asks for, as the data has fewer samples; else ""."""
+    order, batch = built.order, built.recipe.train.global_batch
+    if not isinstance(order, EpochOrder) or order.places >= batch:
+        return ""
+    return f"every step has {order.places} samples, not train.global_batch = {batch}: an epoch has no more"
+
+
+def describe_shares(built: Built) -> list[str]:
+    """Describes how turns or groups share the model's parameters; empty if there are neither."""
+    if not (built.turns or built.recipe.optimizer.groups):
+        return []
+    return shares(built.recipe.optimizer, built.model, list(built.turns))

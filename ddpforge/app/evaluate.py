@@ -1,0 +1,230 @@
+"""Evaluates a run's model, or writes what it predicts of every sample."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ddpforge.app.build import build_checked, check_chosen, choose, deal
+from ddpforge.app.run import join
+from ddpforge.checkpoint.reader import Reader
+from ddpforge.components.registry import Registry
+from ddpforge.errors import UsageError
+from ddpforge.interfaces import World
+from ddpforge.interop.new_file import refuse_existing
+from ddpforge.interop.tables import Table, check_table, writing
+from ddpforge.launchers.srun import adopt_slurm
+from ddpforge.preflight import Problems
+from ddpforge.ranks import leaving
+from ddpforge.ranks.join import leave
+from ddpforge.ranks.rank_zero import on_rank_zero
+from ddpforge.ranks.switches import restored
+from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
+from ddpforge.recipe.load import refuse_text
+from ddpforge.recipe.report import did_you_mean
+from ddpforge.runs.checkpoints import choose as choose_checkpoint
+from ddpforge.runs.environment import world_size
+from ddpforge.runs.folder import RunFolder
+from ddpforge.training.assemble import evaluating
+from ddpforge.training.callbacks import overriding
+from ddpforge.training.prediction import INDEX, Predicted, in_order, predictions, refuse_turns
+from ddpforge.training.stages import Chosen, Dealt, key_of
+from ddpforge.watchdog.watch import over
+
+__all__ = ["Evaluation", "Prediction", "evaluate", "predict"]
+
+log = logging.getLogger("ddpforge")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of an evaluation."""
+
+    step: int
+    metrics: dict[str, float]
+    is_main: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which has no NaN: a metric that is not finite is null."""
+        return {"step": self.step} | {name: x if math.isfinite(x) else None for name, x in self.metrics.items()}
+
+
+@leaving.nobody_leaves()
+@restored()
+def evaluate(
+    folder: RunFolder,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    sets: Sequence[str] = (),
+    only: Sequence[str] = (),
+) -> Evaluation:
+    """Evaluates a run's newest intact checkpoint, its `best`, or that of a `step`, on the recipe's evaluation sets.
+
+    Called on every rank; the first chooses, which may mean to read all of a checkpoint.
+
+    `only` names those of several `[data.eval.NAME]` to evaluate on. Averaged weights are used where the recipe's
+    callbacks evaluate with them. Only the model, evaluation data and callbacks are built, and only weights are read.
+    Writes nothing.
+    """
+    adopt_slurm()
+    refuse_text("only", only)
+    loaded, registry = _load(folder, sets)
+    chosen, problems = _choose(loaded, registry, only)
+    world = join(chosen)
+    if chosen.other_layout and world.is_main:
+        log.info("%s", chosen.other_layout)
+    checkpoint = on_rank_zero(world.all, lambda: choose_checkpoint(folder, step=step, best=best))
+    dealt = build_checked(chosen, world, problems, samples=False)
+    over()  # an evaluation may take long
+    reader = Reader(checkpoint)
+    with evaluating(dealt, world, reader, folder.path) as evaluator:
+        if world.is_main:
+            log.info("evaluating %s", _what_is_used(checkpoint, dealt))
+        metrics = evaluator.evaluate(reader.facts.step)
+    leave(world)
+    return Evaluation(reader.facts.step, metrics, world.is_main)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The file that a prediction wrote: so many samples, by the weights after `step`."""
+
+    file: Path
+    samples: int
+    step: int
+    is_main: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"file": str(self.file), "samples": self.samples, "step": self.step}
+
+
+@leaving.nobody_leaves()
+@restored()
+def predict(
+    folder: RunFolder,
+    out: Path,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    weights: str | None = None,
+    data: Sequence[str] = (),
+    sets: Sequence[str] = (),
+    limit: int | None = None,
+    force: bool = False,
+) -> Prediction:
+    """Writes what a run's model predicts of every sample of a dataset to `out`, in the order of the data.
+
+    Called on every rank; rank 0 writes. Checkpoint, strategy and what is built are those of `evaluate`. `weights` is
+    "model", or the name of a callback that keeps weights of its own; absent: those that evaluations use. `data` is the
+    name of one of the recipe's datasets ("eval", "eval.NAME", "train"), and KEY=VALUE for its options; by default the
+    one evaluation set. `out` appears complete or not at all. Raises UsageError where it exists, unless `force`.
+    """
+    adopt_slurm()
+    refuse_text("data", data)
+    check_table(out)
+    loaded, registry, only = _to_predict(folder, data, sets)
+    chosen, problems = _choose(loaded, registry, only)
+    world = join(chosen)
+    refuse_turns(chosen.task)
+    on_rank_zero(world.all, lambda: refuse_existing(out, force=force))
+    checkpoint = on_rank_zero(world.all, lambda: choose_checkpoint(folder, step=step, best=best))
+    dealt = build_checked(chosen, world, problems, samples=False)
+    (name,) = dealt.evaluations()
+    key = key_of(name)
+    dealt = deal(replace(dealt, data={**dealt.data, key: in_order(dealt.data[key])}), world)
+    over()  # an evaluation may take long
+    reader = Reader(checkpoint)
+    with ExitStack() as files, evaluating(dealt, world, reader, folder.path, weights=weights) as evaluator:
+        if world.is_main:
+            log.info("predicting with %s", _what_is_used(checkpoint, dealt, weights))
+        found = predictions(evaluator, dealt.task, dealt.evaluation[name], world, limit=limit)
+        samples = _write(out, found, world, files)
+    leave(world)
+    return Prediction(out, samples, reader.facts.step, world.is_main)
+
+
+def _write(out: Path, found: Iterable[Sequence[Predicted]], world: World, files: ExitStack) -> int:
+    """Has rank 0 write predictions as they come, all or nothing; returns the number of samples."""
+    tables: list[Table] = []
+
+    def add(parts: Sequence[Predicted]) -> None:
+        for part in parts:
+            tables[0].add({INDEX: np.arange(part.first, part.first + part.samples), **part.columns})
+
+    samples = 0
+    on_rank_zero(world.all, lambda: tables.append(files.enter_context(writing(out))))
+    for parts in found:
+        on_rank_zero(world.all, partial(add, parts))
+        samples += sum(part.samples for part in parts)
+    on_rank_zero(world.all, files.close)
+    return samples
+
+
+def _to_predict(
+    folder: RunFolder, data: Sequence[str], sets: Sequence[str]
+) -> tuple[LoadedRecipe, Registry, list[str]]:
+    """Returns a run's recipe whose one evaluation set is the dataset that `data` names, and the name of that set."""
+    names, options = ([word for word in data if ("=" in word) == with_value] for with_value in (False, True))
+    name = _dataset(_load(folder, sets)[0].recipe, names)
+    loaded, registry = _load(folder, (*sets, *(f"data.{name}.{option}" for option in options)))
+    if name == "train":
+        section = loaded.recipe.data.model_copy(update={"eval": loaded.recipe.data.train})
+        loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"data": section}))
+    return loaded, registry, [name.removeprefix("eval.")] if name.startswith("eval.") else []
+
+
+def _load(folder: RunFolder, sets: Sequence[str]) -> tuple[LoadedRecipe, Registry]:
+    """Loads the recipe of a run."""
+    folder.refuse_odd()
+    registry = Registry.installed()
+    return load_recipe(folder.resolved, sets=sets, registry=registry), registry
+
+
+def _choose(loaded: LoadedRecipe, registry: Registry, only: Sequence[str]) -> tuple[Chosen, Problems]:
+    """Chooses and checks the components of an evaluation."""
+    problems = Problems(loaded)
+    chosen = choose(loaded, registry, problems, ranks=world_size(), trains=False, only=only)
+    check_chosen(chosen, problems)
+    return chosen, problems
+
+
+def _dataset(recipe: Recipe, names: Sequence[str]) -> str:
+    """The key of the dataset that is named, or of the one to evaluate on; raises UsageError where that is not one."""
+    sets = [key_of(name) for name in recipe.data.evaluations]
+    known = [*sets, "train"]
+    if not names and len(sets) == 1:
+        return sets[0]
+    hints = [f"--data {name}" for name in known]
+    if not names:
+        what = "no [data.eval]" if not sets else "several evaluation sets"
+        raise UsageError(f"the recipe has {what}, so say what to predict", hints=hints)
+    if len(names) > 1:
+        raise UsageError(f"--data names {' and '.join(names)}, and one dataset is predicted at a time", hints=hints)
+    if names[0] not in known:
+        raise UsageError(
+            f"the recipe has no data {names[0]!r}", hints=[*did_you_mean(names[0], known), *hints, "--data path=…"]
+        )
+    return names[0]
+
+
+def _what_is_used(checkpoint: Path, dealt: Dealt, weights: str | None = None) -> str:
+    """Names the checkpoint, the callbacks whose weights are used, and the samples of each set."""
+    averaging = [weights] if weights else overriding(dealt.callbacks, "evaluating")
+    others = f", with the weights of {', '.join(averaging)}" if averaging and weights != "model" else ""
+    found = {name: dealt.data[key_of(name)] for name in dealt.evaluation}
+    counted = [
+        f"{len(data):,} samples{f' of {name}' if name else ''}"
+        for name, data in found.items()
+        if hasattr(data, "__len__")
+    ]
+    return f"{checkpoint}{others}{', on ' if counted else ''}{', '.join(counted)}"

@@ -1,0 +1,143 @@
+"""Checks of what is built: whether model, data, task, strategy and optimizer fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddpforge.errors import ForgeError, UsageError, recipe_faults
+from ddpforge.interfaces import EpochOrder
+from ddpforge.interop.initial import find_initial
+from ddpforge.training.beside import OWNER
+from ddpforge.training.blocks import check_blocks as check_blocks_of
+from ddpforge.training.blocks import find_blocks
+from ddpforge.training.float8 import check_float8
+from ddpforge.training.optimizers import build_optimizer, check_parameters
+from ddpforge.training.parameter_groups import parameter_groups
+from ddpforge.training.stages import Built
+from ddpforge.training.task_checks import name_of
+from ddpforge.training.task_state import NAME, has_state, refuse_parameters
+from ddpforge.training.turns import draws_of
+from ddpforge.training.whole_batch import Even
+
+__all__ = [
+    "check_auxiliary",
+    "check_batches",
+    "check_blocks",
+    "check_layers",
+    "check_optimizer",
+    "check_own_parameters",
+    "check_parameter_groups",
+    "check_strategy_data",
+    "check_task",
+]
+
+Errors = Iterator[ForgeError]
+
+_FEW = 100  # steps of an order whose sizes only it knows
+
+
+def check_batches(built: Built) -> Errors:
+    """Yields data and orders with a batch that leaves a rank without a sample, if the loss compares all samples."""
+    if not built.task.whole_batch:
+        return
+    plan, batch = built.plan, built.recipe.train.global_batch
+    smallest = {
+        f"data.{key}": Even(data, batch).smallest
+        for key, data in built.data.items()
+        if key != "train" and hasattr(data, "__len__")
+    }
+    steps = plan.horizon.total and plan.horizon.total * draws_of(built.turns)
+    order = built.order if built.trains else None
+    if isinstance(order, EpochOrder):
+        last = order.steps_per_epoch - 1
+        if steps is None or steps > last:
+            smallest["data.train"] = order.size(last)
+    elif order:
+        for step in range(min(_FEW, steps or _FEW)):  # of a long run `check_whole` checks each step when it comes
+            if not built.data_ranks <= (size := len(order(step))) <= batch:
+                yield UsageError(
+                    f"{name_of(built.task)} compares all samples of a step with each other, and step {step} of the "
+                    f"order {name_of(order)} has {size} for {built.data_ranks} ranks and forward passes of "
+                    f"train.global_batch = {batch}",
+                    hints=["let every step have a sample for each rank, and no more than train.global_batch"],
+                    key="data.order",
+                )
+                break
+    ways = ['set train.last_batch = "drop"', "or train on fewer ranks"]
+    for key, samples in smallest.items():
+        if samples < built.data_ranks:
+            yield UsageError(
+                f"{name_of(built.task)} compares all samples of a batch with each other, and one of [{key}] has "
+                f"{samples} for {built.data_ranks} ranks",
+                hints=ways if key == "data.train" else ways[1:],
+                key=key,
+            )
+
+
+def check_auxiliary(built: Built) -> Errors:
+    """Yields modules beside the model, and a state of the task, whose name a callback has; and missing weights."""
+    names = [NAME] if has_state(built.task) else []
+    if NAME in names and NAME in built.recipe.callbacks:
+        yield UsageError(f"callbacks.{NAME} has the name under which the task's state is saved", hints=["rename it"])
+    for name, beside in built.beside.items():
+        if f"{OWNER}{name}" in built.recipe.callbacks:
+            yield UsageError(f"callbacks.{OWNER}{name} has the name of a module of the task", hints=["rename it"])
+        if beside.weights is not None and not beside.is_saved:
+            find_initial(beside.weights, f"weights of {name}")
+
+
+def check_own_parameters(built: Built) -> None:
+    """Raises UsageError for parameters that the task keeps, which no optimizer trains."""
+    if built.trains:
+        refuse_parameters(built.task, built.model, built.beside.values())
+
+
+def check_task(built: Built) -> None:
+    """Raises UsageError for a dataset or a model that the task cannot use."""
+    for data in built.data.values():
+        with recipe_faults():
+            built.task.check(built.model, data)
+
+
+def check_strategy_data(built: Built) -> None:
+    """Raises UsageError for a dataset that the strategy cannot use."""
+    for data in built.data.values():
+        built.strategy.check_data(data)
+
+
+def check_blocks(built: Built) -> None:
+    """Raises UsageError for blocks that the model lacks, or that the strategy cannot use."""
+    train = built.recipe.train
+    with recipe_faults():
+        found = find_blocks(built.model, train.blocks)
+        check_blocks_of(found, train)
+    try:
+        built.strategy.check(built.model, built.task, found)
+    except ForgeError as error:
+        error.key = error.key or "strategy"
+        raise
+
+
+def check_layers(built: Built) -> None:
+    """Raises UsageError if the recipe asks for float8, and no layer would compute in it."""
+    with recipe_faults("train.fp8"):
+        check_float8(built.model, find_blocks(built.model, built.recipe.train.blocks), built.recipe.train)
+
+
+def check_parameter_groups(built: Built) -> None:
+    """Raises UsageError for globs of the optimizer that match no parameter, and for parameters in several turns."""
+    with recipe_faults():
+        if built.trains:
+            optimizer, blocks = built.recipe.optimizer, built.recipe.train.blocks
+            check_parameters(built.registry, optimizer, built.model, list(built.turns), blocks)
+        else:
+            parameter_groups(built.model, ())
+
+
+def check_optimizer(built: Built) -> None:
+    """Raises UsageError if the optimizer refuses the model's own parameters; those without memory are not tried."""
+    if not built.trains or any(parameter.is_meta for parameter in built.model.parameters()):
+        return
+    recipe = built.recipe
+    with recipe_faults():
+        build_optimizer(built.registry, recipe.optimizer, built.model, list(built.turns), recipe.train.blocks)

@@ -1,0 +1,366 @@
+"""Checks of the first samples: they go through data, model, loss and metrics, in copies that nothing else uses."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from traceback import walk_tb
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpforge.builtin.tasks.forms import described
+from ddpforge.components.errors import where_raised
+from ddpforge.components.local_code import PREFIX
+from ddpforge.data import MicroBatch, RankShare, open_data, to_device
+from ddpforge.data.nests import take
+from ddpforge.data.randomness import own_random_numbers
+from ddpforge.errors import ForgeError, PluginError, UsageError
+from ddpforge.interfaces import Metric, Rows, Task, Total, World
+from ddpforge.preflight.problems import Problems
+from ddpforge.ranks.collectives import Alone
+from ddpforge.ranks.devices import device_type
+from ddpforge.training.callbacks import overriding
+from ddpforge.training.contract import count_parameters
+from ddpforge.training.evaluation import prefix
+from ddpforge.training.stages import MISSING, Built, Dealt, key_of
+from ddpforge.training.task_checks import (
+    SMALL,
+    Halves,
+    check_sum_reduction,
+    checked_loss,
+    checked_metrics,
+    explain,
+    first_metrics,
+)
+from ddpforge.training.totals import add
+from ddpforge.training.turns import of_turns, with_sum
+
+__all__ = ["FirstSamples", "check_each_dataset", "check_first_batch", "evaluate"]
+
+log = logging.getLogger("ddpforge")
+
+FEW = 8  # samples
+_DTYPES = {"bf16": torch.bfloat16}  # CPUs have few kernels for fp16
+_BUILTIN = "ddpforge.builtin.tasks."
+
+
+@dataclass(frozen=True)
+class FirstSamples:
+    """The form of a batch, and means of its loss and metrics; these are empty if the model has no memory."""
+
+    batch: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------------------------------------- the two checks
+def check_each_dataset(built: Built, problems: Problems) -> dict[str, FirstSamples]:
+    """Evaluates a few samples of every dataset; returns the results by the dataset's key.
+
+    For `ddpforge check --build`: any code of the recipe is called, in copies of model and task.
+    """
+    found: dict[str, FirstSamples] = {}
+    for key, data in built.data.items():
+        if hasattr(data, "__len__") and not len(data):
+            continue  # a problem already, since steps were counted
+        most, path = _samples(built, key), ("data", *key.split("."))
+        batches: list[MicroBatch] = []
+        with problems.at(*path), _naming(key), own_random_numbers():
+            batches.append(first_batch(data, most=most, seed=built.recipe.train.seed))
+        with problems.at("task"), _naming(key), own_random_numbers():
+            for batch in batches:
+                halves = partial(first_halves, data, most=most, seed=built.recipe.train.seed)
+                found[key] = _evaluate(built, key, batch, _gpu(built), halves)
+    evaluated = {name: found[key].metrics for name in built.evaluations() if (key := key_of(name)) in found}
+    if evaluated.keys() == built.evaluations().keys() and _is_builtin(built.task):
+        _check_chosen_metrics(built, evaluated, problems)
+    return found
+
+
+def check_first_batch(stage: Built, problems: Problems) -> bool:
+    """Evaluates the first samples that training will use; returns whether the loss was compared with its halves.
+
+    A run does not notice it: what is fetched is fetched once, loader processes fetch by themselves, and neither a
+    plugin's loss nor a model from the recipe's own files is called, as they may do more than compute. An error in a
+    model's forward pass that training would meet as well is a problem; any other (a model may need a GPU) is left to
+    the first step.
+    """
+    home = type(stage.task).loss.__module__ if stage.trains else ""
+    builtin = home.startswith(_BUILTIN)
+    calls_model = _may_call_model(stage) and (builtin or home.startswith(PREFIX))
+    if not (builtin or calls_model) or _has_loaders(stage):
+        return False
+    with problems.at("task"), own_random_numbers():
+        whole = None
+        try:
+            whole = stage.training.first() if isinstance(stage, Dealt) else _first_of(stage)
+            batch = _shortened(whole)
+            if not calls_model:
+                _call_up_to_model(stage.task, batch.data)
+                return False
+            metrics = _evaluate(stage, "train", batch, None).metrics
+            if builtin:
+                _check_chosen_metrics(stage, dict.fromkeys(stage.evaluations(), metrics), problems)
+            return True
+        except ForgeError:
+            raise
+        except Exception as error:
+            if calls_model and _fails_in_training(stage, error, whole):
+                with _naming("train"):
+                    raise
+            log.debug("the first batch could not be evaluated before training: %s", error)
+    return False
+
+
+def _has_loaders(stage: Built) -> bool:
+    """True if loader processes fetch what is trained on."""
+    if isinstance(stage, Dealt):
+        return bool(stage.training.workers)
+    return stage.recipe.data.workers not in (0, "auto")
+
+
+def _first_of(built: Built) -> MicroBatch:
+    return first_batch(built.data["train"], most=_samples(built, "train"), seed=built.recipe.train.seed)
+
+
+def _fails_in_training(stage: Built, error: Exception, batch: MicroBatch | None) -> bool:
+    """True if the model, which only computes, raises this error for a whole micro-batch and wherever ranks compute.
+
+    Others' callbacks and strategies may change the model, or what the task gives it, before the first step; the
+    framework itself does so for `sync_batchnorm`, and casts for fp16.
+    """
+    train, others = stage.recipe.train, [*stage.callbacks.values(), stage.strategy]
+    if train.sync_batchnorm or train.precision == "fp16" or not _in_forward(stage.model, error):
+        return False
+    if any(not type(part).__module__.startswith("ddpforge.") for part in others):
+        return False
+    if batch is None or (not isinstance(stage, Dealt) and _samples(stage, "train") > FEW):
+        return False  # `batch` is not a whole one
+    try:
+        # On the meta device shapes and dtypes fail as on any other.
+        _evaluate(stage, "train", batch, None if device_type(train) == "cpu" else "meta")
+    except Exception as again:
+        return type(again) is type(error) and _in_forward(stage.model, again)
+    return False
+
+
+def _in_forward(model: nn.Module, error: Exception) -> bool:
+    """True if the error was raised within the forward pass of such a model."""
+    forward = getattr(type(model).forward, "__code__", None)
+    return any(frame.f_code is forward for frame, _ in walk_tb(error.__traceback__))
+
+
+def _may_call_model(built: Built) -> bool:
+    models = [built.model, *(beside.module for beside in built.beside.values())]
+    if sum(count_parameters(model).all for model in models) > SMALL:
+        return False
+    local = any(type(module).__module__.startswith(PREFIX) for model in models for module in model.modules())
+    return not local and not any(parameter.is_meta for parameter in built.model.parameters())
+
+
+def _is_builtin(task: Task) -> bool:
+    return type(task).__module__.startswith(_BUILTIN)
+
+
+def _gpu(built: Built) -> str | None:
+    """Returns the type of device that ranks will compute on; None if the model is there already."""
+    return "cuda" if device_type(built.recipe.train) == "cuda" and torch.cuda.is_available() else None
+
+
+def _samples(built: Built, key: str) -> int:
+    """Returns the samples of a forward pass on the dataset `key`."""
+    train = built.recipe.train
+    micro = train.global_batch if built.batch is MISSING else built.batch.micro_batch
+    return (train.eval_batch if key != "train" else None) or micro
+
+
+def _check_chosen_metrics(built: Built, sets: Mapping[str, Mapping[str, float]], problems: Problems) -> None:
+    """Adds a problem for each metric by which the recipe decides, and that no set reports; `sets` has their metrics.
+
+    Tasks of plugins report some metrics only now and then, and are not checked.
+    """
+    if overriding(built.callbacks, "while_evaluating"):
+        return  # their metrics are known after an evaluation
+    known = {f"{prefix(name)}{metric}" for name, metrics in sets.items() for metric in metrics}
+    wanted = {f"callbacks.{name}.metric": getattr(one, "metric", "") for name, one in built.callbacks.items()}
+    wanted["checkpoint.keep.by"] = built.recipe.checkpoint.keep.by
+    for key, metric in wanted.items():
+        if known and str(metric).startswith("eval/") and metric not in known:
+            hints = [f"there are {', '.join(sorted(known))}"]
+            problems.add(tuple(key.split(".")), UsageError(f"no evaluation reports {metric}", hints=hints))
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Turns an error of a component into one that names the dataset whose batch was evaluated."""
+    try:
+        yield
+    except ForgeError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"a batch of [data.{key}] cannot be evaluated: {type(error).__name__}: {error}",
+            hints=[*getattr(error, "__notes__", ()), *where_raised(error)],
+            key=f"data.{key}",
+        ) from error
+
+
+# ---------------------------------------------------------------------------------------------- batches
+def first_batch(data: Any, *, most: int, seed: int) -> MicroBatch:
+    """Returns the first samples of a dataset as a batch, `most` of them at most."""
+    (batch,) = _first(data, min(FEW, most), parts=1, seed=seed)
+    return batch
+
+
+def first_halves(data: Any, *, most: int, seed: int) -> Halves:
+    """Returns the first samples of a dataset, and their halves, each fetched by itself."""
+    samples = min(FEW, most) // 2 * 2
+    (whole,), (one, other) = (_first(data, samples, parts=parts, seed=seed) for parts in (1, 2))
+    return Halves(one.data, other.data, whole.data, samples)
+
+
+def _first(data: Any, samples: int, *, parts: int, seed: int) -> list[MicroBatch]:
+    share = RankShare(0, 1, samples // parts)
+    fetching: dict[str, Any] = {"seed": seed, "workers": 0, "prefetch": 2, "pin": False}
+    batches = open_data(data, global_batch=samples, share=share, drop_last=False, **fetching)
+    return list(islice(batches.evaluation(), parts))
+
+
+def _shortened(batch: MicroBatch) -> MicroBatch:
+    """Returns the first samples of a batch, if it can be cut."""
+    samples = min(batch.samples, FEW)
+    try:
+        return batch._replace(data=take(batch.data, 0, samples, batch.samples), samples=samples)
+    except ValueError:
+        return batch
+
+
+# ---------------------------------------------------------------------------------------------- a forward pass
+class _Reached(Exception):
+    """Raised by a model that stands for the real one: the task has called it."""
+
+
+class _NoModel(nn.Module):
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise _Reached
+
+
+def _call_up_to_model(task: Task, batch: Any) -> None:
+    """Calls a task's loss up to where it calls the model; raises the task's errors before that."""
+    for one in of_turns(task).values():
+        with suppress(_Reached):
+            one.loss(_NoModel(), batch)
+
+
+def _evaluate(
+    built: Built, key: str, batch: MicroBatch, device: str | None, halves: Callable[[], Halves] | None = None
+) -> FirstSamples:
+    return evaluate(
+        built.model,
+        built.task,
+        batch,
+        use="training" if key == "train" else "evaluation",
+        precision=built.recipe.train.precision,
+        device=device,
+        beside=[one.module for one in built.beside.values()],
+        halves=halves,
+    )
+
+
+def evaluate(
+    model: nn.Module,
+    task: Task,
+    batch: MicroBatch,
+    *,
+    use: str,
+    precision: str = "fp32",
+    device: str | None = None,
+    beside: Sequence[nn.Module] = (),
+    halves: Callable[[], Halves] | None = None,
+) -> FirstSamples:
+    """Runs one forward pass, or one of each turn, in a copy of model, task and auxiliary modules.
+
+    Args:
+        use: "training" or "evaluation"; of a training loss it is checked that it is a sum, not a mean.
+        device: the type of device to compute on; None leaves the copies where the model is.
+        beside: the auxiliary modules of the task, which move with the model.
+        halves: fetches a batch and its halves, for one that cannot be cut.
+
+    Raises UsageError or PluginError if the task breaks its contract, and the errors of model and task.
+    """
+    metrics: dict[str, float] = {}
+    for one in of_turns(task).values():
+        metrics |= _evaluate_turn(model, one, batch, use, precision, device, beside, halves)
+    return FirstSamples(described(batch.data), with_sum(task, metrics) if metrics else {})
+
+
+def _evaluate_turn(
+    model: nn.Module,
+    task: Task,
+    micro: MicroBatch,
+    use: str,
+    precision: str,
+    device: str | None,
+    beside: Sequence[nn.Module],
+    halves: Callable[[], Halves] | None,
+) -> Mapping[str, float]:
+    model, task, beside = copy.deepcopy((model, task, list(beside)))
+    model.train(use == "training")
+    place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device is not None and place.type != "meta":
+        place = torch.device(device)
+        model.to(place)
+    for module in beside:
+        module.to(place)
+    batch = to_device(micro.data, place)
+    alone = Alone(place)
+    try:
+        task.start(model, World(all=alone, data=alone, device=place, local_rank=0))
+        # As it is run: an evaluation computes no gradients.
+        with torch.set_grad_enabled(use == "training"), _autocast(precision, place.type), own_random_numbers():
+            loss, outputs = checked_loss(task, task.loss(model, batch), gradients=use == "training")
+            with torch.no_grad():
+                found = checked_metrics(task, first_metrics(task, outputs, batch))
+                add({**found}, checked_metrics(task, first_metrics(task, outputs, batch)))
+            _check_finished(found, task)
+    except Exception as error:
+        explain(error, task, micro.data, use)
+        raise
+    if place.type == "meta":
+        return {}
+    if use == "training" and not task.whole_batch:
+        check_sum_reduction(model, task, batch, micro.samples, halves and (lambda: to_device(halves(), place)))
+    counted = task.count(batch)
+    items = micro.samples if counted is None else float(counted)
+    if not items:
+        log.warning("no target counts among the first %d samples for %s", micro.samples, use)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # so few samples may well lack a class
+        means = alone.mean({"loss": Total(loss.detach(), max(items, 1e-12)), **found}, task.reports)
+    return task.finish(means)
+
+
+def _check_finished(found: Mapping[str, Total | Rows], task: Task) -> None:
+    """Raises PluginError for rows that no metric makes a number of."""
+    for name, quantity in found.items():
+        metric = task.reports.get(name)
+        if isinstance(quantity, Rows) and (metric is None or type(metric).finish is Metric.finish):
+            raise PluginError(
+                f"metric `{name}` returns Rows, and nothing finishes it",
+                hints=[
+                    "give the Metric a `finish(self, *columns)`, which is called with the rows of all ranks, and the "
+                    "task `self.reports = {metric.name: metric}`"
+                ],
+            )
+
+
+def _autocast(precision: str, device: str) -> Any:
+    on_cpu = "cpu" if device == "meta" else device
+    return torch.autocast(on_cpu, dtype=_DTYPES[precision]) if precision in _DTYPES else nullcontext()

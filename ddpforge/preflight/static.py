@@ -1,0 +1,334 @@
+"""Checks of what a recipe chooses, before data and model are built: settings that cannot work together, or here."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import torch
+
+from ddpforge.components.building import build
+from ddpforge.components.options import Nested
+from ddpforge.data.streams import are_streams
+from ddpforge.errors import ForgeError, PluginError, UsageError
+from ddpforge.interfaces import Metric
+from ddpforge.interop.initial import find_initial
+from ddpforge.ranks.devices import device_type
+from ddpforge.recipe.batch import plan_batch
+from ddpforge.recipe.plan import Plan
+from ddpforge.recipe.report import did_you_mean
+from ddpforge.recipe.schema import Component, TrainSection
+from ddpforge.training.callbacks import check_callback
+from ddpforge.training.contract import contract_of
+from ddpforge.training.metric_direction import missing_direction
+from ddpforge.training.optimizer_trial import check_optimizer
+from ddpforge.training.stages import MISSING, Chosen
+from ddpforge.training.task_checks import name_of
+from ddpforge.training.turns import takes_turn, turns_of
+
+__all__ = [
+    "check_callbacks",
+    "check_compile",
+    "check_device",
+    "check_evaluations",
+    "check_float8",
+    "check_fused_loss",
+    "check_initial_weights",
+    "check_metric_direction",
+    "check_metrics",
+    "check_optimizer_options",
+    "check_optimizers",
+    "check_strategy",
+    "check_stream",
+    "check_turns",
+    "check_whole_batch",
+    "no_order_of_streams",
+]
+
+Errors = Iterator[ForgeError]
+
+_FLOAT8 = (8, 9)  # the compute capability from which on tensor cores multiply it
+_SEVERAL = ('set strategy.use = "ddp" (without compression = "powersgd"), "fsdp" or "single"',)
+_CALLABLE = ('"single"', '"ddp"', '"fsdp"')  # strategies whose ranks can call the model
+
+
+def device_of(chosen: Chosen) -> str:
+    """Returns the type of device that ranks compute on, "cpu" or "cuda"."""
+    return chosen.device or device_type(chosen.recipe.train)
+
+
+# ---------------------------------------------------------------------------------------------- machine and [train]
+def check_device(chosen: Chosen) -> Errors:
+    """Yields settings that a GPU is needed for, if ranks compute on a CPU."""
+    train, device = chosen.recipe.train, device_of(chosen)
+    for key, what in (("tf32", "multiplies in TF32"), ("cudnn_benchmark", "lets cuDNN choose")):
+        if getattr(train, key) and device != "cuda":
+            message = f"train.{key} {what}, which a GPU does, and this run is on {device}"
+            yield UsageError(message, hints=[f"leave train.{key} out"], key=f"train.{key}")
+    if train.cudnn_benchmark and train.deterministic:
+        message = (
+            "train.cudnn_benchmark chooses by time, now this algorithm and now that, and train.deterministic forbids it"
+        )
+        yield UsageError(message, hints=["leave one of both out"], key="train.cudnn_benchmark")
+    if train.sync_batchnorm and device != "cuda":
+        hint = "torch.nn.SyncBatchNorm has no CPU implementation; leave train.sync_batchnorm out"
+        message = f"train.sync_batchnorm needs CUDA, and this run is on {device}"
+        yield UsageError(message, hints=[hint], key="train.sync_batchnorm")
+
+
+def check_compile(chosen: Chosen) -> Errors:
+    """Yields CUDA graphs where gradients add up in their memory, or where turns train different parameters."""
+    train = chosen.recipe.train
+    if device_of(chosen) != "cuda" or not train.uses_cuda_graphs:
+        return
+    together = max(1, train.per_pass(chosen.data_ranks)) * chosen.data_ranks
+    if train.global_batch > together:
+        yield UsageError(
+            f'train.compile = "{train.compile}" replays CUDA graphs, whose memory is used again in every forward '
+            f"pass, and gradients of {train.global_batch // together} passes are to add up there",
+            hints=[
+                'set train.compile = "default"',
+                f"or let each rank make one pass per step, with {_one_pass(train)}",
+            ],
+            key="train.compile",
+        )
+    if chosen.trains and chosen.recipe.optimizer.turns:
+        yield UsageError(
+            f'train.compile = "{train.compile}" replays CUDA graphs, and each turn trains other parameters',
+            hints=['set train.compile = "default"'],
+            key="train.compile",
+        )
+
+
+def _one_pass(train: TrainSection) -> str:
+    """Spells the settings that make a step one forward pass of each rank."""
+    if train.elastic_shards:
+        return f"elastic_shards = ranks, and micro_batch = {train.global_batch} / ranks"
+    return f"micro_batch = {train.global_batch} / ranks"
+
+
+def check_float8(chosen: Chosen) -> Errors:
+    """Yields reasons against float8: CPUs and older GPUs, no torchao, strategies that share layers."""
+    recipe, device = chosen.recipe, device_of(chosen)
+    if recipe.train.fp8 == "off":
+        return
+
+    def error(message: str, *hints: str) -> UsageError:
+        ways = [*hints, f"{'or ' * bool(hints)}leave train.fp8 out"]
+        return UsageError(f'train.fp8 = "{recipe.train.fp8}" {message}', hints=ways, key="train.fp8")
+
+    if device != "cuda":
+        yield error(f"multiplies in float8, which a GPU does, and this run is on {device}")
+    elif torch.cuda.is_available() and (found := torch.cuda.get_device_capability()) < _FLOAT8:
+        there, needed = [".".join(map(str, pair)) for pair in (found, _FLOAT8)]
+        yield error(f"needs a GPU of compute capability {needed} (L4, RTX 40, H100), and this one has {there}")
+    if find_spec("torchao") is None:
+        yield error("computes with torchao, which is not installed", "pip install 'ddpforge[fp8]'")
+    if not contract_of(chosen.strategy).float8:
+        yield error(
+            f'needs whole layers, and strategy.use = "{recipe.strategy.use}" as it is set here computes them otherwise',
+            'set strategy.use = "ddp", "fsdp" (without `tensor`) or "single"',
+        )
+
+
+# ---------------------------------------------------------------------------------------------- [optimizer]
+def check_optimizer_options(chosen: Chosen) -> None:
+    """Raises RecipeError for options that the optimizer itself refuses."""
+    if chosen.trains:
+        check_optimizer(chosen.loaded, chosen.registry)
+
+
+def check_optimizers(chosen: Chosen) -> Errors:
+    """Yields several optimizers, or turns, under a strategy that takes one optimizer."""
+    recipe = chosen.recipe
+    if not chosen.trains or contract_of(chosen.strategy).optimizers != "one":
+        return
+    for name, group in recipe.optimizer.groups.items():
+        if group.use != recipe.optimizer.use:
+            yield UsageError(
+                f'strategy.use = "{recipe.strategy.use}" takes one optimizer; [optimizer.groups.{name}] has another',
+                hints=[*_SEVERAL, "or leave its `use` out: settings of one optimizer may differ"],
+                key=f"optimizer.groups.{name}.use",
+            )
+    if recipe.optimizer.turns:
+        yield UsageError(
+            f'strategy.use = "{recipe.strategy.use}" makes one update a step, and [optimizer.turns] asks for several',
+            hints=_SEVERAL,
+            key="optimizer.turns",
+        )
+
+
+def check_turns(chosen: Chosen) -> Errors:
+    """Yields turns of the recipe that the task does not have, and turns of the task without a table."""
+    turns, given = turns_of(chosen.task), chosen.recipe.optimizer.turns
+    if turns and not takes_turn(chosen.task):
+        raise PluginError(
+            f"{name_of(chosen.task)} has the turns {', '.join(turns)}, and its `loss` is not told which it computes",
+            hints=['def loss(self, model, batch, turn: str = "")'],
+        )
+    there = [f"it has {', '.join(turns)}"] if turns else ["it makes one update a step: take [optimizer.turns] out"]
+    for name in given.keys() - set(turns):
+        yield UsageError(
+            f"the task `{chosen.recipe.task.use}` has no turn `{name}`",
+            hints=[*did_you_mean(name, turns), *there],
+            key=f"optimizer.turns.{name}",
+        )
+    for name in [turn for turn in turns if turn not in given and chosen.trains]:
+        yield UsageError(
+            f"[optimizer.turns.{name}] is missing: the task makes an update of that name in every step",
+            hints=[f"add it; where it is empty, it is as [optimizer] and trains `{name}.*`"],
+            key="optimizer",
+        )
+
+
+# ---------------------------------------------------------------------------------------------- [task] and metrics
+def check_metrics(chosen: Chosen) -> None:
+    """Raises PluginError for a metric that is no mean, and that the task does not finish."""
+    for component in _metrics(chosen.recipe.task):
+        metric = build(chosen.registry, "metric", component)
+        if type(metric).finish is not Metric.finish and metric.name not in chosen.task.reports:
+            raise PluginError(
+                f"task `{chosen.recipe.task.use}` does not say who finishes {metric.name}, which is no mean",
+                hints=["in its constructor: self.reports = {metric.name: metric for metric in metrics}"],
+            )
+
+
+def _metrics(task: Component) -> Iterator[Nested]:
+    """Yields the metrics that a recipe names for its task."""
+    for value in task.options.values():
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, Nested) and one.kind == "metric":
+                yield one
+
+
+def check_metric_direction(chosen: Chosen) -> Errors:
+    """Yields a metric to keep the best checkpoints by, if it is not known whether less or more of it is better."""
+    _ = chosen.task.reports  # a task that could not be built may declare it
+    if chosen.trains and (metric := missing_direction(chosen.loaded)):
+        yield UsageError(
+            f'cannot tell whether less or more of "{metric}" is better',
+            hints=['add mode = "min" or mode = "max" to `checkpoint.keep`'],
+            key="checkpoint.keep.by",
+        )
+
+
+def check_fused_loss(chosen: Chosen) -> Errors:
+    """Yields a loss within the model's forward pass, under a strategy that cuts that up."""
+    recipe = chosen.recipe
+    if chosen.task.scores_in_model and not contract_of(chosen.strategy).scores:
+        yield UsageError(
+            f'task.use = "{recipe.task.use}" computes its loss within the model\'s forward pass, and strategy.use = '
+            f'"{recipe.strategy.use}" as it is set here cuts that up',
+            hints=[
+                "leave task.loss_chunk out",
+                'or set strategy.use = "ddp", "fsdp" (without `tensor`) or "deepspeed"',
+            ],
+            key="task.loss_chunk" if "loss_chunk" in recipe.task.options else "task.use",
+        )
+
+
+def check_whole_batch(chosen: Chosen) -> Errors:
+    """Yields settings by which a step is several forward passes of a rank, if the loss compares all its samples."""
+    task, train, data_ranks = chosen.task, chosen.recipe.train, chosen.data_ranks
+    if not task.whole_batch:
+        return
+    why = f"{name_of(task)} compares all samples of a step with each other"
+    if train.elastic_shards:
+        message = f"{why}, and `train.elastic_shards` would compute shards apart"
+        yield UsageError(message, hints=["leave it out"], key="train.elastic_shards")
+    elif train.micro_batch and train.micro_batch * data_ranks < train.global_batch:
+        yield UsageError(
+            f"{why}, and `train.micro_batch` = {train.micro_batch} would cut it into "
+            f"{train.global_batch // (train.micro_batch * data_ranks)} forward passes of each rank",
+            hints=[f"leave it out: {train.global_batch // data_ranks} on each rank", "or train on more ranks"],
+            key="train.micro_batch",
+        )
+    if train.eval_batch:
+        yield UsageError(
+            f"{why}, {train.global_batch} at a time, and `train.eval_batch` would compare others at evaluation",
+            hints=["leave it out: an evaluation is dealt to ranks in batches of train.global_batch samples at most"],
+            key="train.eval_batch",
+        )
+
+
+# ---------------------------------------------------------------------------------------------- [callbacks]
+def check_callbacks(chosen: Chosen) -> Errors:
+    """Yields callbacks of an older contract, those that the strategy cannot serve, and metrics of no evaluation."""
+    contract = None if chosen.strategy is MISSING else contract_of(chosen.strategy)
+    for name, callback in chosen.callbacks.items():
+        try:
+            check_callback(name, callback, contract, _CALLABLE, trains=chosen.trains)
+        except ForgeError as error:
+            error.key = f"callbacks.{name}"
+            yield error
+        metric = getattr(callback, "metric", "")
+        if chosen.trains and not chosen.recipe.data.evaluations and str(metric).startswith("eval/"):
+            yield UsageError(
+                f"nothing is evaluated, so nothing reports {metric}",
+                hints=["add a [data.eval]"],
+                key=f"callbacks.{name}.metric",
+            )
+
+
+# ---------------------------------------------------------------------------------------------- [strategy]
+def check_strategy(chosen: Chosen) -> Errors:
+    """Yields what the strategy cannot do with the recipe, as its `refusals` say."""
+    for refusal in chosen.strategy.refusals(chosen.recipe.train, chosen.ranks, device_of(chosen)):
+        yield UsageError(refusal.message, hints=refusal.hints, key=refusal.key)
+
+
+# ---------------------------------------------------------------------------------------------- [data] and weights
+def check_evaluations(chosen: Chosen) -> None:
+    """Raises UsageError for an evaluation set that the recipe does not have, if nothing is trained."""
+    if chosen.trains:
+        return
+    known = [name for name in chosen.recipe.data.evaluations if name]
+    if not chosen.recipe.data.evaluations:
+        raise UsageError("the recipe has no [data.eval] to evaluate on")
+    for name in chosen.only:
+        if name not in known:
+            there = [f"there are {', '.join(known)}"] if known else ["its one [data.eval] has no name"]
+            raise UsageError(
+                f"the recipe has no [data.eval.{name}] to evaluate on", hints=[*did_you_mean(name, known), *there]
+            )
+
+
+def check_stream(chosen: Chosen) -> Errors:
+    """Yields an order, and lengths in epochs, of training data whose class says that it is a stream."""
+    train = chosen.recipe.data.train
+    kind = chosen.registry.load("data", train.use, train.base) if chosen.trains else None
+    if not inspect.isclass(kind) or not are_streams(kind):
+        return
+    if chosen.recipe.data.order:
+        yield no_order_of_streams(kind)
+    if not hasattr(kind, "__len__"):
+        found: list[UsageError] = []
+
+        @contextmanager
+        def collecting(*path: str) -> Iterator[None]:
+            try:
+                yield
+            except UsageError as error:
+                error.key = ".".join(path)
+                found.append(error)
+
+        Plan.of(chosen.recipe, plan_batch(chosen.recipe.train, 1), None, noting=collecting)
+        yield from found
+
+
+def no_order_of_streams(stream: type) -> UsageError:
+    """Returns the error of an order for data that is a stream."""
+    return UsageError(
+        f"{stream.__name__} is an iterable dataset, whose samples come in its own order",
+        hints=["leave [data.order] out, or give a dataset with __len__ and __getitem__"],
+        key="data.order",
+    )
+
+
+def check_initial_weights(chosen: Chosen) -> None:
+    """Raises UsageError unless the initial weights are there, if the run begins with them."""
+    source = chosen.recipe.checkpoint.init_from
+    if chosen.trains and source and not chosen.resumes:
+        find_initial(source)

@@ -1,0 +1,92 @@
+"""Gradients that are not finite: found as seldom as possible, as reading a norm waits for the device."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ddpforge.errors import Diverged
+from ddpforge.interfaces import Replica
+from ddpforge.training.progress import Progress
+
+__all__ = ["GradientNorms", "NonfinitePolicy", "RollBack"]
+
+log = logging.getLogger("ddpforge")
+
+_MOST_SKIPS = 100  # steps in a row without a finite gradient, after which skipping is no longer training
+
+
+class GradientNorms:
+    """The gradient norms of the steps since they were last taken."""
+
+    def __init__(self) -> None:
+        self.newest = math.nan  # of those that were taken
+        self.nonfinite_in_a_row = 0
+        self._pending: dict[int, Tensor] = {}
+
+    def add(self, step: int, norm: Tensor) -> None:
+        """Notes the norm of a step (0-d, on any device); does not wait for it."""
+        self._pending[step] = norm
+
+    def take(self) -> list[int]:
+        """Takes all norms in one transfer from the device; returns the steps whose norm was not finite."""
+        if not self._pending:
+            return []
+        bad: list[int] = []
+        norms = list(self._pending.values())
+        values: list[float] = torch.stack(norms).tolist() if len(norms) > 1 else [norms[0].item()]
+        for step, value in zip(self._pending, values, strict=True):
+            self.nonfinite_in_a_row = 0 if math.isfinite(value) else self.nonfinite_in_a_row + 1
+            if self.nonfinite_in_a_row:
+                bad.append(step)
+        self.newest = values[-1]
+        self._pending.clear()
+        return bad
+
+
+class RollBack(Exception):
+    """Training is to continue from the last checkpoint, without the steps in `bad`."""
+
+    def __init__(self, bad: Sequence[int], why: str) -> None:
+        self.bad, self.why = bad, why
+
+
+class NonfinitePolicy:
+    """Applies `train.on_nonfinite`: stops, skips or rolls back.
+
+    The norm is that of the reduced gradient, hence the same on every rank, and the strategy has kept such a gradient
+    away from the weights already: all ranks come to the same decision without a word.
+    """
+
+    def __init__(self, policy: Literal["stop", "skip", "rollback"], replica: Replica) -> None:
+        self._policy, self._replica = policy, replica
+        self.norms = GradientNorms()
+
+    def apply(self, progress: Progress, log_row: Callable[[int], None], *, logs: bool) -> None:
+        """Reads the norms since the last call; raises RollBack or Diverged.
+
+        `log_row` logs the row of a bad step, unless (`logs`) the present step has a row anyway.
+        """
+        bad = self.norms.take()
+        progress.skipped += len(bad)
+        if not bad or self._replica.overflowed():
+            return
+        goes_on = self._policy == "skip" and self.norms.nonfinite_in_a_row < _MOST_SKIPS
+        if not (goes_on and logs and bad[-1] == progress.step):
+            log_row(bad[-1])
+        if self._policy == "rollback":
+            raise RollBack(bad, f"the gradient of step {bad[0]} is not finite")
+        if not goes_on:
+            raise Diverged(
+                f"the gradient of step {bad[0]} is not finite; it was kept away from the weights",
+                hints=[
+                    "lower optimizer.lr, set train.clip_norm, or look at that step's samples",
+                    'or let the run continue with train.on_nonfinite = "skip" or "rollback"',
+                ],
+            )
+        log.warning("step %s: the gradient is not finite; left out", ", ".join(map(str, bad)))
